@@ -1,0 +1,123 @@
+from dynatree.v1 import tree_pb2 as _tree_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DraftServiceGetModelInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DraftServiceGetModelInfoResponse(_message.Message):
+    __slots__ = ("draft", "target", "policies")
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    POLICIES_FIELD_NUMBER: _ClassVar[int]
+    draft: _tree_pb2.ModelInfo
+    target: _tree_pb2.ModelInfo
+    policies: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, draft: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., target: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., policies: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("text", "token_ids", "max_new_tokens", "sampling", "stop", "ignore_eos", "policy")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: TokenIds
+    max_new_tokens: int
+    sampling: _tree_pb2.SamplingOptions
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    ignore_eos: bool
+    policy: Policy
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ..., policy: _Optional[_Union[Policy, _Mapping]] = ...) -> None: ...
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Policy(_message.Message):
+    __slots__ = ("name", "settings")
+    class SettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    settings: _containers.ScalarMap[str, float]
+    def __init__(self, name: _Optional[str] = ..., settings: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("text", "token_ids", "completion")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    completion: Completion
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., completion: _Optional[_Union[Completion, _Mapping]] = ...) -> None: ...
+
+class Completion(_message.Message):
+    __slots__ = ("finish_reason", "prompt_tokens", "statistics")
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STATISTICS_FIELD_NUMBER: _ClassVar[int]
+    finish_reason: _tree_pb2.FinishReason
+    prompt_tokens: int
+    statistics: GenerationStatistics
+    def __init__(self, finish_reason: _Optional[_Union[_tree_pb2.FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., statistics: _Optional[_Union[GenerationStatistics, _Mapping]] = ...) -> None: ...
+
+class GenerationStatistics(_message.Message):
+    __slots__ = ("generated_tokens", "rounds", "draft_n", "draft_n_accepted", "acceptance_rate", "tokens_per_round", "mean_path_length", "nodes_per_round", "acceptance_by_depth", "time_to_first_token_seconds", "time_per_output_token_seconds", "total_seconds", "round_parts", "seed")
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_N_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_N_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_RATE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_ROUND_FIELD_NUMBER: _ClassVar[int]
+    MEAN_PATH_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    NODES_PER_ROUND_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_BY_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    TIME_TO_FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TIME_PER_OUTPUT_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_PARTS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    generated_tokens: int
+    rounds: int
+    draft_n: int
+    draft_n_accepted: int
+    acceptance_rate: float
+    tokens_per_round: float
+    mean_path_length: float
+    nodes_per_round: float
+    acceptance_by_depth: _containers.RepeatedScalarFieldContainer[float]
+    time_to_first_token_seconds: float
+    time_per_output_token_seconds: float
+    total_seconds: float
+    round_parts: _containers.RepeatedCompositeFieldContainer[RoundPart]
+    seed: int
+    def __init__(self, generated_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., draft_n: _Optional[int] = ..., draft_n_accepted: _Optional[int] = ..., acceptance_rate: _Optional[float] = ..., tokens_per_round: _Optional[float] = ..., mean_path_length: _Optional[float] = ..., nodes_per_round: _Optional[float] = ..., acceptance_by_depth: _Optional[_Iterable[float]] = ..., time_to_first_token_seconds: _Optional[float] = ..., time_per_output_token_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., round_parts: _Optional[_Iterable[_Union[RoundPart, _Mapping]]] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class RoundPart(_message.Message):
+    __slots__ = ("name", "total_seconds", "p50_seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    P50_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    total_seconds: float
+    p50_seconds: float
+    def __init__(self, name: _Optional[str] = ..., total_seconds: _Optional[float] = ..., p50_seconds: _Optional[float] = ...) -> None: ...

@@ -1,0 +1,100 @@
+from dynatree.v1 import tree_pb2 as _tree_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class VerifyServiceGetModelInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class VerifyServiceGetModelInfoResponse(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: _tree_pb2.ModelInfo
+    def __init__(self, model: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("open", "tree")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    TREE_FIELD_NUMBER: _ClassVar[int]
+    open: OpenSession
+    tree: _tree_pb2.TokenTree
+    def __init__(self, open: _Optional[_Union[OpenSession, _Mapping]] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ...) -> None: ...
+
+class OpenSession(_message.Message):
+    __slots__ = ("prompt_ids", "max_new_tokens", "ignore_eos", "sampling", "draft")
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    max_new_tokens: int
+    ignore_eos: bool
+    sampling: _tree_pb2.SamplingOptions
+    draft: _tree_pb2.ModelInfo
+    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: bool = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., draft: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ...) -> None: ...
+
+class VerifyResponse(_message.Message):
+    __slots__ = ("opened", "commit")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    opened: SessionOpened
+    commit: Commit
+    def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
+
+class SessionOpened(_message.Message):
+    __slots__ = ("max_tree_nodes", "context_length", "commit", "seed")
+    MAX_TREE_NODES_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    max_tree_nodes: int
+    context_length: int
+    commit: Commit
+    seed: int
+    def __init__(self, max_tree_nodes: _Optional[int] = ..., context_length: _Optional[int] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("next_round", "base_length", "token_ids", "accepted_nodes", "acceptance", "timings", "finish_reason")
+    NEXT_ROUND_FIELD_NUMBER: _ClassVar[int]
+    BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_NODES_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    next_round: int
+    base_length: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    accepted_nodes: _containers.RepeatedScalarFieldContainer[int]
+    acceptance: AcceptanceStatistics
+    timings: VerifyTimings
+    finish_reason: _tree_pb2.FinishReason
+    def __init__(self, next_round: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., acceptance: _Optional[_Union[AcceptanceStatistics, _Mapping]] = ..., timings: _Optional[_Union[VerifyTimings, _Mapping]] = ..., finish_reason: _Optional[_Union[_tree_pb2.FinishReason, str]] = ...) -> None: ...
+
+class AcceptanceStatistics(_message.Message):
+    __slots__ = ("drafted", "accepted", "tree_depth")
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    TREE_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    drafted: int
+    accepted: int
+    tree_depth: int
+    def __init__(self, drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., tree_depth: _Optional[int] = ...) -> None: ...
+
+class VerifyTimings(_message.Message):
+    __slots__ = ("forward_seconds", "accept_seconds", "commit_seconds", "total_seconds")
+    FORWARD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    forward_seconds: float
+    accept_seconds: float
+    commit_seconds: float
+    total_seconds: float
+    def __init__(self, forward_seconds: _Optional[float] = ..., accept_seconds: _Optional[float] = ..., commit_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ...) -> None: ...
