@@ -1,0 +1,1 @@
+"""What the draft and the verify service are both made of."""

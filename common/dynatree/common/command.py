@@ -1,0 +1,80 @@
+"""What the commands `dynatree verify` and `dynatree draft` share: options, and running until a signal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import torch
+
+from dynatree.common import embedded
+from dynatree.common.engine.engine import DTYPES, ModelSettings
+from dynatree.common.errors import StartupError
+
+MAX_TREE_NODES = 256
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+positive.__name__ = "whole number"  # argparse names the type in its message
+
+
+def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) -> None:
+    """The options that both services have."""
+    parser.add_argument(
+        "--listen",
+        default=f"localhost:{default_port}",
+        metavar="ADDR",
+        help="host:port or unix:PATH; port 0 takes a free one (default: %(default)s)",
+    )
+    parser.add_argument("--device", default="auto", help="torch device, or auto for a GPU if any (default: auto)")
+    parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="default: the checkpoint's own")
+    parser.add_argument("--threads", type=positive, help="CPU threads of the model (default: torch's choice)")
+    parser.add_argument(
+        "--max-sessions", type=positive, default=4, help="completions at once; each has its own KV cache (default: 4)"
+    )
+    parser.add_argument(
+        "--grace", type=float, default=10.0, metavar="SECONDS", help="time for open calls at shutdown (default: 10)"
+    )
+
+
+def model_settings(options: argparse.Namespace, model: str, embedded_path: Path, scratch: int) -> ModelSettings:
+    """Settings from parsed options; the name "embedded" means the shipped model at `embedded_path`."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    return ModelSettings(
+        model=str(embedded_path) if model == embedded.NAME else model,
+        device=options.device,
+        dtype=options.dtype,
+        sessions=options.max_sessions,
+        scratch=scratch,
+    )
+
+
+def run_service(serve: Callable[[], Awaitable[None]]) -> int:
+    """Run a service to its end; a failure to start is one line and exit status 1."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    async def main() -> None:
+        await serve()
+
+    try:
+        asyncio.run(main())
+    except StartupError as error:
+        raise SystemExit(str(error)) from error
+    return 0
+
+
+def announce(text: str) -> None:
+    """Tell whoever started the service where it is, on standard error."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,7 @@
+"""One flat forward over any number of sessions, for any supported transformers causal language model."""
+
+from dynatree.common.engine.arena import KVArena, KVShape
+from dynatree.common.engine.attention import Segment
+from dynatree.common.engine.engine import Engine, ModelSettings
+
+__all__ = ["Engine", "KVArena", "KVShape", "ModelSettings", "Segment"]

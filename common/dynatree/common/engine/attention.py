@@ -1,0 +1,150 @@
+"""The attention function that every served model calls: each segment against its own arena row.
+
+Registered with `transformers.AttentionInterface`, so that no model-specific code is needed. The batch travels to it
+as a keyword argument of the model's forward; a mask function that returns None keeps transformers from building its
+own mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from dynatree.common.engine.arena import KVArena, KVShape
+from dynatree.common.errors import StartupError
+
+NAME = "dynatree"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The tokens that one session puts through a forward.
+
+    Token `i` is stored in slot `start + i` of arena row `row`, and is embedded at `positions[i]`.
+    `mask` is bool `[n, m]` over the last `m` of the slots 0 to `start + n`; the slots before those are visible to every
+    token. None means causal. `keep` names the tokens whose logits are wanted; None means all.
+    """
+
+    row: int
+    start: int
+    token_ids: Sequence[int]
+    positions: Sequence[int]
+    mask: Tensor | None = None
+    keep: Sequence[int] | None = None
+
+    @property
+    def stop(self) -> int:
+        """One past the last slot written."""
+        return self.start + len(self.token_ids)
+
+
+class Batch:
+    """Segments laid side by side in one row of tokens, with the attention bias of each, built once for all layers."""
+
+    def __init__(self, segments: Sequence[Segment], arena: KVArena, dtype: torch.dtype, device: torch.device) -> None:
+        self.segments = segments
+        self.arena = arena
+        self.biases = [_bias(segment, dtype, device) for segment in segments]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Store the new keys and values, then attend: query `[heads, n, dim]` to output `[n, heads, dim]`."""
+        outputs = []
+        offset = 0
+        for segment, bias in zip(self.segments, self.biases, strict=True):
+            span = slice(offset, offset + len(segment.token_ids))
+            offset = span.stop
+            self.arena.write(layer, segment.row, segment.start, key[:, span], value[:, span])
+            keys, values = self.arena.read(layer, segment.row, segment.stop)
+            outputs.append(
+                scaled_dot_product_attention(
+                    query[None, :, span],
+                    keys[None],
+                    values[None],
+                    attn_mask=bias,
+                    is_causal=bias is None and len(segment.token_ids) > 1,
+                    scale=scale,
+                    enable_gqa=query.shape[0] != keys.shape[0],
+                )
+            )
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2))[0].transpose(0, 1)
+
+
+def _bias(segment: Segment, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """The additive attention bias `[n, start + n]`, or None where plain causal or full attention will do."""
+    tokens = len(segment.token_ids)
+    mask = segment.mask
+    if mask is None:
+        if segment.start == 0 or tokens == 1:
+            return None
+        mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    bias = torch.zeros(tokens, segment.stop, dtype=dtype)
+    bias[:, segment.stop - mask.shape[1] :].masked_fill_(~mask, float("-inf"))
+    return bias.to(device)
+
+
+@dataclass
+class Recorder:
+    """Stands in for a batch while a model is probed: plain causal attention, noting each layer's key shape."""
+
+    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Causal attention among the new tokens alone; shapes as in `Batch.attend`."""
+        self.shapes[layer] = (key.shape[0], key.shape[2])
+        grouped = query.shape[0] != key.shape[0]
+        return scaled_dot_product_attention(
+            query[None], key[None], value[None], is_causal=True, scale=scale, enable_gqa=grouped
+        )[0].transpose(0, 1)
+
+    def kv_shape(self) -> KVShape:
+        """The one shape that all layers share.
+
+        Raises:
+            StartupError: No layer called the attention function, or layers differ.
+        """
+        if sorted(self.shapes) != list(range(len(self.shapes))) or len(set(self.shapes.values())) != 1:
+            raise StartupError("its layers do not all attend in one shape through transformers' attention interface")
+        kv_heads, head_dim = self.shapes[0]
+        return KVShape(len(self.shapes), kv_heads, head_dim)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dynatree_batch: Batch | Recorder | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The registered function: query `[1, heads, n, dim]`, key and value `[1, kv_heads, n, dim]`.
+
+    Returns:
+        The output `[1, n, heads, dim]`, and no attention weights.
+
+    Raises:
+        StartupError: The model asks for an attention variant that is not computed here.
+    """
+    layer = getattr(module, "layer_idx", None)
+    if dynatree_batch is None or layer is None:
+        raise StartupError("its layers do not pass keyword arguments and a layer index to their attention")
+    refused = [name for name in ("softcap", "s_aux", "position_bias", "head_mask") if options.get(name) is not None]
+    if refused:
+        raise StartupError(f"its attention uses {', '.join(refused)}, which DynaTree does not compute")
+    return dynatree_batch.attend(layer, query[0], key[0], value[0], scaling)[None], None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, _no_mask)

@@ -1,0 +1,163 @@
+"""A gRPC server with health, reflection, message limits, error mapping and a draining stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from dynatree.common.errors import ServiceError, StartupError
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # two servers must not bind one port silently
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),  # not below the server's min_ping_interval_without_data_ms
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+
+class Server:
+    """One gRPC server; `start`, then `wait`.
+
+    Attributes:
+        address: Where it listens, with the port that was bound where port 0 was asked for.
+    """
+
+    def __init__(self, service_names: Sequence[str]) -> None:
+        self._server = grpc.aio.server(interceptors=[ErrorMapping()], options=SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        self._names = service_names
+        self.address = ""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        )
+
+    @property
+    def grpc_server(self) -> grpc.aio.Server:
+        """The server to which generated code adds its servicers."""
+        return self._server
+
+    async def start(self, address: str) -> None:
+        """Bind `host:port` or `unix:PATH`, and answer health checks with SERVING.
+
+        Raises:
+            StartupError: The address is taken or makes no sense.
+        """
+        _check_address(address)
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise StartupError(f"cannot listen on {address}: the address is in use or not this machine's") from error
+        self.address = address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+        await self._server.start()
+        for name in ("", *self._names):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def wait(self, grace: float) -> None:
+        """Serve until SIGTERM or SIGINT, then report NOT_SERVING and give open calls `grace` seconds."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        await stop.wait()
+        await self.stop(grace)
+
+    async def stop(self, grace: float) -> None:
+        """Report NOT_SERVING, refuse new calls, and end open ones after `grace` seconds."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace)
+
+
+class ErrorMapping(grpc.aio.ServerInterceptor):
+    """Maps domain errors to their gRPC codes; anything else becomes INTERNAL with an id, its detail only in the log."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Wrap the handlers of this package; health and reflection map their own errors."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith("/dynatree."):
+            return handler  # type: ignore[no-any-return]
+        if handler.unary_unary:
+            return handler._replace(unary_unary=_map_unary(handler.unary_unary))  # type: ignore[no-any-return]
+        if handler.unary_stream:
+            return handler._replace(unary_stream=_map_stream(handler.unary_stream))  # type: ignore[no-any-return]
+        return handler._replace(stream_stream=_map_stream(handler.stream_stream))  # type: ignore[no-any-return]
+
+
+def _map_unary(behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behavior(request, context)
+        except Exception as error:
+            return await _abort(error, context)
+
+    return mapped
+
+
+def _map_stream(behavior: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async with aclosing(behavior(request, context)) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            await _abort(error, context)
+
+    return mapped
+
+
+async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    if isinstance(error, ServiceError):
+        await context.abort(error.code, str(error))
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    request_id = uuid.uuid4().hex[:12]
+    log.error("request %s failed", request_id, exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, f"internal error; the service's log has it as request {request_id}")
+
+
+def _check_address(address: str) -> None:
+    """Refuse an address that gRPC would misread or take over without a word."""
+    if address.startswith("unix:"):
+        _prepare_socket(Path(address.removeprefix("unix:")))
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise StartupError(f"{address!r} is not an address; expected host:port or unix:PATH")
+
+
+def _prepare_socket(path: Path) -> None:
+    """Make a missing folder, private to this user, and refuse a socket on which another server answers."""
+    if not path.parent.exists():
+        path.parent.mkdir(mode=0o700, parents=True)
+    if not os.path.lexists(path):
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return  # left behind by a server that is gone; gRPC replaces it
+    raise StartupError(f"cannot listen on unix:{path}: another server answers there")

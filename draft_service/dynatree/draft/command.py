@@ -1,0 +1,107 @@
+"""`dynatree draft`: serve a draft model in front of a verify service."""
+
+from __future__ import annotations
+
+import argparse
+
+from dynatree.common import embedded
+from dynatree.common.command import MAX_TREE_NODES, add_service_arguments, announce, model_settings, run_service
+from dynatree.common.engine import Engine, ModelSettings
+from dynatree.common.errors import FailedPrecondition, StartupError
+from dynatree.common.model_info import check_same_tokenizer
+from dynatree.common.model_thread import ModelThread
+from dynatree.common.server import Server
+from dynatree.draft.drafter import Drafter
+from dynatree.draft.policies import DEFAULT_POLICY, create_policy, policy_names
+from dynatree.draft.service import SERVICE_NAME, DefaultPolicy, DraftService
+from dynatree.draft.verify_client import VerifyClient
+from dynatree.v1 import draft_pb2_grpc, tree_pb2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `dynatree draft`."""
+    parser.add_argument(
+        "--draft-model", required=True, metavar="embedded|PATH|HUB_ID", help="the small model, which only guesses"
+    )
+    parser.add_argument("--verify", required=True, metavar="ADDR", help="the verify service: host:port or unix:PATH")
+    add_service_arguments(parser, default_port=50051)
+    parser.add_argument(
+        "--policy", default=DEFAULT_POLICY, choices=policy_names(), help="default policy (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], type=_setting, metavar="NAME=VALUE", help="a setting of that policy"
+    )
+    parser.add_argument(
+        "--verify-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long to wait for the verify service at start (default: 60)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until a signal."""
+    policy = DefaultPolicy(options.policy, dict(options.set))
+    try:
+        create_policy(policy.name, policy.settings)
+    except Exception as error:
+        raise SystemExit(str(error)) from error
+    settings = model_settings(options, options.draft_model, embedded.draft_path(), scratch=2 * MAX_TREE_NODES)
+    return run_service(
+        lambda: serve(settings, options.listen, options.verify, options.verify_timeout, policy, options.grace)
+    )
+
+
+async def serve(
+    settings: ModelSettings,
+    address: str,
+    verify_address: str,
+    verify_timeout: float,
+    policy: DefaultPolicy,
+    grace: float,
+) -> None:
+    """Load the draft, find the verify service, then serve until a signal.
+
+    Raises:
+        StartupError: The model, the address or the verify service cannot be used, or the two models cannot work together.
+    """
+    verify = VerifyClient(verify_address)
+    try:
+        engine = Engine.load(settings)
+        target = await verify.target(verify_timeout)
+        drafter = Drafter(engine, MAX_TREE_NODES, vocab_size=_shared_vocabulary(engine, target))
+        thread = ModelThread("draft-model")
+        server = Server([SERVICE_NAME])
+        service = DraftService(drafter, thread, verify, target, policy)
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server.grpc_server)
+        await server.start(address)
+        info = engine.info
+        announce(f"dynatree draft: {info.name} ({info.dtype}, {info.device}) for {target.name} on {server.address}")
+        await server.wait(grace)
+        thread.shutdown()
+    finally:
+        await verify.close()
+
+
+def _shared_vocabulary(engine: Engine, target: tree_pb2.ModelInfo) -> int:
+    """How many token ids may be proposed: those that the tokenizer has and both models embed.
+
+    Raises:
+        StartupError: The tokenizers differ.
+    """
+    try:
+        check_same_tokenizer(engine.info, target)
+    except FailedPrecondition as error:
+        raise StartupError(str(error)) from error
+    return min(max(engine.tokenizer.get_vocab().values()) + 1, engine.info.vocab_size, target.vocab_size)
+
+
+def _setting(text: str) -> tuple[str, float]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number") from None

@@ -1,0 +1,171 @@
+"""One completion: grow, verify, commit, until the target says that it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from dynatree.common.model_thread import ModelThread
+from dynatree.common.sampling import Sampling
+from dynatree.draft.detokenizer import Detokenizer
+from dynatree.draft.drafter import Drafter, DraftSession, Growth
+from dynatree.draft.policies import Policy
+from dynatree.draft.statistics import Recorder
+from dynatree.draft.stop_strings import StopStrings
+from dynatree.draft.verify_client import VerifyClient, VerifySession
+from dynatree.v1 import draft_pb2, tree_pb2, verify_pb2
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A checked request: `limit` is the number of tokens, prompt included, at which the completion ends.
+
+    `bounded` says whether the client named that limit; if not, it is the target's context.
+    """
+
+    prompt_ids: tuple[int, ...]
+    limit: int
+    bounded: bool
+    sampling: Sampling
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    policy: Policy
+
+
+@dataclass(frozen=True)
+class _Advance:
+    """What the model thread did between two exchanges; no growth after the last commit."""
+
+    commit_seconds: float
+    growth: Growth | None
+
+
+class Generation:
+    """Runs one completion.
+
+    Invariant: the tokens handed on are those of the verify service's commits, in order and nothing else; the draft
+    decides how many come in one round, never which.
+    """
+
+    def __init__(self, request: GenerationRequest, drafter: Drafter, thread: ModelThread, verify: VerifyClient) -> None:
+        self._request = request
+        self._drafter = drafter
+        self._thread = thread
+        self._verify = verify
+        self._recorder = Recorder(arrival=time.perf_counter())
+        self._text = TextStream(Detokenizer(drafter.engine.tokenizer, request.prompt_ids), StopStrings(request.stop))
+
+    async def run(self, timeout: float | None) -> AsyncIterator[draft_pb2.GenerateResponse]:
+        """The completion's messages; the last carries the finish reason and the statistics.
+
+        Raises:
+            ServiceError: No session is free, or the verify service failed or refused.
+        """
+        request = self._request
+        session = self._drafter.open(request.prompt_ids, request.sampling)
+        try:
+            async with self._verify.session(timeout) as stream:
+                reading = asyncio.ensure_future(self._thread.run(self._drafter.read, session, request.policy))
+                opened = await stream.open(self._open_message())
+                await reading
+                async for response in self._rounds(session, stream, opened.commit):
+                    yield response
+        finally:
+            # asked for behind any forward that still runs for this session
+            await asyncio.shield(self._thread.run(self._drafter.close, session))
+
+    async def _rounds(
+        self, session: DraftSession, stream: VerifySession, commit: verify_pb2.Commit
+    ) -> AsyncIterator[draft_pb2.GenerateResponse]:
+        advancing = self._start_advance(session, commit, drafted=0)
+        try:
+            while True:
+                yield self._hand_on(commit)
+                advance = await advancing
+                if advance.growth is None or self._text.stopped:
+                    break
+                answer = await stream.verify(advance.growth.tree, commit)
+                self._recorder.round(advance.growth, answer, advance.commit_seconds)
+                commit = answer.commit
+                advancing = self._start_advance(session, commit, drafted=len(advance.growth.tree))
+        finally:
+            advancing.cancel()
+        yield self._last_message(commit)
+
+    def _start_advance(self, session: DraftSession, commit: verify_pb2.Commit, drafted: int) -> asyncio.Task[_Advance]:
+        """Commit and grow on the model thread, while the event loop makes text of the commit."""
+        remaining = self._request.limit - commit.base_length
+
+        def advance() -> _Advance:
+            started = time.perf_counter()
+            self._drafter.commit(session, commit.token_ids)
+            self._request.policy.observe(drafted, len(commit.accepted_nodes))
+            commit_seconds = time.perf_counter() - started
+            if commit.finish_reason:
+                return _Advance(commit_seconds, None)
+            # the deepest useful node is the one before the last token, which is the target's own in any case
+            return _Advance(commit_seconds, self._drafter.grow(session, self._request.policy, remaining - 1))
+
+        return asyncio.ensure_future(self._thread.run(advance))
+
+    def _hand_on(self, commit: verify_pb2.Commit) -> draft_pb2.GenerateResponse:
+        started = time.perf_counter()
+        text, token_ids = self._text.push(commit.token_ids)
+        if commit.next_round > 0:
+            self._recorder.part("detokenize", time.perf_counter() - started)
+        self._recorder.count(len(token_ids))
+        return draft_pb2.GenerateResponse(text=text, token_ids=token_ids)
+
+    def _last_message(self, commit: verify_pb2.Commit) -> draft_pb2.GenerateResponse:
+        request = self._request
+        text = self._text.flush()
+        reason = tree_pb2.FINISH_REASON_STOP if self._text.stopped else commit.finish_reason
+        completion = draft_pb2.Completion(
+            finish_reason=reason,
+            prompt_tokens=len(request.prompt_ids),
+            statistics=self._recorder.to_pb(seed=0 if request.sampling.greedy else request.sampling.seed),
+        )
+        return draft_pb2.GenerateResponse(text=text, completion=completion)
+
+    def _open_message(self) -> verify_pb2.OpenSession:
+        request = self._request
+        return verify_pb2.OpenSession(
+            prompt_ids=request.prompt_ids,
+            max_new_tokens=request.limit - len(request.prompt_ids) if request.bounded else None,
+            ignore_eos=request.ignore_eos,
+            sampling=request.sampling.to_pb(),
+            draft=self._drafter.engine.info,
+        )
+
+
+class TextStream:
+    """Committed tokens to the text and the tokens that the client gets, up to the first stop string."""
+
+    def __init__(self, detokenizer: Detokenizer, stops: StopStrings) -> None:
+        self._detokenizer = detokenizer
+        self._stops = stops
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has appeared."""
+        return self._stops.found
+
+    def push(self, token_ids: list[int]) -> tuple[str, list[int]]:
+        """The text that these tokens complete, and those of them that belong to the completion.
+
+        The token that completes a stop string is the last that does; the text ends before the stop string.
+        """
+        if not self._stops.active:
+            return self._detokenizer.push(token_ids), token_ids
+        text = ""
+        for count, token in enumerate(token_ids, start=1):
+            text += self._stops.push(self._detokenizer.push([token]))
+            if self._stops.found:
+                return text, token_ids[:count]
+        return text, token_ids
+
+    def flush(self) -> str:
+        """What was held back for a character or a stop string that did not come to be."""
+        return self._stops.push(self._detokenizer.flush()) + self._stops.flush()

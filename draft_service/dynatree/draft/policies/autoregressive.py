@@ -1,0 +1,27 @@
+"""No drafting: every tree is empty, and every round is one plain decoding step of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dynatree.draft.growing_tree import GrowingTree
+from dynatree.draft.policies.base import Policy
+
+
+@dataclass(frozen=True)
+class AutoregressiveSettings:
+    """There is nothing to set."""
+
+
+class Autoregressive(Policy):
+    """Plain decoding, through the same services: the baseline of every speedup."""
+
+    breadth = 0
+
+    def __init__(self, settings: AutoregressiveSettings) -> None:
+        pass
+
+    def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
+        """Add nothing."""
+        return []

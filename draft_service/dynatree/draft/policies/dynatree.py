@@ -1,0 +1,107 @@
+"""DynaTree's confidence-aware adaptive tree (DynaTree section 3.3, Algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dynatree.common.errors import InvalidArgument
+from dynatree.draft.growing_tree import GrowingTree
+from dynatree.draft.history import HistoryController
+from dynatree.draft.policies.base import LevelPolicy, check_range
+
+
+@dataclass(frozen=True)
+class DynaTreeSettings:
+    """The paper's parameters, with the defaults of the paper and its logs.
+
+    The paper leaves the steps eta_D and eta_h open. Ours move D_0 by at most 0.35 and tau_h by at most 0.035 a round at
+    zero acceptance: a window of ten such rounds crosses the whole range of D_0, and no single round does.
+    """
+
+    tau_high: float = 0.9
+    tau_low: float = 0.4
+    breadth_min: int = 1
+    breadth_mid: int = 2
+    breadth_max: int = 3
+    base_depth: int = 5
+    max_depth: int = 8
+    rho_stop: float = 0.1
+    rho_deep: float = 0.5
+    tau: float = 0.05
+    max_nodes: int = 256
+    window: int = 10
+    target_acceptance: float = 0.7
+    depth_step: float = 0.5
+    tau_step: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("tau_high", "tau_low", "rho_stop", "rho_deep", "target_acceptance"):
+            check_range(name, getattr(self, name), 0.0, 1.0, open_low=True)
+        check_range("tau", self.tau, 0.0, 1.0)
+        check_range("breadth_min", self.breadth_min, 1, 64)
+        check_range("breadth_max", self.breadth_max, 1, 64)
+        check_range("base_depth", self.base_depth, 1, 64)
+        check_range("max_depth", self.max_depth, 2, 64)
+        check_range("max_nodes", self.max_nodes, 1, 256)
+        check_range("window", self.window, 1, 10_000)
+        check_range("depth_step", self.depth_step, 0.0, 64.0)
+        check_range("tau_step", self.tau_step, 0.0, 1.0)
+        _check_order("tau_low", self.tau_low, "tau_high", self.tau_high)
+        _check_order("rho_stop", self.rho_stop, "rho_deep", self.rho_deep)
+        _check_order("base_depth", self.base_depth, "max_depth", self.max_depth)
+        if not self.breadth_min <= self.breadth_mid <= self.breadth_max:
+            raise InvalidArgument(
+                f"breadth_min {self.breadth_min}, breadth_mid {self.breadth_mid}, breadth_max {self.breadth_max}: "
+                "expected breadth_min <= breadth_mid <= breadth_max"
+            )
+
+
+class DynaTree(LevelPolicy):
+    """Dynamic breadth from local confidence, dynamic depth from path probability, both steered by history."""
+
+    def __init__(self, settings: DynaTreeSettings) -> None:
+        self.breadth = settings.breadth_max
+        self.max_nodes = settings.max_nodes
+        self._settings = settings
+        self._log_tau = math.log(settings.tau) if settings.tau > 0 else -math.inf
+        self._log_stop = math.log(settings.rho_stop)
+        self._log_deep = math.log(settings.rho_deep)
+        self.history = HistoryController(
+            base_depth=settings.base_depth,
+            max_depth=settings.max_depth,
+            tau_high=settings.tau_high,
+            window=settings.window,
+            target=settings.target_acceptance,
+            depth_step=settings.depth_step,
+            tau_step=settings.tau_step,
+        )
+
+    def children_of(self, tree: GrowingTree, node: int) -> int:
+        """B(u): fewer children where the draft is surer, judged by c(u), its highest next-token probability."""
+        confidence = math.exp(max(proposal.log_prob for proposal in tree.proposals(node)))
+        if confidence >= self.history.tau_high:
+            return self._settings.breadth_min
+        if confidence >= self._settings.tau_low:
+            return self._settings.breadth_mid
+        return self._settings.breadth_max
+
+    def expands(self, tree: GrowingTree, node: int) -> bool:
+        """d(u) < D_max, p(u) >= rho_stop, and d(u) < D_0 or p(u) > rho_deep."""
+        depth, path = tree.depth(node), tree.path_log_prob(node)
+        if depth >= self._settings.max_depth or path < self._log_stop:
+            return False
+        return depth < self.history.base_depth or path > self._log_deep
+
+    def keeps(self, path_log_prob: float) -> bool:
+        """Prune every leaf with p(u) < tau."""
+        return path_log_prob >= self._log_tau
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """History adaptation."""
+        self.history.observe(drafted, accepted)
+
+
+def _check_order(low_name: str, low: float, high_name: str, high: float) -> None:
+    if not low < high:
+        raise InvalidArgument(f"{low_name} is {low:g} and {high_name} is {high:g}, expected {low_name} < {high_name}")

@@ -1,0 +1,115 @@
+"""DraftService over gRPC: what clients call."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from dynatree.common.errors import InvalidArgument
+from dynatree.common.model_info import token_limit
+from dynatree.common.model_thread import ModelThread
+from dynatree.common.sampling import Sampling
+from dynatree.common.tree import check_token_ids
+from dynatree.draft.drafter import Drafter
+from dynatree.draft.generation import Generation, GenerationRequest
+from dynatree.draft.policies import create_policy, policy_names
+from dynatree.draft.verify_client import VerifyClient
+from dynatree.v1 import draft_pb2, draft_pb2_grpc, tree_pb2
+
+Context = grpc.aio.ServicerContext[Any, Any]
+SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+
+
+@dataclass(frozen=True)
+class DefaultPolicy:
+    """The policy of requests that name none."""
+
+    name: str
+    settings: dict[str, float]
+
+
+class DraftService(draft_pb2_grpc.DraftServiceServicer):
+    """Serves completions on one drafter and one verify service."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        thread: ModelThread,
+        verify: VerifyClient,
+        target: tree_pb2.ModelInfo,
+        default_policy: DefaultPolicy,
+    ) -> None:
+        self._drafter = drafter
+        self._thread = thread
+        self._verify = verify
+        self._target = target
+        self._default_policy = default_policy
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
+    ) -> draft_pb2.DraftServiceGetModelInfoResponse:
+        """Both models, and the policies with the default first."""
+        default = self._default_policy.name
+        others = [name for name in policy_names() if name != default]
+        return draft_pb2.DraftServiceGetModelInfoResponse(
+            draft=self._drafter.engine.info, target=self._target, policies=[default, *others]
+        )
+
+    async def Generate(  # noqa: N802
+        self, request: draft_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[draft_pb2.GenerateResponse]:
+        """One completion."""
+        generation = Generation(self._checked(request), self._drafter, self._thread, self._verify)
+        async for response in generation.run(timeout=context.time_remaining()):
+            yield response
+
+    def _checked(self, message: draft_pb2.GenerateRequest) -> GenerationRequest:
+        prompt_ids = self._prompt_ids(message)
+        check_token_ids(prompt_ids, self._target.vocab_size, "token_ids")
+        check_token_ids(prompt_ids, self._drafter.engine.info.vocab_size, "token_ids")
+        _check_stop(message.stop)
+        new_tokens = message.max_new_tokens if message.HasField("max_new_tokens") else None
+        if new_tokens is not None:
+            token_limit(len(prompt_ids), new_tokens, self._drafter.engine.info)
+        return GenerationRequest(
+            prompt_ids=prompt_ids,
+            limit=token_limit(len(prompt_ids), new_tokens, self._target),
+            bounded=new_tokens is not None,
+            sampling=Sampling.from_pb(message.sampling, default_seed=secrets.randbits(63)),
+            stop=tuple(message.stop),
+            ignore_eos=message.ignore_eos,
+            policy=create_policy(
+                message.policy.name or self._default_policy.name,
+                {**self._inherited_settings(message.policy.name), **message.policy.settings},
+            ),
+        )
+
+    def _inherited_settings(self, policy: str) -> dict[str, float]:
+        """The service's own settings, where the request stays with the service's policy."""
+        return self._default_policy.settings if policy in ("", self._default_policy.name) else {}
+
+    def _prompt_ids(self, message: draft_pb2.GenerateRequest) -> tuple[int, ...]:
+        kind = message.WhichOneof("prompt")
+        if kind is None:
+            raise InvalidArgument("the request has no prompt; expected the field `text` or `token_ids`")
+        if kind == "token_ids":
+            prompt_ids = tuple(message.token_ids.ids)
+        else:
+            prompt_ids = tuple(self._drafter.engine.tokenizer(message.text, verbose=False)["input_ids"])
+        if not prompt_ids:
+            raise InvalidArgument("the prompt is empty; expected at least one token")
+        return prompt_ids
+
+
+def _check_stop(stops: Sequence[str]) -> None:
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidArgument(f"{len(stops)} stop strings, at most {MAX_STOP_STRINGS} are accepted")
+    for index, stop in enumerate(stops):
+        if not 1 <= len(stop) <= MAX_STOP_LENGTH:
+            raise InvalidArgument(f"stop[{index}] has {len(stop)} characters, expected 1 to {MAX_STOP_LENGTH}")

@@ -1,0 +1,50 @@
+"""Stop strings in streamed text, also where one spans several pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Passes text through, holding back what may be the beginning of a stop string.
+
+    Attributes:
+        found: Whether a stop string has appeared; nothing is passed after it.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found = False
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to look for."""
+        return bool(self._stops)
+
+    def push(self, text: str) -> str:
+        """The text that may be shown now: everything before the first stop string, or before a possible beginning."""
+        if self.found:
+            return ""
+        text = self._held + text
+        at = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=-1)
+        if at >= 0:
+            self.found = True
+            self._held = ""
+            return text[:at]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """What is held back, once no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that begins `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

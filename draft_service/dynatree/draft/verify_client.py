@@ -1,0 +1,125 @@
+"""The draft service's side of the stream to the verify service."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from dynatree.common.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    OutOfRange,
+    PeerFailed,
+    PeerUnavailable,
+    ServiceBusy,
+    ServiceError,
+    StartupError,
+)
+from dynatree.common.server import CHANNEL_OPTIONS
+from dynatree.common.tree import TokenTree
+from dynatree.v1 import tree_pb2, verify_pb2, verify_pb2_grpc
+
+# Errors that the verify service blames on the request keep their code; it was the client's request.
+PASSED_ON = {error.code: error for error in (InvalidArgument, OutOfRange, FailedPrecondition, ServiceBusy)}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A commit, and the seconds that the stream took to carry the tree and the commit."""
+
+    commit: verify_pb2.Commit
+    wire_seconds: float
+
+
+class VerifyClient:
+    """A channel to one verify service."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = verify_pb2_grpc.VerifyServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def target(self, timeout: float) -> tree_pb2.ModelInfo:
+        """The target model, waiting up to `timeout` seconds for the service to come up.
+
+        Raises:
+            StartupError: It did not, or it refused.
+        """
+        try:
+            request = verify_pb2.VerifyServiceGetModelInfoRequest()
+            response = await self._stub.GetModelInfo(request, timeout=timeout, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise StartupError(f"no verify service answered at {self._address} within {timeout:g} s") from error
+            raise StartupError(f"the verify service at {self._address} refused: {error.details()}") from error
+        model: tree_pb2.ModelInfo = response.model
+        return model
+
+    @asynccontextmanager
+    async def session(self, timeout: float | None) -> AsyncIterator[VerifySession]:
+        """A stream for one session, cancelled on exit however that comes about."""
+        call = self._stub.Verify(timeout=timeout)
+        try:
+            yield VerifySession(call, self._address)
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Close the channel and whatever runs on it."""
+        await self._channel.close()
+
+
+class VerifySession:
+    """One open stream: one request, one answer."""
+
+    def __init__(self, call: Any, address: str) -> None:
+        self._call = call
+        self._address = address
+
+    async def open(self, request: verify_pb2.OpenSession) -> verify_pb2.SessionOpened:
+        """Open the session; the answer carries the first commit.
+
+        Raises:
+            ServiceError: As `verify`.
+        """
+        response = await self._exchange(verify_pb2.VerifyRequest(open=request))
+        return response.opened
+
+    async def verify(self, tree: TokenTree, last: verify_pb2.Commit) -> Answer:
+        """Send the tree that follows the commit `last`; returns its own commit.
+
+        Raises:
+            PeerUnavailable: The service went away.
+            ServiceError: It refused the request; the code is its own where the request was at fault.
+        """
+        message = tree.to_pb(round_=last.next_round, base_length=last.base_length)
+        started = time.perf_counter()
+        response = await self._exchange(verify_pb2.VerifyRequest(tree=message))
+        elapsed = time.perf_counter() - started
+        return Answer(response.commit, elapsed - response.commit.timings.total_seconds)
+
+    async def _exchange(self, request: verify_pb2.VerifyRequest) -> verify_pb2.VerifyResponse:
+        try:
+            await self._call.write(request)
+            response = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise self._translated(error.code(), error.details()) from error
+        except asyncio.InvalidStateError as error:  # the stream was over before the write
+            raise self._translated(await self._call.code(), await self._call.details()) from error
+        if response is grpc.aio.EOF:
+            raise self._translated(await self._call.code(), await self._call.details())
+        assert isinstance(response, verify_pb2.VerifyResponse)
+        return response
+
+    def _translated(self, code: grpc.StatusCode, details: str | None) -> ServiceError:
+        if code in PASSED_ON:
+            return PASSED_ON[code](details or code.name)
+        if code == grpc.StatusCode.UNAVAILABLE:
+            return PeerUnavailable(f"the verify service at {self._address} is out of reach: {details}")
+        return PeerFailed(f"the verify service at {self._address} ended the session with {code.name}: {details}")

@@ -1,0 +1,53 @@
+"""Small models with random weights for the tests, saved to disk and loaded through the real path."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+
+from dynatree.common import embedded
+
+VOCAB_SIZE = 2048
+CONTEXT = 160
+
+
+def _configurations() -> dict[str, PretrainedConfig]:
+    common = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": CONTEXT, "bos_token_id": 0, "eos_token_id": 0}
+    narrow = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
+    return {
+        "gpt_neox": GPTNeoXConfig(**common, **narrow, use_parallel_residual=True),
+        "gpt_neox_sequential": GPTNeoXConfig(**common, **narrow, use_parallel_residual=False),
+        "llama": LlamaConfig(**common, **narrow, num_key_value_heads=2),
+        "qwen2": Qwen2Config(**common, **narrow, num_key_value_heads=1),
+        "gpt2": GPT2Config(
+            vocab_size=VOCAB_SIZE, n_positions=CONTEXT, n_embd=64, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0
+        ),
+    }
+
+
+ARCHITECTURES = tuple(_configurations())
+
+
+def save_random_model(folder: Path, architecture: str, seed: int, **changes: object) -> Path:
+    """A model of `architecture` with random weights and the embedded pair's tokenizer.
+
+    Weights are three times as wide as usual, so that greedy text varies and the top two logits stand apart.
+    """
+    config = _configurations()[architecture]
+    for name, value in changes.items():
+        assert hasattr(config, name), name
+        setattr(config, name, value)
+    torch.manual_seed(seed)
+    config.initializer_range = 0.06
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast.from_pretrained(embedded.target_path()).save_pretrained(folder)
+    return folder

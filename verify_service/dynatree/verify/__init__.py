@@ -1,0 +1,1 @@
+"""The verify service: runs the target model over token trees and commits its own path."""

@@ -1,0 +1,128 @@
+"""VerifyService over gRPC: one bidirectional stream is one session."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from dynatree.common.errors import InvalidArgument, RoundInFlight
+from dynatree.common.model_thread import ModelThread
+from dynatree.common.tree import TokenTree
+from dynatree.v1 import verify_pb2, verify_pb2_grpc
+from dynatree.verify.accept import Verdict
+from dynatree.verify.session import Session, SessionRequest
+from dynatree.verify.verifier import Timings, Verifier
+
+Context = grpc.aio.ServicerContext[Any, Any]
+SERVICE_NAME = verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name
+
+
+class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
+    """Serves sessions on one verifier; a session ends with its stream, whatever the reason."""
+
+    def __init__(self, verifier: Verifier, thread: ModelThread) -> None:
+        self._verifier = verifier
+        self._thread = thread
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: verify_pb2.VerifyServiceGetModelInfoRequest, context: Context
+    ) -> verify_pb2.VerifyServiceGetModelInfoResponse:
+        """The target model."""
+        return verify_pb2.VerifyServiceGetModelInfoResponse(model=self._verifier.target)
+
+    async def Verify(  # noqa: N802
+        self, request_iterator: AsyncIterator[verify_pb2.VerifyRequest], context: Context
+    ) -> AsyncIterator[verify_pb2.VerifyResponse]:
+        """Open a session, then answer each tree with its commit."""
+        requests = aiter(request_iterator)
+        first = await anext(requests, None)
+        if first is None:
+            return
+        arrival = time.perf_counter()
+        session_request = self._check_open(first)
+        opening = asyncio.ensure_future(self._thread.run(self._verifier.open, session_request))
+        try:
+            session, verdict, timings = await asyncio.shield(opening)
+            commit = _commit_to_pb(session, TokenTree(), verdict, timings, arrival)
+            yield verify_pb2.VerifyResponse(opened=self._opened(session, commit))
+            request = await anext(requests, None)
+            while request is not None:
+                arrival = time.perf_counter()
+                following = asyncio.ensure_future(anext(requests, None))
+                try:
+                    yield verify_pb2.VerifyResponse(commit=await self._round(session, request, following, arrival))
+                    request = await following
+                finally:
+                    following.cancel()
+        finally:
+            # asked for behind any forward that still runs for this session
+            await asyncio.shield(self._close(opening))
+
+    async def _close(self, opening: asyncio.Future[tuple[Session, Verdict, Timings]]) -> None:
+        await asyncio.wait([opening])
+        if opening.exception() is None:
+            await self._thread.run(self._verifier.close, opening.result()[0])
+
+    def _check_open(self, message: verify_pb2.VerifyRequest) -> SessionRequest:
+        if message.WhichOneof("request") != "open":
+            raise InvalidArgument("the first request of a stream opens the session; expected the field `open`")
+        return SessionRequest.from_pb(
+            message.open,
+            self._verifier.target,
+            self._verifier.engine.eos_token_ids,
+            default_seed=secrets.randbits(63),
+        )
+
+    def _opened(self, session: Session, commit: verify_pb2.Commit) -> verify_pb2.SessionOpened:
+        return verify_pb2.SessionOpened(
+            max_tree_nodes=self._verifier.max_tree_nodes,
+            context_length=self._verifier.target.context_length,
+            commit=commit,
+            seed=0 if session.request.sampling.greedy else session.request.sampling.seed,
+        )
+
+    async def _round(
+        self,
+        session: Session,
+        request: verify_pb2.VerifyRequest,
+        following: asyncio.Future[verify_pb2.VerifyRequest | None],
+        arrival: float,
+    ) -> verify_pb2.Commit:
+        """Verify one tree while watching for a request that comes too early.
+
+        Raises:
+            RoundInFlight: A second request came before this one was answered.
+        """
+        tree = session.check_tree(request, self._verifier.max_tree_nodes, self._verifier.target.vocab_size)
+        verifying = asyncio.ensure_future(self._thread.run(self._verifier.verify, [(session, tree)]))
+        await asyncio.wait({verifying, following}, return_when=asyncio.FIRST_COMPLETED)
+        if following.done() and following.result() is not None:
+            raise RoundInFlight("a request came before the round was answered; expected one round at a time")
+        verdicts, timings = await verifying
+        return _commit_to_pb(session, tree, verdicts[0], timings, arrival)
+
+
+def _commit_to_pb(
+    session: Session, tree: TokenTree, verdict: Verdict, timings: Timings, arrival: float
+) -> verify_pb2.Commit:
+    return verify_pb2.Commit(
+        next_round=session.round,
+        base_length=session.length,
+        token_ids=verdict.token_ids,
+        accepted_nodes=verdict.accepted,
+        acceptance=verify_pb2.AcceptanceStatistics(
+            drafted=len(tree), accepted=len(verdict.accepted), tree_depth=tree.depth
+        ),
+        timings=verify_pb2.VerifyTimings(
+            forward_seconds=timings.forward,
+            accept_seconds=timings.accept,
+            commit_seconds=timings.commit,
+            total_seconds=time.perf_counter() - arrival,
+        ),
+        finish_reason=verdict.finish_reason,
+    )

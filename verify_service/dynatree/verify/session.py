@@ -1,0 +1,94 @@
+"""One session's state on the verify side, and the checks that a request must pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dynatree.common.errors import FailedPrecondition, InvalidArgument
+from dynatree.common.model_info import check_same_tokenizer, token_limit
+from dynatree.common.sampling import Sampling
+from dynatree.common.tree import TokenTree, check_token_ids
+from dynatree.v1 import tree_pb2, verify_pb2
+
+
+@dataclass(frozen=True)
+class SessionRequest:
+    """A checked request for a session: `limit` is the number of tokens, prompt included, at which it finishes."""
+
+    prompt_ids: tuple[int, ...]
+    limit: int
+    end_tokens: frozenset[int]
+    sampling: Sampling
+
+    @classmethod
+    def from_pb(
+        cls,
+        message: verify_pb2.OpenSession,
+        target: tree_pb2.ModelInfo,
+        end_tokens: frozenset[int],
+        default_seed: int,
+    ) -> SessionRequest:
+        """Check a request against the target.
+
+        Raises:
+            FailedPrecondition: The draft's tokenizer is not the target's.
+            InvalidArgument: No prompt, a token outside the vocabulary, or an option out of range.
+            OutOfRange: The prompt with its new tokens does not fit the target's context.
+        """
+        check_same_tokenizer(message.draft, target)
+        if not message.prompt_ids:
+            raise InvalidArgument("prompt_ids is empty; a session needs at least one prompt token")
+        check_token_ids(message.prompt_ids, target.vocab_size, "prompt_ids")
+        new_tokens = message.max_new_tokens if message.HasField("max_new_tokens") else None
+        return cls(
+            prompt_ids=tuple(message.prompt_ids),
+            limit=token_limit(len(message.prompt_ids), new_tokens, target),
+            end_tokens=frozenset() if message.ignore_eos else end_tokens,
+            sampling=Sampling.from_pb(message.sampling, default_seed=default_seed),
+        )
+
+
+@dataclass
+class Session:
+    """An open session.
+
+    Invariant between rounds: the first `length - 1` slots of arena row `row` are the committed tokens in order, and
+    `pending`, the last committed token, is not in the arena yet: it is the next tree's root.
+    """
+
+    row: int
+    request: SessionRequest
+    length: int
+    pending: int
+    round: int = 0
+    finished: bool = False
+
+    @property
+    def remaining(self) -> int:
+        """New tokens until the limit."""
+        return self.request.limit - self.length
+
+    def check_tree(self, message: verify_pb2.VerifyRequest, max_nodes: int, vocab_size: int) -> TokenTree:
+        """The tree in a request, checked against this session.
+
+        Raises:
+            FailedPrecondition: The session has finished, or the tree is for another round or length.
+            InvalidArgument: The request has no tree, or a malformed one.
+        """
+        if message.WhichOneof("request") != "tree":
+            raise InvalidArgument("a session that is open takes trees; expected the field `tree`")
+        tree = message.tree
+        if self.finished:
+            raise FailedPrecondition("the session has finished; expected no further tree")
+        if tree.round != self.round:
+            raise FailedPrecondition(f"the tree is for round {tree.round}, expected round {self.round}")
+        if tree.base_length != self.length:
+            raise FailedPrecondition(f"the tree's base_length is {tree.base_length}, expected {self.length}")
+        return TokenTree.from_pb(tree, max_nodes=max_nodes, max_depth=self.remaining, vocab_size=vocab_size)
+
+    def commit(self, token_ids: Sequence[int], finished: bool) -> None:
+        """Append committed tokens; the last becomes the next root."""
+        self.length += len(token_ids)
+        self.pending = token_ids[-1]
+        self.finished = finished

@@ -1,0 +1,107 @@
+"""The verifier: one target forward over any number of sessions' trees, then the commit of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dynatree.common.engine import Engine, Segment
+from dynatree.common.errors import ServiceBusy
+from dynatree.common.sampling import choose
+from dynatree.common.tree import TokenTree
+from dynatree.v1 import tree_pb2
+from dynatree.verify.accept import Verdict, accept, cut
+from dynatree.verify.session import Session, SessionRequest
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of one forward and of what followed it, for the whole batch."""
+
+    forward: float
+    accept: float
+    commit: float
+
+
+class Verifier:
+    """Opens, advances and closes sessions on the target model. Not thread-safe: one thread calls it.
+
+    Invariant: after every round the arena row of a session holds its committed tokens but the last, as a fresh prefill
+    of them would (DynaTree section 3.5, KV-cache management, by moving rows instead of a second forward).
+    """
+
+    def __init__(self, engine: Engine, max_tree_nodes: int) -> None:
+        self.engine = engine
+        self.max_tree_nodes = max_tree_nodes
+
+    @property
+    def target(self) -> tree_pb2.ModelInfo:
+        """What the target model is."""
+        return self.engine.info
+
+    def open(self, request: SessionRequest) -> tuple[Session, Verdict, Timings]:
+        """Read the prompt and commit the first token.
+
+        Raises:
+            ServiceBusy: Every session is in use.
+        """
+        row = self.engine.arena.allocate()
+        if row is None:
+            raise ServiceBusy("every session of the verify service is in use; try again later")
+        try:
+            prompt = request.prompt_ids
+            session = Session(row, request, length=len(prompt), pending=prompt[-1])
+            started = time.perf_counter()
+            segment = Segment(row, 0, prompt, range(len(prompt)), keep=[len(prompt) - 1])
+            (logits,) = self.engine.forward([segment])
+            verdict, timings = self._commit([(session, TokenTree())], [logits], started)
+        except BaseException:
+            self.engine.arena.free(row)
+            raise
+        return session, verdict[0], timings
+
+    def verify(self, batch: Sequence[tuple[Session, TokenTree]]) -> tuple[list[Verdict], Timings]:
+        """One round for each session: one target forward over all trees, then each session's commit."""
+        started = time.perf_counter()
+        logits = self.engine.forward([_segment(session, tree) for session, tree in batch])
+        verdicts, timings = self._commit(batch, logits, started)
+        for session, _ in batch:
+            session.round += 1
+        return verdicts, timings
+
+    def close(self, session: Session) -> None:
+        """Free the session's arena row."""
+        self.engine.arena.free(session.row)
+
+    def _commit(
+        self, batch: Sequence[tuple[Session, TokenTree]], logits: Sequence[Tensor], started: float
+    ) -> tuple[list[Verdict], Timings]:
+        self.engine.synchronize()
+        forwarded = time.perf_counter()
+        verdicts = [_judge(session, tree, rows) for (session, tree), rows in zip(batch, logits, strict=True)]
+        accepted = time.perf_counter()
+        for (session, _), verdict in zip(batch, verdicts, strict=True):
+            # the root sits in slot length - 1 and node i in slot length + i; the path follows the root
+            self.engine.arena.move(session.row, [session.length + n for n in verdict.accepted], session.length)
+            finished = verdict.finish_reason != tree_pb2.FINISH_REASON_UNSPECIFIED
+            session.commit(verdict.token_ids, finished)
+        done = time.perf_counter()
+        return verdicts, Timings(forwarded - started, accepted - forwarded, done - accepted)
+
+
+def _segment(session: Session, tree: TokenTree) -> Segment:
+    """The root and the tree behind the session's committed slots; a token's position is its distance from the start."""
+    root = session.length - 1
+    positions = [root, *(root + depth for depth in tree.depths)]
+    mask = tree.ancestor_mask() if tree else None
+    return Segment(session.row, root, [session.pending, *tree.token_ids], positions, mask=mask)
+
+
+def _judge(session: Session, tree: TokenTree, logits: Tensor) -> Verdict:
+    """The target's choices after the root and after each node, walked and cut."""
+    positions = [session.length, *(session.length + depth for depth in tree.depths)]
+    choices = choose(logits, positions, session.request.sampling)
+    return cut(accept(tree, choices), session.remaining, session.request.end_tokens)
