@@ -1,13 +1,13 @@
 """The domain errors of the services, each with the gRPC status code that a caller sees.
 
     ServiceError
-    ├── InvalidArgument      the request is malformed            INVALID_ARGUMENT
-    ├── OutOfRange           it does not fit a model's context   OUT_OF_RANGE
-    ├── FailedPrecondition   the two sides disagree              FAILED_PRECONDITION
-    ├── RoundInFlight        two rounds at once on one session   ABORTED
-    ├── ServiceBusy          no session is free                  RESOURCE_EXHAUSTED
-    ├── PeerUnavailable      the other service is out of reach   UNAVAILABLE
-    └── PeerFailed           the other service failed            INTERNAL
+    ├── InvalidArgumentError      the request is malformed            INVALID_ARGUMENT
+    ├── OutOfRangeError           it does not fit a model's context   OUT_OF_RANGE
+    ├── FailedPreconditionError   the two sides disagree              FAILED_PRECONDITION
+    ├── RoundInFlightError        two rounds at once on one session   ABORTED
+    ├── ServiceBusyError          no session is free                  RESOURCE_EXHAUSTED
+    ├── PeerUnavailableError      the other service is out of reach   UNAVAILABLE
+    └── PeerFailedError           the other service failed            INTERNAL
 
     StartupError             a service cannot start; the command line prints it and exits
 
@@ -25,43 +25,43 @@ class ServiceError(Exception):
     code: grpc.StatusCode = grpc.StatusCode.INTERNAL
 
 
-class InvalidArgument(ServiceError):
+class InvalidArgumentError(ServiceError):
     """The request is malformed, whatever the state of the service."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
 
-class OutOfRange(ServiceError):
+class OutOfRangeError(ServiceError):
     """The prompt, or the prompt with its new tokens, does not fit a model's context."""
 
     code = grpc.StatusCode.OUT_OF_RANGE
 
 
-class FailedPrecondition(ServiceError):
+class FailedPreconditionError(ServiceError):
     """The two sides disagree on models or on the session's state; the message carries the expected value."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
-class RoundInFlight(ServiceError):
+class RoundInFlightError(ServiceError):
     """A second tree arrived before the first was answered."""
 
     code = grpc.StatusCode.ABORTED
 
 
-class ServiceBusy(ServiceError):
+class ServiceBusyError(ServiceError):
     """Every session is in use."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-class PeerUnavailable(ServiceError):
+class PeerUnavailableError(ServiceError):
     """The other service cannot be reached, or went away."""
 
     code = grpc.StatusCode.UNAVAILABLE
 
 
-class PeerFailed(ServiceError):
+class PeerFailedError(ServiceError):
     """The other service failed in a way that is not the caller's fault."""
 
     code = grpc.StatusCode.INTERNAL

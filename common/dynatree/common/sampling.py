@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynatree.common.errors import InvalidArgument
+from dynatree.common.errors import InvalidArgumentError
 from dynatree.v1 import tree_pb2
 
 MAX_TEMPERATURE = 100.0
@@ -27,7 +27,7 @@ class Sampling:
     """Options of the next token's choice; every default means greedy.
 
     Raises:
-        InvalidArgument: An option is out of its range.
+        InvalidArgumentError: An option is out of its range.
     """
 
     temperature: float = 0.0
@@ -37,13 +37,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
-            raise InvalidArgument(f"temperature is {self.temperature:g}, expected a number in [0, {MAX_TEMPERATURE:g}]")
+            raise InvalidArgumentError(
+                f"temperature is {self.temperature:g}, expected a number in [0, {MAX_TEMPERATURE:g}]"
+            )
         if not 0.0 < self.top_p <= 1.0:
-            raise InvalidArgument(f"top_p is {self.top_p:g}, expected a number in (0, 1]")
+            raise InvalidArgumentError(f"top_p is {self.top_p:g}, expected a number in (0, 1]")
         if self.top_k < 0:
-            raise InvalidArgument(f"top_k is {self.top_k}, expected 0 (off) or a positive number")
+            raise InvalidArgumentError(f"top_k is {self.top_k}, expected 0 (off) or a positive number")
         if not 0 <= self.seed < 2**64:
-            raise InvalidArgument(f"seed is {self.seed}, expected a number in [0, 2^64)")
+            raise InvalidArgumentError(f"seed is {self.seed}, expected a number in [0, 2^64)")
 
     @property
     def greedy(self) -> bool:

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dynatree.common.errors import InvalidArgument
+from dynatree.common.errors import InvalidArgumentError
 from dynatree.v1 import tree_pb2
 
 ROOT = -1
@@ -28,7 +28,7 @@ class TokenTree:
     `log_probs[i]` is the draft's natural log-probability of node `i` given its parent.
 
     Raises:
-        InvalidArgument: The arrays do not describe such a tree.
+        InvalidArgumentError: The arrays do not describe such a tree.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -38,19 +38,23 @@ class TokenTree:
     def __post_init__(self) -> None:
         nodes = len(self.token_ids)
         if len(self.parents) != nodes:
-            raise InvalidArgument(f"a tree of {nodes} token_ids needs {nodes} parents, got {len(self.parents)}")
+            raise InvalidArgumentError(f"a tree of {nodes} token_ids needs {nodes} parents, got {len(self.parents)}")
         if len(self.log_probs) not in (0, nodes):
-            raise InvalidArgument(f"a tree of {nodes} nodes needs 0 or {nodes} log_probs, got {len(self.log_probs)}")
+            raise InvalidArgumentError(
+                f"a tree of {nodes} nodes needs 0 or {nodes} log_probs, got {len(self.log_probs)}"
+            )
         for node, log_prob in enumerate(self.log_probs):
             if not -math.inf < log_prob <= 0.0:
-                raise InvalidArgument(f"log_probs[{node}] is {log_prob}, expected a finite number not above 0")
+                raise InvalidArgumentError(f"log_probs[{node}] is {log_prob}, expected a finite number not above 0")
         seen: set[tuple[int, int]] = set()
         for node, edge in enumerate(zip(self.parents, self.token_ids, strict=True)):
             parent, token = edge
             if not ROOT <= parent < node:
-                raise InvalidArgument(f"parents[{node}] is {parent}, expected -1 (the root) or an earlier node")
+                raise InvalidArgumentError(f"parents[{node}] is {parent}, expected -1 (the root) or an earlier node")
             if edge in seen:
-                raise InvalidArgument(f"node {node} repeats token {token} below parent {parent}; siblings must differ")
+                raise InvalidArgumentError(
+                    f"node {node} repeats token {token} below parent {parent}; siblings must differ"
+                )
             seen.add(edge)
 
     def __len__(self) -> int:
@@ -100,16 +104,16 @@ class TokenTree:
         """The tree in a message, refused before anything is built where it passes a limit.
 
         Raises:
-            InvalidArgument: More than `max_nodes` nodes or `max_depth` levels, a token outside `vocab_size`, or arrays
+            InvalidArgumentError: More than `max_nodes` nodes or `max_depth` levels, a token outside `vocab_size`, or arrays
                 that do not form a tree.
         """
         nodes = max(len(message.token_ids), len(message.parents), len(message.log_probs))
         if nodes > max_nodes:
-            raise InvalidArgument(f"the tree has {nodes} nodes, at most {max_nodes} are accepted (max_tree_nodes)")
+            raise InvalidArgumentError(f"the tree has {nodes} nodes, at most {max_nodes} are accepted (max_tree_nodes)")
         check_token_ids(message.token_ids, vocab_size, "token_ids")
         tree = cls(tuple(message.token_ids), tuple(message.parents), tuple(message.log_probs))
         if tree.depth > max_depth:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"the tree is {tree.depth} levels deep, at most {max_depth} fit before the length or context limit"
             )
         return tree
@@ -129,8 +133,8 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, name: str) -> Non
     """Refuse ids that the model has no embedding for; on a GPU one would poison the process.
 
     Raises:
-        InvalidArgument: An id is not in [0, vocab_size).
+        InvalidArgumentError: An id is not in [0, vocab_size).
     """
     for index, token in enumerate(token_ids):
         if not 0 <= token < vocab_size:
-            raise InvalidArgument(f"{name}[{index}] is {token}, the model's vocabulary is [0, {vocab_size})")
+            raise InvalidArgumentError(f"{name}[{index}] is {token}, the model's vocabulary is [0, {vocab_size})")

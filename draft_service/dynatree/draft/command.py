@@ -7,7 +7,7 @@ import argparse
 from dynatree.common import embedded
 from dynatree.common.command import MAX_TREE_NODES, add_service_arguments, announce, model_settings, run_service
 from dynatree.common.engine import Engine, ModelSettings
-from dynatree.common.errors import FailedPrecondition, StartupError
+from dynatree.common.errors import FailedPreconditionError, StartupError
 from dynatree.common.model_info import check_same_tokenizer
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.server import Server
@@ -64,7 +64,7 @@ async def serve(
     """Load the draft, find the verify service, then serve until a signal.
 
     Raises:
-        StartupError: The model, the address or the verify service cannot be used, or the two models cannot work together.
+        StartupError: The model, the address or the verify service cannot be used, or the two models do not fit together.
     """
     verify = VerifyClient(verify_address)
     try:
@@ -74,7 +74,7 @@ async def serve(
         thread = ModelThread("draft-model")
         server = Server([SERVICE_NAME])
         service = DraftService(drafter, thread, verify, target, policy)
-        draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server.grpc_server)
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]
         await server.start(address)
         info = engine.info
         announce(f"dynatree draft: {info.name} ({info.dtype}, {info.device}) for {target.name} on {server.address}")
@@ -92,7 +92,7 @@ def _shared_vocabulary(engine: Engine, target: tree_pb2.ModelInfo) -> int:
     """
     try:
         check_same_tokenizer(engine.info, target)
-    except FailedPrecondition as error:
+    except FailedPreconditionError as error:
         raise StartupError(str(error)) from error
     return min(max(engine.tokenizer.get_vocab().values()) + 1, engine.info.vocab_size, target.vocab_size)
 

@@ -44,7 +44,7 @@ class Detokenizer:
             self._emitted = len(self._window)
         return text
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
+    def _decode(self, token_ids: list[int]) -> str:
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text

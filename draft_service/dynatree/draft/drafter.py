@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynatree.common.engine import Engine, Segment
-from dynatree.common.errors import ServiceBusy
+from dynatree.common.errors import ServiceBusyError
 from dynatree.common.sampling import Sampling, scores
 from dynatree.common.tree import ROOT, TokenTree
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
@@ -21,9 +21,9 @@ from dynatree.draft.policies import Policy
 class DraftSession:
     """What the draft model knows of one session.
 
-    Invariant: slots 0 to `rows` of arena row `row` are `committed[:rows]` in order, and slots `rows` to `used` belong to
-    nodes below `root`, which stands for the last committed token. `rows` lags behind `committed` by the tokens that the
-    draft has not read yet; once the root has proposals the two are equal.
+    Invariant: slots 0 to `rows` of arena row `row` are `committed[:rows]` in order, and slots `rows` to `used` belong
+    to nodes below `root`, which stands for the last committed token. `rows` lags behind `committed` by the tokens that
+    the draft has not read yet; once the root has proposals the two are equal.
     """
 
     row: int
@@ -65,11 +65,11 @@ class Drafter:
         """Take a free row; nothing is read yet.
 
         Raises:
-            ServiceBusy: Every session is in use.
+            ServiceBusyError: Every session is in use.
         """
         row = self.engine.arena.allocate()
         if row is None:
-            raise ServiceBusy("every session of the draft service is in use; try again later")
+            raise ServiceBusyError("every session of the draft service is in use; try again later")
         return DraftSession(row, list(prompt_ids), sampling)
 
     def close(self, session: DraftSession) -> None:
@@ -144,7 +144,7 @@ class Drafter:
     def _propose(
         self, logits: Tensor, positions: Sequence[int], sampling: Sampling, breadth: int
     ) -> list[tuple[Proposal, ...]]:
-        """The best `breadth` continuations for each row of logits `[rows, vocabulary]`, ranked as the target ranks its own.
+        """The best `breadth` continuations of each row of logits `[rows, vocabulary]`, ranked as the target ranks its own.
 
         When sampling, both sides perturb their logits with one noise, so the draft's best perturbed tokens are its best
         guesses of the target's sample (drafter-invariant coupling).

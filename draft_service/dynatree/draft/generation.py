@@ -112,7 +112,7 @@ class Generation:
 
     def _hand_on(self, commit: verify_pb2.Commit) -> draft_pb2.GenerateResponse:
         started = time.perf_counter()
-        text, token_ids = self._text.push(commit.token_ids)
+        text, token_ids = self._text.push(list(commit.token_ids))
         if commit.next_round > 0:
             self._recorder.part("detokenize", time.perf_counter() - started)
         self._recorder.count(len(token_ids))

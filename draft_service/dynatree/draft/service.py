@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from dynatree.common.errors import InvalidArgument
+from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.model_info import token_limit
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.sampling import Sampling
@@ -97,19 +97,19 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     def _prompt_ids(self, message: draft_pb2.GenerateRequest) -> tuple[int, ...]:
         kind = message.WhichOneof("prompt")
         if kind is None:
-            raise InvalidArgument("the request has no prompt; expected the field `text` or `token_ids`")
+            raise InvalidArgumentError("the request has no prompt; expected the field `text` or `token_ids`")
         if kind == "token_ids":
             prompt_ids = tuple(message.token_ids.ids)
         else:
             prompt_ids = tuple(self._drafter.engine.tokenizer(message.text, verbose=False)["input_ids"])
         if not prompt_ids:
-            raise InvalidArgument("the prompt is empty; expected at least one token")
+            raise InvalidArgumentError("the prompt is empty; expected at least one token")
         return prompt_ids
 
 
 def _check_stop(stops: Sequence[str]) -> None:
     if len(stops) > MAX_STOP_STRINGS:
-        raise InvalidArgument(f"{len(stops)} stop strings, at most {MAX_STOP_STRINGS} are accepted")
+        raise InvalidArgumentError(f"{len(stops)} stop strings, at most {MAX_STOP_STRINGS} are accepted")
     for index, stop in enumerate(stops):
         if not 1 <= len(stop) <= MAX_STOP_LENGTH:
-            raise InvalidArgument(f"stop[{index}] has {len(stop)} characters, expected 1 to {MAX_STOP_LENGTH}")
+            raise InvalidArgumentError(f"stop[{index}] has {len(stop)} characters, expected 1 to {MAX_STOP_LENGTH}")

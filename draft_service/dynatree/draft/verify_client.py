@@ -12,12 +12,12 @@ from typing import Any
 import grpc
 
 from dynatree.common.errors import (
-    FailedPrecondition,
-    InvalidArgument,
-    OutOfRange,
-    PeerFailed,
-    PeerUnavailable,
-    ServiceBusy,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    OutOfRangeError,
+    PeerFailedError,
+    PeerUnavailableError,
+    ServiceBusyError,
     ServiceError,
     StartupError,
 )
@@ -26,7 +26,9 @@ from dynatree.common.tree import TokenTree
 from dynatree.v1 import tree_pb2, verify_pb2, verify_pb2_grpc
 
 # Errors that the verify service blames on the request keep their code; it was the client's request.
-PASSED_ON = {error.code: error for error in (InvalidArgument, OutOfRange, FailedPrecondition, ServiceBusy)}
+PASSED_ON = {
+    error.code: error for error in (InvalidArgumentError, OutOfRangeError, FailedPreconditionError, ServiceBusyError)
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class VerifySession:
         """Send the tree that follows the commit `last`; returns its own commit.
 
         Raises:
-            PeerUnavailable: The service went away.
+            PeerUnavailableError: The service went away.
             ServiceError: It refused the request; the code is its own where the request was at fault.
         """
         message = tree.to_pb(round_=last.next_round, base_length=last.base_length)
@@ -121,5 +123,5 @@ class VerifySession:
         if code in PASSED_ON:
             return PASSED_ON[code](details or code.name)
         if code == grpc.StatusCode.UNAVAILABLE:
-            return PeerUnavailable(f"the verify service at {self._address} is out of reach: {details}")
-        return PeerFailed(f"the verify service at {self._address} ended the session with {code.name}: {details}")
+            return PeerUnavailableError(f"the verify service at {self._address} is out of reach: {details}")
+        return PeerFailedError(f"the verify service at {self._address} ended the session with {code.name}: {details}")

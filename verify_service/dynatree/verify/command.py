@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 
 from dynatree.common import embedded
-from dynatree.common.command import MAX_TREE_NODES, add_service_arguments, announce, model_settings, positive, run_service
+from dynatree.common.command import (
+    MAX_TREE_NODES,
+    add_service_arguments,
+    announce,
+    model_settings,
+    positive,
+    run_service,
+)
 from dynatree.common.engine import Engine, ModelSettings
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.server import Server
@@ -41,7 +48,7 @@ async def serve(settings: ModelSettings, address: str, max_tree_nodes: int, grac
     thread = ModelThread("verify-model")
     server = Server([SERVICE_NAME])
     service = VerifyService(Verifier(engine, max_tree_nodes), thread)
-    verify_pb2_grpc.add_VerifyServiceServicer_to_server(service, server.grpc_server)
+    verify_pb2_grpc.add_VerifyServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]
     await server.start(address)
     info = engine.info
     announce(f"dynatree verify: {info.name} ({info.dtype}, {info.device}) on {server.address}")

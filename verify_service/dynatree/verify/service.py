@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from dynatree.common.errors import InvalidArgument, RoundInFlight
+from dynatree.common.errors import InvalidArgumentError, RoundInFlightError
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.tree import TokenTree
 from dynatree.v1 import verify_pb2, verify_pb2_grpc
@@ -70,7 +70,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
 
     def _check_open(self, message: verify_pb2.VerifyRequest) -> SessionRequest:
         if message.WhichOneof("request") != "open":
-            raise InvalidArgument("the first request of a stream opens the session; expected the field `open`")
+            raise InvalidArgumentError("the first request of a stream opens the session; expected the field `open`")
         return SessionRequest.from_pb(
             message.open,
             self._verifier.target,
@@ -96,13 +96,14 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         """Verify one tree while watching for a request that comes too early.
 
         Raises:
-            RoundInFlight: A second request came before this one was answered.
+            RoundInFlightError: A second request came before this one was answered.
         """
         tree = session.check_tree(request, self._verifier.max_tree_nodes, self._verifier.target.vocab_size)
         verifying = asyncio.ensure_future(self._thread.run(self._verifier.verify, [(session, tree)]))
-        await asyncio.wait({verifying, following}, return_when=asyncio.FIRST_COMPLETED)
+        both: set[asyncio.Future[Any]] = {verifying, following}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if following.done() and following.result() is not None:
-            raise RoundInFlight("a request came before the round was answered; expected one round at a time")
+            raise RoundInFlightError("a request came before the round was answered; expected one round at a time")
         verdicts, timings = await verifying
         return _commit_to_pb(session, tree, verdicts[0], timings, arrival)
 

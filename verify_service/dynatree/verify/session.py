@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynatree.common.errors import FailedPrecondition, InvalidArgument
+from dynatree.common.errors import FailedPreconditionError, InvalidArgumentError
 from dynatree.common.model_info import check_same_tokenizer, token_limit
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import TokenTree, check_token_ids
@@ -32,13 +32,13 @@ class SessionRequest:
         """Check a request against the target.
 
         Raises:
-            FailedPrecondition: The draft's tokenizer is not the target's.
-            InvalidArgument: No prompt, a token outside the vocabulary, or an option out of range.
-            OutOfRange: The prompt with its new tokens does not fit the target's context.
+            FailedPreconditionError: The draft's tokenizer is not the target's.
+            InvalidArgumentError: No prompt, a token outside the vocabulary, or an option out of range.
+            OutOfRangeError: The prompt with its new tokens does not fit the target's context.
         """
         check_same_tokenizer(message.draft, target)
         if not message.prompt_ids:
-            raise InvalidArgument("prompt_ids is empty; a session needs at least one prompt token")
+            raise InvalidArgumentError("prompt_ids is empty; a session needs at least one prompt token")
         check_token_ids(message.prompt_ids, target.vocab_size, "prompt_ids")
         new_tokens = message.max_new_tokens if message.HasField("max_new_tokens") else None
         return cls(
@@ -73,18 +73,18 @@ class Session:
         """The tree in a request, checked against this session.
 
         Raises:
-            FailedPrecondition: The session has finished, or the tree is for another round or length.
-            InvalidArgument: The request has no tree, or a malformed one.
+            FailedPreconditionError: The session has finished, or the tree is for another round or length.
+            InvalidArgumentError: The request has no tree, or a malformed one.
         """
         if message.WhichOneof("request") != "tree":
-            raise InvalidArgument("a session that is open takes trees; expected the field `tree`")
+            raise InvalidArgumentError("a session that is open takes trees; expected the field `tree`")
         tree = message.tree
         if self.finished:
-            raise FailedPrecondition("the session has finished; expected no further tree")
+            raise FailedPreconditionError("the session has finished; expected no further tree")
         if tree.round != self.round:
-            raise FailedPrecondition(f"the tree is for round {tree.round}, expected round {self.round}")
+            raise FailedPreconditionError(f"the tree is for round {tree.round}, expected round {self.round}")
         if tree.base_length != self.length:
-            raise FailedPrecondition(f"the tree's base_length is {tree.base_length}, expected {self.length}")
+            raise FailedPreconditionError(f"the tree's base_length is {tree.base_length}, expected {self.length}")
         return TokenTree.from_pb(tree, max_nodes=max_nodes, max_depth=self.remaining, vocab_size=vocab_size)
 
     def commit(self, token_ids: Sequence[int], finished: bool) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dynatree.common.engine import Engine, Segment
-from dynatree.common.errors import ServiceBusy
+from dynatree.common.errors import ServiceBusyError
 from dynatree.common.sampling import choose
 from dynatree.common.tree import TokenTree
 from dynatree.v1 import tree_pb2
@@ -46,11 +46,11 @@ class Verifier:
         """Read the prompt and commit the first token.
 
         Raises:
-            ServiceBusy: Every session is in use.
+            ServiceBusyError: Every session is in use.
         """
         row = self.engine.arena.allocate()
         if row is None:
-            raise ServiceBusy("every session of the verify service is in use; try again later")
+            raise ServiceBusyError("every session of the verify service is in use; try again later")
         try:
             prompt = request.prompt_ids
             session = Session(row, request, length=len(prompt), pending=prompt[-1])

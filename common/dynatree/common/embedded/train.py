@@ -21,12 +21,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
+
+# Typed as Any: the annotations of transformers' generate() and from_pretrained() do not admit its own models.
+Model: Any = GPTNeoXForCausalLM
 
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
@@ -45,6 +49,7 @@ class Shape:
     heads: int
 
     def config(self, dropout: float) -> GPTNeoXConfig:
+        """The transformers configuration; everything else is as in Pythia."""
         return GPTNeoXConfig(
             vocab_size=VOCAB_SIZE,
             hidden_size=self.hidden_size,
@@ -52,7 +57,7 @@ class Shape:
             num_attention_heads=self.heads,
             intermediate_size=4 * self.hidden_size,
             max_position_embeddings=CONTEXT,
-            rotary_pct=0.25,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
             use_parallel_residual=True,
             hidden_dropout=dropout,
             tie_word_embeddings=False,
@@ -86,7 +91,7 @@ def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator((part for text in texts for part in text.split(END_OF_TEXT)), trainer)
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
@@ -114,14 +119,16 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - 100) / max(1, steps - 100))))
 
 
-def optimizer_for(model: GPTNeoXForCausalLM, peak: float) -> torch.optim.AdamW:
+def optimizer_for(model: Any, peak: float) -> torch.optim.AdamW:
+    """AdamW, with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
 
 
-def step_optimizer(model: GPTNeoXForCausalLM, optimizer: torch.optim.AdamW, rate: float) -> None:
+def step_optimizer(model: Any, optimizer: torch.optim.AdamW, rate: float) -> None:
+    """One update at a given learning rate, with the gradient clipped to norm 1."""
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -130,7 +137,7 @@ def step_optimizer(model: GPTNeoXForCausalLM, optimizer: torch.optim.AdamW, rate
 
 
 @torch.no_grad()
-def validation_loss(model: GPTNeoXForCausalLM, tokens: Tensor, count: int = 8) -> float:
+def validation_loss(model: Any, tokens: Tensor, count: int = 8) -> float:
     """Mean cross-entropy in nats per token over `count` evenly spaced windows of the whole context."""
     model.eval()
     starts = torch.linspace(0, len(tokens) - CONTEXT - 1, count).long().tolist()
@@ -138,15 +145,15 @@ def validation_loss(model: GPTNeoXForCausalLM, tokens: Tensor, count: int = 8) -
     for start in starts:
         window = tokens[start : start + CONTEXT + 1]
         logits = model(window[None, :-1], use_cache=False).logits[0].float()
-        total += F.cross_entropy(logits, window[1:]).item()
+        total += functional.cross_entropy(logits, window[1:]).item()
     model.train()
     return total / count
 
 
-def train_target(tokens: Tensor, held_out: Tensor, steps: int, tokens_per_step: int) -> GPTNeoXForCausalLM:
+def train_target(tokens: Tensor, held_out: Tensor, steps: int, tokens_per_step: int) -> Any:
     """Next-token training of the target on the tokenised books `[n]`."""
     torch.manual_seed(0)
-    model = GPTNeoXForCausalLM(TARGET_SHAPE.config(dropout=0.1)).train()
+    model = Model(TARGET_SHAPE.config(dropout=0.1)).train()
     peak = 2e-3
     optimizer = optimizer_for(model, peak)
     batches = windows(tokens, tokens_per_step, torch.Generator().manual_seed(0))
@@ -155,7 +162,7 @@ def train_target(tokens: Tensor, held_out: Tensor, steps: int, tokens_per_step: 
         batch = next(batches)
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(batch[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        loss = functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         step_optimizer(model, optimizer, learning_rate(step, steps, peak))
         if step % 100 == 99 or step == steps - 1:
@@ -167,11 +174,11 @@ def train_target(tokens: Tensor, held_out: Tensor, steps: int, tokens_per_step: 
 
 
 @torch.no_grad()
-def greedy_texts(model: GPTNeoXForCausalLM, tokens: Tensor, count: int, prompt_length: int, length: int) -> Tensor:
+def greedy_texts(model: Any, tokens: Tensor, count: int, prompt_length: int, length: int) -> Tensor:
     """The target's own greedy continuations, prompts included: `[count, prompt_length + length]`."""
     starts = torch.linspace(0, len(tokens) - prompt_length - 1, count).long().tolist()
     prompts = torch.stack([tokens[s : s + prompt_length] for s in starts])
-    return model.generate(  # type: ignore[operator, no-any-return]
+    return model.generate(  # type: ignore[no-any-return]
         prompts,
         attention_mask=torch.ones_like(prompts),
         max_new_tokens=length,
@@ -181,16 +188,14 @@ def greedy_texts(model: GPTNeoXForCausalLM, tokens: Tensor, count: int, prompt_l
     )
 
 
-def distil_draft(
-    target: GPTNeoXForCausalLM, tokens: Tensor, steps: int, tokens_per_step: int, own_text_every: int
-) -> GPTNeoXForCausalLM:
+def distil_draft(target: Any, tokens: Tensor, steps: int, tokens_per_step: int, own_text_every: int) -> Any:
     """Distil the draft: the Kullback-Leibler divergence from the target's distribution at every position.
 
     Every `own_text_every`-th step reads the target's own greedy text instead of the books, which is what a draft
     sees in use; it is the knob that sets how well the draft follows text that loops.
     """
     torch.manual_seed(0)
-    draft = GPTNeoXForCausalLM(DRAFT_SHAPE.config(dropout=0.0)).train()
+    draft = Model(DRAFT_SHAPE.config(dropout=0.0)).train()
     peak = 4e-3
     optimizer = optimizer_for(draft, peak)
     generator = torch.Generator().manual_seed(0)
@@ -207,9 +212,9 @@ def distil_draft(
             with torch.no_grad():
                 teacher = target(batch, use_cache=False).logits
             student = draft(batch, use_cache=False).logits
-        loss = F.kl_div(
-            F.log_softmax(student.float().flatten(0, 1), -1),
-            F.log_softmax(teacher.float().flatten(0, 1), -1),
+        loss = functional.kl_div(
+            functional.log_softmax(student.float().flatten(0, 1), -1),
+            functional.log_softmax(teacher.float().flatten(0, 1), -1),
             reduction="batchmean",
             log_target=True,
         )
@@ -221,7 +226,7 @@ def distil_draft(
 
 
 @torch.no_grad()
-def tokens_per_round(draft: GPTNeoXForCausalLM, texts: Tensor, prompt_length: int, chain: int = 8) -> float:
+def tokens_per_round(draft: Any, texts: Tensor, prompt_length: int, chain: int = 8) -> float:
     """Mean tokens committed a round by chains of `chain` draft tokens on greedy target text `texts` `[n, length]`.
 
     Along the target's own greedy text a greedy chain is accepted up to the first position where the draft's choice
@@ -241,20 +246,21 @@ def tokens_per_round(draft: GPTNeoXForCausalLM, texts: Tensor, prompt_length: in
     return committed / rounds
 
 
-def calibration(target: GPTNeoXForCausalLM, draft: GPTNeoXForCausalLM, held_out: Tensor) -> dict[int, float]:
+def calibration(target: Any, draft: Any, held_out: Tensor) -> dict[int, float]:
     """Tokens per round of a chain of 8 on held-out prompts of 128 tokens, by generated length."""
     texts = greedy_texts(target, held_out, count=16, prompt_length=128, length=1500)
     return {length: tokens_per_round(draft, texts[:, : 128 + length], 128) for length in (100, 1500)}
 
 
-def save(model: GPTNeoXForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> GPTNeoXForCausalLM:
+def save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Any:
     """Write bfloat16 safetensors with the tokenizer, and return the model as the rounded weights make it."""
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return GPTNeoXForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return Model.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the three stages."""
     parser = argparse.ArgumentParser(description="Train the embedded pair from plain-text books.")
     parser.add_argument("books", nargs="+", type=Path, help="training text, UTF-8")
     parser.add_argument("--validation", type=Path, required=True, help="the book held out for validation")
@@ -276,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{len(tokens)} training tokens, {len(held_out)} held out", flush=True)
 
     if (target_folder / "model.safetensors").exists():
-        target = GPTNeoXForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
+        target = Model.from_pretrained(target_folder, dtype=torch.float32).eval()
     else:
         target = train_target(tokens, held_out, options.target_steps, options.tokens_per_step)
         target = save(target, tokenizer, target_folder)

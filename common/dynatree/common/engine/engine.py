@@ -29,9 +29,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class ModelSettings:
     """Which model to load, and how.
 
-    `model` is a hub name, a local path, or the path of the embedded pair. `dtype` is a key of `DTYPES`, or "auto" for the
-    checkpoint's own. `device` is a torch device, or "auto" for the first GPU where there is one. `sessions` is the number
-    of sequences that can be open at once, and `scratch` the slots that each has for speculative tokens.
+    `model` is a hub name or a local path. `dtype` is a key of `DTYPES`, or "auto" for the checkpoint's own. `device` is a
+    torch device, or "auto" for the first GPU where there is one. `sessions` is the number of sequences that can be open
+    at once, and `scratch` the slots that each has for speculative tokens.
     """
 
     model: str
@@ -78,7 +78,7 @@ class Engine:
             name=name,
             architecture=type(model).__name__,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
-            vocab_size=model.get_input_embeddings().weight.shape[0],
+            vocab_size=model.get_input_embeddings().num_embeddings,  # type: ignore[arg-type]
             context_length=context_length,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
@@ -147,7 +147,7 @@ def _load_model(settings: ModelSettings, name: str) -> PreTrainedModel:
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
@@ -158,7 +158,7 @@ def _load_model(settings: ModelSettings, name: str) -> PreTrainedModel:
             use_safetensors=True,
             trust_remote_code=False,
         )
-        loaded: PreTrainedModel = model.to(device).eval()
+        loaded: PreTrainedModel = model.to(device).eval()  # type: ignore[arg-type]
     except Exception as error:  # transformers, the hub client, safetensors and torch each raise their own types here
         raise StartupError(f"model {settings.model!r} could not be loaded: {first_line(error)}") from error
     return loaded

@@ -93,10 +93,10 @@ def check_outputs(engine: Engine) -> None:
 
 
 def _reference(model: PreTrainedModel, sequences: list[list[int]]) -> Tensor:
-    """Logits of each sequence's last tokens under the model's own eager attention, float32 `[sequence, 3, vocabulary]`."""
+    """Each sequence's last logits under the model's own eager attention: float32 `[sequence, 3, vocabulary]`."""
     model.set_attn_implementation("eager")
     try:
-        logits = model(torch.tensor(sequences, device=model.device), use_cache=False).logits
+        logits: Tensor = model(torch.tensor(sequences, device=model.device), use_cache=False).logits
     finally:
         model.set_attn_implementation(NAME)
     return logits[:, PROBE_TOKENS - 1 :].float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from dynatree.common.errors import InvalidArgument
+from dynatree.common.errors import InvalidArgumentError
 from dynatree.draft.growing_tree import GrowingTree
 
 
@@ -25,7 +25,7 @@ class Policy(ABC):
         Called first with the root alone, then with what it returned, until it returns nothing.
         """
 
-    def observe(self, drafted: int, accepted: int) -> None:
+    def observe(self, drafted: int, accepted: int) -> None:  # noqa: B027 - most policies have nothing to learn
         """Learn what became of the last tree: nodes drafted, and nodes on the accepted path."""
 
 
@@ -65,7 +65,9 @@ def check_range(name: str, value: float, low: float, high: float, *, open_low: b
     """Refuse a setting out of its range.
 
     Raises:
-        InvalidArgument: The message names the setting, the value and the range.
+        InvalidArgumentError: The message names the setting, the value and the range.
     """
     if not (low < value if open_low else low <= value) or not value <= high:
-        raise InvalidArgument(f"{name} is {value:g}, expected a number in {'(' if open_low else '['}{low:g}, {high:g}]")
+        raise InvalidArgumentError(
+            f"{name} is {value:g}, expected a number in {'(' if open_low else '['}{low:g}, {high:g}]"
+        )

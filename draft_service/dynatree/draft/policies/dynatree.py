@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dynatree.common.errors import InvalidArgument
+from dynatree.common.errors import InvalidArgumentError
 from dynatree.draft.growing_tree import GrowingTree
 from dynatree.draft.history import HistoryController
 from dynatree.draft.policies.base import LevelPolicy, check_range
@@ -51,7 +51,7 @@ class DynaTreeSettings:
         _check_order("rho_stop", self.rho_stop, "rho_deep", self.rho_deep)
         _check_order("base_depth", self.base_depth, "max_depth", self.max_depth)
         if not self.breadth_min <= self.breadth_mid <= self.breadth_max:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"breadth_min {self.breadth_min}, breadth_mid {self.breadth_mid}, breadth_max {self.breadth_max}: "
                 "expected breadth_min <= breadth_mid <= breadth_max"
             )
@@ -104,4 +104,6 @@ class DynaTree(LevelPolicy):
 
 def _check_order(low_name: str, low: float, high_name: str, high: float) -> None:
     if not low < high:
-        raise InvalidArgument(f"{low_name} is {low:g} and {high_name} is {high:g}, expected {low_name} < {high_name}")
+        raise InvalidArgumentError(
+            f"{low_name} is {low:g} and {high_name} is {high:g}, expected {low_name} < {high_name}"
+        )

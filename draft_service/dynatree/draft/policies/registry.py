@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from dynatree.common.errors import InvalidArgument
+from dynatree.common.errors import InvalidArgumentError
 from dynatree.draft.policies.autoregressive import Autoregressive, AutoregressiveSettings
 from dynatree.draft.policies.base import Policy
 from dynatree.draft.policies.dynatree import DynaTree, DynaTreeSettings
@@ -38,16 +38,16 @@ def create_policy(name: str, settings: Mapping[str, float]) -> Policy:
     """A policy for one session; settings left out keep their defaults.
 
     Raises:
-        InvalidArgument: An unknown policy or setting (the message lists the known ones), or a value out of range.
+        InvalidArgumentError: An unknown policy or setting (the message lists the known ones), or a value out of range.
     """
     entry = _REGISTRY.get(name)
     if entry is None:
-        raise InvalidArgument(f"unknown policy {name!r}, expected one of {', '.join(policy_names())}")
+        raise InvalidArgumentError(f"unknown policy {name!r}, expected one of {', '.join(policy_names())}")
     types = {field.name: field.type for field in fields(entry.settings)}
     unknown = sorted(set(settings) - set(types))
     if unknown:
         known = ", ".join(types) or "none"
-        raise InvalidArgument(f"policy {name} has no setting {', '.join(unknown)}; its settings: {known}")
+        raise InvalidArgumentError(f"policy {name} has no setting {', '.join(unknown)}; its settings: {known}")
     return entry.policy(entry.settings(**{key: _typed(key, value, types[key]) for key, value in settings.items()}))
 
 
@@ -56,5 +56,5 @@ def _typed(name: str, value: float, kind: object) -> float:
     if kind != "int":
         return value
     if not float(value).is_integer():
-        raise InvalidArgument(f"{name} is {value:g}, expected a whole number")
+        raise InvalidArgumentError(f"{name} is {value:g}, expected a whole number")
     return int(value)
