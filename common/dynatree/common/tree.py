@@ -104,8 +104,8 @@ class TokenTree:
         """The tree in a message, refused before anything is built where it passes a limit.
 
         Raises:
-            InvalidArgumentError: More than `max_nodes` nodes or `max_depth` levels, a token outside `vocab_size`, or arrays
-                that do not form a tree.
+            InvalidArgumentError: More than `max_nodes` nodes or `max_depth` levels, a token outside `vocab_size`, or
+                arrays that do not form a tree.
         """
         nodes = max(len(message.token_ids), len(message.parents), len(message.log_probs))
         if nodes > max_nodes:

@@ -64,7 +64,7 @@ async def serve(
     """Load the draft, find the verify service, then serve until a signal.
 
     Raises:
-        StartupError: The model, the address or the verify service cannot be used, or the two models do not fit together.
+        StartupError: The model, the address or the verify service cannot be used, or the models do not fit together.
     """
     verify = VerifyClient(verify_address)
     try:

@@ -144,7 +144,7 @@ class Drafter:
     def _propose(
         self, logits: Tensor, positions: Sequence[int], sampling: Sampling, breadth: int
     ) -> list[tuple[Proposal, ...]]:
-        """The best `breadth` continuations of each row of logits `[rows, vocabulary]`, ranked as the target ranks its own.
+        """The best `breadth` continuations of each row of logits `[rows, vocabulary]`, ranked as the target ranks.
 
         When sampling, both sides perturb their logits with one noise, so the draft's best perturbed tokens are its best
         guesses of the target's sample (drafter-invariant coupling).

@@ -61,6 +61,7 @@ class KVArena:
         """A view of slots 0 to `stop` in every layer: `[layers, 2, kv_heads, stop, head_dim]`."""
         return self._data[:, :, row, :, :stop]
 
+    @torch.inference_mode()
     def move(self, row: int, sources: Sequence[int], start: int) -> None:
         """Copy the slots `sources`, in that order, to slots `start` onwards, in every layer at once."""
         in_place = 0

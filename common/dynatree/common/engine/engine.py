@@ -29,8 +29,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class ModelSettings:
     """Which model to load, and how.
 
-    `model` is a hub name or a local path. `dtype` is a key of `DTYPES`, or "auto" for the checkpoint's own. `device` is a
-    torch device, or "auto" for the first GPU where there is one. `sessions` is the number of sequences that can be open
+    `model` is a hub name or a local path. `dtype` is a key of `DTYPES`, or "auto" for the checkpoint's own. `device` is
+    a torch device, or "auto" for the first GPU if any. `sessions` is the number of sequences that can be open
     at once, and `scratch` the slots that each has for speculative tokens.
     """
 

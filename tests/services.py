@@ -1,0 +1,96 @@
+"""Both services in this process, on real sockets: real loading, real gRPC, one event loop in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from dynatree.common.command import MAX_TREE_NODES
+from dynatree.common.engine import Engine, ModelSettings
+from dynatree.common.model_thread import ModelThread
+from dynatree.common.server import Server
+from dynatree.draft.drafter import Drafter
+from dynatree.draft.policies import DEFAULT_POLICY
+from dynatree.draft.service import SERVICE_NAME as DRAFT
+from dynatree.draft.service import DefaultPolicy, DraftService
+from dynatree.draft.verify_client import VerifyClient
+from dynatree.v1 import draft_pb2_grpc, verify_pb2_grpc
+from dynatree.verify.service import SERVICE_NAME as VERIFY
+from dynatree.verify.service import VerifyService
+from dynatree.verify.verifier import Verifier
+
+T = TypeVar("T")
+
+
+@dataclass
+class Services:
+    """A running pair: addresses, and the engines for a look inside."""
+
+    draft_address: str
+    verify_address: str
+    target: Engine
+    draft: Engine
+
+
+class _Loop:
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Awaitable[T]) -> T:
+        async def main() -> T:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(main(), self._loop).result(120)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@contextmanager
+def running_services(
+    folder: Path,
+    target_model: Path,
+    draft_model: Path,
+    *,
+    dtype: str = "auto",
+    sessions: int = 4,
+    max_tree_nodes: int = MAX_TREE_NODES,
+) -> Iterator[Services]:
+    """Serve the pair on sockets in `folder` for as long as the context lives."""
+    target = Engine.load(ModelSettings(str(target_model), dtype=dtype, sessions=sessions, scratch=max_tree_nodes))
+    draft = Engine.load(ModelSettings(str(draft_model), dtype=dtype, sessions=sessions, scratch=2 * MAX_TREE_NODES))
+    threads = ModelThread("verify-model"), ModelThread("draft-model")
+    loop = _Loop()
+
+    async def start() -> tuple[Server, Server, VerifyClient]:
+        verify_server, draft_server = Server([VERIFY]), Server([DRAFT])
+        verify_pb2_grpc.add_VerifyServiceServicer_to_server(
+            VerifyService(Verifier(target, max_tree_nodes), threads[0]), verify_server.grpc_server
+        )
+        await verify_server.start(f"unix:{folder}/verify.sock")
+        client = VerifyClient(verify_server.address)
+        drafter = Drafter(draft, MAX_TREE_NODES, min(target.info.vocab_size, draft.info.vocab_size))
+        service = DraftService(drafter, threads[1], client, target.info, DefaultPolicy(DEFAULT_POLICY, {}))
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(service, draft_server.grpc_server)
+        await draft_server.start(f"unix:{folder}/draft.sock")
+        return verify_server, draft_server, client
+
+    verify_server, draft_server, client = loop.run(start())
+    try:
+        yield Services(draft_server.address, verify_server.address, target, draft)
+    finally:
+        loop.run(draft_server.stop(0.5))
+        loop.run(client.close())
+        loop.run(verify_server.stop(0.5))
+        for thread in threads:
+            thread.shutdown()
+        loop.close()

@@ -1,0 +1,206 @@
+"""After every round: the target's arena equals a fresh prefill, and the draft's rows are the committed tokens."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from model_zoo import ARCHITECTURES, CONTEXT, save_random_model
+from trees import random_trees
+
+from dynatree.common.engine import Engine, ModelSettings, Segment
+from dynatree.common.sampling import Sampling
+from dynatree.common.tree import TokenTree
+from dynatree.draft.drafter import Drafter
+from dynatree.draft.policies import create_policy
+from dynatree.verify.session import SessionRequest
+from dynatree.verify.verifier import Verifier
+
+TOLERANCE = 1e-5
+
+
+def prefill(engine, token_ids):
+    """A fresh prefill's keys and values `[layers, 2, heads, n, dim]`."""
+    row = engine.arena.allocate()
+    try:
+        engine.forward([Segment(row, 0, token_ids, range(len(token_ids)), keep=[])])
+        return engine.arena.slots(row, len(token_ids)).clone()
+    finally:
+        engine.arena.free(row)
+
+
+def greedy(engine, prompt, count):
+    """Plain decoding, one token a forward, on a fresh row."""
+    row = engine.arena.allocate()
+    (logits,) = engine.forward([Segment(row, 0, prompt, range(len(prompt)), keep=[len(prompt) - 1])])
+    tokens = [logits[0].argmax().item()]
+    while len(tokens) < count:
+        position = len(prompt) + len(tokens) - 1
+        (logits,) = engine.forward([Segment(row, position, tokens[-1:], [position])])
+        tokens.append(logits[0].argmax().item())
+    engine.arena.free(row)
+    return tokens
+
+
+def assert_rows(engine, row, token_ids):
+    assert (engine.arena.slots(row, len(token_ids)) - prefill(engine, token_ids)).abs().max() <= TOLERANCE
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def engines(request, tmp_path_factory):
+    """A target and a hostile draft of one architecture: other weights, so that almost nothing is accepted."""
+    folder = tmp_path_factory.mktemp(request.param)
+    target = save_random_model(folder / "target", request.param, seed=1)
+    draft = save_random_model(folder / "draft", request.param, seed=2)
+    return (
+        Engine.load(ModelSettings(str(target), sessions=3, scratch=256)),
+        Engine.load(ModelSettings(str(draft), sessions=3, scratch=512)),
+        Engine.load(ModelSettings(str(target), sessions=3, scratch=512)),
+    )
+
+
+def grafted(tree, continuation, depth):
+    """The tree with the first `depth` tokens of the true continuation added as a path, so that something is accepted."""
+    token_ids, parents = list(tree.token_ids), list(tree.parents)
+    node = -1
+    for token in continuation[:depth]:
+        edge = (node, token)
+        edges = list(zip(parents, token_ids, strict=True))
+        if edge in edges:
+            node = edges.index(edge)
+        else:
+            parents.append(node)
+            token_ids.append(token)
+            node = len(token_ids) - 1
+    return TokenTree(tuple(token_ids), tuple(parents))
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    prompt=st.lists(st.integers(2, 2047), min_size=1, max_size=12),
+    trees=st.lists(st.tuples(random_trees(max_nodes=20, max_depth=6), st.integers(0, 6)), min_size=1, max_size=4),
+)
+def test_the_arena_equals_a_fresh_prefill_after_every_round(engines, prompt, trees):
+    target = engines[0]
+    verifier = Verifier(target, 64)
+    truth = greedy(target, prompt, 40)
+    session, verdict, _ = verifier.open(SessionRequest(tuple(prompt), CONTEXT, frozenset(), Sampling()))
+    committed = [*prompt, *verdict.token_ids]
+    try:
+        for tree, depth in trees:
+            produced = len(committed) - len(prompt)
+            tree = grafted(tree, truth[produced:], depth)
+            (verdict,), _ = verifier.verify([(session, tree)])
+            assert len(verdict.accepted) >= depth
+            committed.extend(verdict.token_ids)
+            assert session.length == len(committed)
+            assert_rows(target, session.row, committed[:-1])
+            assert session.pending == committed[-1]
+        assert committed[len(prompt) :] == truth[: len(committed) - len(prompt)]
+    finally:
+        verifier.close(session)
+
+
+@pytest.mark.parametrize("accepting", [True, False], ids=["draft=target", "hostile draft"])
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("linear", {"depth": 5}),
+        ("fixed", {"depth": 3, "breadth": 3, "tau": 0}),
+        ("dynatree", {"tau": 0, "rho_stop": 1e-9, "rho_deep": 1e-6}),
+    ],
+)
+def test_the_drafts_rows_are_the_committed_tokens(engines, accepting, policy, options):
+    target, hostile, same = engines
+    draft = same if accepting else hostile
+    verifier, drafter = Verifier(target, 256), Drafter(draft, 256, 2048)
+    policy = create_policy(policy, options)
+    prompt = random.Random(7).choices(range(2, 2048), k=9)
+    session, verdict, _ = verifier.open(SessionRequest(tuple(prompt), 60, frozenset(), Sampling()))
+    drafting = drafter.open(prompt, Sampling())
+    drafter.read(drafting, policy)
+    drafter.commit(drafting, verdict.token_ids)
+    committed = [*prompt, *verdict.token_ids]
+    accepted = drafted = 0
+    while not session.finished:
+        tree = drafter.grow(drafting, policy, session.remaining - 1).tree
+        assert drafting.committed == committed
+        if len(tree):
+            assert drafting.rows == len(committed)
+            assert_rows(draft, drafting.row, committed)
+        (verdict,), _ = verifier.verify([(session, tree)])
+        assert_rows(target, session.row, [*committed, *verdict.token_ids][:-1])
+        committed.extend(verdict.token_ids)
+        drafter.commit(drafting, verdict.token_ids)
+        assert drafting.rows <= len(committed)
+        assert_rows(draft, drafting.row, committed[: drafting.rows])
+        accepted += len(verdict.accepted)
+        drafted += tree.depth
+    assert accepted == drafted if accepting else accepted <= drafted / 4
+    verifier.close(session)
+    drafter.close(drafting)
+
+
+def test_a_tree_after_re_rooting_is_the_tree_of_a_fresh_start(engines):
+    target, _, same = engines
+    drafter = Drafter(same, 256, 2048)
+    policy = create_policy("fixed", {"depth": 4, "breadth": 2, "tau": 0})
+    prompt = [5, 6, 7, 8]
+    truth = greedy(target, prompt, 30)
+    session = drafter.open(prompt, Sampling())
+    produced = 0
+    for step in (1, 2, 1, 3, 5):  # commits inside the tree, and one past it
+        drafter.grow(session, policy, 8)
+        drafter.commit(session, truth[produced : produced + step])
+        produced += step
+        reused = drafter.grow(session, policy, 8).tree
+        fresh_session = drafter.open([*prompt, *truth[:produced]], Sampling())
+        fresh = drafter.grow(fresh_session, policy, 8).tree
+        assert (reused.token_ids, reused.parents) == (fresh.token_ids, fresh.parents)
+        assert torch.allclose(torch.tensor(reused.log_probs), torch.tensor(fresh.log_probs), atol=1e-4)
+        drafter.close(fresh_session)
+    drafter.close(session)
+
+
+def test_growth_takes_one_forward_a_level_and_none_for_what_is_known(engines, monkeypatch):
+    _, _, draft = engines
+    forwards = []
+    forward = draft.forward
+    monkeypatch.setattr(draft, "forward", lambda segments: forwards.append(len(segments[0].token_ids)) or forward(segments))
+    drafter = Drafter(draft, 256, 2048)
+    policy = create_policy("fixed", {"depth": 4, "breadth": 2, "tau": 0})
+    session = drafter.open([5, 6, 7, 8], Sampling())
+    tree = drafter.grow(session, policy, 8).tree
+    assert forwards == [4, 2, 4, 8]  # the prompt, then every level but the leaves
+    forwards.clear()
+    drafter.commit(session, [tree.token_ids[0], tree.token_ids[tree.children[0, drafter_child(tree, 0)]]])
+    drafter.grow(session, policy, 8)
+    assert forwards == [4, 8]  # levels 3 and 4 below the old root are known; two more are new
+    drafter.close(session)
+
+
+def drafter_child(tree, node):
+    return next(token for parent, token in tree.children if parent == node)
+
+
+def test_two_sessions_in_one_forward_are_each_alone(engines):
+    target = engines[0]
+    verifier = Verifier(target, 64)
+    prompts = [[3, 4, 5], [9, 8, 7, 6, 5, 4]]
+    truths = [greedy(target, prompt, 20) for prompt in prompts]
+    sessions = [verifier.open(SessionRequest(tuple(p), CONTEXT, frozenset(), Sampling()))[0] for p in prompts]
+    produced = [1, 1]
+    while min(produced) < 12:
+        batch = []
+        for index, session in enumerate(sessions):
+            bush = TokenTree((11, 12, 13), (-1, -1, 0))
+            batch.append((session, grafted(bush, truths[index][produced[index] :], index + 1)))
+        verdicts, _ = verifier.verify(batch)
+        for index, verdict in enumerate(verdicts):
+            start = produced[index]
+            assert list(verdict.token_ids) == truths[index][start : start + len(verdict.token_ids)]
+            produced[index] += len(verdict.token_ids)
+            assert_rows(target, sessions[index].row, [*prompts[index], *truths[index][: produced[index] - 1]])
+    for session in sessions:
+        verifier.close(session)

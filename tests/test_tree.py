@@ -1,0 +1,77 @@
+"""The token tree: what it refuses, and what it knows of itself."""
+
+import pytest
+import torch
+from hypothesis import given
+from trees import random_trees
+
+from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.tree import ROOT, TokenTree
+from dynatree.v1 import tree_pb2
+
+LIMITS = {"max_nodes": 4, "max_depth": 2, "vocab_size": 10}
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "parents", "log_probs", "message"),
+    [
+        ((1, 2), (-1,), (), "2 parents"),
+        ((1, 2), (-1, 1), (), r"parents\[1\] is 1"),
+        ((1, 2), (0, -1), (), r"parents\[0\] is 0"),
+        ((1, 2), (-1, -2), (), r"parents\[1\] is -2"),
+        ((1, 1), (-1, -1), (), "repeats token 1"),
+        ((1, 2), (-1, 0), (-0.5,), "0 or 2 log_probs"),
+        ((1,), (-1,), (0.5,), r"log_probs\[0\] is 0.5"),
+        ((1,), (-1,), (float("nan"),), r"log_probs\[0\] is nan"),
+        ((1,), (-1,), (float("-inf"),), r"log_probs\[0\] is -inf"),
+    ],
+)
+def test_malformed_trees_are_refused(token_ids, parents, log_probs, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        TokenTree(token_ids, parents, log_probs)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (tree_pb2.TokenTree(token_ids=range(5), parents=[-1] * 5), "5 nodes, at most 4"),
+        (tree_pb2.TokenTree(token_ids=[1], parents=[-1] * 5), "5 nodes, at most 4"),
+        (tree_pb2.TokenTree(token_ids=[1, 2, 3], parents=[-1, 0, 1]), "3 levels deep, at most 2"),
+        (tree_pb2.TokenTree(token_ids=[10], parents=[-1]), r"token_ids\[0\] is 10"),
+    ],
+)
+def test_messages_beyond_a_limit_are_refused(message, expected):
+    with pytest.raises(InvalidArgumentError, match=expected):
+        TokenTree.from_pb(message, **LIMITS)
+
+
+def test_a_huge_message_is_refused_before_anything_is_built():
+    message = tree_pb2.TokenTree(token_ids=[0] * 1_000_000, parents=[-1] * 1_000_000)
+    with pytest.raises(InvalidArgumentError, match="at most 4"):
+        TokenTree.from_pb(message, **LIMITS)
+
+
+def test_siblings_of_different_parents_may_share_a_token():
+    tree = TokenTree((7, 8, 7), (-1, -1, 1))
+    assert tree.children == {(-1, 7): 0, (-1, 8): 1, (1, 7): 2}
+    assert tree.path(2) == (1, 2)
+    assert tree.depths == (1, 1, 2)
+
+
+@given(random_trees())
+def test_the_mask_shows_each_node_its_path(tree):
+    mask = tree.ancestor_mask()
+    assert mask.shape == (len(tree) + 1, len(tree) + 1)
+    assert torch.equal(mask[0].nonzero().flatten(), torch.tensor([0]))
+    for node in range(len(tree)):
+        visible = {column - 1 for column in mask[node + 1].nonzero().flatten().tolist()}
+        assert visible == {ROOT, *tree.path(node)}
+        assert len(visible) == tree.depths[node] + 1
+
+
+@given(random_trees())
+def test_a_tree_survives_the_wire(tree):
+    message = tree.to_pb(round_=3, base_length=5)
+    parsed = tree_pb2.TokenTree.FromString(message.SerializeToString())
+    assert (parsed.round, parsed.base_length) == (3, 5)
+    assert TokenTree.from_pb(parsed, max_nodes=64, max_depth=64, vocab_size=2048) == tree
