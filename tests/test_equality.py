@@ -19,7 +19,18 @@ PLAIN = ("autoregressive", {})
 POLICIES = (CHAIN, BUSH, ADAPTIVE, PLAIN)
 
 # (prompt tokens, new tokens): from a single token to the last position of the context
-LENGTHS = [(1, 1), (1, 40), (2, 17), (7, 33), (31, 64), (64, 30), (100, 60), (150, 10), (CONTEXT - 1, 1), (1, CONTEXT - 1)]
+LENGTHS = [
+    (1, 1),
+    (1, 40),
+    (2, 17),
+    (7, 33),
+    (31, 64),
+    (64, 30),
+    (100, 60),
+    (150, 10),
+    (CONTEXT - 1, 1),
+    (1, CONTEXT - 1),
+]
 
 
 @dataclass
@@ -31,7 +42,12 @@ class Pair:
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             output = self.reference.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0, **options
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=count,
+                pad_token_id=0,
+                **options,
             )
         return output[0, len(prompt) :].tolist()
 

@@ -61,7 +61,7 @@ def engines(request, tmp_path_factory):
 
 
 def grafted(tree, continuation, depth):
-    """The tree with the first `depth` tokens of the true continuation added as a path, so that something is accepted."""
+    """The tree with the first `depth` tokens of the true continuation added as a path, so that it is accepted."""
     token_ids, parents = list(tree.token_ids), list(tree.parents)
     node = -1
     for token in continuation[:depth]:
@@ -167,7 +167,9 @@ def test_growth_takes_one_forward_a_level_and_none_for_what_is_known(engines, mo
     _, _, draft = engines
     forwards = []
     forward = draft.forward
-    monkeypatch.setattr(draft, "forward", lambda segments: forwards.append(len(segments[0].token_ids)) or forward(segments))
+    monkeypatch.setattr(
+        draft, "forward", lambda segments: forwards.append(len(segments[0].token_ids)) or forward(segments)
+    )
     drafter = Drafter(draft, 256, 2048)
     policy = create_policy("fixed", {"depth": 4, "breadth": 2, "tau": 0})
     session = drafter.open([5, 6, 7, 8], Sampling())

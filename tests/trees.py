@@ -7,7 +7,7 @@ from dynatree.common.tree import TokenTree
 
 @st.composite
 def random_trees(draw: st.DrawFn, max_nodes: int = 24, max_depth: int = 64, tokens: int = 2048) -> TokenTree:
-    """Any tree of up to `max_nodes` nodes: chains, stars and everything between, tokens clustered so that some recur."""
+    """Any tree of up to `max_nodes` nodes: chains, stars and all between, tokens clustered so that some recur."""
     alphabet = st.integers(2, 9) | st.integers(2, tokens - 1)
     token_ids: list[int] = []
     parents: list[int] = []

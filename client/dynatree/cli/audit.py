@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two greedy outputs part: `position` counts new tokens from 0; `margin` is the top-2 gap of the logits there."""
+    """Where two greedy outputs part: `position` counts new tokens from 0, `margin` is the logits' top-2 gap there."""
 
     position: int
     ours: int | None
@@ -83,7 +83,8 @@ class Reference:
     def __init__(self, model: str, dtype: str, device: str) -> None:
         path = str(embedded.target_path()) if model == embedded.NAME else model
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        self._model.to(device)
         self.context: int = self._model.config.get_text_config().max_position_embeddings
 
     def encode(self, prompt: str) -> list[int]:

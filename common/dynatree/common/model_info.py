@@ -23,7 +23,7 @@ def token_limit(prompt_tokens: int, max_new_tokens: int | None, model: tree_pb2.
     if prompt_tokens + max_new_tokens > context:
         raise OutOfRangeError(
             f"{prompt_tokens} prompt tokens and {max_new_tokens} new ones pass the {context} tokens of {model.name}'s "
-            "context; leave max_new_tokens out to stop at the limit"
+            f"context; ask for at most {context - prompt_tokens}, or leave max_new_tokens out to stop at the limit"
         )
     return prompt_tokens + max_new_tokens
 

@@ -3,13 +3,13 @@
     python -m dynatree.common.embedded.grow pythia-2.8b OUT     # from the embedded target
     python -m dynatree.common.embedded.grow pythia-70m OUT      # from the embedded draft
 
-What comes out has the real shape's parameters and costs what the real shape costs, and still answers as the small model
-does: honest benchmarks of large models where none can be downloaded. It is Pythia-shaped; it is not Pythia.
+What comes out has the real shape's parameters and costs what the real shape costs, and still answers as the small
+model does: honest benchmarks of large models where none can be downloaded. It is Pythia-shaped; it is not Pythia.
 
-Every hidden unit and every head is repeated `r` times. A linear layer that reads repeated units gets its weights divided
-by `r`, a power of two, so nothing is rounded; layer norms see the same mean and variance. Further layers write nothing to
-the residual stream: their output projections are zero. Further vocabulary rows copy the padding token's, which is never
-predicted. (The idea is Net2WiderNet's: Chen, Goodfellow and Shlens, 2016, section 2.)
+Every hidden unit and every head is repeated `r` times. A linear layer that reads repeated units gets its weights
+divided by `r`, a power of two, so nothing is rounded; layer norms see the same mean and variance. Further layers write
+nothing to the residual stream: their output projections are zero. Further vocabulary rows copy the padding token's,
+which is never predicted. (The idea is Net2WiderNet's: Chen, Goodfellow and Shlens, 2016, section 2.)
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _grown_weights(small: dict[str, Tensor], shape: GrownShape, factor: int) -> 
 def _widen(name: str, weight: Tensor, factor: int, head_rows: int) -> Tensor:
     """Repeat the output units of one weight or bias, and repeat and share out its input units."""
     if "query_key_value" in name:  # output units come in heads, which are repeated whole
-        heads = weight.unflatten(0, (-1, head_rows)).repeat_interleave(factor, dim=0)
+        heads = weight.reshape(-1, head_rows, *weight.shape[1:]).repeat_interleave(factor, dim=0)
         weight = heads.flatten(0, 1)
     elif not name.startswith(("lm_head", "gpt_neox.embed_in")):
         weight = weight.repeat_interleave(factor, dim=0)
@@ -105,7 +105,7 @@ def _widen(name: str, weight: Tensor, factor: int, head_rows: int) -> Tensor:
         return weight.repeat_interleave(factor, dim=1)
     if "attention.dense" in name:  # input units come in heads, in the order in which query_key_value makes them
         head_size = head_rows // 3
-        heads = weight.unflatten(1, (-1, head_size)).repeat_interleave(factor, dim=1)
+        heads = weight.reshape(weight.shape[0], -1, head_size).repeat_interleave(factor, dim=1)
         return heads.flatten(1, 2) / factor
     return weight.repeat_interleave(factor, dim=1) / factor
 

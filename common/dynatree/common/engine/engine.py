@@ -69,10 +69,10 @@ class Engine:
         name = _display_name(settings.model)
         model = _load_model(settings, name)
         tokenizer = load_tokenizer(settings.model)
-        context_length = context_length_of(model)
         with _explained(name):
-            check_config(model.config, context_length)
             shape = record_attention(model).kv_shape()
+            context_length = context_length_of(model)
+            check_config(model.config, context_length)
         arena = KVArena(shape, settings.sessions, context_length + settings.scratch, model.dtype, model.device)
         info = tree_pb2.ModelInfo(
             name=name,

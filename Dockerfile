@@ -1,0 +1,41 @@
+# Two images of one installation: `docker build --target verify .` and `docker build --target draft .`
+# Both run `dynatree`; arguments after the image's name replace the command below.
+ARG BASE_IMAGE=python:3.11-slim-bookworm
+
+FROM ${BASE_IMAGE} AS serve
+# More arguments for pip; which index it is given decides between the CPU and the CUDA builds of torch.
+ARG PIP_ARGS=""
+ENV PATH=/opt/dynatree/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    HF_HOME=/var/cache/huggingface
+RUN useradd --system --create-home --uid 10001 dynatree \
+ && install --directory --owner dynatree --group dynatree "$HF_HOME" \
+ && python3 -m venv /opt/dynatree
+
+# The dependencies come first, so that a change of the code does not fetch torch again.
+WORKDIR /src
+COPY pyproject.toml constraints.txt ./
+RUN python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*p["dependencies"], *p["optional-dependencies"]["serve"], sep="\n")' > /tmp/requirements.txt \
+ && pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} -c constraints.txt -r /tmp/requirements.txt \
+ && rm /tmp/requirements.txt
+COPY . .
+RUN pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} --no-deps . \
+ && python -m compileall -q /opt/dynatree/lib/python3*/site-packages/dynatree \
+ && dynatree --version
+
+USER dynatree
+WORKDIR /home/dynatree
+ENTRYPOINT ["dynatree"]
+
+FROM serve AS verify
+EXPOSE 50052
+HEALTHCHECK --interval=10s --timeout=10s --start-period=10m --retries=3 \
+  CMD ["python", "-m", "dynatree.common.healthcheck", "127.0.0.1:50052"]
+CMD ["verify", "--target-model", "embedded", "--listen", "0.0.0.0:50052"]
+
+FROM serve AS draft
+EXPOSE 50051
+HEALTHCHECK --interval=10s --timeout=10s --start-period=10m --retries=3 \
+  CMD ["python", "-m", "dynatree.common.healthcheck", "127.0.0.1:50051"]
+CMD ["draft", "--draft-model", "embedded", "--verify", "verify:50052", "--listen", "0.0.0.0:50051"]

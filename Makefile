@@ -1,0 +1,68 @@
+# DynaTree's commands. They need make and Python 3.11 or later with venv; everything else goes into .venv.
+
+PYTHON ?= python3
+# More arguments for pip, for example the index of another build of torch.
+PIP_ARGS ?=
+
+VENV := .venv
+READY := $(VENV)/.ready
+PROTOS_VENV := .venv-protos
+PROTOS_READY := $(PROTOS_VENV)/.ready
+# The oldest runtime that the package admits must load what this compiler writes, so it is not the newest.
+PROTOS_PINS := grpcio-tools==1.76.0 grpcio==1.76.0 protobuf==6.33.6
+# Errors only: warnings about the machine's own pip settings would hide what matters.
+PIP_FLAGS := -qq --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check protos protos-check clean
+
+help:  ## Show these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(READY)  ## Run both services on the shipped models, and one completion
+	@$(VENV)/bin/dynatree demo
+
+test: $(READY)  ## Run the tests
+	@$(VENV)/bin/pytest
+
+check: $(READY)  ## Check style, format and types
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+protos: $(PROTOS_READY)  ## Regenerate the code of protos/
+	$(PROTOS_VENV)/bin/python -m grpc_tools.protoc -I protos \
+		--python_out=protos --pyi_out=protos --grpc_python_out=protos protos/dynatree/v1/*.proto
+
+protos-check: protos  ## Check that the code of protos/ is what the compiler makes, and committed
+	@git diff --exit-code -- protos
+	@new=$$(git ls-files --others --exclude-standard -- protos); \
+	if [ -n "$$new" ]; then echo "not committed: $$new" >&2; exit 1; fi
+
+clean:  ## Remove the environments, caches and build outputs
+	rm -rf $(VENV) $(PROTOS_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The file .ready is made last, so that an interrupted installation starts anew.
+$(READY): pyproject.toml constraints.txt
+	@$(call make_venv,$(VENV))
+	@echo "Installing into $(VENV); the first time takes minutes (torch is large)"
+	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(PROTOS_READY): Makefile
+	@$(call make_venv,$(PROTOS_VENV))
+	@$(PROTOS_VENV)/bin/python -m pip install $(PIP_FLAGS) $(PIP_ARGS) $(PROTOS_PINS)
+	@touch $@
+
+define make_venv
+command -v $(PYTHON) >/dev/null || { \
+	echo "$(PYTHON) is not here; install Python 3.11 or later, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }; \
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); DynaTree needs Python 3.11 or later:" \
+		"make PYTHON=/path/to/python3" >&2; exit 1; }; \
+$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	echo "$(PYTHON) has no venv module; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }; \
+$(PYTHON) -m venv $(1)
+endef

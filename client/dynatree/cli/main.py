@@ -1,0 +1,121 @@
+"""The `dynatree` command: a table of subcommands, of which only the chosen one is imported.
+
+A subcommand is a module with `add_arguments(parser)` and `run(options) -> exit status`. For a failure that a user can
+expect, `run` raises `SystemExit("what is wrong")`, which is printed as one line.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Protocol, cast
+
+from dynatree.client import DynaTreeError
+
+# Name -> help line, module. The services' modules need torch; `dynatree generate` must run without it.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "verify": ("serve the target model", "dynatree.verify.command"),
+    "draft": ("serve the draft model, and the completions that clients ask for", "dynatree.draft.command"),
+    "generate": ("complete a prompt", "dynatree.cli.generate"),
+    "demo": ("run both services on the shipped models, and one completion", "dynatree.cli.demo"),
+    "audit": ("prove that the output equals transformers' own generate()", "dynatree.cli.audit"),
+}
+
+# What a shell reports for a program that the signal ended: 128 + its number.
+_INTERRUPTED = 130
+_BROKEN_PIPE = 141
+
+
+class Command(Protocol):
+    """What the module of a subcommand offers."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the subcommand's arguments."""
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Do it; the exit status."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv`, by default the process's own, and return the exit status.
+
+    0 is success, 1 a failure, 2 a wrong command line, 130 an interrupt.
+    """
+    try:
+        status = _run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+    except SystemExit as exit_:
+        status = _exit_status(exit_)
+    except DynaTreeError as error:
+        status = _fail(str(error))
+    except KeyboardInterrupt:
+        status = _INTERRUPTED
+    except BrokenPipeError:
+        status = _broken_pipe()
+    return status
+
+
+def _run(argv: Sequence[str]) -> int:
+    name = argv[0] if argv and argv[0] in COMMANDS else None
+    try:
+        command = _load(name)
+        options = _parser(name, command).parse_args(argv)
+        return command.run(options) if command else 0
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing == "dynatree":  # a fault of this package, not of its installation
+            raise
+        packages = 'pip install "dynatree[serve]"'
+        raise SystemExit(f"dynatree {name} needs the serving packages: {packages} (no module {missing})") from None
+
+
+def _load(name: str | None) -> Command | None:
+    if name is None:
+        return None
+    _, module = COMMANDS[name]
+    return cast(Command, importlib.import_module(module))
+
+
+def _parser(name: str | None, command: Command | None) -> argparse.ArgumentParser:
+    """The parser of the whole command line, in which only the subcommand `name` knows its arguments."""
+    parser = argparse.ArgumentParser(
+        prog="dynatree", description="Lossless tree speculative decoding, as two services.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"dynatree {_version()}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for each, (help_line, _) in COMMANDS.items():
+        subparser = subparsers.add_parser(each, help=help_line, description=help_line, allow_abbrev=False)
+        if each == name and command:
+            command.add_arguments(subparser)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return version("dynatree")
+    except PackageNotFoundError:
+        return "0+source"
+
+
+def _exit_status(exit_: SystemExit) -> int:
+    if exit_.code is None or isinstance(exit_.code, int):
+        return exit_.code or 0
+    return _fail(exit_.code)
+
+
+def _fail(message: str) -> int:
+    print(f"dynatree: error: {message}", file=sys.stderr)
+    return 1
+
+
+def _broken_pipe() -> int:
+    """Whoever read the output has gone, as `head` does."""
+    # Python flushes standard output once more at exit, which would fail as well.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return _BROKEN_PIPE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

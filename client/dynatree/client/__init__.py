@@ -1,0 +1,62 @@
+"""The client library of DynaTree; it needs grpcio and protobuf only.
+
+    from dynatree.client import Client
+
+    with Client("localhost:50051") as client:
+        completion = client.generate("Once upon a time", max_new_tokens=64)
+        print(completion.text, completion.finish_reason, completion.stats.acceptance_rate)
+        for chunk in client.stream("Once upon a time", max_new_tokens=64):
+            print(chunk.text, end="", flush=True)
+
+`AsyncClient` is the same with `await` and `async for`. What can go wrong is one hierarchy:
+
+    DynaTreeError
+    ├── InvalidRequestError      change the request
+    ├── ModelMismatchError       the draft and the target cannot work together
+    ├── ServerBusyError          try again later
+    ├── ServerUnavailableError   nobody answers at the address
+    ├── DeadlineExceededError    `timeout` has passed
+    ├── RequestCancelledError    the server, or closing the client, ended the request
+    └── ServerError              anything else
+"""
+
+from dynatree.client._async_client import AsyncClient, AsyncCompletionStream
+from dynatree.client._base import ClientSettings
+from dynatree.client._client import Client, CompletionStream
+from dynatree.client._errors import (
+    DeadlineExceededError,
+    DynaTreeError,
+    InvalidRequestError,
+    ModelMismatchError,
+    RequestCancelledError,
+    ServerBusyError,
+    ServerError,
+    ServerUnavailableError,
+)
+from dynatree.client._request import GenerateOptions, Prompt
+from dynatree.client._types import Chunk, Completion, FinishReason, ModelInfo, RoundPart, ServiceInfo, Statistics
+
+__all__ = [
+    "AsyncClient",
+    "AsyncCompletionStream",
+    "Chunk",
+    "Client",
+    "ClientSettings",
+    "Completion",
+    "CompletionStream",
+    "DeadlineExceededError",
+    "DynaTreeError",
+    "FinishReason",
+    "GenerateOptions",
+    "InvalidRequestError",
+    "ModelInfo",
+    "ModelMismatchError",
+    "Prompt",
+    "RequestCancelledError",
+    "RoundPart",
+    "ServerBusyError",
+    "ServerError",
+    "ServerUnavailableError",
+    "ServiceInfo",
+    "Statistics",
+]

@@ -1,0 +1,111 @@
+"""What can go wrong in a call, as one small hierarchy.
+
+::
+
+    DynaTreeError                what every other error here is
+    ├── InvalidRequestError      INVALID_ARGUMENT, OUT_OF_RANGE: change the request
+    ├── ModelMismatchError       FAILED_PRECONDITION: the draft and the target cannot work together
+    ├── ServerBusyError          RESOURCE_EXHAUSTED: try again later
+    ├── ServerUnavailableError   UNAVAILABLE: nobody answers at the address
+    ├── DeadlineExceededError    DEADLINE_EXCEEDED: `timeout` has passed
+    ├── RequestCancelledError    CANCELLED: the server, or closing the client, ended the request
+    └── ServerError              INTERNAL, UNKNOWN and every other code
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import grpc
+
+
+class DynaTreeError(Exception):
+    """A call that failed.
+
+    Nothing that was received is lost: an error in the middle of a stream carries it.
+
+    Attributes:
+        code: the gRPC status code; INVALID_ARGUMENT also where the client refused the request before sending it.
+        details: what the server, or gRPC, said about it; may be empty.
+        text: the text that was received before the failure.
+        token_ids: the tokens that were received before the failure. Their last characters may be missing in `text`.
+    """
+
+    summary: ClassVar[str] = "the request failed"
+
+    def __init__(self, code: grpc.StatusCode, details: str, *, text: str = "", token_ids: Sequence[int] = ()) -> None:
+        super().__init__(code, details)
+        self.code = code
+        self.details = details
+        self.text = text
+        self.token_ids = tuple(token_ids)
+
+    def __str__(self) -> str:
+        sentence = f"{self.summary}: {self.details}" if self.details else self.summary
+        return f"{sentence} (tokens received: {len(self.token_ids)})" if self.token_ids else sentence
+
+
+class InvalidRequestError(DynaTreeError):
+    """The request itself is wrong: a value out of range, or a prompt that does not fit the models' contexts."""
+
+    summary = "invalid request"
+
+
+class ModelMismatchError(DynaTreeError):
+    """The draft model and the target model cannot work together, for example with different tokenizers."""
+
+    summary = "the models do not match"
+
+
+class ServerBusyError(DynaTreeError):
+    """The server has no room for the request; a later one may be served."""
+
+    summary = "the server has no room for the request"
+
+
+class ServerUnavailableError(DynaTreeError):
+    """The server, or the verify service behind it, does not answer."""
+
+    summary = "the server is unavailable"
+
+
+class DeadlineExceededError(DynaTreeError):
+    """The call took longer than its `timeout`."""
+
+    summary = "the timeout has passed"
+
+
+class RequestCancelledError(DynaTreeError):
+    """The request was cancelled by the server, or by closing the client that made it."""
+
+    summary = "the request was cancelled"
+
+
+class ServerError(DynaTreeError):
+    """The server failed, or answered what this client does not understand."""
+
+    summary = "the server failed"
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} [{self.code.name}]"
+
+
+_ERROR_OF_CODE: dict[grpc.StatusCode, type[DynaTreeError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequestError,
+    grpc.StatusCode.FAILED_PRECONDITION: ModelMismatchError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ServerBusyError,
+    grpc.StatusCode.UNAVAILABLE: ServerUnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    grpc.StatusCode.CANCELLED: RequestCancelledError,
+}
+
+
+def error_from_rpc(
+    error: grpc.RpcError, address: str, *, text: str = "", token_ids: Sequence[int] = ()
+) -> DynaTreeError:
+    """The error that a failed RPC to the server at `address` is raised as."""
+    code = error.code()
+    details = error.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE:
+        details = f"{address}: {details}"
+    return _ERROR_OF_CODE.get(code, ServerError)(code, details, text=text, token_ids=token_ids)

@@ -1,0 +1,226 @@
+"""What calls return: frozen values without protobuf in them."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
+
+import grpc
+
+from dynatree.client._errors import ServerError
+from dynatree.v1 import draft_pb2, tree_pb2
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+_FINISH_REASONS: dict[int, FinishReason] = {
+    tree_pb2.FINISH_REASON_STOP: "stop",
+    tree_pb2.FINISH_REASON_LENGTH: "length",
+    tree_pb2.FINISH_REASON_CANCELLED: "cancelled",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one message of a stream added.
+
+    Attributes:
+        text: whole characters only; the text of `token_ids` may follow in a later chunk.
+        token_ids: the tokens committed since the last chunk.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_pb(cls, response: draft_pb2.GenerateResponse) -> Self:
+        """The chunk in one message of the stream."""
+        return cls(text=response.text, token_ids=tuple(response.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPart:
+    """The time that one part of the rounds took.
+
+    Attributes:
+        total_seconds: summed over all rounds.
+        p50_seconds: the median over the rounds.
+    """
+
+    total_seconds: float
+    p50_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What a completion cost. A round is one tree and one forward of the target; the prompt's own is not a round.
+
+    Attributes:
+        generated_tokens: new tokens in the completion.
+        rounds: rounds it took.
+        draft_n: nodes drafted over all rounds.
+        draft_n_accepted: nodes accepted over all rounds.
+        acceptance_rate: draft_n_accepted / draft_n, in [0, 1]; 0 where nothing was drafted.
+        tokens_per_round: tokens committed by rounds / rounds.
+        mean_path_length: draft_n_accepted / rounds.
+        nodes_per_round: draft_n / rounds.
+        acceptance_by_depth: entry d - 1 is the share of accepted paths that reached depth d, among the rounds whose
+            tree did.
+        time_to_first_token_seconds: from the request's arrival at the server to the first token.
+        time_per_output_token_seconds: the mean gap between tokens after the first; 0 for a single token.
+        total_seconds: from the request's arrival at the server to the last token.
+        round_parts: the rounds' time by part: "draft_forward", "grow", "verify_forward", "accept", "commit", "wire",
+            "detokenize".
+        seed: the seed that was used; 0 for greedy decoding.
+    """
+
+    generated_tokens: int
+    rounds: int
+    draft_n: int
+    draft_n_accepted: int
+    acceptance_rate: float
+    tokens_per_round: float
+    mean_path_length: float
+    nodes_per_round: float
+    acceptance_by_depth: tuple[float, ...]
+    time_to_first_token_seconds: float
+    time_per_output_token_seconds: float
+    total_seconds: float
+    round_parts: dict[str, RoundPart]
+    seed: int
+
+    @classmethod
+    def from_pb(cls, statistics: draft_pb2.GenerationStatistics) -> Self:
+        """The statistics in the last message of a stream."""
+        return cls(
+            generated_tokens=statistics.generated_tokens,
+            rounds=statistics.rounds,
+            draft_n=statistics.draft_n,
+            draft_n_accepted=statistics.draft_n_accepted,
+            acceptance_rate=statistics.acceptance_rate,
+            tokens_per_round=statistics.tokens_per_round,
+            mean_path_length=statistics.mean_path_length,
+            nodes_per_round=statistics.nodes_per_round,
+            acceptance_by_depth=tuple(statistics.acceptance_by_depth),
+            time_to_first_token_seconds=statistics.time_to_first_token_seconds,
+            time_per_output_token_seconds=statistics.time_per_output_token_seconds,
+            total_seconds=statistics.total_seconds,
+            round_parts={
+                part.name: RoundPart(total_seconds=part.total_seconds, p50_seconds=part.p50_seconds)
+                for part in statistics.round_parts
+            },
+            seed=statistics.seed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole completion.
+
+    Attributes:
+        text: the new text, without the prompt; it ends before the stop string that ended it.
+        token_ids: the new tokens, without the prompt.
+        finish_reason: "stop" for an end-of-sequence token or a stop string, "length" for `max_new_tokens` or the
+            context limit, "cancelled".
+        prompt_tokens: the length of the prompt, in tokens.
+        stats: what it cost.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    stats: Statistics
+
+    @classmethod
+    def from_pb(cls, completion: draft_pb2.Completion, *, text: str, token_ids: Sequence[int]) -> Self:
+        """The completion that the last message describes, of the text and the tokens that all messages delivered.
+
+        Raises:
+            ServerError: the server gave a finish reason that this client does not know.
+        """
+        reason = _FINISH_REASONS.get(completion.finish_reason)
+        if reason is None:
+            details = f"unknown finish reason {completion.finish_reason}"
+            raise ServerError(grpc.StatusCode.UNKNOWN, details, text=text, token_ids=token_ids)
+        return cls(
+            text=text,
+            token_ids=tuple(token_ids),
+            finish_reason=reason,
+            prompt_tokens=completion.prompt_tokens,
+            stats=Statistics.from_pb(completion.statistics),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `dynatree generate --json` prints: lists, dictionaries, strings and numbers only."""
+        return {
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "prompt_tokens": self.prompt_tokens,
+            "finish_reason": self.finish_reason,
+            "stats": asdict(self.stats) | {"acceptance_by_depth": list(self.stats.acceptance_by_depth)},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """One model as its service runs it.
+
+    Attributes:
+        name: the hub name, or the last component of the local path.
+        architecture: the transformers architecture, for example "GPTNeoXForCausalLM".
+        parameters: their number.
+        vocab_size: rows of the embedding; may be padded beyond the tokenizer.
+        context_length: the longest sequence, prompt and new tokens together.
+        dtype: for example "float32".
+        device: for example "cpu".
+        tokenizer_fingerprint: SHA-256 over the tokenizer; two models can work together when it is equal.
+        version: the version of DynaTree that runs the model.
+    """
+
+    name: str
+    architecture: str
+    parameters: int
+    vocab_size: int
+    context_length: int
+    dtype: str
+    device: str
+    tokenizer_fingerprint: str
+    version: str
+
+    @classmethod
+    def from_pb(cls, info: tree_pb2.ModelInfo) -> Self:
+        """The model that a service describes."""
+        return cls(
+            name=info.name,
+            architecture=info.architecture,
+            parameters=info.parameters,
+            vocab_size=info.vocab_size,
+            context_length=info.context_length,
+            dtype=info.dtype,
+            device=info.device,
+            tokenizer_fingerprint=info.tokenizer_fingerprint,
+            version=info.version,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceInfo:
+    """What a draft service runs.
+
+    Attributes:
+        draft: the small model, which proposes.
+        target: the large model, whose output every completion is.
+        policies: the names that a request's `policy` may have; the first is the default.
+    """
+
+    draft: ModelInfo
+    target: ModelInfo
+    policies: tuple[str, ...]
+
+    @classmethod
+    def from_pb(cls, response: draft_pb2.DraftServiceGetModelInfoResponse) -> Self:
+        """The service as it describes itself."""
+        return cls(
+            draft=ModelInfo.from_pb(response.draft),
+            target=ModelInfo.from_pb(response.target),
+            policies=tuple(response.policies),
+        )

@@ -1,0 +1,82 @@
+"""Fixtures that many tests share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dynatree.common import healthcheck
+
+_START_SECONDS = 60.0
+_STOP_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class EmbeddedServices:
+    """Where the two services of the embedded pair listen."""
+
+    draft_address: str
+    verify_address: str
+
+
+@pytest.fixture(scope="session")
+def embedded_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServices]:
+    """Both services on the embedded pair, as the command line starts them: two processes, one thread each."""
+    folder = tmp_path_factory.mktemp("services")
+    verify = f"unix:{folder / 'verify.sock'}"
+    draft = f"unix:{folder / 'draft.sock'}"
+    with (
+        _Service(("verify", "--target-model", "embedded"), verify, folder / "verify.log") as first,
+        _Service(("draft", "--draft-model", "embedded", "--verify", verify), draft, folder / "draft.log") as second,
+    ):
+        _wait_until_serving([first, second])
+        yield EmbeddedServices(draft_address=draft, verify_address=verify)
+
+
+class _Service:
+    """One `dynatree` process, from start to end."""
+
+    def __init__(self, arguments: tuple[str, ...], address: str, log: Path) -> None:
+        self.address = address
+        self._arguments = (*arguments, "--listen", address, "--threads", "1")
+        self._log = log
+
+    def __enter__(self) -> _Service:
+        command = (sys.executable, "-m", "dynatree.cli.main", *self._arguments)
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def report(self) -> str:
+        """What it printed, and how it ended."""
+        log = self._log.read_text(errors="replace")
+        return f"--- dynatree {' '.join(self._arguments)}\n{log}--- status {self._process.poll()}"
+
+
+def _wait_until_serving(services: list[_Service]) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    for service in services:
+        while (reason := healthcheck.failure(service.address, timeout=1.0)) is not None:
+            if time.monotonic() > deadline or not all(each.running for each in services):
+                reports = "\n".join(each.report for each in services)
+                pytest.fail(f"{service.address} does not serve: {reason}\n{reports}", pytrace=False)
+            time.sleep(0.1)

@@ -1,0 +1,105 @@
+"""A draft service without models, which plays a script; for tests of what stands in front of one."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from dynatree.v1 import draft_pb2, draft_pb2_grpc, tree_pb2
+
+
+@dataclass(frozen=True)
+class Fail:
+    """The step that ends the RPC with an error."""
+
+    code: grpc.StatusCode
+    details: str = "as scripted"
+
+
+class Hang:
+    """The step that waits until the client, or the deadline, ends the RPC."""
+
+
+def message(text: str, *token_ids: int) -> draft_pb2.GenerateResponse:
+    return draft_pb2.GenerateResponse(text=text, token_ids=token_ids)
+
+
+def last(reason: int = tree_pb2.FINISH_REASON_LENGTH) -> draft_pb2.GenerateResponse:
+    statistics = draft_pb2.GenerationStatistics(
+        generated_tokens=3,
+        rounds=2,
+        draft_n=8,
+        draft_n_accepted=2,
+        acceptance_rate=0.25,
+        tokens_per_round=1.0,
+        mean_path_length=1.0,
+        nodes_per_round=4.0,
+        acceptance_by_depth=[0.5, 0.25],
+        time_to_first_token_seconds=0.5,
+        time_per_output_token_seconds=0.125,
+        total_seconds=0.75,
+        round_parts=[draft_pb2.RoundPart(name="wire", total_seconds=0.5, p50_seconds=0.25)],
+        seed=2**64 - 1,
+    )
+    completion = draft_pb2.Completion(finish_reason=reason, prompt_tokens=4, statistics=statistics)
+    return draft_pb2.GenerateResponse(completion=completion)
+
+
+Step = draft_pb2.GenerateResponse | Fail | Hang
+
+
+@dataclass
+class FakeDraftService(draft_pb2_grpc.DraftServiceServicer):
+    """Plays `script` for every request, and keeps the requests. `abandoned` is set when an RPC with a `Hang` ends."""
+
+    address: str
+    script: list[Step] = field(default_factory=lambda: [message("Hé", 1), message("", 2), message("llo", 3), last()])
+    requests: list[draft_pb2.GenerateRequest] = field(default_factory=list)
+    info_failure: Fail | None = None
+    abandoned: threading.Event = field(default_factory=threading.Event)
+
+    def Generate(  # noqa: N802
+        self, request: draft_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[draft_pb2.GenerateResponse]:
+        ended = threading.Event()
+        context.add_callback(ended.set)
+        if any(isinstance(step, Hang) for step in self.script):
+            # Not after the wait: gRPC does not resume a generator whose RPC has ended.
+            context.add_callback(self.abandoned.set)
+        self.requests.append(request)
+        for step in self.script:
+            if isinstance(step, Fail):
+                context.abort(step.code, step.details)
+            elif isinstance(step, Hang):
+                ended.wait(10)
+            else:
+                yield step
+
+    def GetModelInfo(  # noqa: N802
+        self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: grpc.ServicerContext
+    ) -> draft_pb2.DraftServiceGetModelInfoResponse:
+        if self.info_failure:
+            context.abort(self.info_failure.code, self.info_failure.details)
+        return draft_pb2.DraftServiceGetModelInfoResponse(
+            draft=tree_pb2.ModelInfo(name="small", parameters=7, context_length=64),
+            target=tree_pb2.ModelInfo(name="large", architecture="GPTNeoXForCausalLM", vocab_size=50_304),
+            policies=["dynatree", "linear"],
+        )
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[FakeDraftService]:
+    """The service on a unix socket in `folder`."""
+    service = FakeDraftService(address=f"unix:{folder}/draft.sock")
+    server = grpc.server(ThreadPoolExecutor(max_workers=4))
+    draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server)
+    server.add_insecure_port(service.address)
+    server.start()
+    try:
+        yield service
+    finally:
+        server.stop(grace=None).wait()

@@ -1,0 +1,239 @@
+"""The `dynatree` command, in this process where that is enough and as a child where signals and pipes matter."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import pytest
+from fake_draft_service import Fail, FakeDraftService, Hang, message, serving
+
+from dynatree.cli.main import COMMANDS, main
+
+COMMAND = [sys.executable, "-m", "dynatree.cli.main"]
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[FakeDraftService]:
+    with serving(tmp_path) as service:
+        yield service
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def with_command(monkeypatch: pytest.MonkeyPatch, run: object) -> None:
+    """Let `dynatree demo` run `run`."""
+    monkeypatch.setitem(COMMANDS, "demo", ("a stand-in", "stand_in"))
+    monkeypatch.setitem(sys.modules, "stand_in", SimpleNamespace(add_arguments=lambda parser: None, run=run))
+
+
+# generate
+
+
+def test_text_is_printed_as_it_arrives(service: FakeDraftService) -> None:
+    service.script = [message("Hé", 1), Hang()]
+    with start("generate", "Once", "--server", service.address) as process:
+        assert process.stdout
+        assert process.stdout.read(2) == "Hé"
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=10)
+    assert (process.returncode, rest, errors) == (130, "\n", "")
+    assert service.abandoned.wait(5)
+
+
+def test_text_ends_with_one_newline(service: FakeDraftService, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "Once", "--server", service.address]) == 0
+    assert capsys.readouterr() == ("Héllo\n", "")
+    assert service.requests[0].max_new_tokens == 256
+
+
+def test_json_is_one_object_and_nothing_else(service: FakeDraftService, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "Once", "--server", service.address, "--json"]) == 0
+    out, err = capsys.readouterr()
+    completion = json.loads(out)
+    assert list(completion) == ["text", "token_ids", "prompt_tokens", "finish_reason", "stats"]
+    assert completion["text"] == "Héllo"
+    assert "Héllo" in out
+    assert (out.count("\n"), err) == (1, "")
+
+
+def test_every_option_reaches_the_server(service: FakeDraftService) -> None:
+    options = "--max-new-tokens 7 --temperature 0.5 --top-k 3 --top-p 0.75 --seed 9 --stop a --stop b --ignore-eos"
+    policy = "--policy linear --set depth=8 --set width=2 --timeout 30"
+    assert main(["generate", "Once", "--server", service.address, *options.split(), *policy.split()]) == 0
+    (request,) = service.requests
+    assert (request.text, request.max_new_tokens, list(request.stop)) == ("Once", 7, ["a", "b"])
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed) == (0.5, 3, 0.75, 9)
+    assert request.ignore_eos
+    assert (request.policy.name, dict(request.policy.settings)) == ("linear", {"depth": 8.0, "width": 2.0})
+
+
+def test_the_prompt_is_read_whole_from_standard_input(
+    service: FakeDraftService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Öncé\nupon\n".encode()), encoding="ascii"))
+    assert main(["generate", "-", "--server", service.address]) == 0
+    assert service.requests[0].text == "Öncé\nupon\n"
+
+
+def test_standard_input_must_be_utf8(
+    service: FakeDraftService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
+    assert main(["generate", "-", "--server", service.address]) == 1
+    assert capsys.readouterr().err == "dynatree: error: standard input is not UTF-8: invalid start byte at byte 2\n"
+
+
+@pytest.mark.parametrize("json_too", [[], ["--json"]], ids=["text", "json"])
+def test_a_refused_request_is_one_line(
+    service: FakeDraftService, capsys: pytest.CaptureFixture[str], json_too: list[str]
+) -> None:
+    service.script = [Fail(grpc.StatusCode.INVALID_ARGUMENT, "temperature must not be negative")]
+    assert main(["generate", "Once", "--server", service.address, "--temperature", "-1", *json_too]) == 1
+    error = "dynatree: error: invalid request: temperature must not be negative\n"
+    assert capsys.readouterr() == ("", error)
+
+
+def test_a_failure_in_the_middle_keeps_the_text(service: FakeDraftService, capsys: pytest.CaptureFixture[str]) -> None:
+    service.script = [message("Hé", 1), Fail(grpc.StatusCode.INTERNAL, "request 42")]
+    assert main(["generate", "Once", "--server", service.address]) == 1
+    error = "dynatree: error: the server failed: request 42 (tokens received: 1) [INTERNAL]\n"
+    assert capsys.readouterr() == ("Hé\n", error)
+
+
+def test_nobody_at_the_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"unix:{tmp_path}/nobody.sock"
+    assert main(["generate", "Once", "--server", address, "--timeout", "0.3"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("dynatree: error: the server is unavailable")
+    assert address in err
+
+
+def test_an_address_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "Once", "--server", "localhost"]) == 1
+    assert capsys.readouterr().err == "dynatree: error: an address is host:port or unix:PATH, not 'localhost'\n"
+
+
+def test_an_interrupt_with_json_prints_nothing(service: FakeDraftService) -> None:
+    service.script = [message("Hé", 1), Hang()]
+    with start("generate", "Once", "--server", service.address, "--json") as process:
+        while not service.requests:
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=10)
+    assert (process.returncode, *output) == (130, "", "")
+    assert service.abandoned.wait(5)
+
+
+def test_a_reader_that_goes_away_is_no_traceback(service: FakeDraftService) -> None:
+    service.script = [message("x" * 100_000, 1) for _ in range(20)]
+    with start("generate", "Once", "--server", service.address) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
+def test_generate_runs_without_torch() -> None:
+    code = "import sys; from dynatree.cli.main import main; main(['generate', '--help']); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "dynatree.cli.generate" in loaded
+    assert not {"torch", "transformers", "numpy", "dynatree.common"} & set(loaded)
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--nope"],
+        ["serve"],
+        ["generate"],
+        ["generate", "Once", "--nope"],
+        ["generate", "Once", "--max-new", "3"],
+        ["generate", "Once", "twice"],
+        ["generate", "Once", "--top-k", "many"],
+        ["generate", "Once", "--set", "depth"],
+        ["generate", "Once", "--set", "=8"],
+        ["generate", "Once", "--set", "depth=deep"],
+        ["generate", "Once", "--timeout", "0"],
+        ["generate", "Once", "--timeout", "soon"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("usage: dynatree")
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("dynatree 0.")
+
+
+def test_only_the_chosen_command_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in set(COMMANDS) - {"demo"}:
+        monkeypatch.setitem(COMMANDS, name, ("not there", "no_such_module"))
+    with_command(monkeypatch, lambda options: 7)
+    assert main(["demo"]) == 7
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["on import", "in run"])
+def test_missing_packages_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], late: bool
+) -> None:
+    def run(options: object) -> int:
+        raise ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
+
+    with_command(monkeypatch, run)
+    if not late:
+        monkeypatch.setitem(COMMANDS, "demo", ("a stand-in", "torch_that_is_missing"))
+    assert main(["demo"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith('dynatree: error: dynatree demo needs the serving packages: pip install "dynatree[serve]"')
+    assert err.count("\n") == 1
+
+
+def test_a_missing_module_of_this_package_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMMANDS, "demo", ("a stand-in", "dynatree.no_such_room"))
+    with pytest.raises(ModuleNotFoundError):
+        main(["demo"])
+
+
+def test_an_expected_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(options: object) -> int:
+        raise SystemExit("port 50051 is in use")
+
+    with_command(monkeypatch, run)
+    assert main(["demo"]) == 1
+    assert capsys.readouterr().err == "dynatree: error: port 50051 is in use\n"
+
+
+def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(options: object) -> int:
+        raise KeyboardInterrupt
+
+    with_command(monkeypatch, run)
+    assert main(["demo"]) == 130
+    assert capsys.readouterr() == ("", "")

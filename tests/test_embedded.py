@@ -1,0 +1,156 @@
+"""The shipped pair: size, function under growth, and the commands that run on it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dynatree.common import embedded
+from dynatree.common.embedded.grow import GrownShape, grow
+from dynatree.common.embedded.train import tokens_per_round
+
+COMMAND = [sys.executable, "-m", "dynatree.cli.main"]
+
+
+def test_the_pair_is_small_and_complete():
+    files = [f for folder in (embedded.target_path(), embedded.draft_path()) for f in folder.iterdir()]
+    assert {f.name for f in files} >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert sum(f.stat().st_size for f in files) < 16e6
+
+
+def test_the_pair_loads_as_any_other_model_and_writes_english():
+    tokenizer = AutoTokenizer.from_pretrained(embedded.target_path())
+    model = AutoModelForCausalLM.from_pretrained(embedded.target_path())
+    assert model.dtype == torch.float32
+    prompt = tokenizer("It was a dark and stormy night, and the", return_tensors="pt")
+    text = tokenizer.decode(model.generate(**prompt, do_sample=False, max_new_tokens=60)[0])
+    words = [word.strip(".,;:!?“”’‘\"'") for word in text.split()]
+    assert len(words) > 40
+    common = {"the", "of", "and", "to", "a", "in", "was", "I", "that", "it", "had", "he", "with", "as", "his", "not"}
+    assert sum(word in common for word in words) > 10
+
+
+def test_both_models_use_one_tokenizer():
+    target, draft = (AutoTokenizer.from_pretrained(p) for p in (embedded.target_path(), embedded.draft_path()))
+    assert target.get_vocab() == draft.get_vocab()
+
+
+@pytest.mark.parametrize(
+    ("source", "hidden", "heads"), [(embedded.target_path(), 640, 8), (embedded.draft_path(), 256, 4)]
+)
+def test_a_grown_model_computes_the_same_function(tmp_path, source, hidden, heads):
+    layers = AutoModelForCausalLM.from_pretrained(source).config.num_hidden_layers
+    grow(GrownShape(source, hidden, layers + 3, heads, vocab_size=2100), tmp_path, torch.float32)
+    small = AutoModelForCausalLM.from_pretrained(source)
+    wide = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert wide.config.hidden_size == hidden
+    assert wide.config.num_hidden_layers == layers + 3
+    tokens = torch.randint(2, 2048, (2, 200), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected, got = small(tokens).logits, wide(tokens).logits
+    assert torch.equal(got.argmax(-1), expected.argmax(-1))
+    assert (got[..., :2048] - expected).abs().max() < 1e-3
+
+
+class Scripted(torch.nn.Module):
+    """A draft that is wrong wherever the token to predict is 0."""
+
+    def forward(self, tokens, **_):
+        following = torch.roll(tokens, -1, dims=1)
+        logits = torch.nn.functional.one_hot(torch.where(following == 0, 1, following), 10).float()
+        return type("Output", (), {"logits": logits})
+
+
+def test_calibration_counts_rounds():
+    text = torch.tensor([[5, 5, 5, 5, 0, 5, 5, 5, 0, 5, 5]])
+    # rounds of a chain of 2 after a prompt of 2: 5 5 0 | 5 5 5 | 0 | 5 5, the last one cut by the end
+    assert tokens_per_round(Scripted(), text, prompt_length=2, chain=2) == pytest.approx(9 / 4)
+
+
+def run(*arguments):
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=240)
+
+
+def test_demo_ends_with_text_and_a_table():
+    result = run("demo", "--max-new-tokens", "48", "--breakdown")
+    assert result.returncode == 0, result.stderr
+    for row in ("tokens/s", "speedup", "tokens per round", "acceptance", "round cost", "wire", "outside the forwards"):
+        assert row in result.stdout
+    assert "same tokens" in result.stdout
+    assert "NO" not in result.stdout
+
+
+def test_audit_finds_no_divergence_in_the_pair():
+    result = run("audit", "--target-model", "embedded", "--draft-model", "embedded", "--max-new-tokens", "32")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "EQUAL: 8 prompts" in result.stdout
+
+
+def test_audit_reports_the_first_divergence(monkeypatch, capsys):
+    """With a reference that chooses another token at one place, it says where, which, and by what margin."""
+    from dynatree.cli import audit
+    from dynatree.cli.main import main
+
+    generate = audit.Reference.generate
+
+    def wrong(self, prompt_ids, count):
+        tokens = generate(self, prompt_ids, count)
+        return [*tokens[:3], (tokens[3] + 1) % 2048, *tokens[4:]]
+
+    monkeypatch.setattr(audit.Reference, "generate", wrong)
+    status = main(["audit", "--target-model", "embedded", "--draft-model", "embedded", "--max-new-tokens", "8"])
+    output = capsys.readouterr().out
+    assert status == 1
+    assert "DIFFERENT at new token 3 of prompt 1" in output
+    assert "top-2 margin" in output
+
+
+def test_audit_of_prompts_that_are_not_there(tmp_path):
+    result = run("audit", "--target-model", "embedded", "--draft-model", "embedded", "--prompts", str(tmp_path / "no"))
+    assert result.returncode == 1
+    assert "the prompts cannot be read" in result.stderr
+
+
+def test_generate_json_through_real_processes(embedded_services):
+    arguments = ["--server", embedded_services.draft_address, "--max-new-tokens", "20", "--json"]
+    result = run("generate", "It was a dark", *arguments)
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert set(answer) == {"text", "token_ids", "prompt_tokens", "finish_reason", "stats"}
+    assert len(answer["token_ids"]) == 20
+    assert answer["finish_reason"] == "length"
+    tokenizer = AutoTokenizer.from_pretrained(embedded.target_path())
+    assert answer["text"] == tokenizer.decode(answer["token_ids"])
+
+
+def test_stop_strings_and_seeds_through_real_processes(embedded_services):
+    from dynatree.client import Client
+
+    with Client(embedded_services.draft_address) as client:
+        whole = client.generate("It was a dark", max_new_tokens=80)
+        word = whole.text.split()[6]
+        stopped = client.generate("It was a dark", max_new_tokens=80, stop=[word])
+        assert stopped.finish_reason == "stop"
+        assert stopped.text == whole.text[: whole.text.index(word)]
+        assert whole.token_ids[: len(stopped.token_ids)] == stopped.token_ids
+        sampled = client.generate("It was a dark", max_new_tokens=40, temperature=0.8, seed=5)
+        plain = client.generate("It was a dark", max_new_tokens=40, temperature=0.8, seed=5, policy="autoregressive")
+        assert sampled.token_ids == plain.token_ids
+        assert sampled.stats.seed == 5
+        assert (
+            sampled.token_ids != client.generate("It was a dark", max_new_tokens=40, temperature=0.8, seed=6).token_ids
+        )
+
+
+def test_the_chunks_join_to_the_completion(embedded_services):
+    from dynatree.client import Client
+
+    with Client(embedded_services.draft_address) as client:
+        stream = client.stream("Call me", max_new_tokens=64)
+        chunks = list(stream)
+        assert len(chunks) > 1
+        assert "".join(chunk.text for chunk in chunks) == stream.completion.text
+        assert tuple(t for chunk in chunks for t in chunk.token_ids) == stream.completion.token_ids

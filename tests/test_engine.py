@@ -1,0 +1,101 @@
+"""Which models are served: five architectures exactly, and the others refused by name at load."""
+
+import pytest
+import torch
+from model_zoo import ARCHITECTURES, VOCAB_SIZE, save_random_model
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from dynatree.common import embedded
+from dynatree.common.engine import Engine, ModelSettings, Segment
+from dynatree.common.errors import StartupError
+
+SMALL = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2}
+ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+
+
+def save(model, folder):
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast.from_pretrained(embedded.target_path()).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_forward_over_the_arena_equals_the_plain_model(tmp_path, architecture):
+    path = save_random_model(tmp_path / "model", architecture, seed=5)
+    engine = Engine.load(ModelSettings(str(path)))
+    plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(2, VOCAB_SIZE, (50,), generator=generator).tolist()
+    with torch.inference_mode():
+        expected = plain(torch.tensor([tokens])).logits[0]
+    row = engine.arena.allocate()
+    got = []
+    for start, stop in ((0, 20), (20, 21), (21, 50)):  # prefill, one step, a chunk
+        got += engine.forward([Segment(row, start, tokens[start:stop], range(start, stop))])
+    assert (torch.cat(got) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: MistralForCausalLM(MistralConfig(**SMALL, **ATTENTION, sliding_window=16)), "sliding"),
+        (lambda: MambaForCausalLM(MambaConfig(**SMALL, state_size=4)), "cannot be served"),
+        (
+            lambda: BloomForCausalLM(BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=2)),
+            "cannot be served|could not be loaded",
+        ),
+    ],
+    ids=["sliding window", "recurrent", "alibi"],
+)
+def test_what_cannot_be_exact_is_refused_at_load(tmp_path, model, message):
+    path = save(model(), tmp_path / "model")
+    with pytest.raises(StartupError, match=message):
+        Engine.load(ModelSettings(path))
+
+
+def test_a_window_as_long_as_the_context_is_no_window(tmp_path):
+    config = MistralConfig(**SMALL, **ATTENTION, sliding_window=64, max_position_embeddings=64)
+    engine = Engine.load(ModelSettings(save(MistralForCausalLM(config), tmp_path / "model")))
+    assert engine.info.context_length == 64
+
+
+def test_rotary_scaling_that_follows_the_length_is_refused(tmp_path):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    path = save_random_model(tmp_path / "model", "llama", 1, rope_parameters=rope)
+    with pytest.raises(StartupError, match="dynamic rotary scaling"):
+        Engine.load(ModelSettings(str(path)))
+
+
+@pytest.mark.parametrize("name", ["no/such/folder/here", "", "not a name"])
+def test_a_wrong_model_path_is_one_line(name):
+    with pytest.raises(StartupError, match="could not be loaded") as error:
+        Engine.load(ModelSettings(name))
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_without_safetensors_is_refused(tmp_path):
+    path = save_random_model(tmp_path / "model", "llama", 1)
+    weights = path / "model.safetensors"
+    weights.rename(path / "pytorch_model.bin")
+    with pytest.raises(StartupError, match="could not be loaded"):
+        Engine.load(ModelSettings(str(path)))
+
+
+def test_a_moved_slot_overlapping_its_target_is_safe(tmp_path):
+    engine = Engine.load(ModelSettings(str(save_random_model(tmp_path / "model", "llama", 1))))
+    row = engine.arena.allocate()
+    engine.forward([Segment(row, 0, range(2, 12), range(10))])
+    before = engine.arena.slots(row, 10).clone()
+    engine.arena.move(row, [2, 4, 5, 9], 2)
+    after = engine.arena.slots(row, 10)
+    assert torch.equal(after[:, :, :, 2:6], before[:, :, :, [2, 4, 5, 9]])
+    assert torch.equal(after[:, :, :, :2], before[:, :, :, :2])

@@ -1,0 +1,142 @@
+"""The policies' shapes against the paper's rules, on a scripted draft model."""
+
+import math
+
+import pytest
+
+from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.tree import ROOT
+from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
+from dynatree.draft.history import HistoryController
+from dynatree.draft.policies import create_policy, policy_names
+
+
+def grown(policy, probabilities):
+    """The tree that a policy grows when every node's continuations have the given probabilities, best first."""
+    proposals = tuple(Proposal(token, math.log(p)) for token, p in enumerate(probabilities))[: policy.breadth]
+    tree = GrowingTree(TrieNode(99))
+    level = [ROOT] if policy.breadth else []
+    while level:
+        for node in level:
+            tree.node(node).proposals = proposals
+        level = policy.grow(tree, level)
+    return tree.freeze()
+
+
+def test_autoregressive_drafts_nothing():
+    assert len(grown(create_policy("autoregressive", {}), [0.9])) == 0
+
+
+def test_linear_is_a_chain_of_the_likeliest():
+    tree = grown(create_policy("linear", {"depth": 5}), [0.3, 0.2])
+    assert tree.token_ids == (0,) * 5
+    assert tree.parents == (-1, 0, 1, 2, 3)
+
+
+def test_fixed_is_a_full_tree_pruned_at_tau():
+    tree = grown(create_policy("fixed", {"depth": 3, "breadth": 2, "tau": 0}), [0.5, 0.25])
+    assert len(tree) == 2 + 4 + 8
+    pruned = grown(create_policy("fixed", {"depth": 3, "breadth": 2, "tau": 0.125}), [0.5, 0.25])
+    assert sorted(
+        round(math.exp(sum(pruned.log_probs[n] for n in pruned.path(node))), 6) for node in range(len(pruned))
+    ) == [
+        0.125,
+        0.125,
+        0.125,
+        0.25,
+        0.25,
+        0.5,
+    ]
+
+
+def test_the_node_budget_is_strict():
+    for budget in (1, 5, 6):
+        tree = grown(create_policy("fixed", {"depth": 4, "breadth": 2, "tau": 0, "max_nodes": budget}), [0.5, 0.25])
+        assert len(tree) == budget
+        assert list(tree.depths) == sorted(tree.depths), "breadth first"
+
+
+@pytest.mark.parametrize(("confidence", "children"), [(0.95, 1), (0.9, 1), (0.89, 2), (0.4, 2), (0.39, 3)])
+def test_dynatree_gives_fewer_children_where_it_is_surer(confidence, children):
+    settings = {"base_depth": 1, "max_depth": 2, "rho_deep": 0.999, "rho_stop": 0.001, "tau": 0}
+    tree = grown(create_policy("dynatree", settings), [confidence, confidence / 20, confidence / 30])
+    assert tree.depths.count(1) == children
+
+
+def test_dynatree_goes_deep_only_along_likely_paths():
+    settings = {
+        "base_depth": 2,
+        "max_depth": 6,
+        "rho_stop": 0.01,
+        "rho_deep": 0.6,
+        "tau": 0,
+        "breadth_mid": 1,
+        "breadth_max": 1,
+    }
+    # p(u) at depth d is 0.95^d: above 0.6 through depth 9, so the hard limit ends it
+    assert grown(create_policy("dynatree", settings), [0.95]).depth == 6
+    # 0.85^d passes 0.6 until depth 3, whose child at depth 4 is the last
+    assert grown(create_policy("dynatree", settings), [0.85]).depth == 4
+    # below rho_deep at once: D_0 alone
+    assert grown(create_policy("dynatree", settings), [0.5]).depth == 2
+
+
+def test_dynatree_stops_early_and_prunes_leaves():
+    settings = {"base_depth": 6, "max_depth": 8, "rho_stop": 0.2, "tau": 0.1, "breadth_mid": 2, "breadth_max": 2}
+    tree = grown(create_policy("dynatree", settings), [0.5, 0.3])
+    paths = [math.exp(sum(tree.log_probs[n] for n in tree.path(node))) for node in range(len(tree))]
+    assert min(paths) >= 0.1
+    for node, parent in enumerate(tree.parents):
+        assert parent == ROOT or paths[parent] >= 0.2, node
+
+
+def test_history_follows_the_update_rule():
+    history = HistoryController(
+        base_depth=5, max_depth=8, tau_high=0.9, window=2, target=0.7, depth_step=1.0, tau_step=0.1
+    )
+    history.observe(10, 9)  # mean 0.9
+    assert (history.base_depth, history.tau_high) == pytest.approx((5.2, 0.88))
+    history.observe(10, 1)  # mean 0.5
+    assert (history.base_depth, history.tau_high) == pytest.approx((5.0, 0.9))
+    history.observe(10, 0)  # the first has left the window: mean 0.05
+    assert (history.base_depth, history.tau_high) == pytest.approx((4.35, 0.965))
+    history.observe(0, 0)  # drafted nothing, says nothing
+    assert history.base_depth == pytest.approx(4.35)
+
+
+def test_history_stays_in_range():
+    history = HistoryController(base_depth=5, max_depth=8, tau_high=0.9, window=3, target=0.7, depth_step=4, tau_step=1)
+    for _ in range(20):
+        history.observe(10, 10)
+    assert (history.base_depth, history.tau_high) == (7.0, 0.0)
+    for _ in range(20):
+        history.observe(10, 0)
+    assert (history.base_depth, history.tau_high) == (1.0, 1.0)
+
+
+def test_sessions_do_not_share_history():
+    one, other = create_policy("dynatree", {}), create_policy("dynatree", {})
+    one.observe(10, 0)
+    assert one.history.base_depth < other.history.base_depth == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("medusa", {}, f"unknown policy 'medusa', expected one of {', '.join(policy_names())}"),
+        ("linear", {"width": 2}, "policy linear has no setting width; its settings: depth"),
+        ("autoregressive", {"depth": 2}, "its settings: none"),
+        ("linear", {"depth": 0}, r"depth is 0, expected a number in \[1, 64\]"),
+        ("linear", {"depth": 2.5}, "depth is 2.5, expected a whole number"),
+        ("linear", {"depth": math.inf}, "depth is inf, expected a whole number"),
+        ("fixed", {"tau": math.nan}, "tau is nan"),
+        ("dynatree", {"tau_low": 0.9}, "tau_low is 0.9 and tau_high is 0.9, expected tau_low < tau_high"),
+        ("dynatree", {"rho_stop": 0.5}, "expected rho_stop < rho_deep"),
+        ("dynatree", {"base_depth": 8}, "expected base_depth < max_depth"),
+        ("dynatree", {"breadth_min": 3}, "expected breadth_min <= breadth_mid <= breadth_max"),
+        ("dynatree", {"window": 0}, "window is 0"),
+    ],
+)
+def test_bad_settings_are_refused_by_name_value_and_range(name, settings, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        create_policy(name, settings)

@@ -1,0 +1,105 @@
+"""Text from tokens: whole characters only, the same text as decoding at once, and stop strings wherever they fall."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from dynatree.common import embedded
+from dynatree.draft.detokenizer import REPLACEMENT, Detokenizer
+from dynatree.draft.generation import TextStream
+from dynatree.draft.stop_strings import StopStrings
+
+TOKENIZER = AutoTokenizer.from_pretrained(embedded.target_path())
+
+
+def pieces(token_ids, prompt=(), size=1):
+    detokenizer = Detokenizer(TOKENIZER, prompt)
+    out = [detokenizer.push(token_ids[i : i + size]) for i in range(0, len(token_ids), size)]
+    return [*out, detokenizer.flush()]
+
+
+@settings(deadline=None)
+@given(st.text(min_size=1, max_size=40), st.integers(1, 5))
+def test_pieces_join_to_the_whole_text(text, size):
+    token_ids = TOKENIZER(text)["input_ids"]
+    whole = TOKENIZER.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert "".join(pieces(token_ids, size=size)) == whole
+
+
+@pytest.mark.parametrize("character", ["é", "“", "漢", "🙂"])
+def test_a_character_split_over_tokens_is_never_emitted_broken(character):
+    token_ids = TOKENIZER("a" + character + "b")["input_ids"]
+    out = pieces(token_ids)
+    assert all(REPLACEMENT not in piece for piece in out)
+    assert "".join(out) == "a" + character + "b"
+
+
+def test_an_unfinished_character_comes_out_at_the_end():
+    token_ids = TOKENIZER("a🙂")["input_ids"][:-1]
+    assert len(token_ids) >= 2
+    out = pieces(token_ids)
+    assert "".join(out[:-1]) == "a"
+    assert out[-1].startswith(REPLACEMENT)
+
+
+def test_a_broken_byte_in_the_middle_does_not_hold_text_back():
+    broken = TOKENIZER("🙂")["input_ids"][:1]
+    token_ids = [*broken, *TOKENIZER(" and then the rest")["input_ids"]]
+    detokenizer = Detokenizer(TOKENIZER, ())
+    assert "".join(detokenizer.push([token]) for token in token_ids).endswith(" and then the rest")
+
+
+def test_special_tokens_have_no_text():
+    assert "".join(pieces([0, *TOKENIZER("x")["input_ids"], 0])) == "x"
+
+
+def run(stops, parts):
+    matcher = StopStrings(stops)
+    out = []
+    for part in parts:
+        out.append(matcher.push(part))
+        if matcher.found:
+            return "".join(out), True
+    return "".join([*out, matcher.flush()]), False
+
+
+@pytest.mark.parametrize(
+    ("stops", "parts", "expected"),
+    [
+        (["END"], ["one EN", "D two"], ("one ", True)),
+        (["END"], ["one EN", "TER"], ("one ENTER", False)),
+        (["END"], ["one E", "N"], ("one EN", False)),
+        (["b", "ab"], ["xxab"], ("xx", True)),
+        (["aab"], ["aa", "ab", "c"], ("a", True)),
+        (["\n\n"], ["a\n", "b\n", "\nc"], ("a\nb", True)),
+        ([], ["anything"], ("anything", False)),
+    ],
+)
+def test_stop_strings_end_the_text_wherever_they_fall(stops, parts, expected):
+    assert run(stops, parts) == expected
+
+
+@given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_streaming_finds_what_a_whole_search_finds(text, stops):
+    at = min((i for stop in stops if (i := text.find(stop)) >= 0), default=None)
+    streamed, found = run(stops, list(text))
+    assert found == (at is not None)
+    if not found:
+        assert streamed == text
+    else:  # character by character, the stop string that is complete first ends the text
+        first = min(text.find(stop) + len(stop) for stop in stops if stop in text)
+        cut = min(i for stop in stops if (i := text[:first].find(stop)) >= 0)
+        assert streamed == text[:cut]
+
+
+def test_the_token_that_completes_a_stop_string_is_the_last():
+    token_ids = TOKENIZER("He said so. And then he went.")["input_ids"]
+    stream = TextStream(Detokenizer(TOKENIZER, ()), StopStrings([". And"]))
+    text, kept = stream.push(token_ids)
+    assert stream.stopped
+    assert text == "He said so"
+    assert TOKENIZER.decode(kept).startswith("He said so. And"[:-1])
+    assert kept == token_ids[: len(kept)]
+    assert len(kept) < len(token_ids)
+    assert stream.flush() == ""
