@@ -47,7 +47,9 @@ class Growth:
 
 
 class Drafter:
-    """Opens, grows, commits and closes sessions on the draft model. Not thread-safe: one thread calls it.
+    """Opens, grows, commits and closes sessions on the draft model.
+
+    Not thread-safe: one thread calls everything but `open`, which only takes a free row.
 
     Args:
         engine: The draft model; its arena needs `2 * max_tree_nodes` scratch slots a session.

@@ -200,12 +200,12 @@ def distil_draft(target: Any, tokens: Tensor, steps: int, tokens_per_step: int, 
     optimizer = optimizer_for(draft, peak)
     generator = torch.Generator().manual_seed(0)
     batches = windows(tokens, tokens_per_step, generator)
-    own = greedy_texts(target, tokens, count=64, prompt_length=128, length=CONTEXT - 128)
+    own = greedy_texts(target, tokens, count=24, prompt_length=128, length=1000)
     print(f"draft: {own.numel()} tokens of the target's own text", flush=True)
     began = time.monotonic()
     for step in range(steps):
         if own_text_every and step % own_text_every == own_text_every - 1:
-            batch = own[torch.randint(0, len(own), (max(1, tokens_per_step // CONTEXT),), generator=generator)]
+            batch = own[torch.randint(0, len(own), (max(1, tokens_per_step // own.shape[1]),), generator=generator)]
         else:
             batch = next(batches)[:, :-1]
         with torch.autocast("cpu", torch.bfloat16):
@@ -255,6 +255,8 @@ def calibration(target: Any, draft: Any, held_out: Tensor) -> dict[int, float]:
 def save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Any:
     """Write bfloat16 safetensors with the tokenizer, and return the model as the rounded weights make it."""
     model.to(torch.bfloat16).save_pretrained(folder)
+    model.config.dtype = torch.float32  # what a user gets who asks for nothing else
+    model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Model.from_pretrained(folder, dtype=torch.float32).eval()
 
