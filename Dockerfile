@@ -24,7 +24,7 @@ RUN pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} --no-deps
  && python -m compileall -q /opt/dynatree/lib/python3*/site-packages/dynatree \
  && dynatree --version
 
-USER dynatree
+USER 10001
 WORKDIR /home/dynatree
 ENTRYPOINT ["dynatree"]
 

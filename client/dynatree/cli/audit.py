@@ -83,8 +83,8 @@ class Reference:
     def __init__(self, model: str, dtype: str, device: str) -> None:
         path = str(embedded.target_path()) if model == embedded.NAME else model
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        model: Any = AutoModelForCausalLM  # its annotations do not admit what from_pretrained returns
-        self._model = model.from_pretrained(path, dtype=getattr(torch, dtype)).to(device)
+        loader: Any = AutoModelForCausalLM  # its annotations do not admit what from_pretrained returns
+        self._model = loader.from_pretrained(path, dtype=getattr(torch, dtype)).to(device)
         self.context: int = self._model.config.get_text_config().max_position_embeddings
 
     def encode(self, prompt: str) -> list[int]:

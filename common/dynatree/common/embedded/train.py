@@ -188,26 +188,38 @@ def greedy_texts(model: Any, tokens: Tensor, count: int, prompt_length: int, len
     )
 
 
-def distil_draft(target: Any, tokens: Tensor, steps: int, tokens_per_step: int, own_text_every: int) -> Any:
+def loops(tokens: Tensor, tokens_per_step: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Windows `[batch, SHORT_WINDOW]` that fall into a loop: book text, then its last 4 to 48 tokens over and over.
+
+    Small models' greedy text loops sooner or later. A draft learns to follow only if it has seen many different loops.
+    """
+    batch = tokens_per_step // SHORT_WINDOW
+    while True:
+        rows = []
+        for start in torch.randint(0, len(tokens) - SHORT_WINDOW, (batch,), generator=generator).tolist():
+            lead = int(torch.randint(48, 256, (), generator=generator))
+            phrase = int(torch.randint(4, 49, (), generator=generator))
+            text = tokens[start : start + lead]
+            repeats = -(-(SHORT_WINDOW - lead) // phrase)
+            rows.append(torch.cat([text, text[-phrase:].repeat(repeats)])[:SHORT_WINDOW])
+        yield torch.stack(rows)
+
+
+def distil_draft(target: Any, tokens: Tensor, steps: int, tokens_per_step: int, loop_every: int) -> Any:
     """Distil the draft: the Kullback-Leibler divergence from the target's distribution at every position.
 
-    Every `own_text_every`-th step reads the target's own greedy text instead of the books, which is what a draft
-    sees in use; it is the knob that sets how well the draft follows text that loops.
+    Every `loop_every`-th step reads text that loops instead of the books; with the number of steps it sets how well the
+    draft follows natural and looping text.
     """
     torch.manual_seed(0)
     draft = Model(DRAFT_SHAPE.config(dropout=0.0)).train()
     peak = 4e-3
     optimizer = optimizer_for(draft, peak)
     generator = torch.Generator().manual_seed(0)
-    batches = windows(tokens, tokens_per_step, generator)
-    own = greedy_texts(target, tokens, count=24, prompt_length=128, length=1000)
-    print(f"draft: {own.numel()} tokens of the target's own text", flush=True)
+    natural, looping = windows(tokens, tokens_per_step, generator), loops(tokens, tokens_per_step, generator)
     began = time.monotonic()
     for step in range(steps):
-        if own_text_every and step % own_text_every == own_text_every - 1:
-            batch = own[torch.randint(0, len(own), (max(1, tokens_per_step // own.shape[1]),), generator=generator)]
-        else:
-            batch = next(batches)[:, :-1]
+        batch = next(looping) if loop_every and step % loop_every == loop_every - 1 else next(natural)[:, :-1]
         with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
                 teacher = target(batch, use_cache=False).logits
@@ -270,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--target-steps", type=int, default=4800)
     parser.add_argument("--draft-steps", type=int, default=1200)
     parser.add_argument("--tokens-per-step", type=int, default=4096)
-    parser.add_argument("--own-text-every", type=int, default=4, help="share of the target's own text; 0: none")
+    parser.add_argument("--loop-every", type=int, default=2, help="which draft steps read looping text; 0: none")
     options = parser.parse_args(arguments)
 
     texts = [read_book(path) for path in options.books]
@@ -290,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         target = save(target, tokenizer, target_folder)
     print(f"target: held-out loss {validation_loss(target, held_out):.3f} nats a token", flush=True)
 
-    draft = distil_draft(target, tokens, options.draft_steps, options.tokens_per_step, options.own_text_every)
+    draft = distil_draft(target, tokens, options.draft_steps, options.tokens_per_step, options.loop_every)
     draft = save(draft, tokenizer, draft_folder)
     for length, committed in calibration(target, draft, held_out).items():
         print(f"chain of 8, T = {length}: {committed:.2f} tokens a round", flush=True)
