@@ -6,10 +6,10 @@ Three stages, each resumable because it is skipped when its output already exist
 
 1. a byte-level BPE of 2,048 entries over the training books;
 2. the target (GPT-NeoX, 320 wide, 4 layers, 6.2 M parameters), next-token cross-entropy;
-3. the draft (GPT-NeoX, 64 wide, 2 layers, 0.36 M parameters), distilled from the target.
+3. the draft (GPT-NeoX, 128 wide, 2 layers, 0.92 M parameters), distilled from the target.
 
-The widths are 1/8 of Pythia-2.8B's and Pythia-70M's with the same head sizes, so that `grow.py` can widen the
-pair to those shapes without changing its function.
+The widths are 1/8 of Pythia-2.8B's and 1/4 of Pythia-70M's with the same head sizes, so that `grow.py` can widen
+the pair to those shapes without changing its function.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Shape:
 
 
 TARGET_SHAPE = Shape(hidden_size=320, layers=4, heads=4)
-DRAFT_SHAPE = Shape(hidden_size=64, layers=2, heads=1)
+DRAFT_SHAPE = Shape(hidden_size=128, layers=2, heads=2)
 
 
 def read_book(path: Path) -> str:
@@ -205,21 +205,31 @@ def loops(tokens: Tensor, tokens_per_step: int, generator: torch.Generator) -> I
         yield torch.stack(rows)
 
 
-def distil_draft(target: Any, tokens: Tensor, steps: int, tokens_per_step: int, loop_every: int) -> Any:
+def own_texts(target: Any, tokens: Tensor, tokens_per_step: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Windows `[batch, SHORT_WINDOW]` of the target's own greedy text, after 64 tokens of the books."""
+    texts = greedy_texts(target, tokens, count=288, prompt_length=64, length=SHORT_WINDOW - 64)
+    print(f"draft: {texts.numel()} tokens of the target's own text", flush=True)
+    while True:
+        yield texts[torch.randint(0, len(texts), (tokens_per_step // SHORT_WINDOW,), generator=generator)]
+
+
+def distil_draft(target: Any, tokens: Tensor, steps: int, tokens_per_step: int) -> Any:
     """Distil the draft: the Kullback-Leibler divergence from the target's distribution at every position.
 
-    Every `loop_every`-th step reads text that loops instead of the books; with the number of steps it sets how well the
-    draft follows natural and looping text.
+    Half of the steps read the target's own greedy text, which is what a draft sees in use, a quarter text that loops,
+    and a quarter the books at every length up to the context.
     """
     torch.manual_seed(0)
     draft = Model(DRAFT_SHAPE.config(dropout=0.0)).train()
     peak = 4e-3
     optimizer = optimizer_for(draft, peak)
     generator = torch.Generator().manual_seed(0)
-    natural, looping = windows(tokens, tokens_per_step, generator), loops(tokens, tokens_per_step, generator)
+    own = own_texts(target, tokens, tokens_per_step, generator)
+    looping = loops(tokens, tokens_per_step, generator)
+    natural = (window[:, :-1] for window in windows(tokens, tokens_per_step, generator))
     began = time.monotonic()
     for step in range(steps):
-        batch = next(looping) if loop_every and step % loop_every == loop_every - 1 else next(natural)[:, :-1]
+        batch = next((own, looping, own, natural)[step % 4])
         with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
                 teacher = target(batch, use_cache=False).logits
@@ -280,9 +290,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--validation", type=Path, required=True, help="the book held out for validation")
     parser.add_argument("--out", type=Path, required=True, help="folder that receives target/ and draft/")
     parser.add_argument("--target-steps", type=int, default=4800)
-    parser.add_argument("--draft-steps", type=int, default=1200)
-    parser.add_argument("--tokens-per-step", type=int, default=4096)
-    parser.add_argument("--loop-every", type=int, default=2, help="which draft steps read looping text; 0: none")
+    parser.add_argument("--target-tokens-per-step", type=int, default=4096)
+    parser.add_argument("--draft-steps", type=int, default=3000)
+    parser.add_argument("--draft-tokens-per-step", type=int, default=2048)
     options = parser.parse_args(arguments)
 
     texts = [read_book(path) for path in options.books]
@@ -298,11 +308,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if (target_folder / "model.safetensors").exists():
         target = Model.from_pretrained(target_folder, dtype=torch.float32).eval()
     else:
-        target = train_target(tokens, held_out, options.target_steps, options.tokens_per_step)
+        target = train_target(tokens, held_out, options.target_steps, options.target_tokens_per_step)
         target = save(target, tokenizer, target_folder)
     print(f"target: held-out loss {validation_loss(target, held_out):.3f} nats a token", flush=True)
 
-    draft = distil_draft(target, tokens, options.draft_steps, options.tokens_per_step, options.loop_every)
+    draft = distil_draft(target, tokens, options.draft_steps, options.draft_tokens_per_step)
     draft = save(draft, tokenizer, draft_folder)
     for length, committed in calibration(target, draft, held_out).items():
         print(f"chain of 8, T = {length}: {committed:.2f} tokens a round", flush=True)
