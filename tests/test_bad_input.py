@@ -261,6 +261,13 @@ def test_an_internal_error_shows_an_id_and_no_detail(services, client, monkeypat
     assert "a secret of /some/path" in caplog.text
 
 
+def test_sessions_that_end_at_once_are_all_closed(services):
+    """The draft cancels its stream the moment the last commit is there, wherever the verify side stands just then."""
+    for _ in range(200):
+        with Client(services.draft_address) as client:
+            assert len(client.generate(PROMPT, max_new_tokens=2).token_ids) == 2
+
+
 def test_a_client_that_leaves_frees_both_sides(services, client):
     stream = client.stream(PROMPT)
     next(stream)

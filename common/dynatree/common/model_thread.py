@@ -21,10 +21,9 @@ class ModelThread:
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
-    async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `call(*args, **kwargs)`, or whatever it raises."""
-        future = self._executor.submit(call, *args, **kwargs)
-        return await asyncio.shield(asyncio.wrap_future(future))
+    def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """Ask for `call(*args, **kwargs)`; the future of its result, or of whatever it raises."""
+        return asyncio.shield(asyncio.wrap_future(self._executor.submit(call, *args, **kwargs)))
 
     def shutdown(self) -> None:
         """Finish what was asked for, then end the thread."""

@@ -96,18 +96,21 @@ class ErrorMapping(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Wrap the handlers of this package; health and reflection map their own errors."""
+        """Wrap the handlers of this package; health and reflection map their own errors.
+
+        Its bidirectional handlers read and write through the context, so they are awaited like unary ones.
+        """
         handler: Any = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith("/dynatree."):
             return handler  # type: ignore[no-any-return]
         if handler.unary_unary:
-            return handler._replace(unary_unary=_map_unary(handler.unary_unary))  # type: ignore[no-any-return]
+            return handler._replace(unary_unary=_map_awaited(handler.unary_unary))  # type: ignore[no-any-return]
         if handler.unary_stream:
             return handler._replace(unary_stream=_map_stream(handler.unary_stream))  # type: ignore[no-any-return]
-        return handler._replace(stream_stream=_map_stream(handler.stream_stream))  # type: ignore[no-any-return]
+        return handler._replace(stream_stream=_map_awaited(handler.stream_stream))  # type: ignore[no-any-return]
 
 
-def _map_unary(behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+def _map_awaited(behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await behavior(request, context)

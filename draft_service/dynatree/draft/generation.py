@@ -67,14 +67,14 @@ class Generation:
         session = self._drafter.open(request.prompt_ids, request.sampling)
         try:
             async with self._verify.session(timeout) as stream:
-                reading = asyncio.ensure_future(self._thread.run(self._drafter.read, session, request.policy))
+                reading = self._thread.run(self._drafter.read, session, request.policy)
                 opened = await stream.open(self._open_message())
                 await reading
                 async for response in self._rounds(session, stream, opened.commit):
                     yield response
         finally:
             # asked for behind any forward that still runs for this session
-            await asyncio.shield(self._thread.run(self._drafter.close, session))
+            await self._thread.run(self._drafter.close, session)
 
     async def _rounds(
         self, session: DraftSession, stream: VerifySession, commit: verify_pb2.Commit
@@ -94,7 +94,9 @@ class Generation:
             advancing.cancel()
         yield self._last_message(commit)
 
-    def _start_advance(self, session: DraftSession, commit: verify_pb2.Commit, drafted: int) -> asyncio.Task[_Advance]:
+    def _start_advance(
+        self, session: DraftSession, commit: verify_pb2.Commit, drafted: int
+    ) -> asyncio.Future[_Advance]:
         """Commit and grow on the model thread, while the event loop makes text of the commit."""
         remaining = self._request.limit - commit.base_length
 
@@ -108,7 +110,7 @@ class Generation:
             # the deepest useful node is the one before the last token, which is the target's own in any case
             return _Advance(commit_seconds, self._drafter.grow(session, self._request.policy, remaining - 1))
 
-        return asyncio.ensure_future(self._thread.run(advance))
+        return self._thread.run(advance)
 
     def _hand_on(self, commit: verify_pb2.Commit) -> draft_pb2.GenerateResponse:
         started = time.perf_counter()

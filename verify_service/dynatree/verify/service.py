@@ -19,6 +19,7 @@ from dynatree.verify.session import Session, SessionRequest
 from dynatree.verify.verifier import Timings, Verifier
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Requests = AsyncIterator[verify_pb2.VerifyRequest]
 SERVICE_NAME = verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name
 
 
@@ -35,37 +36,38 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         """The target model."""
         return verify_pb2.VerifyServiceGetModelInfoResponse(model=self._verifier.target)
 
-    async def Verify(  # noqa: N802
-        self, request_iterator: AsyncIterator[verify_pb2.VerifyRequest], context: Context
-    ) -> AsyncIterator[verify_pb2.VerifyResponse]:
-        """Open a session, then answer each tree with its commit."""
-        requests = aiter(request_iterator)
-        first = await anext(requests, None)
-        if first is None:
+    async def Verify(self, request_iterator: Requests, context: Context) -> None:  # noqa: N802
+        """Open a session, then answer each tree with its commit.
+
+        Reads and writes through the context, which costs less a message than an asynchronous generator does.
+        """
+        first = await context.read()
+        if first is grpc.aio.EOF:
             return
         arrival = time.perf_counter()
-        session_request = self._check_open(first)
-        opening = asyncio.ensure_future(self._thread.run(self._verifier.open, session_request))
+        opening = self._thread.run(self._verifier.open, self._check_open(first))
         try:
             session, verdict, timings = await asyncio.shield(opening)
             commit = _commit_to_pb(session, TokenTree(), verdict, timings, arrival)
-            yield verify_pb2.VerifyResponse(opened=self._opened(session, commit))
-            request = await anext(requests, None)
-            while request is not None:
+            await context.write(verify_pb2.VerifyResponse(opened=self._opened(session, commit)))
+            request = await context.read()
+            while request is not grpc.aio.EOF:
                 arrival = time.perf_counter()
-                following = asyncio.ensure_future(anext(requests, None))
+                following = asyncio.ensure_future(context.read())
                 try:
-                    yield verify_pb2.VerifyResponse(commit=await self._round(session, request, following, arrival))
+                    commit = await self._round(session, request, following, arrival)
+                    await context.write(verify_pb2.VerifyResponse(commit=commit))
                     request = await following
                 finally:
                     following.cancel()
         finally:
-            # asked for behind any forward that still runs for this session
+            # gRPC may cancel a handler more than once; the session is closed all the same
             await asyncio.shield(self._close(opening))
 
     async def _close(self, opening: asyncio.Future[tuple[Session, Verdict, Timings]]) -> None:
+        """Close the session behind any forward that still runs for it; `opening` may not have come to its end."""
         await asyncio.wait([opening])
-        if opening.exception() is None:
+        if not opening.cancelled() and opening.exception() is None:
             await self._thread.run(self._verifier.close, opening.result()[0])
 
     def _check_open(self, message: verify_pb2.VerifyRequest) -> SessionRequest:
@@ -90,7 +92,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         self,
         session: Session,
         request: verify_pb2.VerifyRequest,
-        following: asyncio.Future[verify_pb2.VerifyRequest | None],
+        following: asyncio.Future[Any],
         arrival: float,
     ) -> verify_pb2.Commit:
         """Verify one tree while watching for a request that comes too early.
@@ -99,10 +101,10 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
             RoundInFlightError: A second request came before this one was answered.
         """
         tree = session.check_tree(request, self._verifier.max_tree_nodes, self._verifier.target.vocab_size)
-        verifying = asyncio.ensure_future(self._thread.run(self._verifier.verify, [(session, tree)]))
+        verifying = self._thread.run(self._verifier.verify, [(session, tree)])
         both: set[asyncio.Future[Any]] = {verifying, following}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if following.done() and following.result() is not None:
+        if following.done() and following.result() is not grpc.aio.EOF:
             raise RoundInFlightError("a request came before the round was answered; expected one round at a time")
         verdicts, timings = await verifying
         return _commit_to_pb(session, tree, verdicts[0], timings, arrival)
