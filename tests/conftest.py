@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from dynatree.common import healthcheck
+
+torch.set_num_threads(1)  # the models here are too small for more, and the threads would wait for each other
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
