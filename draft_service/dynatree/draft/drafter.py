@@ -152,13 +152,14 @@ class Drafter:
         guesses of the target's sample (drafter-invariant coupling).
         """
         logits = logits[:, : self._vocab_size].float()
-        tokens = scores(logits, positions, sampling).topk(min(breadth, logits.shape[-1]), dim=-1).indices
-        if not sampling.greedy:
-            logits = logits / sampling.temperature
-        log_probs = (logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True)).clamp(max=0.0)
+        best = scores(logits, positions, sampling).topk(min(breadth, logits.shape[-1]), dim=-1)
+        if sampling.greedy:
+            log_probs = best.values - logits.logsumexp(-1, keepdim=True)
+        else:
+            log_probs = (logits / sampling.temperature).log_softmax(-1).gather(-1, best.indices)
         return [
-            tuple(Proposal(token, log_prob) for token, log_prob in zip(*row, strict=True))
-            for row in zip(tokens.tolist(), log_probs.tolist(), strict=True)
+            tuple(Proposal(token, min(log_prob, 0.0)) for token, log_prob in zip(*row, strict=True))
+            for row in zip(best.indices.tolist(), log_probs.tolist(), strict=True)
         ]
 
 

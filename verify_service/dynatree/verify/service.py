@@ -20,6 +20,7 @@ from dynatree.verify.verifier import Timings, Verifier
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Requests = AsyncIterator[verify_pb2.VerifyRequest]
+Arrival = tuple[verify_pb2.VerifyRequest | None, float]  # a request, None at the end, and when it came
 SERVICE_NAME = verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name
 
 
@@ -41,23 +42,21 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
 
         Reads and writes through the context, which costs less a message than an asynchronous generator does.
         """
-        first = await context.read()
-        if first is grpc.aio.EOF:
+        first, arrival = await _read(context)
+        if first is None:
             return
-        arrival = time.perf_counter()
         opening = self._thread.run(self._verifier.open, self._check_open(first))
         try:
             session, verdict, timings = await asyncio.shield(opening)
             commit = _commit_to_pb(session, TokenTree(), verdict, timings, arrival)
             await context.write(verify_pb2.VerifyResponse(opened=self._opened(session, commit)))
-            request = await context.read()
-            while request is not grpc.aio.EOF:
-                arrival = time.perf_counter()
-                following = asyncio.ensure_future(context.read())
+            request, arrival = await _read(context)
+            while request is not None:
+                following = asyncio.ensure_future(_read(context))
                 try:
                     commit = await self._round(session, request, following, arrival)
                     await context.write(verify_pb2.VerifyResponse(commit=commit))
-                    request = await following
+                    request, arrival = await following
                 finally:
                     following.cancel()
         finally:
@@ -92,7 +91,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         self,
         session: Session,
         request: verify_pb2.VerifyRequest,
-        following: asyncio.Future[Any],
+        following: asyncio.Future[Arrival],
         arrival: float,
     ) -> verify_pb2.Commit:
         """Verify one tree while watching for a request that comes too early.
@@ -104,10 +103,15 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         verifying = self._thread.run(self._verifier.verify, [(session, tree)])
         both: set[asyncio.Future[Any]] = {verifying, following}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if following.done() and following.result() is not grpc.aio.EOF:
+        if following.done() and following.result()[0] is not None:
             raise RoundInFlightError("a request came before the round was answered; expected one round at a time")
         verdicts, timings = await verifying
         return _commit_to_pb(session, tree, verdicts[0], timings, arrival)
+
+
+async def _read(context: Context) -> Arrival:
+    request = await context.read()
+    return None if request is grpc.aio.EOF else request, time.perf_counter()
 
 
 def _commit_to_pb(
