@@ -3,6 +3,7 @@
 After each refusal the service is asked for a completion, and gives it: nothing leaks.
 """
 
+import asyncio
 import threading
 import time
 
@@ -12,7 +13,7 @@ from model_zoo import CONTEXT, save_random_model
 from services import running_services
 from transformers import PreTrainedTokenizerFast
 
-from dynatree.client import Client, InvalidRequestError, ModelMismatchError, ServerBusyError
+from dynatree.client import AsyncClient, Client, InvalidRequestError, ModelMismatchError, ServerBusyError
 from dynatree.v1 import tree_pb2, verify_pb2, verify_pb2_grpc
 
 PROMPT = [5, 6, 7]
@@ -312,3 +313,52 @@ def test_a_draft_of_another_tokenizer_is_refused_when_a_session_opens(tmp_path):
         pytest.raises(ModelMismatchError, match="draft model draft and target model target have different tokenizers"),
     ):
         client.generate(PROMPT, max_new_tokens=3)
+
+
+def test_a_tree_never_passes_what_the_verify_service_takes(tmp_path):
+    """The draft cuts its trees to the limit that the session was opened with."""
+    target = save_random_model(tmp_path / "target", "llama", seed=1)
+    bush = {"depth": 4, "breadth": 3, "tau": 0}
+    with (
+        running_services(tmp_path, target, target, max_tree_nodes=5) as services,
+        Client(services.draft_address) as client,
+    ):
+        for policy, settings in (("fixed", bush), ("linear", {"depth": 8})):
+            completion = client.generate(PROMPT, max_new_tokens=40, policy=policy, policy_settings=settings)
+            assert completion.token_ids == client.generate(PROMPT, max_new_tokens=40, policy="autoregressive").token_ids
+            assert 0 < completion.stats.nodes_per_round <= 5
+
+
+def test_a_long_prompt_stalls_nobody_else(services, client, monkeypatch):
+    """Tokenizing takes place off the event loop."""
+    service_tokenizer = services.draft.tokenizer
+
+    class Slow:
+        def __call__(self, text, **options):
+            time.sleep(1.0)
+            return service_tokenizer(text, **options)
+
+        def __getattr__(self, name):
+            return getattr(service_tokenizer, name)
+
+    monkeypatch.setattr(services.draft, "tokenizer", Slow())
+    other = threading.Thread(target=lambda: client.generate("some text", max_new_tokens=2))
+    other.start()
+    time.sleep(0.1)
+    started = time.monotonic()
+    with Client(services.draft_address) as quick:
+        quick.generate(PROMPT, max_new_tokens=2)
+    assert other.is_alive(), "the other request was still being tokenized"
+    assert time.monotonic() - started < 1.0
+    other.join()
+
+
+def test_an_async_stream_that_is_dropped_frees_both_sides(services):
+    async def leave():
+        async with AsyncClient(services.draft_address) as client:
+            for _ in range(3):  # more than there are sessions
+                async for _ in client.stream(PROMPT, ignore_eos=True):
+                    break
+                await asyncio.sleep(0.3)
+
+    asyncio.run(leave())

@@ -51,7 +51,7 @@ def test_text_is_printed_as_it_arrives(service: FakeDraftService) -> None:
 def test_text_ends_with_one_newline(service: FakeDraftService, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "Once", "--server", service.address]) == 0
     assert capsys.readouterr() == ("Héllo\n", "")
-    assert service.requests[0].max_new_tokens == 256
+    assert not service.requests[0].HasField("max_new_tokens")
 
 
 def test_json_is_one_object_and_nothing_else(service: FakeDraftService, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,7 +189,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("dynatree 0.")
+    assert capsys.readouterr().out.startswith("dynatree 0")
 
 
 def test_only_the_chosen_command_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ def grown(policy, probabilities):
         for node in level:
             tree.node(node).proposals = proposals
         level = policy.grow(tree, level)
-    return tree.freeze()
+    return tree.freeze(256)
 
 
 def test_autoregressive_drafts_nothing():

@@ -69,7 +69,7 @@ def test_an_unknown_option_is_an_error():
 
 def test_an_address_that_is_none(models):
     result = run("verify", "--target-model", str(models[0]), "--listen", "localhost")
-    assert_one_clear_line(result, "'localhost' is not an address")
+    assert_one_clear_line(result, "'localhost' is not an address", status=2)
 
 
 def test_a_busy_port(models):
@@ -87,6 +87,16 @@ def test_a_socket_on_which_another_server_answers(models, tmp_path, start):
     assert_one_clear_line(
         run("verify", "--target-model", str(models[0]), "--listen", address), "another server answers"
     )
+
+
+def test_a_socket_where_no_folder_can_be(models):
+    result = run("verify", "--target-model", str(models[0]), "--listen", "unix:/proc/nope/x.sock")
+    assert_one_clear_line(result, "cannot listen on unix:/proc/nope/x.sock")
+
+
+def test_more_sessions_than_memory(models):
+    result = run("verify", "--target-model", str(models[0]), "--listen", "localhost:0", "--max-sessions", "1000000000")
+    assert_one_clear_line(result, "1000000000 sessions", "does not fit into the device's memory")
 
 
 def test_an_unreachable_verify_service(models, tmp_path):

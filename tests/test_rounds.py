@@ -124,7 +124,7 @@ def test_the_drafts_rows_are_the_committed_tokens(engines, accepting, policy, op
     committed = [*prompt, *verdict.token_ids]
     accepted = drafted = 0
     while not session.finished:
-        tree = drafter.grow(drafting, policy, session.remaining - 1).tree
+        tree = drafter.grow(drafting, policy, session.remaining - 1, 256).tree
         assert drafting.committed == committed
         if len(tree):
             assert drafting.rows == len(committed)
@@ -151,12 +151,12 @@ def test_a_tree_after_re_rooting_is_the_tree_of_a_fresh_start(engines):
     session = drafter.open(prompt, Sampling())
     produced = 0
     for step in (1, 2, 1, 3, 5):  # commits inside the tree, and one past it
-        drafter.grow(session, policy, 8)
+        drafter.grow(session, policy, 8, 256)
         drafter.commit(session, truth[produced : produced + step])
         produced += step
-        reused = drafter.grow(session, policy, 8).tree
+        reused = drafter.grow(session, policy, 8, 256).tree
         fresh_session = drafter.open([*prompt, *truth[:produced]], Sampling())
-        fresh = drafter.grow(fresh_session, policy, 8).tree
+        fresh = drafter.grow(fresh_session, policy, 8, 256).tree
         assert (reused.token_ids, reused.parents) == (fresh.token_ids, fresh.parents)
         assert torch.allclose(torch.tensor(reused.log_probs), torch.tensor(fresh.log_probs), atol=1e-4)
         drafter.close(fresh_session)
@@ -173,11 +173,11 @@ def test_growth_takes_one_forward_a_level_and_none_for_what_is_known(engines, mo
     drafter = Drafter(draft, 256, 2048)
     policy = create_policy("fixed", {"depth": 4, "breadth": 2, "tau": 0})
     session = drafter.open([5, 6, 7, 8], Sampling())
-    tree = drafter.grow(session, policy, 8).tree
+    tree = drafter.grow(session, policy, 8, 256).tree
     assert forwards == [4, 2, 4, 8]  # the prompt, then every level but the leaves
     forwards.clear()
     drafter.commit(session, [tree.token_ids[0], tree.token_ids[tree.children[0, drafter_child(tree, 0)]]])
-    drafter.grow(session, policy, 8)
+    drafter.grow(session, policy, 8, 256)
     assert forwards == [4, 8]  # levels 3 and 4 below the old root are known; two more are new
     drafter.close(session)
 

@@ -34,7 +34,7 @@ def test_samples_follow_the_softmax():
 @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.7), (7, 0.5), (1, 1.0), (0, 0.01)])
 def test_truncation_is_that_of_transformers(top_k, top_p):
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1)) * 3
-    expected = logits / 0.9
+    expected = (logits - logits.amax(-1, keepdim=True)) / 0.9  # a shift changes no probability
     if top_k:
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
@@ -44,6 +44,12 @@ def test_truncation_is_that_of_transformers(top_k, top_p):
     assert torch.equal(noisy.isinf(), expected.isinf())
     noise = torch.stack([gumbel(3, position, 50) for position in range(6)])
     assert torch.allclose((noisy - noise)[~noisy.isinf()], expected[~noisy.isinf()], atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-38, 1e-45])
+def test_the_smallest_temperatures_are_greedy(temperature):
+    logits = torch.tensor([[1.0, 5.0, -3.0, 4.9]])
+    assert choose(logits, [3], Sampling(temperature=temperature, seed=1)) == [1]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from dynatree.cli.service_pair import service_pair
 from dynatree.common import embedded
+from dynatree.common.command import positive
 
 PROMPTS = (
     "It was a dark and stormy night, and the captain",
@@ -35,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="one prompt a line, UTF-8 (default: a few of ours)"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument("--policy", help="how trees are grown (default: the service's)")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--device", default="auto", help="as for the services (default: a GPU if any)")
@@ -81,6 +83,7 @@ class Reference:
     """The target as transformers runs it by itself."""
 
     def __init__(self, model: str, dtype: str, device: str) -> None:
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         path = str(embedded.target_path()) if model == embedded.NAME else model
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
         loader: Any = AutoModelForCausalLM  # its annotations do not admit what from_pretrained returns

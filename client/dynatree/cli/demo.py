@@ -26,12 +26,27 @@ FORWARDS = ("draft_forward", "verify_forward")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dynatree demo`."""
     parser.add_argument("--prompt", default=PROMPT, help="default: %(default)r")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--max-new-tokens", type=_at_least_two, default=128, metavar="N", help="at least 2; default: %(default)s"
+    )
     parser.add_argument("--target-model", default="embedded", metavar="embedded|PATH|HUB_ID", help="default: embedded")
     parser.add_argument("--draft-model", default="embedded", metavar="embedded|PATH|HUB_ID", help="default: embedded")
     parser.add_argument("--policy", help="how trees are grown (default: the service's)")
-    parser.add_argument("--dtype", default="auto", help="as for the services (default: the checkpoint's own)")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="as for the services (default: the checkpoint's own)",
+    )
     parser.add_argument("--breakdown", action="store_true", help="also show where a round's time goes")
+
+
+def _at_least_two(text: str) -> int:
+    """The first token is the prompt's own forward; there is a round to measure from the second on."""
+    number = int(text)
+    if number < 2:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 2")
+    return number
 
 
 def run(options: argparse.Namespace) -> int:

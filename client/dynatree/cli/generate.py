@@ -17,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--server", metavar="ADDR", default="localhost:50051", help="host:port or unix:PATH (default: %(default)s)"
     )
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", default=256, help="default: %(default)s")
+    parser.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="default: until the end of sequence or the context limit"
+    )
     parser.add_argument(
         "--temperature", type=float, metavar="T", default=0.0, help="divides the logits; 0, the default, is greedy"
     )

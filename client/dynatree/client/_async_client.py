@@ -21,7 +21,8 @@ class AsyncCompletionStream(Accumulator):
     """A completion as it is made: an asynchronous iterator of `Chunk`, to be read once, and a context manager.
 
     The request is sent when the first chunk is asked for. Leaving the context, or `aclose()`, before the end cancels it
-    on the server. So does cancelling the task that waits for a chunk.
+    on the server. So does cancelling the task that waits for a chunk, and dropping the last reference, as a loop that
+    is left by `break` does.
     """
 
     def __init__(self, start: Callable[[], Awaitable[_Call]], address: str) -> None:
@@ -59,6 +60,12 @@ class AsyncCompletionStream(Accumulator):
 
     async def aclose(self) -> None:
         """Stop; cancels the request unless it has ended. What was received stays in `text` and `token_ids`."""
+        self._cancel()
+
+    def __del__(self) -> None:
+        self._cancel()
+
+    def _cancel(self) -> None:
         self._ended = True
         if self._call is not None:
             self._call.cancel()
@@ -75,6 +82,8 @@ class AsyncCompletionStream(Accumulator):
         """The next chunk; None at the end."""
         if self._call is None:
             self._call = await self._start()
+            if self._ended:  # closed while it was connecting
+                self._call.cancel()
         while isinstance(response := await self._call.read(), draft_pb2.GenerateResponse):
             if chunk := self._add(response):
                 return chunk

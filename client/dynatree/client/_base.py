@@ -13,7 +13,8 @@ from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 MODEL_INFO_REQUEST = draft_pb2.DraftServiceGetModelInfoRequest()
 
-_ADDRESS = re.compile(r"unix:.+|.+:\d+")
+_ADDRESS = re.compile(r"unix:.+|.+:(\d{1,5})")
+_LAST_PORT = 65535
 
 # gRPC ignores a name that it does not know, so each of these is in grpc_types.h.
 _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -29,6 +30,8 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A server that is starting is found within about a second, not after gRPC's usual backoff of up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # The service is a neighbour; what the environment says of the web's proxies is not meant for it.
+    ("grpc.enable_http_proxy", 0),
 )
 
 
@@ -62,7 +65,8 @@ class BaseClient:
         credentials: grpc.ChannelCredentials | None = None,
         channel_options: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        if not _ADDRESS.fullmatch(address):
+        match = _ADDRESS.fullmatch(address)
+        if not match or int(match[1] or 0) > _LAST_PORT:
             raise ValueError(f"an address is host:port or unix:PATH, not {address!r}")
         self._address = address
         self._timeout = None if timeout is None else _seconds("timeout", timeout)

@@ -108,4 +108,6 @@ def error_from_rpc(
     details = error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE:
         details = f"{address}: {details}"
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        details = f"what answers at {address} is not a draft service: {details}"
     return _ERROR_OF_CODE.get(code, ServerError)(code, details, text=text, token_ids=token_ids)

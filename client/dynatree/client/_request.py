@@ -14,6 +14,7 @@ from dynatree.client._errors import InvalidRequestError
 from dynatree.v1 import draft_pb2, tree_pb2
 
 _UINT32_MAX = 2**32 - 1
+_MAX_REQUEST_BYTES = 4 * 2**20  # the servers' limit, and gRPC's own
 _UINT64_MAX = 2**64 - 1
 
 Prompt = str | Sequence[int]
@@ -77,6 +78,8 @@ def build_request(
         request.text = _string("prompt", prompt)
     else:
         request.token_ids.CopyFrom(draft_pb2.TokenIds(ids=_token_ids(prompt)))
+    if request.ByteSize() > _MAX_REQUEST_BYTES:
+        _refuse(f"the request has {request.ByteSize()} bytes; a server takes at most {_MAX_REQUEST_BYTES}")
     return request
 
 

@@ -14,6 +14,7 @@ import torch
 from dynatree.common import embedded
 from dynatree.common.engine.engine import DTYPES, ModelSettings
 from dynatree.common.errors import StartupError
+from dynatree.common.server import check_address
 
 MAX_TREE_NODES = 256
 
@@ -29,10 +30,28 @@ def positive(text: str) -> int:
 positive.__name__ = "whole number"  # argparse names the type in its message
 
 
+def seconds(text: str) -> float:
+    """An argparse type: a finite number of seconds, not negative."""
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return number
+
+
+def network_address(text: str) -> str:
+    """An argparse type: `host:port` or `unix:PATH`."""
+    try:
+        check_address(text)
+    except StartupError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) -> None:
     """The options that both services have."""
     parser.add_argument(
         "--listen",
+        type=network_address,
         default=f"localhost:{default_port}",
         metavar="ADDR",
         help="host:port or unix:PATH; port 0 takes a free one (default: %(default)s)",
@@ -44,7 +63,7 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
         "--max-sessions", type=positive, default=4, help="completions at once; each has its own KV cache (default: 4)"
     )
     parser.add_argument(
-        "--grace", type=float, default=10.0, metavar="SECONDS", help="time for open calls at shutdown (default: 10)"
+        "--grace", type=seconds, default=10.0, metavar="SECONDS", help="time for open calls at shutdown (default: 10)"
     )
 
 

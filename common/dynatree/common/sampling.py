@@ -82,9 +82,15 @@ def scores(logits: Tensor, positions: Sequence[int], sampling: Sampling) -> Tens
     """
     if sampling.greedy:
         return logits
-    processed = _truncate(logits.float() / sampling.temperature, sampling)
+    processed = _truncate(tempered(logits, sampling), sampling)
     noise = {position: gumbel(sampling.seed, position, logits.shape[-1]) for position in set(positions)}
     return processed + torch.stack([noise[position] for position in positions]).to(logits.device)
+
+
+def tempered(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits over the temperature, shifted so that the largest is 0: the smallest temperature overflows nothing."""
+    logits = logits.float()
+    return (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
 
 
 def choose(logits: Tensor, positions: Sequence[int], sampling: Sampling) -> list[int]:

@@ -27,11 +27,16 @@ SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 20_000),  # a peer that vanished without a word must not hold its session
+    ("grpc.keepalive_timeout_ms", 10_000),
 )
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 20_000),  # not below the server's min_ping_interval_without_data_ms
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),  # a service that comes back is found within a second
+    ("grpc.enable_http_proxy", 0),  # the two services are neighbours, whatever the environment says of the web
 )
 
 
@@ -63,7 +68,9 @@ class Server:
         Raises:
             StartupError: The address is taken or makes no sense.
         """
-        _check_address(address)
+        check_address(address)
+        if address.startswith("unix:"):
+            _prepare_socket(Path(address.removeprefix("unix:")))
         try:
             port = self._server.add_insecure_port(address)
         except RuntimeError as error:
@@ -142,10 +149,13 @@ async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any]) 
     await context.abort(grpc.StatusCode.INTERNAL, f"internal error; the service's log has it as request {request_id}")
 
 
-def _check_address(address: str) -> None:
-    """Refuse an address that gRPC would misread or take over without a word."""
-    if address.startswith("unix:"):
-        _prepare_socket(Path(address.removeprefix("unix:")))
+def check_address(address: str) -> None:
+    """Refuse what is neither `host:port` nor `unix:PATH`; gRPC would try to resolve it.
+
+    Raises:
+        StartupError: With both forms.
+    """
+    if address.startswith("unix:") and len(address) > len("unix:"):
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
@@ -154,8 +164,10 @@ def _check_address(address: str) -> None:
 
 def _prepare_socket(path: Path) -> None:
     """Make a missing folder, private to this user, and refuse a socket on which another server answers."""
-    if not path.parent.exists():
-        path.parent.mkdir(mode=0o700, parents=True)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupError(f"cannot listen on unix:{path}: {error.strerror}") from error
     if not os.path.lexists(path):
         return
     with socket.socket(socket.AF_UNIX) as probe:

@@ -135,6 +135,8 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, name: str) -> Non
     Raises:
         InvalidArgumentError: An id is not in [0, vocab_size).
     """
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
     for index, token in enumerate(token_ids):
         if not 0 <= token < vocab_size:
             raise InvalidArgumentError(f"{name}[{index}] is {token}, the model's vocabulary is [0, {vocab_size})")

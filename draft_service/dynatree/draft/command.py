@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 
 from dynatree.common import embedded
-from dynatree.common.command import MAX_TREE_NODES, add_service_arguments, announce, model_settings, run_service
+from dynatree.common.command import (
+    MAX_TREE_NODES,
+    add_service_arguments,
+    announce,
+    model_settings,
+    network_address,
+    run_service,
+    seconds,
+)
 from dynatree.common.engine import Engine, ModelSettings
 from dynatree.common.errors import FailedPreconditionError, StartupError
 from dynatree.common.model_info import check_same_tokenizer
@@ -23,7 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-model", required=True, metavar="embedded|PATH|HUB_ID", help="the small model, which only guesses"
     )
-    parser.add_argument("--verify", required=True, metavar="ADDR", help="the verify service: host:port or unix:PATH")
+    parser.add_argument(
+        "--verify",
+        required=True,
+        type=network_address,
+        metavar="ADDR",
+        help="the verify service: host:port or unix:PATH",
+    )
     add_service_arguments(parser, default_port=50051)
     parser.add_argument(
         "--policy", default=DEFAULT_POLICY, choices=policy_names(), help="default policy (default: %(default)s)"
@@ -33,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--verify-timeout",
-        type=float,
+        type=seconds,
         default=60.0,
         metavar="SECONDS",
         help="how long to wait for the verify service at start (default: 60)",

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from dynatree.common.engine import Engine, Segment
 from dynatree.common.errors import ServiceBusyError
-from dynatree.common.sampling import Sampling, scores
+from dynatree.common.sampling import Sampling, scores, tempered
 from dynatree.common.tree import ROOT, TokenTree
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.draft.policies import Policy
+
+LEAST_LOG_PROB = -1e4  # a tree carries finite numbers only
 
 
 @dataclass
@@ -83,8 +85,8 @@ class Drafter:
         if policy.breadth and session.rows < len(session.committed) <= self._context:
             self._expand(session, GrowingTree(session.root), [ROOT], policy.breadth)
 
-    def grow(self, session: DraftSession, policy: Policy, max_depth: int) -> Growth:
-        """Grow a tree below the last committed token, at most `max_depth` deep.
+    def grow(self, session: DraftSession, policy: Policy, max_depth: int, max_nodes: int) -> Growth:
+        """Grow a tree below the last committed token, at most `max_depth` deep and of at most `max_nodes` nodes.
 
         One draft forward for each level that has nodes which the draft has not read yet. What it has read, in this
         round or before the last re-rooting, costs nothing, and the tree is the same either way.
@@ -95,10 +97,10 @@ class Drafter:
         max_depth = min(max_depth, self._context + 1 - len(session.committed))
         tree = GrowingTree(session.root)
         level = [ROOT] if max_depth > 0 and policy.breadth else []
-        while level:
+        while level and len(tree) < max_nodes:
             forward_seconds += self._expand(session, tree, level, policy.breadth)
             level = [node for node in policy.grow(tree, level) if tree.depth(node) < max_depth]
-        return Growth(tree.freeze(), time.perf_counter() - started, forward_seconds)
+        return Growth(tree.freeze(max_nodes), time.perf_counter() - started, forward_seconds)
 
     def commit(self, session: DraftSession, token_ids: Sequence[int]) -> None:
         """Append committed tokens and re-root: rows on their path join the prefix, rows below it stay, others go."""
@@ -156,9 +158,11 @@ class Drafter:
         if sampling.greedy:
             log_probs = best.values - logits.logsumexp(-1, keepdim=True)
         else:
-            log_probs = (logits / sampling.temperature).log_softmax(-1).gather(-1, best.indices)
+            log_probs = tempered(logits, sampling).log_softmax(-1).gather(-1, best.indices)
         return [
-            tuple(Proposal(token, min(log_prob, 0.0)) for token, log_prob in zip(*row, strict=True))
+            tuple(
+                Proposal(token, min(max(log_prob, LEAST_LOG_PROB), 0.0)) for token, log_prob in zip(*row, strict=True)
+            )
             for row in zip(best.indices.tolist(), log_probs.tolist(), strict=True)
         ]
 

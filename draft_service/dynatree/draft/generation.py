@@ -70,16 +70,17 @@ class Generation:
                 reading = self._thread.run(self._drafter.read, session, request.policy)
                 opened = await stream.open(self._open_message())
                 await reading
-                async for response in self._rounds(session, stream, opened.commit):
+                async for response in self._rounds(session, stream, opened):
                     yield response
         finally:
             # asked for behind any forward that still runs for this session
             await self._thread.run(self._drafter.close, session)
 
     async def _rounds(
-        self, session: DraftSession, stream: VerifySession, commit: verify_pb2.Commit
+        self, session: DraftSession, stream: VerifySession, opened: verify_pb2.SessionOpened
     ) -> AsyncIterator[draft_pb2.GenerateResponse]:
-        advancing = self._start_advance(session, commit, drafted=0)
+        commit = opened.commit
+        advancing = self._start_advance(session, commit, 0, opened.max_tree_nodes)
         try:
             while True:
                 yield self._hand_on(commit)
@@ -89,13 +90,13 @@ class Generation:
                 answer = await stream.verify(advance.growth.tree, commit)
                 self._recorder.round(advance.growth, answer, advance.commit_seconds)
                 commit = answer.commit
-                advancing = self._start_advance(session, commit, drafted=len(advance.growth.tree))
+                advancing = self._start_advance(session, commit, len(advance.growth.tree), opened.max_tree_nodes)
         finally:
             advancing.cancel()
         yield self._last_message(commit)
 
     def _start_advance(
-        self, session: DraftSession, commit: verify_pb2.Commit, drafted: int
+        self, session: DraftSession, commit: verify_pb2.Commit, drafted: int, max_nodes: int
     ) -> asyncio.Future[_Advance]:
         """Commit and grow on the model thread, while the event loop makes text of the commit."""
         remaining = self._request.limit - commit.base_length
@@ -108,7 +109,8 @@ class Generation:
             if commit.finish_reason:
                 return _Advance(commit_seconds, None)
             # the deepest useful node is the one before the last token, which is the target's own in any case
-            return _Advance(commit_seconds, self._drafter.grow(session, self._request.policy, remaining - 1))
+            growth = self._drafter.grow(session, self._request.policy, remaining - 1, max_nodes)
+            return _Advance(commit_seconds, growth)
 
         return self._thread.run(advance)
 

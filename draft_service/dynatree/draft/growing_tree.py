@@ -90,10 +90,10 @@ class GrowingTree:
         while (index := self._parents[index]) != ROOT:
             yield self._nodes[index]
 
-    def freeze(self) -> TokenTree:
-        """The immutable tree to send."""
+    def freeze(self, max_nodes: int) -> TokenTree:
+        """The immutable tree to send: the first `max_nodes` nodes, which are a tree since parents are added first."""
         return TokenTree(
-            token_ids=tuple(node.token for node in self._nodes),
-            parents=tuple(self._parents),
-            log_probs=tuple(self._log_probs),
+            token_ids=tuple(node.token for node in self._nodes[:max_nodes]),
+            parents=tuple(self._parents[:max_nodes]),
+            log_probs=tuple(self._log_probs[:max_nodes]),
         )

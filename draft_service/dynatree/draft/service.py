@@ -47,6 +47,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     ) -> None:
         self._drafter = drafter
         self._thread = thread
+        self._tokenizer_thread = ModelThread("tokenizer")  # a long prompt takes seconds, and others are streaming
         self._verify = verify
         self._target = target
         self._default_policy = default_policy
@@ -65,21 +66,22 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self, request: draft_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[draft_pb2.GenerateResponse]:
         """One completion."""
-        generation = Generation(self._checked(request), self._drafter, self._thread, self._verify)
+        generation = Generation(await self._checked(request), self._drafter, self._thread, self._verify)
         async for response in generation.run(timeout=context.time_remaining()):
             yield response
 
-    def _checked(self, message: draft_pb2.GenerateRequest) -> GenerationRequest:
-        prompt_ids = self._prompt_ids(message)
-        check_token_ids(prompt_ids, self._target.vocab_size, "token_ids")
-        check_token_ids(prompt_ids, self._drafter.engine.info.vocab_size, "token_ids")
+    async def _checked(self, message: draft_pb2.GenerateRequest) -> GenerationRequest:
         _check_stop(message.stop)
+        prompt_ids = await self._prompt_ids(message)
         new_tokens = message.max_new_tokens if message.HasField("max_new_tokens") else None
+        limit = token_limit(len(prompt_ids), new_tokens, self._target)
         if new_tokens is not None:
             token_limit(len(prompt_ids), new_tokens, self._drafter.engine.info)
+        check_token_ids(prompt_ids, self._target.vocab_size, "token_ids")
+        check_token_ids(prompt_ids, self._drafter.engine.info.vocab_size, "token_ids")
         return GenerationRequest(
             prompt_ids=prompt_ids,
-            limit=token_limit(len(prompt_ids), new_tokens, self._target),
+            limit=limit,
             bounded=new_tokens is not None,
             sampling=Sampling.from_pb(message.sampling, default_seed=secrets.randbits(63)),
             stop=tuple(message.stop),
@@ -94,17 +96,20 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         """The service's own settings, where the request stays with the service's policy."""
         return self._default_policy.settings if policy in ("", self._default_policy.name) else {}
 
-    def _prompt_ids(self, message: draft_pb2.GenerateRequest) -> tuple[int, ...]:
+    async def _prompt_ids(self, message: draft_pb2.GenerateRequest) -> tuple[int, ...]:
         kind = message.WhichOneof("prompt")
         if kind is None:
             raise InvalidArgumentError("the request has no prompt; expected the field `text` or `token_ids`")
         if kind == "token_ids":
             prompt_ids = tuple(message.token_ids.ids)
         else:
-            prompt_ids = tuple(self._drafter.engine.tokenizer(message.text, verbose=False)["input_ids"])
+            prompt_ids = await self._tokenizer_thread.run(self._encode, message.text)
         if not prompt_ids:
             raise InvalidArgumentError("the prompt is empty; expected at least one token")
         return prompt_ids
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._drafter.engine.tokenizer(text, verbose=False)["input_ids"])
 
 
 def _check_stop(stops: Sequence[str]) -> None:

@@ -39,11 +39,12 @@ class SessionRequest:
         check_same_tokenizer(message.draft, target)
         if not message.prompt_ids:
             raise InvalidArgumentError("prompt_ids is empty; a session needs at least one prompt token")
-        check_token_ids(message.prompt_ids, target.vocab_size, "prompt_ids")
         new_tokens = message.max_new_tokens if message.HasField("max_new_tokens") else None
+        limit = token_limit(len(message.prompt_ids), new_tokens, target)
+        check_token_ids(message.prompt_ids, target.vocab_size, "prompt_ids")
         return cls(
             prompt_ids=tuple(message.prompt_ids),
-            limit=token_limit(len(message.prompt_ids), new_tokens, target),
+            limit=limit,
             end_tokens=frozenset() if message.ignore_eos else end_tokens,
             sampling=Sampling.from_pb(message.sampling, default_seed=default_seed),
         )

@@ -73,7 +73,12 @@ class Engine:
             shape = record_attention(model).kv_shape()
             context_length = context_length_of(model)
             check_config(model.config, context_length)
-        arena = KVArena(shape, settings.sessions, context_length + settings.scratch, model.dtype, model.device)
+        capacity = context_length + settings.scratch
+        try:
+            arena = KVArena(shape, settings.sessions, capacity, model.dtype, model.device)
+        except (RuntimeError, MemoryError) as error:
+            room = f"{settings.sessions} sessions of {capacity} tokens"
+            raise StartupError(f"the KV cache of {name} for {room} does not fit into the device's memory") from error
         info = tree_pb2.ModelInfo(
             name=name,
             architecture=type(model).__name__,
@@ -160,7 +165,8 @@ def _load_model(settings: ModelSettings, name: str) -> PreTrainedModel:
         )
         loaded: PreTrainedModel = model.to(device).eval()  # type: ignore[arg-type]
     except Exception as error:  # transformers, the hub client, safetensors and torch each raise their own types here
-        raise StartupError(f"model {settings.model!r} could not be loaded: {first_line(error)}") from error
+        where = "" if Path(settings.model).is_dir() else "it is no local folder; as a hub name: "
+        raise StartupError(f"model {name!r} could not be loaded: {where}{first_line(error)}") from error
     return loaded
 
 
