@@ -96,7 +96,7 @@ class BaseClient:
             RequestCancelledError: the client was closed.
         """
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            details = f"no draft service answered at {self._address} within {limit:.3g} s"
+            details = f"no draft service answered at {self._address} within {limit:.2g} s"
             raise ServerUnavailableError(grpc.StatusCode.UNAVAILABLE, details) from None
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             raise error_from_rpc(error, self._address) from error
