@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -539,3 +540,28 @@ def test_importing_it_needs_no_model_packages() -> None:
     code = "import sys, dynatree.client; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "numpy", "dynatree.common"} & set(loaded)
+
+
+def test_a_request_too_large_for_any_server_is_refused_here(service: FakeDraftService) -> None:
+    with Client(service.address) as client, pytest.raises(InvalidRequestError, match="a server takes at most"):
+        client.generate("x" * 5_000_000)
+    assert not service.requests
+
+
+def test_a_proxy_of_the_web_is_not_for_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("localhost:0")
+    server.start()
+    try:
+        # it answers, if only that it knows no such method; through the proxy nobody would
+        with Client(f"localhost:{port}") as client, pytest.raises(ServerError, match="is not a draft service"):
+            client.model_info()
+    finally:
+        server.stop(None)
+
+
+def test_a_port_beyond_the_last_is_no_address() -> None:
+    with pytest.raises(ValueError, match="host:port"):
+        Client("localhost:99999")
