@@ -6,8 +6,9 @@ import argparse
 import asyncio
 import logging
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -80,15 +81,12 @@ def model_settings(options: argparse.Namespace, model: str, embedded_path: Path,
     )
 
 
-def run_service(serve: Callable[[], Awaitable[None]]) -> int:
+def run_service(serve: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """Run a service to its end; a failure to start is one line and exit status 1."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
-    async def main() -> None:
-        await serve()
-
     try:
-        asyncio.run(main())
+        asyncio.run(serve())
     except StartupError as error:
         raise SystemExit(str(error)) from error
     return 0

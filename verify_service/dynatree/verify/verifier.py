@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from dynatree.verify.session import Session, SessionRequest
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of one forward and of what followed it, for the whole batch."""
+    """Seconds of one forward, and of what went before it (in `accept`) and after it, for the whole batch."""
 
     forward: float
     accept: float
@@ -65,12 +65,14 @@ class Verifier:
 
     def verify(self, batch: Sequence[tuple[Session, TokenTree]]) -> tuple[list[Verdict], Timings]:
         """One round for each session: one target forward over all trees, then each session's commit."""
+        began = time.perf_counter()
+        segments = [_segment(session, tree) for session, tree in batch]
         started = time.perf_counter()
-        logits = self.engine.forward([_segment(session, tree) for session, tree in batch])
+        logits = self.engine.forward(segments)
         verdicts, timings = self._commit(batch, logits, started)
         for session, _ in batch:
             session.round += 1
-        return verdicts, timings
+        return verdicts, replace(timings, accept=timings.accept + started - began)
 
     def close(self, session: Session) -> None:
         """Free the session's arena row."""

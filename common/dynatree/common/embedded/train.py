@@ -2,7 +2,7 @@
 
     python -m dynatree.common.embedded.train BOOK.txt... --validation BOOK.txt --out DIR
 
-Three stages, each resumable because it is skipped when its output already exists:
+Three stages; where DIR already holds a target, it and its tokenizer are kept and only the draft is made anew:
 
 1. a byte-level BPE of 2,048 entries over the training books;
 2. the target (GPT-NeoX, 320 wide, 4 layers, 6.2 M parameters), next-token cross-entropy;
