@@ -1,14 +1,21 @@
-"""A draft service without models, which plays a script; for tests of what stands in front of one."""
+"""A draft service without models, which plays a script; for tests of what stands in front of one, with their fixtures.
 
+A test module imports the fixtures that it uses by their functions' names, such as `service_fixture`.
+"""
+
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
+import pytest
 
+from dynatree.client import AsyncClient, Client, Completion
 from dynatree.v1 import draft_pb2, draft_pb2_grpc, tree_pb2
 
 
@@ -24,11 +31,30 @@ class Hang:
     """The step that waits until the client, or the deadline, ends the RPC."""
 
 
-def message(text: str, *token_ids: int) -> draft_pb2.GenerateResponse:
-    return draft_pb2.GenerateResponse(text=text, token_ids=token_ids)
+def message(text: str, *token_ids: int, index: int = 0, log_probs: Sequence[float] = ()) -> draft_pb2.GenerateResponse:
+    return draft_pb2.GenerateResponse(text=text, token_ids=token_ids, index=index, log_probs=log_probs)
 
 
-def last(reason: int = tree_pb2.FINISH_REASON_LENGTH) -> draft_pb2.GenerateResponse:
+def traced(round_: int, index: int = 0) -> draft_pb2.GenerateResponse:
+    """A round of a tree with one branch; no two of its fields are equal."""
+    trace = draft_pb2.RoundTrace(
+        round=round_,
+        base_length=14,
+        token_ids=[21, 22, 23],
+        parents=[-1, 0, -1],
+        probabilities=[0.5, 0.25, 0.125],
+        texts=["a", "é", "�"],
+        accepted_nodes=[0, 1],
+        committed_ids=[21, 22, 29],
+        committed_texts=["a", "é", "c"],
+        parameters={"depth": 4.0, "threshold": 0.375},
+        draft_seconds=0.75,
+        verify_seconds=1.5,
+    )
+    return draft_pb2.GenerateResponse(trace=trace, index=index)
+
+
+def last(reason: int = tree_pb2.FINISH_REASON_LENGTH, index: int = 0) -> draft_pb2.GenerateResponse:
     statistics = draft_pb2.GenerationStatistics(
         generated_tokens=3,
         rounds=2,
@@ -44,9 +70,13 @@ def last(reason: int = tree_pb2.FINISH_REASON_LENGTH) -> draft_pb2.GenerateRespo
         total_seconds=0.75,
         round_parts=[draft_pb2.RoundPart(name="wire", total_seconds=0.5, p50_seconds=0.25)],
         seed=2**64 - 1,
+        committed_per_level=1.5,
+        draft_seconds=0.375,
+        wire_seconds=0.0625,
+        verify_seconds=0.3125,
     )
     completion = draft_pb2.Completion(finish_reason=reason, prompt_tokens=4, statistics=statistics)
-    return draft_pb2.GenerateResponse(completion=completion)
+    return draft_pb2.GenerateResponse(completion=completion, index=index)
 
 
 Step = draft_pb2.GenerateResponse | Fail | Hang
@@ -103,3 +133,23 @@ def serving(folder: Path) -> Iterator[FakeDraftService]:
         yield service
     finally:
         server.stop(grace=None).wait()
+
+
+@pytest.fixture(name="service")
+def service_fixture(tmp_path: Path) -> Iterator[FakeDraftService]:
+    with serving(tmp_path) as service:
+        yield service
+
+
+@pytest.fixture(name="client")
+def client_fixture(service: FakeDraftService) -> Iterator[Client]:
+    with Client(service.address) as client:
+        yield client
+
+
+def generate_async(service: FakeDraftService, **options: Any) -> Completion:
+    async def run() -> Completion:
+        async with AsyncClient(service.address) as client:
+            return await client.generate("Once", **options)
+
+    return asyncio.run(run())

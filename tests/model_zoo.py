@@ -51,3 +51,16 @@ def save_random_model(folder: Path, architecture: str, seed: int, **changes: obj
     model.save_pretrained(folder)
     PreTrainedTokenizerFast.from_pretrained(embedded.target_path()).save_pretrained(folder)
     return folder
+
+
+def save_noisy_copy(folder: Path, model: Path, seed: int, noise: float = 0.1) -> Path:
+    """A draft that often guesses right: the weights of `model`, plus noise of `noise` times their spread."""
+    copy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in copy.parameters():
+            spread = weight.std(correction=0)  # 0 for norms and biases, which stay as they are
+            weight += noise * spread * torch.randn(weight.shape, generator=generator)
+    copy.save_pretrained(folder)
+    PreTrainedTokenizerFast.from_pretrained(model).save_pretrained(folder)
+    return folder

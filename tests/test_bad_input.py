@@ -1,6 +1,7 @@
 """Every kind of malformed request gets its status code and a message with what was wrong and what was expected.
 
-After each refusal the service is asked for a completion, and gives it: nothing leaks.
+After each refusal the service is asked for a completion, and gives it: nothing leaks. Sampling options, policy settings
+and draft distributions are in test_bad_options.py, with these fixtures.
 """
 
 import asyncio
@@ -21,8 +22,8 @@ MAX_NODES = 32
 Code = grpc.StatusCode
 
 
-@pytest.fixture(scope="module")
-def services(tmp_path_factory):
+@pytest.fixture(scope="module", name="services")
+def services_fixture(tmp_path_factory):
     folder = tmp_path_factory.mktemp("s")
     target = save_random_model(folder / "target", "llama", seed=1)
     draft = save_random_model(folder / "draft", "gpt_neox", seed=2, max_position_embeddings=CONTEXT - 40)
@@ -30,14 +31,14 @@ def services(tmp_path_factory):
         yield services
 
 
-@pytest.fixture
-def stub(services):
+@pytest.fixture(name="stub")
+def stub_fixture(services):
     with grpc.insecure_channel(services.verify_address) as channel:
         yield verify_pb2_grpc.VerifyServiceStub(channel)
 
 
-@pytest.fixture
-def client(services):
+@pytest.fixture(name="client")
+def client_fixture(services):
     with Client(services.draft_address) as client:
         yield client
 
@@ -299,6 +300,21 @@ def test_padding_ids_are_never_proposed(tmp_path):
         plain = client.generate(PROMPT, max_new_tokens=60, policy="autoregressive", ignore_eos=True)
         assert completion.token_ids == plain.token_ids
         assert completion.stats.draft_n > 0
+
+
+@pytest.mark.parametrize("policy", ["linear", "dynatree", "hybrid"])
+def test_an_id_that_only_the_target_has_is_served(tmp_path, policy):
+    """The target may choose padding that a smaller draft has no embedding for, of itself or by the client's bias."""
+    target = save_random_model(tmp_path / "target", "gpt_neox", seed=1, vocab_size=2304)
+    draft = save_random_model(tmp_path / "draft", "llama", seed=2)
+    forced = {"logit_bias": {2303: 1000.0}}
+    sampled = {"temperature": 1.0, "seed": 3}
+    with running_services(tmp_path, target, draft) as services, Client(services.draft_address) as client:
+        for options in (forced, sampled):
+            plain = client.generate(PROMPT, max_new_tokens=30, policy="autoregressive", ignore_eos=True, **options)
+            assert max(plain.token_ids) >= 2048
+            completion = client.generate(PROMPT, max_new_tokens=30, policy=policy, ignore_eos=True, **options)
+            assert completion.token_ids == plain.token_ids
 
 
 def test_a_draft_of_another_tokenizer_is_refused_when_a_session_opens(tmp_path):

@@ -5,23 +5,25 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
 import pytest
-from fake_draft_service import Fail, FakeDraftService, Hang, message, serving
+from fake_draft_service import (  # noqa: F401
+    Fail,
+    FakeDraftService,
+    Hang,
+    last,
+    message,
+    service_fixture,
+    traced,
+)
 
 from dynatree.cli.main import COMMANDS, main
+from dynatree.v1 import tree_pb2
 
 COMMAND = [sys.executable, "-m", "dynatree.cli.main"]
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[FakeDraftService]:
-    with serving(tmp_path) as service:
-        yield service
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -67,13 +69,99 @@ def test_json_is_one_object_and_nothing_else(service: FakeDraftService, capsys: 
 def test_every_option_reaches_the_server(service: FakeDraftService) -> None:
     options = "--max-new-tokens 7 --temperature 0.5 --top-k 3 --top-p 0.75 --seed 9 --stop a --stop b --ignore-eos"
     policy = "--policy linear --set depth=8 --set width=2 --timeout 30"
-    assert main(["generate", "Once", "--server", service.address, *options.split(), *policy.split()]) == 0
+    new = "--min-p 0.25 --repetition-penalty 1.5 --logit-bias 5=-2 --logit-bias 6=0.5 --scheme independent"
+    ends = "--stop-token-id 4 --stop-token-id 8"
+    words = " ".join((options, policy, new, ends)).split()
+    assert main(["generate", "Once", "--server", service.address, *words]) == 0
     (request,) = service.requests
     assert (request.text, request.max_new_tokens, list(request.stop)) == ("Once", 7, ["a", "b"])
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed) == (0.5, 3, 0.75, 9)
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.25, 1.5)
+    assert dict(sampling.logit_bias) == {5: -2.0, 6: 0.5}
+    assert sampling.scheme == tree_pb2.SAMPLING_SCHEME_INDEPENDENT
+    assert list(request.stop_token_ids) == [4, 8]
+    assert (request.n, request.log_probs, request.trace) == (1, False, False)
     assert request.ignore_eos
     assert (request.policy.name, dict(request.policy.settings)) == ("linear", {"depth": 8.0, "width": 2.0})
+
+
+def test_several_completions_have_a_heading_each(service: FakeDraftService, capsys: pytest.CaptureFixture[str]) -> None:
+    service.script = [message("Hé", 1), message("llo", 2), last(), message("Good", 3, index=1), last(index=1)]
+    assert main(["generate", "Once", "--server", service.address, "--n", "2"]) == 0
+    assert capsys.readouterr() == ("--- completion 0\nHéllo\n--- completion 1\nGood\n", "")
+    assert service.requests[0].n == 2
+
+
+def test_several_completions_are_one_json_object(service: FakeDraftService, capsys: pytest.CaptureFixture[str]) -> None:
+    service.script = [message("Hé", 1), last(), message("Good", 3, index=1), last(index=1)]
+    assert main(["generate", "Once", "--server", service.address, "--n", "2", "--json"]) == 0
+    completion = json.loads(capsys.readouterr().out)
+    assert [completion["text"], *(each["text"] for each in completion["alternatives"])] == ["Hé", "Good"]
+
+
+def test_json_has_log_probs_on_request(service: FakeDraftService, capsys: pytest.CaptureFixture[str]) -> None:
+    service.script = [message("Hé", 1, 2, log_probs=[-0.5, -1.5]), last()]
+    assert main(["generate", "Once", "--server", service.address, "--json", "--log-probs"]) == 0
+    assert json.loads(capsys.readouterr().out)["log_probs"] == [-0.5, -1.5]
+    assert service.requests[0].log_probs
+
+
+def test_log_probs_need_json(service: FakeDraftService, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "Once", "--server", service.address, "--log-probs"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("usage: dynatree generate")
+    assert err.endswith("error: --log-probs needs --json\n")
+    assert not service.requests
+
+
+@pytest.mark.parametrize("json_too", [[], ["--json"]], ids=["text", "json"])
+def test_a_trace_has_a_line_for_each_round(
+    service: FakeDraftService, capsys: pytest.CaptureFixture[str], tmp_path: Path, json_too: list[str]
+) -> None:
+    path = tmp_path / "träce.jsonl"
+    service.script = [message("Hé", 1), traced(0), traced(1), last(), traced(0, index=1), last(index=1)]
+    arguments = ["generate", "Once", "--server", service.address, "--n", "2", "--trace", str(path), *json_too]
+    assert main(arguments) == 0
+    assert service.requests[0].trace
+    assert "trace" not in capsys.readouterr().out
+    rounds = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [(round_["index"], round_["round"]) for round_ in rounds] == [(0, 0), (0, 1), (1, 0)]
+    assert all(list(round_) == ["index", *traced(0).trace.DESCRIPTOR.fields_by_name] for round_ in rounds)
+    assert (rounds[0]["parents"], rounds[0]["texts"]) == ([-1, 0, -1], ["a", "é", "�"])
+    assert rounds[0]["parameters"] == {"depth": 4.0, "threshold": 0.375}
+
+
+def test_a_trace_is_written_as_it_arrives(service: FakeDraftService, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    service.script = [traced(0), message("Hé", 1), Hang()]
+    with start("generate", "Once", "--server", service.address, "--trace", str(path)) as process:
+        assert process.stdout
+        assert process.stdout.read(2) == "Hé"
+        assert json.loads(path.read_text(encoding="utf-8"))["round"] == 0
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=10) == ("\n", "")
+    assert process.returncode == 130
+
+
+def test_a_trace_that_cannot_be_opened_sends_nothing(
+    service: FakeDraftService, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "nowhere" / "trace.jsonl"
+    assert main(["generate", "Once", "--server", service.address, "--trace", str(path)]) == 1
+    assert capsys.readouterr() == ("", f"dynatree: error: cannot write {path}: No such file or directory\n")
+    assert not service.requests
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full disk to write to")
+def test_a_trace_that_cannot_be_written_is_one_line(
+    service: FakeDraftService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.script = [message("Hé", 1), traced(0), Hang()]
+    assert main(["generate", "Once", "--server", service.address, "--trace", "/dev/full"]) == 1
+    assert capsys.readouterr() == ("Hé\n", "dynatree: error: cannot write /dev/full: No space left on device\n")
+    assert service.abandoned.wait(5)
 
 
 def test_the_prompt_is_read_whole_from_standard_input(
@@ -166,6 +254,12 @@ def test_generate_runs_without_torch() -> None:
         ["generate", "Once", "--max-new", "3"],
         ["generate", "Once", "twice"],
         ["generate", "Once", "--top-k", "many"],
+        ["generate", "Once", "--n", "many"],
+        ["generate", "Once", "--stop-token-id", "END"],
+        ["generate", "Once", "--scheme", "none"],
+        ["generate", "Once", "--logit-bias", "5"],
+        ["generate", "Once", "--logit-bias", "a=1"],
+        ["generate", "Once", "--logit-bias", "5=much"],
         ["generate", "Once", "--set", "depth"],
         ["generate", "Once", "--set", "=8"],
         ["generate", "Once", "--set", "depth=deep"],

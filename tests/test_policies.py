@@ -5,22 +5,22 @@ import math
 import pytest
 
 from dynatree.common.errors import InvalidArgumentError
-from dynatree.common.tree import ROOT
+from dynatree.common.tree import ROOT, TokenTree
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.draft.history import HistoryController
-from dynatree.draft.policies import create_policy, policy_names
+from dynatree.draft.policies import Outcome, create_policy, policy_names
 
 
 def grown(policy, probabilities):
     """The tree that a policy grows when every node's continuations have the given probabilities, best first."""
     proposals = tuple(Proposal(token, math.log(p)) for token, p in enumerate(probabilities))[: policy.breadth]
-    tree = GrowingTree(TrieNode(99))
+    tree = GrowingTree(TrieNode(99), [99])
     level = [ROOT] if policy.breadth else []
     while level:
         for node in level:
             tree.node(node).proposals = proposals
         level = policy.grow(tree, level)
-    return tree.freeze(256)
+    return tree.freeze(policy.select(tree))
 
 
 def test_autoregressive_drafts_nothing():
@@ -116,7 +116,8 @@ def test_history_stays_in_range():
 
 def test_sessions_do_not_share_history():
     one, other = create_policy("dynatree", {}), create_policy("dynatree", {})
-    one.observe(10, 0)
+    tree = TokenTree((5,), (ROOT,))
+    one.observe(Outcome(tree, accepted=(), levels=1, draft_seconds=0.01, verify_seconds=0.1))
     assert one.history.base_depth < other.history.base_depth == 5
 
 

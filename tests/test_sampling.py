@@ -2,10 +2,27 @@
 
 import pytest
 import torch
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from dynatree.common.errors import InvalidArgumentError
-from dynatree.common.sampling import Sampling, choose, gumbel, scores
+from dynatree.common.sampling import (
+    Histories,
+    Sampling,
+    Scheme,
+    Stream,
+    adjusted,
+    choose,
+    gumbel,
+    random_generator,
+    scores,
+)
+from dynatree.v1 import tree_pb2
 
 
 def test_greedy_takes_the_lowest_id_of_a_tie():
@@ -21,6 +38,18 @@ def test_noise_depends_on_seed_and_position_only():
     assert torch.isfinite(far).all()
 
 
+def test_streams_and_rounds_have_random_numbers_of_their_own():
+    draws = [
+        tuple(random_generator(seed, position, stream, round_).random(4))
+        for seed in (1, 2**64 - 1)
+        for position in (0, 1, 2**31)
+        for stream in Stream
+        for round_ in (0, 1, 2**31)
+    ]
+    assert len(set(draws)) == len(draws)
+    assert draws[0] == tuple(random_generator(1, 0, Stream.CHOICE).random(4))
+
+
 def test_samples_follow_the_softmax():
     logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(0)) * 2
     draws = 20_000
@@ -31,19 +60,82 @@ def test_samples_follow_the_softmax():
     assert statistic < 43.8  # chi-square, 19 degrees of freedom, p = 0.001
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.7), (7, 0.5), (1, 1.0), (0, 0.01)])
-def test_truncation_is_that_of_transformers(top_k, top_p):
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [
+        (5, 1.0, 0.0),
+        (0, 0.7, 0.0),
+        (7, 0.5, 0.0),
+        (1, 1.0, 0.0),
+        (0, 0.01, 0.0),
+        (50, 1.0, 0.0),
+        (2**32 - 1, 1.0, 0.0),
+        (0, 1.0, 0.05),
+        (0, 1.0, 1.0),
+        (20, 0.9, 0.1),
+    ],
+)
+def test_truncation_is_that_of_transformers(top_k, top_p, min_p):
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1)) * 3
     expected = (logits - logits.amax(-1, keepdim=True)) / 0.9  # a shift changes no probability
     if top_k:
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    sampling = Sampling(temperature=0.9, top_k=top_k, top_p=top_p, seed=3)
+    if min_p:
+        expected = MinPLogitsWarper(min_p)(None, expected)
+    sampling = Sampling(temperature=0.9, top_k=top_k, top_p=top_p, min_p=min_p, seed=3)
     noisy = scores(logits, range(6), sampling)
     assert torch.equal(noisy.isinf(), expected.isinf())
     noise = torch.stack([gumbel(3, position, 50) for position in range(6)])
     assert torch.allclose((noisy - noise)[~noisy.isinf()], expected[~noisy.isinf()], atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("penalty", [1.0, 1.3, 0.5])
+@pytest.mark.parametrize("bias", [{}, {3: 2.5, 49: -1000.0}])
+def test_bias_and_penalty_are_those_of_transformers(bias, penalty, temperature):
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 3
+    shared, own = [3, 7, 7], [[], [9], [49, 3]]
+    expected = logits
+    if bias:
+        expected = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})(
+            torch.zeros(3, 1, dtype=torch.long), expected
+        )
+    if penalty != 1.0:
+        processor = RepetitionPenaltyLogitsProcessor(penalty)
+        rows = [torch.tensor([[*shared, *tokens]]) for tokens in own]
+        expected = torch.cat([processor(row, expected[i : i + 1]) for i, row in enumerate(rows)])
+    sampling = Sampling(temperature=temperature, repetition_penalty=penalty, logit_bias=bias)
+    assert torch.equal(adjusted(logits, sampling, Histories(shared, own)), expected)
+    before = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 3
+    assert torch.equal(logits, before), "the model's logits stay as they are"
+
+
+def test_what_a_smaller_vocabulary_lacks_is_passed_over():
+    """The draft's logits may be cut below tokens that the target has."""
+    logits = torch.randn(2, 10, generator=torch.Generator().manual_seed(1))
+    cut = Sampling(repetition_penalty=2.0, logit_bias={4: 1.0, 30: 5.0})
+    whole = Sampling(repetition_penalty=2.0, logit_bias={4: 1.0})
+    assert torch.equal(
+        adjusted(logits, cut, Histories([2, 40], [[], [11, 5]])), adjusted(logits, whole, Histories([2], [[], [5]]))
+    )
+
+
+def test_options_survive_the_wire():
+    sampling = Sampling(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.25,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        logit_bias={5: -1.5, 0: 1000.0},
+        seed=2**64 - 1,
+        scheme=Scheme.RESIDUAL,
+    )
+    assert Sampling.from_pb(sampling.to_pb(), vocab_size=6, default_seed=0) == sampling
+    assert Sampling.from_pb(Sampling().to_pb(), vocab_size=6, default_seed=7) == Sampling()
+    assert Sampling.from_pb(tree_pb2.SamplingOptions(), vocab_size=6, default_seed=7) == Sampling(seed=7)
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-38, 1e-45])
@@ -62,6 +154,10 @@ def test_the_smallest_temperatures_are_greedy(temperature):
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"top_k": -1}, "top_k is -1"),
         ({"seed": 2**64}, "seed is"),
+        ({"min_p": 1.5}, r"min_p is 1.5, expected a number in \[0, 1\]"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty is 0, expected a number in \(0, 100\]"),
+        ({"logit_bias": {4: float("nan")}}, r"logit_bias\[4\] is nan"),
+        ({"logit_bias": dict.fromkeys(range(1025), 0.0)}, "logit_bias has 1025 entries"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):

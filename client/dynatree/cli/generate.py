@@ -5,8 +5,11 @@ import io
 import json
 import math
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import get_args
 
-from dynatree.client import Client, GenerateOptions
+from dynatree.client import Chunk, Client, CompletionStream, GenerateOptions, SamplingScheme
 
 _STDIN = "-"
 
@@ -25,9 +28,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top-k", type=int, metavar="K", default=0, help="keep the K likeliest tokens; 0: all")
     parser.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens of total probability P")
+    parser.add_argument(
+        "--min-p", type=float, metavar="P", default=0.0, help="keep tokens at least P times as likely as the likeliest"
+    )
+    parser.add_argument(
+        "--repetition-penalty", type=float, metavar="R", help="above 1: tokens that were there before get less likely"
+    )
+    parser.add_argument(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        default=[],
+        metavar="ID=VALUE",
+        help="add VALUE to the logit of this token id; may be repeated",
+    )
     parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same tokens; default: random")
     parser.add_argument(
+        "--scheme",
+        choices=get_args(SamplingScheme),
+        metavar="NAME",
+        help="how draft and target draw: gumbel (the default), independent or residual",
+    )
+    parser.add_argument(
+        "--n", type=int, metavar="N", default=1, help="how many completions; the seed grows by 1 with each"
+    )
+    parser.add_argument(
         "--stop", action="append", default=[], metavar="STR", help="end before this string; may be repeated"
+    )
+    parser.add_argument(
+        "--stop-token-id",
+        dest="stop_token_ids",
+        type=int,
+        action="append",
+        default=[],
+        metavar="ID",
+        help="end after this token id; may be repeated",
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of the sequence")
     parser.add_argument("--policy", metavar="NAME", help="how trees are grown; default: the service's")
@@ -42,6 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="give up after; default: never")
     parser.add_argument("--json", action="store_true", help="print one JSON object, with statistics, at the end")
+    parser.add_argument("--log-probs", action="store_true", help="with --json: print the tokens' log-probabilities too")
+    parser.add_argument("--trace", metavar="FILE", help="write each round to FILE, as one JSON object a line")
+    parser.set_defaults(usage_error=parser.error)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,15 +87,23 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         DynaTreeError: the request failed.
-        SystemExit: the address, or the standard input, cannot be used.
+        SystemExit: the command line, the address, the standard input or the trace's file cannot be used.
     """
+    if options.log_probs and not options.json:
+        options.usage_error("--log-probs needs --json")
     _print_utf8()
     prompt = _read_stdin() if options.prompt == _STDIN else options.prompt
-    with _client(options) as client:
+    with (
+        _client(options) as client,
+        _trace_file(options.trace) as write_trace,
+        # Leaving the context on an interrupt cancels the request on the server.
+        client.stream(prompt, **_request(options)) as stream,
+    ):
+        chunks = _each(stream, write_trace)
         if options.json:
-            print(json.dumps(client.generate(prompt, **_request(options)).to_dict(), ensure_ascii=False))
+            _print_json(stream, chunks)
         else:
-            _print_stream(client, prompt, _request(options))
+            _print_text(stream, chunks, headings=options.n > 1)
     return 0
 
 
@@ -74,25 +120,74 @@ def _request(options: argparse.Namespace) -> GenerateOptions:
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        logit_bias=dict(options.logit_bias),
         seed=options.seed,
+        scheme=options.scheme,
+        n=options.n,
         stop=options.stop,
+        stop_token_ids=options.stop_token_ids,
         ignore_eos=options.ignore_eos,
+        log_probs=options.log_probs,
+        trace=options.trace is not None,
         policy=options.policy,
         policy_settings=dict(options.policy_settings),
     )
 
 
-def _print_stream(client: Client, prompt: str, request: GenerateOptions) -> None:
-    # Leaving the context on an interrupt cancels the request on the server.
-    with client.stream(prompt, **request) as stream:
-        try:
-            for chunk in stream:
-                print(chunk.text, end="", flush=True)
-        except BaseException:
-            if stream.text:
-                print(flush=True)  # what comes next, an error or a shell's prompt, starts on its own line
-            raise
+def _print_json(stream: CompletionStream, chunks: Iterable[Chunk]) -> None:
+    for _ in chunks:
+        pass
+    print(json.dumps(stream.completion.to_dict(), ensure_ascii=False))
+
+
+def _print_text(stream: CompletionStream, chunks: Iterable[Chunk], *, headings: bool) -> None:
+    index = -1  # of the completion that is being printed
+    try:
+        for chunk in chunks:
+            if headings and chunk.index != index:
+                print(("\n" if index >= 0 else "") + f"--- completion {chunk.index}")
+                index = chunk.index
+            print(chunk.text, end="", flush=True)
+    except BaseException:
+        if stream.text:
+            print(flush=True)  # what comes next, an error or a shell's prompt, starts on its own line
+        raise
     print()
+
+
+def _each(chunks: Iterable[Chunk], write_trace: Callable[[Chunk], None]) -> Iterator[Chunk]:
+    for chunk in chunks:
+        write_trace(chunk)
+        yield chunk
+
+
+@contextmanager
+def _trace_file(path: str | None) -> Iterator[Callable[[Chunk], None]]:
+    """What writes a chunk's round, if it has one, as a line of the file; it does nothing where there is no path."""
+    if path is None:
+        yield lambda chunk: None
+        return
+    try:
+        file = open(path, "w", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise SystemExit(f"cannot write {path}: {error.strerror}") from None
+
+    def write(chunk: Chunk) -> None:
+        if chunk.trace:
+            line = json.dumps({"index": chunk.index, **chunk.trace.to_dict()}, ensure_ascii=False)
+            try:
+                print(line, file=file, flush=True)
+            except OSError as error:
+                raise SystemExit(f"cannot write {path}: {error.strerror}") from None
+
+    try:
+        yield write
+    finally:
+        # Every line was flushed; closing can fail only for a line whose writing has failed already.
+        with suppress(OSError):
+            file.close()
 
 
 def _read_stdin() -> str:
@@ -117,6 +212,14 @@ def _setting(text: str) -> tuple[str, float]:
     if not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE with a number")
     return name, number
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, value = text.partition("=")
+    try:
+        return int(token_id), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=VALUE with a token id and a number") from None
 
 
 def _seconds(text: str) -> float:

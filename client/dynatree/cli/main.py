@@ -21,6 +21,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("complete a prompt", "dynatree.cli.generate"),
     "demo": ("run both services on the shipped models, and one completion", "dynatree.cli.demo"),
     "audit": ("prove that the output equals transformers' own generate()", "dynatree.cli.audit"),
+    "trace": ("draw a trace as a page", "dynatree.cli.trace"),
+    "bench": ("measure and compare decoders", "dynatree.bench.command"),
 }
 
 # What a shell reports for a program that the signal ended: 128 + its number.

@@ -33,8 +33,17 @@ from dynatree.client._errors import (
     ServerError,
     ServerUnavailableError,
 )
-from dynatree.client._request import GenerateOptions, Prompt
-from dynatree.client._types import Chunk, Completion, FinishReason, ModelInfo, RoundPart, ServiceInfo, Statistics
+from dynatree.client._request import GenerateOptions, Prompt, SamplingScheme
+from dynatree.client._types import (
+    Chunk,
+    Completion,
+    FinishReason,
+    ModelInfo,
+    RoundPart,
+    RoundTrace,
+    ServiceInfo,
+    Statistics,
+)
 
 __all__ = [
     "AsyncClient",
@@ -54,6 +63,8 @@ __all__ = [
     "Prompt",
     "RequestCancelledError",
     "RoundPart",
+    "RoundTrace",
+    "SamplingScheme",
     "ServerBusyError",
     "ServerError",
     "ServerUnavailableError",

@@ -1,36 +1,40 @@
 """What both kinds of stream have in common: all but the waiting."""
 
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
 import grpc
 
 from dynatree.client._errors import DynaTreeError, RequestCancelledError, ServerError, error_from_rpc
-from dynatree.client._types import Chunk, Completion
+from dynatree.client._types import FINISH_REASONS, Chunk, Completion
 from dynatree.v1 import draft_pb2
 
 
 class Accumulator:
-    """What one stream has delivered so far. Invariant: it is the concatenation of the chunks that were returned."""
+    """What one stream has delivered so far. Invariant: completion by completion, these are the chunks it returned."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, n: int) -> None:
         self._address = address
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._last: draft_pb2.Completion | None = None
+        self._n = max(1, n)  # completions to come; 0 is the server's to refuse
+        self._chunks: defaultdict[int, list[Chunk]] = defaultdict(list)  # by the completion's index
+        self._last: dict[int, draft_pb2.Completion] = {}  # likewise
         self._completion: Completion | None = None
         self._ended = False
 
     @property
     def text(self) -> str:
-        """The text received so far."""
-        return "".join(self._text)
+        """The text received so far; of several completions, one after the other."""
+        return "".join(chunk.text for chunk in self._received())
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens received so far."""
-        return tuple(self._token_ids)
+        """The tokens received so far; of several completions, one after the other."""
+        return tuple(token_id for chunk in self._received() for token_id in chunk.token_ids)
 
     @property
     def completion(self) -> Completion:
-        """The whole completion, once the stream is exhausted.
+        """The whole completion, once the stream is exhausted; of several, the first, with its `alternatives`.
 
         Raises:
             RuntimeError: the stream was not read to its end.
@@ -39,27 +43,45 @@ class Accumulator:
             raise RuntimeError("the stream has not been read to its end: there is no completion")
         return self._completion
 
+    def _received(self) -> Iterator[Chunk]:
+        for chunks in list(self._chunks.values()):
+            yield from chunks
+
     def _add(self, response: draft_pb2.GenerateResponse) -> Chunk | None:
         """Keep one message; its chunk, or None where it adds nothing."""
-        chunk = Chunk.from_pb(response)
-        self._text.append(chunk.text)
-        self._token_ids.extend(chunk.token_ids)
+        if response.index >= self._n:
+            raise self._wrong(f"completion {response.index} was not asked for")
         if response.HasField("completion"):
-            self._last = response.completion
-        return chunk if chunk.text or chunk.token_ids else None
+            self._last[response.index] = response.completion
+        chunk = Chunk.from_pb(response)
+        if not (chunk.text or chunk.token_ids or chunk.trace):
+            return None
+        self._chunks[chunk.index].append(chunk)
+        return chunk
 
     def _finish(self) -> None:
         """The server has ended the stream without an error."""
         self._ended = True
-        if self._last is None:
-            details = "the stream ended without a completion"
-            raise ServerError(grpc.StatusCode.UNKNOWN, details, text=self.text, token_ids=self.token_ids)
-        self._completion = Completion.from_pb(self._last, text=self.text, token_ids=self.token_ids)
+        if len(self._last) < self._n:
+            raise self._wrong(f"the stream ended with {len(self._last)} of {self._n} completions")
+        first, *others = [self._whole(index) for index in range(self._n)]
+        self._completion = replace(first, alternatives=tuple(others))
+
+    def _whole(self, index: int) -> Completion:
+        last = self._last[index]
+        if last.finish_reason not in FINISH_REASONS:
+            raise self._wrong(f"unknown finish reason {last.finish_reason}")
+        return Completion.from_pb(last, index=index, chunks=self._chunks[index])
 
     def _failed(self, error: grpc.RpcError) -> DynaTreeError:
         """The RPC has failed."""
         self._ended = True
         return error_from_rpc(error, self._address, text=self.text, token_ids=self.token_ids)
+
+    def _wrong(self, details: str) -> ServerError:
+        """The server has not kept to the protocol."""
+        self._ended = True
+        return ServerError(grpc.StatusCode.UNKNOWN, details, text=self.text, token_ids=self.token_ids)
 
     def _client_closed(self) -> DynaTreeError:
         """The client was closed under the stream."""

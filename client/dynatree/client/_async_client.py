@@ -18,15 +18,15 @@ _Call = grpc.aio.UnaryStreamCall[draft_pb2.GenerateRequest, draft_pb2.GenerateRe
 
 
 class AsyncCompletionStream(Accumulator):
-    """A completion as it is made: an asynchronous iterator of `Chunk`, to be read once, and a context manager.
+    """A completion, or several, as made: an asynchronous iterator of `Chunk`, to be read once, and a context manager.
 
     The request is sent when the first chunk is asked for. Leaving the context, or `aclose()`, before the end cancels it
     on the server. So does cancelling the task that waits for a chunk, and dropping the last reference, as a loop that
     is left by `break` does.
     """
 
-    def __init__(self, start: Callable[[], Awaitable[_Call]], address: str) -> None:
-        super().__init__(address)
+    def __init__(self, start: Callable[[], Awaitable[_Call]], address: str, n: int) -> None:
+        super().__init__(address, n)
         self._start = start
         self._call: _Call | None = None
 
@@ -109,7 +109,9 @@ class AsyncClient(BaseClient):
     async def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """Complete `prompt`, and return when the completion is whole. Cancelling the task cancels the request.
+        """Complete `prompt`, and return when the completion is whole; of several, the first, with its `alternatives`.
+
+        Cancelling the task cancels the request.
 
         Args:
             prompt: text, or token ids.
@@ -136,7 +138,7 @@ class AsyncClient(BaseClient):
             call: _Call = stub.Generate(request, timeout=deadline.remaining())
             return call
 
-        return AsyncCompletionStream(start, self._address)
+        return AsyncCompletionStream(start, self._address, request.n)
 
     async def model_info(self, *, timeout: float | None = None) -> ServiceInfo:
         """The models that the service runs, and its policies.

@@ -23,14 +23,14 @@ class _Call(Protocol):
 
 
 class CompletionStream(Accumulator):
-    """A completion as it is made: an iterator of `Chunk`, to be read once, and a context manager.
+    """A completion, or several, as made: an iterator of `Chunk`, to be read once, and a context manager.
 
     Leaving the context, or `close()`, before the end cancels the request on the server. So does dropping the last
     reference, as a loop that is left by `break` does.
     """
 
-    def __init__(self, call: _Call, address: str) -> None:
-        super().__init__(address)
+    def __init__(self, call: _Call, address: str, n: int) -> None:
+        super().__init__(address, n)
         self._call = call
 
     def __iter__(self) -> Self:
@@ -92,7 +92,7 @@ class Client(BaseClient):
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """Complete `prompt`, and return when the completion is whole.
+        """Complete `prompt`, and return when the completion is whole; of several, the first, with its `alternatives`.
 
         Args:
             prompt: text, or token ids.
@@ -114,7 +114,8 @@ class Client(BaseClient):
         """Start to complete `prompt`, and return the chunks as an iterator. Arguments and errors as in `generate`."""
         request = build_request(prompt, **options)
         deadline = self._connect(timeout)
-        return CompletionStream(self._stub.Generate(request, timeout=deadline.remaining()), self._address)
+        call = self._stub.Generate(request, timeout=deadline.remaining())
+        return CompletionStream(call, self._address, request.n)
 
     def model_info(self, *, timeout: float | None = None) -> ServiceInfo:
         """The models that the service runs, and its policies.

@@ -26,7 +26,7 @@ class DynaTreeError(Exception):
     Attributes:
         code: the gRPC status code; INVALID_ARGUMENT also where the client refused the request before sending it.
         details: what the server, or gRPC, said about it; may be empty.
-        text: the text that was received before the failure.
+        text: the text that was received before the failure; of several completions, one after the other.
         token_ids: the tokens that were received before the failure. Their last characters may be missing in `text`.
     """
 

@@ -6,7 +6,7 @@ Only what protobuf cannot carry is refused here; what a value may be is the serv
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from operator import index
-from typing import NoReturn, TypedDict
+from typing import Literal, NoReturn, TypedDict
 
 import grpc
 
@@ -18,6 +18,13 @@ _MAX_REQUEST_BYTES = 4 * 2**20  # the servers' limit, and gRPC's own
 _UINT64_MAX = 2**64 - 1
 
 Prompt = str | Sequence[int]
+SamplingScheme = Literal["gumbel", "independent", "residual"]
+
+_SCHEMES: dict[str, tree_pb2.SamplingScheme] = {
+    "gumbel": tree_pb2.SAMPLING_SCHEME_GUMBEL,
+    "independent": tree_pb2.SAMPLING_SCHEME_INDEPENDENT,
+    "residual": tree_pb2.SAMPLING_SCHEME_RESIDUAL,
+}
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -28,9 +35,22 @@ class GenerateOptions(TypedDict, total=False):
         temperature: 0 (the default) is greedy; otherwise logits are divided by it.
         top_k: keep the k likeliest tokens; 0 (the default) keeps all.
         top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1]; None (the default) keeps all.
+        min_p: keep tokens whose probability is at least min_p times the likeliest's; in [0, 1], 0 (the default) keeps
+            all.
+        repetition_penalty: above 1, tokens of the prompt and of the text so far get less likely; in (0, 100], None (the
+            default) is 1, which changes nothing.
+        logit_bias: what is added to the logits of these token ids, in [-1000, 1000].
         seed: in [0, 2**64); the same seed gives the same tokens. None (the default) is a random one.
+        scheme: how draft and target draw when sampling; each draws exactly from the target's distribution. "gumbel":
+            with noise that they share, the tokens of plain decoding. "independent": the same tokens, guessed with noise
+            of the draft's own. "residual": other tokens, which depend on the trees. None (the default) is the
+            service's, "gumbel".
+        n: how many completions to make, one after the other; 1 by default. Completion i is drawn with seed + i.
         stop: one string or several; the text ends before the first that appears.
+        stop_token_ids: token ids that end the completion as an end-of-sequence token does, whatever `ignore_eos` says.
         ignore_eos: generate on past end-of-sequence tokens.
+        log_probs: whether to return the tokens' log-probabilities.
+        trace: whether to return a `RoundTrace` for each round.
         policy: how trees are grown, one of `ServiceInfo.policies`; None (the default) is the service's default.
         policy_settings: the policy's settings by name, for example {"depth": 8}; the others keep their defaults.
     """
@@ -39,9 +59,17 @@ class GenerateOptions(TypedDict, total=False):
     temperature: float
     top_k: int
     top_p: float | None
+    min_p: float
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
     seed: int | None
+    scheme: SamplingScheme | None
+    n: int
     stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
     ignore_eos: bool
+    log_probs: bool
+    trace: bool
     policy: str | None
     policy_settings: Mapping[str, float] | None
 
@@ -53,47 +81,83 @@ def build_request(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float | None = None,
+    min_p: float = 0.0,
+    repetition_penalty: float | None = None,
+    logit_bias: Mapping[int, float] | None = None,
     seed: int | None = None,
+    scheme: SamplingScheme | None = None,
+    n: int = 1,
     stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
+    log_probs: bool = False,
+    trace: bool = False,
     policy: str | None = None,
     policy_settings: Mapping[str, float] | None = None,
 ) -> draft_pb2.GenerateRequest:
-    """The message for one completion; see `GenerateOptions` for what the options mean.
+    """The message for one call; see `GenerateOptions` for what the options mean.
 
     Raises:
         TypeError: an option has the wrong Python type.
         InvalidRequestError: a value that the message cannot carry, such as a negative count.
     """
-    if not isinstance(ignore_eos, bool):
-        raise TypeError(f"ignore_eos must be a bool, not {type(ignore_eos).__name__}")
-    request = draft_pb2.GenerateRequest(
-        max_new_tokens=None if max_new_tokens is None else _integer("max_new_tokens", max_new_tokens, _UINT32_MAX),
-        sampling=_sampling(temperature, top_k, top_p, seed),
-        stop=_stop(stop),
-        ignore_eos=ignore_eos,
-        policy=_policy(policy, policy_settings),
-    )
-    if isinstance(prompt, str):
-        request.text = _string("prompt", prompt)
-    else:
-        request.token_ids.CopyFrom(draft_pb2.TokenIds(ids=_token_ids(prompt)))
-    if request.ByteSize() > _MAX_REQUEST_BYTES:
-        _refuse(f"the request has {request.ByteSize()} bytes; a server takes at most {_MAX_REQUEST_BYTES}")
-    return request
-
-
-def _sampling(temperature: float, top_k: int, top_p: float | None, seed: int | None) -> tree_pb2.SamplingOptions:
     sampling = tree_pb2.SamplingOptions(
         temperature=_number("temperature", temperature),
         top_k=_integer("top_k", top_k, _UINT32_MAX),
         top_p=None if top_p is None else _number("top_p", top_p),
         seed=None if seed is None else _integer("seed", seed, _UINT64_MAX),
+        min_p=_number("min_p", min_p),
+        repetition_penalty=None if repetition_penalty is None else _number("repetition_penalty", repetition_penalty),
+        logit_bias=_logit_bias(logit_bias),
+        scheme=None if scheme is None else _scheme(scheme),
     )
-    # The field is a float32: a temperature that rounds to 0 there would silently turn sampling into greedy decoding.
-    if temperature and not sampling.temperature:
-        _refuse(f"temperature {temperature!r} is too small to be told from 0")
-    return sampling
+    # These fields are float32, where a number that rounds to 0 would silently get the meaning of 0: a temperature,
+    # for one, would turn sampling into greedy decoding.
+    for name, value, sent in (
+        ("temperature", temperature, sampling.temperature),
+        ("min_p", min_p, sampling.min_p),
+        ("repetition_penalty", repetition_penalty, sampling.repetition_penalty),
+    ):
+        if value and not sent:
+            _refuse(f"{name} {value!r} is too small to be told from 0")
+    request = draft_pb2.GenerateRequest(
+        max_new_tokens=None if max_new_tokens is None else _integer("max_new_tokens", max_new_tokens, _UINT32_MAX),
+        sampling=sampling,
+        n=_integer("n", n, _UINT32_MAX),
+        stop=_stop(stop),
+        stop_token_ids=_token_ids("stop_token_ids", "a sequence of token ids", stop_token_ids),
+        ignore_eos=_flag("ignore_eos", ignore_eos),
+        log_probs=_flag("log_probs", log_probs),
+        trace=_flag("trace", trace),
+        policy=_policy(policy, policy_settings),
+    )
+    if isinstance(prompt, str):
+        request.text = _string("prompt", prompt)
+    else:
+        request.token_ids.CopyFrom(
+            draft_pb2.TokenIds(ids=_token_ids("prompt", "a str or a sequence of token ids", prompt))
+        )
+    if request.ByteSize() > _MAX_REQUEST_BYTES:
+        _refuse(f"the request has {request.ByteSize()} bytes; a server takes at most {_MAX_REQUEST_BYTES}")
+    return request
+
+
+def _logit_bias(biases: Mapping[int, float] | None) -> dict[int, float]:
+    if biases is None:
+        return {}
+    if not isinstance(biases, Mapping):
+        raise TypeError(f"logit_bias must be a mapping, not {type(biases).__name__}")
+    return {
+        _integer("logit_bias: a token id", key, _UINT32_MAX): _number("logit_bias", value)
+        for key, value in biases.items()
+    }
+
+
+def _scheme(name: str) -> tree_pb2.SamplingScheme:
+    scheme = _SCHEMES.get(_string("scheme", name))
+    if scheme is None:
+        _refuse(f"scheme must be one of {', '.join(_SCHEMES)}, not {name!r}")
+    return scheme
 
 
 def _stop(stop: str | Sequence[str]) -> list[str]:
@@ -109,10 +173,16 @@ def _policy(name: str | None, settings: Mapping[str, float] | None) -> draft_pb2
     )
 
 
-def _token_ids(prompt: Iterable[int]) -> list[int]:
-    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Iterable):
-        raise TypeError(f"prompt must be a str or a sequence of token ids, not {type(prompt).__name__}")
-    return [_integer("token id", token_id, _UINT32_MAX) for token_id in prompt]
+def _token_ids(name: str, what: str, token_ids: Iterable[int]) -> list[int]:
+    if isinstance(token_ids, (bytes, bytearray)) or not isinstance(token_ids, Iterable):
+        raise TypeError(f"{name} must be {what}, not {type(token_ids).__name__}")
+    return [_integer(f"{name}: a token id", token_id, _UINT32_MAX) for token_id in token_ids]
+
+
+def _flag(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, not {type(value).__name__}")
+    return value
 
 
 def _integer(name: str, value: int, maximum: int) -> int:

@@ -4,18 +4,70 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
-import grpc
-
-from dynatree.client._errors import ServerError
 from dynatree.v1 import draft_pb2, tree_pb2
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
-_FINISH_REASONS: dict[int, FinishReason] = {
+FINISH_REASONS: dict[int, FinishReason] = {
     tree_pb2.FINISH_REASON_STOP: "stop",
     tree_pb2.FINISH_REASON_LENGTH: "length",
     tree_pb2.FINISH_REASON_CANCELLED: "cancelled",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrace:
+    """One round: what was drafted, what was accepted, and what the policy made of it.
+
+    Attributes:
+        round: its number; the first is 0.
+        base_length: committed tokens before the round, prompt included.
+        token_ids: the tree's nodes, every parent before its children.
+        parents: the index of each node's parent, -1 for a child of the root.
+        probabilities: the draft's probability of each node given its parent.
+        texts: each node's own text; not always whole characters.
+        accepted_nodes: the indices of the accepted nodes, from the root down.
+        committed_ids: the accepted nodes' tokens, then, unless the end cut it short, the target's own choice.
+        committed_texts: their text, one by one.
+        parameters: the policy's changing parameters after the round, by name.
+        draft_seconds: the round's time on the draft side.
+        verify_seconds: the round's time in the verify service.
+    """
+
+    round: int
+    base_length: int
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    probabilities: tuple[float, ...]
+    texts: tuple[str, ...]
+    accepted_nodes: tuple[int, ...]
+    committed_ids: tuple[int, ...]
+    committed_texts: tuple[str, ...]
+    parameters: dict[str, float]
+    draft_seconds: float
+    verify_seconds: float
+
+    @classmethod
+    def from_pb(cls, trace: draft_pb2.RoundTrace) -> Self:
+        """The round in one message of the stream."""
+        return cls(
+            round=trace.round,
+            base_length=trace.base_length,
+            token_ids=tuple(trace.token_ids),
+            parents=tuple(trace.parents),
+            probabilities=tuple(trace.probabilities),
+            texts=tuple(trace.texts),
+            accepted_nodes=tuple(trace.accepted_nodes),
+            committed_ids=tuple(trace.committed_ids),
+            committed_texts=tuple(trace.committed_texts),
+            parameters=dict(sorted(trace.parameters.items())),  # the protocol has no order
+            draft_seconds=trace.draft_seconds,
+            verify_seconds=trace.verify_seconds,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The round as lists, dictionaries, strings and numbers only."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +77,27 @@ class Chunk:
     Attributes:
         text: whole characters only; the text of `token_ids` may follow in a later chunk.
         token_ids: the tokens committed since the last chunk.
+        index: the completion that this belongs to, 0 to n - 1.
+        log_probs: of each of `token_ids`; empty unless `log_probs` was asked for.
+        trace: the round that has ended; None unless `trace` was asked for.
     """
 
     text: str
     token_ids: tuple[int, ...]
+    index: int = 0
+    log_probs: tuple[float, ...] = ()
+    trace: RoundTrace | None = None
 
     @classmethod
     def from_pb(cls, response: draft_pb2.GenerateResponse) -> Self:
         """The chunk in one message of the stream."""
-        return cls(text=response.text, token_ids=tuple(response.token_ids))
+        return cls(
+            text=response.text,
+            token_ids=tuple(response.token_ids),
+            index=response.index,
+            log_probs=tuple(response.log_probs),
+            trace=RoundTrace.from_pb(response.trace) if response.HasField("trace") else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +134,11 @@ class Statistics:
         round_parts: the rounds' time by part: "draft_forward", "grow", "verify_forward", "accept", "commit", "wire",
             "detokenize".
         seed: the seed that was used; 0 for greedy decoding.
+        committed_per_level: tokens committed by rounds / levels drafted, which may exceed 1; 0 where nothing was
+            drafted.
+        draft_seconds: over all rounds, growing and committing on the draft side.
+        wire_seconds: over all rounds, the stream between the services.
+        verify_seconds: over all rounds, the verify service.
     """
 
     generated_tokens: int
@@ -86,6 +155,10 @@ class Statistics:
     total_seconds: float
     round_parts: dict[str, RoundPart]
     seed: int
+    committed_per_level: float
+    draft_seconds: float
+    wire_seconds: float
+    verify_seconds: float
 
     @classmethod
     def from_pb(cls, statistics: draft_pb2.GenerationStatistics) -> Self:
@@ -108,6 +181,10 @@ class Statistics:
                 for part in statistics.round_parts
             },
             seed=statistics.seed,
+            committed_per_level=statistics.committed_per_level,
+            draft_seconds=statistics.draft_seconds,
+            wire_seconds=statistics.wire_seconds,
+            verify_seconds=statistics.verify_seconds,
         )
 
 
@@ -122,6 +199,11 @@ class Completion:
             context limit, "cancelled".
         prompt_tokens: the length of the prompt, in tokens.
         stats: what it cost.
+        index: which of the request's completions it is, 0 to n - 1.
+        log_probs: the natural log-probability of each of `token_ids` under the target's own softmax, before any
+            option; empty unless `log_probs` was asked for.
+        trace: its rounds; empty unless `trace` was asked for.
+        alternatives: where n > 1, the other completions, in order; they have no alternatives themselves.
     """
 
     text: str
@@ -129,35 +211,46 @@ class Completion:
     finish_reason: FinishReason
     prompt_tokens: int
     stats: Statistics
+    index: int = 0
+    log_probs: tuple[float, ...] = ()
+    trace: tuple[RoundTrace, ...] = ()
+    alternatives: "tuple[Completion, ...]" = ()
 
     @classmethod
-    def from_pb(cls, completion: draft_pb2.Completion, *, text: str, token_ids: Sequence[int]) -> Self:
-        """The completion that the last message describes, of the text and the tokens that all messages delivered.
+    def from_pb(cls, completion: draft_pb2.Completion, *, index: int, chunks: Sequence[Chunk]) -> Self:
+        """The completion that its last message describes, of all its chunks.
 
         Raises:
-            ServerError: the server gave a finish reason that this client does not know.
+            KeyError: a finish reason that this client does not know.
         """
-        reason = _FINISH_REASONS.get(completion.finish_reason)
-        if reason is None:
-            details = f"unknown finish reason {completion.finish_reason}"
-            raise ServerError(grpc.StatusCode.UNKNOWN, details, text=text, token_ids=token_ids)
         return cls(
-            text=text,
-            token_ids=tuple(token_ids),
-            finish_reason=reason,
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+            finish_reason=FINISH_REASONS[completion.finish_reason],
             prompt_tokens=completion.prompt_tokens,
             stats=Statistics.from_pb(completion.statistics),
+            index=index,
+            log_probs=tuple(log_prob for chunk in chunks for log_prob in chunk.log_probs),
+            trace=tuple(chunk.trace for chunk in chunks if chunk.trace),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The object that `dynatree generate --json` prints: lists, dictionaries, strings and numbers only."""
-        return {
+        """The object that `dynatree generate --json` prints: lists, dictionaries, strings and numbers only.
+
+        "log_probs" and "alternatives" are there if they were asked for; the trace is not.
+        """
+        completion = {
             "text": self.text,
             "token_ids": list(self.token_ids),
             "prompt_tokens": self.prompt_tokens,
             "finish_reason": self.finish_reason,
             "stats": asdict(self.stats) | {"acceptance_by_depth": list(self.stats.acceptance_by_depth)},
         }
+        if self.log_probs:
+            completion["log_probs"] = list(self.log_probs)
+        if self.alternatives:
+            completion["alternatives"] = [each.to_dict() for each in self.alternatives]
+        return completion
 
 
 @dataclass(frozen=True, slots=True)

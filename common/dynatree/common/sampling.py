@@ -1,6 +1,8 @@
 """How the next token is chosen from logits: greedy, or an exact seeded sample.
 
-Sampling is drawn by Gumbel-max with counter-based noise keyed by (seed, position): the token at a position is
+Logits go through the logit bias, the repetition penalty, temperature, top-k, top-p and min-p, in this order and by the
+rules of transformers' processors. What comes out is maximised: as it is when greedy, and otherwise with Gumbel noise
+added. The noise is counter-based and keyed by (seed, position): the token at a position is
 `argmax(processed_logits + gumbel(seed, position))`, an exact sample of the processed distribution. It depends on
 nothing but the logits, the seed and the position, so any draft, tree or batch gives the same tokens
 (drafter-invariant coupling, Daliri et al. 2024).
@@ -9,8 +11,10 @@ nothing but the logits, the seed and the position, so any draft, tree or batch g
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -20,6 +24,25 @@ from dynatree.common.errors import InvalidArgumentError
 from dynatree.v1 import tree_pb2
 
 MAX_TEMPERATURE = 100.0
+MAX_PENALTY = 100.0
+MAX_BIAS = 1000.0
+MAX_BIASES = 1024
+
+
+class Scheme(Enum):
+    """How draft and target draw when the temperature is above 0; see `SamplingScheme` in tree.proto."""
+
+    GUMBEL = tree_pb2.SAMPLING_SCHEME_GUMBEL
+    INDEPENDENT = tree_pb2.SAMPLING_SCHEME_INDEPENDENT
+    RESIDUAL = tree_pb2.SAMPLING_SCHEME_RESIDUAL
+
+
+class Stream(IntEnum):
+    """Independent streams of random numbers under one seed."""
+
+    CHOICE = 0
+    DRAFT = 1
+    RESIDUAL = 2
 
 
 @dataclass(frozen=True)
@@ -33,83 +56,129 @@ class Sampling:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     seed: int = 0
+    scheme: Scheme = Scheme.GUMBEL
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
-            raise InvalidArgumentError(
-                f"temperature is {self.temperature:g}, expected a number in [0, {MAX_TEMPERATURE:g}]"
-            )
-        if not 0.0 < self.top_p <= 1.0:
-            raise InvalidArgumentError(f"top_p is {self.top_p:g}, expected a number in (0, 1]")
+        _check("temperature", self.temperature, 0.0 <= self.temperature <= MAX_TEMPERATURE, f"[0, {MAX_TEMPERATURE:g}]")
+        _check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "(0, 1]")
+        _check("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "[0, 1]")
+        penalty = self.repetition_penalty
+        _check("repetition_penalty", penalty, 0.0 < penalty <= MAX_PENALTY, f"(0, {MAX_PENALTY:g}]")
         if self.top_k < 0:
             raise InvalidArgumentError(f"top_k is {self.top_k}, expected 0 (off) or a positive number")
         if not 0 <= self.seed < 2**64:
             raise InvalidArgumentError(f"seed is {self.seed}, expected a number in [0, 2^64)")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise InvalidArgumentError(
+                f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_BIASES} are accepted"
+            )
+        for token, bias in self.logit_bias.items():
+            _check(f"logit_bias[{token}]", bias, abs(bias) <= MAX_BIAS, f"[{-MAX_BIAS:g}, {MAX_BIAS:g}]")
 
     @property
     def greedy(self) -> bool:
-        """Whether the choice is the plain argmax."""
+        """Whether the choice is the argmax, without noise."""
         return self.temperature == 0.0
 
+    @property
+    def residual(self) -> bool:
+        """Whether children are drawn, and accepted or replaced from the residual, instead of coupled."""
+        return not self.greedy and self.scheme is Scheme.RESIDUAL
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the choice depends on which tokens came before."""
+        return self.repetition_penalty != 1.0
+
     @classmethod
-    def from_pb(cls, message: tree_pb2.SamplingOptions, *, default_seed: int) -> Sampling:
-        """Options from a message; `default_seed` where it names none."""
+    def from_pb(cls, message: tree_pb2.SamplingOptions, *, vocab_size: int, default_seed: int) -> Sampling:
+        """Options from a message; `default_seed` where it names none.
+
+        Raises:
+            InvalidArgumentError: An option is out of its range, or a biased token is outside the vocabulary.
+        """
+        schemes = {scheme.value: scheme for scheme in Scheme} | {
+            tree_pb2.SAMPLING_SCHEME_UNSPECIFIED: Scheme.GUMBEL  # proto3 enums are open: any number may arrive
+        }
+        if message.scheme not in schemes:
+            known = ", ".join(f"{scheme.value} ({scheme.name.lower()})" for scheme in Scheme)
+            raise InvalidArgumentError(f"scheme is {message.scheme}, expected one of {known}")
+        for token in message.logit_bias:
+            if token >= vocab_size:
+                raise InvalidArgumentError(
+                    f"logit_bias names token {token}, the model's vocabulary is [0, {vocab_size})"
+                )
         return cls(
             temperature=message.temperature,
             top_k=message.top_k,
             top_p=message.top_p if message.HasField("top_p") else 1.0,
+            min_p=message.min_p,
+            repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+            logit_bias=MappingProxyType(dict(message.logit_bias)),
             seed=message.seed if message.HasField("seed") else default_seed,
+            scheme=schemes[message.scheme],
         )
 
     def to_pb(self) -> tree_pb2.SamplingOptions:
         """The message that carries these options."""
         return tree_pb2.SamplingOptions(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=dict(self.logit_bias),
+            seed=self.seed,
+            scheme=self.scheme.value,
         )
 
 
-def scores(logits: Tensor, positions: Sequence[int], sampling: Sampling) -> Tensor:
-    """What the choice maximises: the logits themselves, or the processed and perturbed ones.
+@dataclass(frozen=True)
+class Histories:
+    """The tokens before each row's choice: those that all rows share, and each row's own after them."""
 
-    Args:
-        logits: `[rows, vocabulary]`, any float dtype.
-        positions: The sequence position that each row chooses a token for, `[rows]`.
-        sampling: The options.
+    shared: Sequence[int]
+    own: Sequence[Sequence[int]]
 
-    Returns:
-        `[rows, vocabulary]`; the input itself when greedy, float32 otherwise.
+    def seen(self, vocab_size: int, device: torch.device) -> Tensor:
+        """Which tokens came before each row's choice: bool `[rows, vocab_size]`."""
+        common = torch.zeros(vocab_size, dtype=torch.bool)
+        common[[token for token in self.shared if token < vocab_size]] = True
+        seen = common.repeat(len(self.own), 1)
+        for row, tokens in enumerate(self.own):
+            seen[row, [token for token in tokens if token < vocab_size]] = True
+        return seen.to(device)
+
+
+def adjusted(logits: Tensor, sampling: Sampling, histories: Histories | None = None) -> Tensor:
+    """Logits `[rows, vocabulary]` after the bias and the repetition penalty: what greedy decoding maximises.
+
+    The penalty divides positive logits of seen tokens and multiplies negative ones (Keskar et al. 2019, section 4.1).
     """
-    if sampling.greedy:
-        return logits
-    processed = _truncate(tempered(logits, sampling), sampling)
-    noise = {position: gumbel(sampling.seed, position, logits.shape[-1]) for position in set(positions)}
-    return processed + torch.stack([noise[position] for position in positions]).to(logits.device)
+    if sampling.logit_bias:
+        bias = {token: value for token, value in sampling.logit_bias.items() if token < logits.shape[-1]}
+        logits = logits.float().clone()  # in float32, as generate() processes them
+        logits[:, list(bias)] += torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)
+    if sampling.needs_history:
+        assert histories is not None, "a repetition penalty needs the tokens before each choice"
+        logits = logits.float()
+        seen = histories.seen(logits.shape[-1], logits.device)
+        penalised = torch.where(logits < 0, logits * sampling.repetition_penalty, logits / sampling.repetition_penalty)
+        logits = torch.where(seen, penalised, logits)
+    return logits
 
 
-def tempered(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits over the temperature, shifted so that the largest is 0: the smallest temperature overflows nothing."""
+def warped(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Adjusted logits over the temperature, then top-k, top-p and min-p: float32, -inf where a token is ruled out.
+
+    Shifted so that the largest is 0: the smallest temperature overflows nothing.
+    """
     logits = logits.float()
-    return (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
-
-
-def choose(logits: Tensor, positions: Sequence[int], sampling: Sampling) -> list[int]:
-    """The chosen token of each row of `logits` `[rows, vocabulary]`. Ties go to the lowest id, as in `generate()`."""
-    tokens: list[int] = scores(logits, positions, sampling).argmax(-1).tolist()
-    return tokens
-
-
-def gumbel(seed: int, position: int, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise `[vocab_size]`, float32: Philox keyed by the seed, its counter by the position.
-
-    The first `n` values do not depend on `vocab_size`, so models padded to different sizes share their noise.
-    """
-    uniform = np.random.Generator(np.random.Philox(key=seed, counter=position << 64)).random(vocab_size)
-    return torch.from_numpy(-np.log(-np.log(np.maximum(uniform, 2.0**-60)))).float()
-
-
-def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Top-k, then top-p, in the order and with the tie rules of transformers' logits processors."""
+    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         threshold = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < threshold, -math.inf)
@@ -118,4 +187,60 @@ def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
         drop = ascending.softmax(-1).cumsum(-1) <= 1.0 - sampling.top_p
         drop[..., -1] = False
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -math.inf)
+    if sampling.min_p > 0.0:
+        probabilities = logits.softmax(-1)
+        least = sampling.min_p * probabilities.amax(-1, keepdim=True)
+        logits = logits.masked_fill(probabilities < least, -math.inf)
     return logits
+
+
+def scores(logits: Tensor, positions: Sequence[int], sampling: Sampling, histories: Histories | None = None) -> Tensor:
+    """What the choice maximises: adjusted logits, or warped ones with noise.
+
+    Args:
+        logits: `[rows, vocabulary]`, any float dtype.
+        positions: The sequence position that each row chooses a token for, `[rows]`.
+        sampling: The options.
+        histories: The tokens before each choice, where the options ask for them.
+
+    Returns:
+        `[rows, vocabulary]`; float32 unless greedy.
+    """
+    logits = adjusted(logits, sampling, histories)
+    if sampling.greedy:
+        return logits
+    return warped(logits, sampling) + noise(logits, positions, sampling.seed, Stream.CHOICE)
+
+
+def choose(
+    logits: Tensor, positions: Sequence[int], sampling: Sampling, histories: Histories | None = None
+) -> list[int]:
+    """The chosen token of each row of `logits` `[rows, vocabulary]`. Ties go to the lowest id, as in `generate()`."""
+    tokens: list[int] = scores(logits, positions, sampling, histories).argmax(-1).tolist()
+    return tokens
+
+
+def noise(logits: Tensor, positions: Sequence[int], seed: int, stream: Stream) -> Tensor:
+    """Gumbel noise of the shape `[rows, vocabulary]` of `logits`, one row for each position."""
+    rows = {position: gumbel(seed, position, logits.shape[-1], stream) for position in set(positions)}
+    return torch.stack([rows[position] for position in positions]).to(logits.device)
+
+
+def gumbel(seed: int, position: int, vocab_size: int, stream: Stream = Stream.CHOICE) -> Tensor:
+    """Standard Gumbel noise `[vocab_size]`, float32: Philox keyed by the seed, its counter by the position.
+
+    The first `n` values do not depend on `vocab_size`, so models padded to different sizes share their noise.
+    """
+    uniform = random_generator(seed, position, stream).random(vocab_size)
+    return torch.from_numpy(-np.log(-np.log(np.maximum(uniform, 2.0**-60)))).float()
+
+
+def random_generator(seed: int, position: int, stream: Stream, round_: int = 0) -> np.random.Generator:
+    """Random numbers that depend on these four alone: each has its own part of Philox's 256-bit counter."""
+    counter = position << 64 | int(stream) << 128 | round_ << 192
+    return np.random.Generator(np.random.Philox(key=seed, counter=counter))
+
+
+def _check(name: str, value: float, holds: bool, expected: str) -> None:
+    if not holds:
+        raise InvalidArgumentError(f"{name} is {value:g}, expected a number in {expected}")

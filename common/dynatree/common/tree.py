@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -17,6 +18,33 @@ from dynatree.common.errors import InvalidArgumentError
 from dynatree.v1 import tree_pb2
 
 ROOT = -1
+MAX_CANDIDATES = 64
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """A truncated draft distribution: what the children of one node were drawn from, without replacement.
+
+    Raises:
+        InvalidArgumentError: Not a distribution over 1 to `MAX_CANDIDATES` different tokens.
+    """
+
+    token_ids: tuple[int, ...]
+    probs: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        size = len(self.token_ids)
+        if not 1 <= size <= MAX_CANDIDATES or len(self.probs) != size:
+            raise InvalidArgumentError(
+                f"a draft distribution has {size} candidate_ids and {len(self.probs)} candidate_probs, "
+                f"expected as many of each, 1 to {MAX_CANDIDATES}"
+            )
+        if len(set(self.token_ids)) != size:
+            raise InvalidArgumentError("a draft distribution names a token twice; candidate_ids must differ")
+        if not all(0.0 < p <= 1.0 for p in self.probs) or abs(sum(self.probs) - 1.0) > 1e-3:
+            raise InvalidArgumentError(
+                f"a draft distribution's candidate_probs sum to {sum(self.probs):g}, expected sum 1, each in (0, 1]"
+            )
 
 
 @dataclass(frozen=True)
@@ -27,6 +55,10 @@ class TokenTree:
     Parents precede children, and siblings carry different tokens, so a sequence of tokens names at most one path.
     `log_probs[i]` is the draft's natural log-probability of node `i` given its parent.
 
+    `candidates` is empty unless children were drawn from distributions that the verify side must know (DySpec's
+    Algorithm 3). Then it has one entry for the root and one for each node, None where no child was drawn, and siblings
+    stand in the order in which they were drawn.
+
     Raises:
         InvalidArgumentError: The arrays do not describe such a tree.
     """
@@ -34,6 +66,7 @@ class TokenTree:
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
+    candidates: tuple[Candidates | None, ...] = ()
 
     def __post_init__(self) -> None:
         nodes = len(self.token_ids)
@@ -56,6 +89,19 @@ class TokenTree:
                     f"node {node} repeats token {token} below parent {parent}; siblings must differ"
                 )
             seen.add(edge)
+        self._check_candidates()
+
+    def _check_candidates(self) -> None:
+        if not self.candidates:
+            return
+        if len(self.candidates) != len(self) + 1:
+            raise InvalidArgumentError(
+                f"a tree of {len(self)} nodes needs 0 or {len(self) + 1} candidate_counts, got {len(self.candidates)}"
+            )
+        for node, (parent, token) in enumerate(zip(self.parents, self.token_ids, strict=True)):
+            drawn_from = self.candidates[parent + 1]
+            if drawn_from is None or token not in drawn_from.token_ids:
+                raise InvalidArgumentError(f"node {node} carries token {token}, which its parent's candidate_ids lack")
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -77,6 +123,10 @@ class TokenTree:
     def children(self) -> dict[tuple[int, int], int]:
         """The node that carries a token below a parent: `children[parent, token_id]`."""
         return {edge: node for node, edge in enumerate(zip(self.parents, self.token_ids, strict=True))}
+
+    def children_of(self, parent: int) -> tuple[int, ...]:
+        """A node's children in their order; `ROOT` for the root's."""
+        return tuple(node for node, above in enumerate(self.parents) if above == parent)
 
     def path(self, node: int) -> tuple[int, ...]:
         """The nodes from the root's child down to `node`, both included; empty for the root."""
@@ -111,7 +161,12 @@ class TokenTree:
         if nodes > max_nodes:
             raise InvalidArgumentError(f"the tree has {nodes} nodes, at most {max_nodes} are accepted (max_tree_nodes)")
         check_token_ids(message.token_ids, vocab_size, "token_ids")
-        tree = cls(tuple(message.token_ids), tuple(message.parents), tuple(message.log_probs))
+        tree = cls(
+            tuple(message.token_ids),
+            tuple(message.parents),
+            tuple(message.log_probs),
+            _candidates_from_pb(message, vocab_size),
+        )
         if tree.depth > max_depth:
             raise InvalidArgumentError(
                 f"the tree is {tree.depth} levels deep, at most {max_depth} fit before the length or context limit"
@@ -126,7 +181,25 @@ class TokenTree:
             token_ids=self.token_ids,
             parents=self.parents,
             log_probs=self.log_probs,
+            candidate_counts=[0 if each is None else len(each.token_ids) for each in self.candidates],
+            candidate_ids=[token for each in self.candidates if each for token in each.token_ids],
+            candidate_probs=[prob for each in self.candidates if each for prob in each.probs],
         )
+
+
+def _candidates_from_pb(message: tree_pb2.TokenTree, vocab_size: int) -> tuple[Candidates | None, ...]:
+    counts = message.candidate_counts
+    expected = sum(counts) if len(counts) <= len(message.token_ids) + 1 else -1
+    if not len(message.candidate_ids) == len(message.candidate_probs) == expected:
+        raise InvalidArgumentError(
+            f"{len(counts)} candidate_counts for {len(message.token_ids)} nodes, {len(message.candidate_ids)} "
+            f"candidate_ids and {len(message.candidate_probs)} candidate_probs do not fit together"
+        )
+    check_token_ids(message.candidate_ids, vocab_size, "candidate_ids")
+    ids, probs = iter(message.candidate_ids), iter(message.candidate_probs)
+    return tuple(
+        Candidates(tuple(islice(ids, count)), tuple(islice(probs, count))) if count else None for count in counts
+    )
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, name: str) -> None:

@@ -6,17 +6,29 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dynatree.common.engine import Engine, Segment
 from dynatree.common.errors import ServiceBusyError
-from dynatree.common.sampling import Sampling, scores, tempered
-from dynatree.common.tree import ROOT, TokenTree
+from dynatree.common.sampling import (
+    Histories,
+    Sampling,
+    Scheme,
+    Stream,
+    adjusted,
+    gumbel,
+    random_generator,
+    scores,
+    warped,
+)
+from dynatree.common.tree import MAX_CANDIDATES, ROOT, Candidates, TokenTree
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.draft.policies import Policy
 
 LEAST_LOG_PROB = -1e4  # a tree carries finite numbers only
+CANDIDATES = 32  # of a truncated draft distribution; the rest of its mass is dropped
 
 
 @dataclass
@@ -33,6 +45,7 @@ class DraftSession:
     sampling: Sampling
     rows: int = 0
     used: int = 0
+    rounds: int = 0
     root: TrieNode = field(init=False)
 
     def __post_init__(self) -> None:
@@ -41,11 +54,12 @@ class DraftSession:
 
 @dataclass(frozen=True)
 class Growth:
-    """A grown tree, and the seconds that growing it took: in all, and in draft forwards."""
+    """A grown tree, and the seconds that growing it took: in all, and in its `levels` draft forwards."""
 
     tree: TokenTree
     seconds: float
     forward_seconds: float
+    levels: int
 
 
 class Drafter:
@@ -83,7 +97,7 @@ class Drafter:
     def read(self, session: DraftSession, policy: Policy) -> None:
         """Read the committed tokens that have no row yet: the prompt, while the target reads it too."""
         if policy.breadth and session.rows < len(session.committed) <= self._context:
-            self._expand(session, GrowingTree(session.root), [ROOT], policy.breadth)
+            self._expand(session, self._new_tree(session, 0, 0), [ROOT], policy.breadth)
 
     def grow(self, session: DraftSession, policy: Policy, max_depth: int, max_nodes: int) -> Growth:
         """Grow a tree below the last committed token, at most `max_depth` deep and of at most `max_nodes` nodes.
@@ -92,15 +106,32 @@ class Drafter:
         round or before the last re-rooting, costs nothing, and the tree is the same either way.
         """
         started = time.perf_counter()
-        forward_seconds = 0.0
+        forwards = []
         # a node at depth d is proposed by a token at position committed + d - 2, which the draft must still embed
         max_depth = min(max_depth, self._context + 1 - len(session.committed))
-        tree = GrowingTree(session.root)
-        level = [ROOT] if max_depth > 0 and policy.breadth else []
-        while level and len(tree) < max_nodes:
-            forward_seconds += self._expand(session, tree, level, policy.breadth)
+        tree = self._new_tree(session, max_nodes, max_depth)
+        level = [ROOT] if max_depth > 0 else []
+        while level and self._has_room(session, tree, level):
+            if policy.breadth and (seconds := self._expand(session, tree, level, policy.breadth)):
+                forwards.append(seconds)
             level = [node for node in policy.grow(tree, level) if tree.depth(node) < max_depth]
-        return Growth(tree.freeze(max_nodes), time.perf_counter() - started, forward_seconds)
+        return Growth(
+            tree.freeze(policy.select(tree)), time.perf_counter() - started, sum(forwards), levels=len(forwards)
+        )
+
+    def _new_tree(self, session: DraftSession, max_nodes: int, max_depth: int) -> GrowingTree:
+        return GrowingTree(
+            session.root,
+            session.committed,
+            max_nodes=min(max_nodes, self._max_tree_nodes),
+            max_depth=max_depth,
+            drawn=session.sampling.residual,
+        )
+
+    def _has_room(self, session: DraftSession, tree: GrowingTree, level: Sequence[int]) -> bool:
+        """Whether the session's arena row has slots for a level's unread nodes."""
+        unread = sum(tree.node(node).proposals is None for node in level if node != ROOT)
+        return session.used - session.rows + unread <= 2 * self._max_tree_nodes
 
     def commit(self, session: DraftSession, token_ids: Sequence[int]) -> None:
         """Append committed tokens and re-root: rows on their path join the prefix, rows below it stay, others go."""
@@ -112,6 +143,9 @@ class Drafter:
             if at_prefix:
                 path.append(node)
         session.committed.extend(token_ids)
+        session.rounds += 1
+        if session.sampling.residual:  # draws that shaped one tree are not fresh draws in the next: read the root anew
+            at_prefix, path = False, path[: len(token_ids) - 1]
         kept = list(node.descendants()) if at_prefix else []
         if len(kept) > self._max_tree_nodes:  # leave room for the next tree
             kept = []
@@ -134,37 +168,81 @@ class Drafter:
         (logits,) = self.engine.forward([segment])
         self.engine.synchronize()
         seconds = time.perf_counter() - started
-        base = len(session.committed)
-        proposals = self._propose(logits, [base + tree.depth(n) for n in unread], session.sampling, breadth)
+        self._propose(session, tree, unread, logits, breadth)
         session.used = segment.stop
         if unread == [ROOT]:
             session.rows = session.used
-        for index, (node, proposed) in enumerate(zip(unread, proposals, strict=True)):
-            tree.node(node).proposals = proposed
-            if node != ROOT:
-                tree.node(node).slot = segment.start + index
+        else:
+            for slot, node in enumerate(unread, start=segment.start):
+                tree.node(node).slot = slot
         return seconds
 
     def _propose(
-        self, logits: Tensor, positions: Sequence[int], sampling: Sampling, breadth: int
-    ) -> list[tuple[Proposal, ...]]:
-        """The best `breadth` continuations of each row of logits `[rows, vocabulary]`, ranked as the target ranks.
-
-        When sampling, both sides perturb their logits with one noise, so the draft's best perturbed tokens are its best
-        guesses of the target's sample (drafter-invariant coupling).
-        """
+        self, session: DraftSession, tree: GrowingTree, nodes: Sequence[int], logits: Tensor, breadth: int
+    ) -> None:
+        """Give nodes their best `breadth` continuations, by the logits after each `[nodes, vocabulary]`."""
+        sampling = session.sampling
         logits = logits[:, : self._vocab_size].float()
-        best = scores(logits, positions, sampling).topk(min(breadth, logits.shape[-1]), dim=-1)
-        if sampling.greedy:
-            log_probs = best.values - logits.logsumexp(-1, keepdim=True)
+        histories = None
+        if sampling.needs_history:
+            paths = [[above.token for above in reversed(tree.path(node))] for node in nodes]
+            histories = Histories(session.committed, paths)
+        positions = [len(session.committed) + tree.depth(node) for node in nodes]
+        if sampling.residual:
+            drawn = _draw(adjusted(logits, sampling, histories), positions, sampling, session.rounds, breadth)
+            for node, (candidates, draws) in zip(nodes, drawn, strict=True):
+                tree.node(node).candidates, tree.node(node).proposals = candidates, draws
         else:
-            log_probs = tempered(logits, sampling).log_softmax(-1).gather(-1, best.indices)
-        return [
-            tuple(
-                Proposal(token, min(max(log_prob, LEAST_LOG_PROB), 0.0)) for token, log_prob in zip(*row, strict=True)
-            )
-            for row in zip(best.indices.tolist(), log_probs.tolist(), strict=True)
-        ]
+            for node, ranked in zip(nodes, _rank(logits, positions, sampling, histories, breadth), strict=True):
+                tree.node(node).proposals = ranked
+
+
+def _rank(
+    logits: Tensor, positions: Sequence[int], sampling: Sampling, histories: Histories | None, breadth: int
+) -> list[tuple[Proposal, ...]]:
+    """The best `breadth` continuations of each row, ranked as the target ranks, with the chance of each.
+
+    When sampling, both sides perturb their logits with one noise, so the draft's best perturbed tokens are its best
+    guesses of the target's sample (drafter-invariant coupling), and what it gives for each is the softmax of the
+    perturbed logits: the target's differ from them by about as much as such a softmax forgives. With noise of its own
+    the draft knows no more than the token's probability.
+    """
+    if sampling.greedy or sampling.scheme is Scheme.GUMBEL:
+        ranking = scores(logits, positions, sampling, histories)
+        chances = ranking.log_softmax(-1)
+    else:
+        chances = warped(adjusted(logits, sampling, histories), sampling).log_softmax(-1)
+        own = [gumbel(sampling.seed, position, logits.shape[-1], Stream.DRAFT) for position in positions]
+        ranking = chances + torch.stack(own).to(logits.device)
+    best = ranking.topk(min(breadth, logits.shape[-1]), dim=-1).indices
+    return [
+        tuple(Proposal(token, min(max(chance, LEAST_LOG_PROB), 0.0)) for token, chance in zip(*row, strict=True))
+        for row in zip(best.tolist(), chances.gather(-1, best).tolist(), strict=True)
+    ]
+
+
+def _draw(
+    logits: Tensor, positions: Sequence[int], sampling: Sampling, round_: int, breadth: int
+) -> list[tuple[Candidates, tuple[Proposal, ...]]]:
+    """Up to `breadth` continuations of each row, drawn without replacement from its truncated distribution.
+
+    The order of the log-probabilities with Gumbel noise added is that of draws without replacement (Gumbel-top-k). The
+    noise is fresh in every round: a tree's shape depends on its draws, so what comes later must not.
+    """
+    size = min(CANDIDATES, MAX_CANDIDATES, logits.shape[-1])
+    best = warped(logits, sampling).topk(size, dim=-1)
+    rows = []
+    for position, values, ids in zip(positions, best.values, best.indices.tolist(), strict=True):
+        probs = values.softmax(-1)
+        count = int((probs > 0).sum())
+        uniform = random_generator(sampling.seed, position, Stream.DRAFT, round_).random(count)
+        noise = -np.log(-np.log(np.maximum(uniform, 2.0**-60)))
+        log_probs = np.log(probs[:count].double().cpu().numpy())
+        order = np.argsort(-(log_probs + noise), kind="stable")[:breadth].tolist()
+        candidates = Candidates(tuple(ids[:count]), tuple(probs[:count].tolist()))
+        draws = tuple(Proposal(ids[place], max(min(log_probs[place], 0.0), LEAST_LOG_PROB)) for place in order)
+        rows.append((candidates, draws))
+    return rows
 
 
 def _catch_up(session: DraftSession) -> Segment:
@@ -180,7 +258,7 @@ def _level(session: DraftSession, tree: GrowingTree, nodes: Sequence[int]) -> Se
     visible = mask.numpy()  # shares memory; element assignment is cheaper there
     for index, node in enumerate(nodes):
         visible[index, session.used - session.rows + index] = True
-        for ancestor in tree.ancestors(node):
+        for ancestor in tree.path(node)[1:]:
             assert ancestor.slot is not None, "a node's ancestors are read before it"
             visible[index, ancestor.slot - session.rows] = True
     root = len(session.committed) - 1

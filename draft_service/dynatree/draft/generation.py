@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.sampling import Sampling
 from dynatree.draft.detokenizer import Detokenizer
 from dynatree.draft.drafter import Drafter, DraftSession, Growth
-from dynatree.draft.policies import Policy
+from dynatree.draft.policies import Outcome, Policy
 from dynatree.draft.statistics import Recorder
 from dynatree.draft.stop_strings import StopStrings
-from dynatree.draft.verify_client import VerifyClient, VerifySession
+from dynatree.draft.verify_client import Answer, VerifyClient, VerifySession
 from dynatree.v1 import draft_pb2, tree_pb2, verify_pb2
 
 
@@ -30,8 +31,30 @@ class GenerationRequest:
     bounded: bool
     sampling: Sampling
     stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
     ignore_eos: bool
+    log_probs: bool
+    trace: bool
     policy: Policy
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A tree that was sent, and the answer to it."""
+
+    growth: Growth
+    commit_seconds: float
+    answer: Answer
+
+    def outcome(self) -> Outcome:
+        """What the policy learns of it."""
+        return Outcome(
+            tree=self.growth.tree,
+            accepted=tuple(self.answer.commit.accepted_nodes),
+            levels=self.growth.levels,
+            draft_seconds=self.growth.seconds + self.commit_seconds,
+            verify_seconds=self.answer.seconds,
+        )
 
 
 @dataclass(frozen=True)
@@ -39,6 +62,7 @@ class _Advance:
     """What the model thread did between two exchanges; no growth after the last commit."""
 
     commit_seconds: float
+    parameters: dict[str, float]
     growth: Growth | None
 
 
@@ -80,37 +104,44 @@ class Generation:
         self, session: DraftSession, stream: VerifySession, opened: verify_pb2.SessionOpened
     ) -> AsyncIterator[draft_pb2.GenerateResponse]:
         commit = opened.commit
-        advancing = self._start_advance(session, commit, 0, opened.max_tree_nodes)
+        last: _Round | None = None
+        advancing = self._start_advance(session, commit, last, opened.max_tree_nodes)
         try:
             while True:
                 yield self._hand_on(commit)
                 advance = await advancing
+                if last is not None and self._request.trace:
+                    yield draft_pb2.GenerateResponse(trace=self._trace(last, advance.parameters))
                 if advance.growth is None or self._text.stopped:
                     break
                 answer = await stream.verify(advance.growth.tree, commit)
                 self._recorder.round(advance.growth, answer, advance.commit_seconds)
+                last = _Round(advance.growth, advance.commit_seconds, answer)
                 commit = answer.commit
-                advancing = self._start_advance(session, commit, len(advance.growth.tree), opened.max_tree_nodes)
+                advancing = self._start_advance(session, commit, last, opened.max_tree_nodes)
         finally:
             advancing.cancel()
         yield self._last_message(commit)
 
     def _start_advance(
-        self, session: DraftSession, commit: verify_pb2.Commit, drafted: int, max_nodes: int
+        self, session: DraftSession, commit: verify_pb2.Commit, last: _Round | None, max_nodes: int
     ) -> asyncio.Future[_Advance]:
         """Commit and grow on the model thread, while the event loop makes text of the commit."""
         remaining = self._request.limit - commit.base_length
+        policy = self._request.policy
 
         def advance() -> _Advance:
             started = time.perf_counter()
             self._drafter.commit(session, commit.token_ids)
-            self._request.policy.observe(drafted, len(commit.accepted_nodes))
+            if last is not None:
+                policy.observe(last.outcome())
             commit_seconds = time.perf_counter() - started
+            parameters = policy.parameters() if self._request.trace else {}
             if commit.finish_reason:
-                return _Advance(commit_seconds, None)
+                return _Advance(commit_seconds, parameters, None)
             # the deepest useful node is the one before the last token, which is the target's own in any case
-            growth = self._drafter.grow(session, self._request.policy, remaining - 1, max_nodes)
-            return _Advance(commit_seconds, growth)
+            growth = self._drafter.grow(session, policy, remaining - 1, max_nodes)
+            return _Advance(commit_seconds, parameters, growth)
 
         return self._thread.run(advance)
 
@@ -120,7 +151,30 @@ class Generation:
         if commit.next_round > 0:
             self._recorder.part("detokenize", time.perf_counter() - started)
         self._recorder.count(len(token_ids))
-        return draft_pb2.GenerateResponse(text=text, token_ids=token_ids)
+        return draft_pb2.GenerateResponse(text=text, token_ids=token_ids, log_probs=commit.log_probs[: len(token_ids)])
+
+    def _trace(self, last: _Round, parameters: dict[str, float]) -> draft_pb2.RoundTrace:
+        tree, commit = last.growth.tree, last.answer.commit
+        outcome = last.outcome()
+        tokenizer = self._drafter.engine.tokenizer
+
+        def texts(token_ids: Iterable[int]) -> list[str]:
+            return [str(tokenizer.decode([token])) for token in token_ids]
+
+        return draft_pb2.RoundTrace(
+            round=commit.next_round - 1,
+            base_length=commit.base_length - len(commit.token_ids),
+            token_ids=tree.token_ids,
+            parents=tree.parents,
+            probabilities=[math.exp(log_prob) for log_prob in tree.log_probs],
+            texts=texts(tree.token_ids),
+            accepted_nodes=commit.accepted_nodes,
+            committed_ids=commit.token_ids,
+            committed_texts=texts(commit.token_ids),
+            parameters=parameters,
+            draft_seconds=outcome.draft_seconds,
+            verify_seconds=outcome.verify_seconds,
+        )
 
     def _last_message(self, commit: verify_pb2.Commit) -> draft_pb2.GenerateResponse:
         request = self._request
@@ -141,6 +195,8 @@ class Generation:
             ignore_eos=request.ignore_eos,
             sampling=request.sampling.to_pb(),
             draft=self._drafter.engine.info,
+            stop_token_ids=request.stop_token_ids,
+            log_probs=request.log_probs,
         )
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from dynatree.common.tree import ROOT, TokenTree
+from dynatree.common.tree import ROOT, Candidates, TokenTree
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A token that may follow a node, with the draft's natural log-probability of it there."""
+    """A token that may follow a node, with the draft's natural log-probability that the target chooses it there."""
 
     token: int
     log_prob: float
@@ -21,12 +22,14 @@ class TrieNode:
     """What the draft model knows of one token in its context; kept across rounds for as long as the context stands.
 
     `slot` is its place in the session's arena row and `proposals` its likeliest continuations, best first; both are set
-    by the forward that reads the token. `children` are the continuations that some tree has used.
+    by the forward that reads the token. Where continuations are drawn, `proposals` are in the order of the draws and
+    `candidates` is what they were drawn from. `children` are the continuations that some tree has used.
     """
 
     token: int
     slot: int | None = None
     proposals: tuple[Proposal, ...] | None = None
+    candidates: Candidates | None = None
     children: dict[int, TrieNode] = field(default_factory=dict)
 
     def child(self, token: int) -> TrieNode:
@@ -45,15 +48,36 @@ class GrowingTree:
     """The tree of one round: nodes by index in the order in which they were added, `ROOT` for the root.
 
     A policy reads it and adds to it; see `dynatree.draft.policies.Policy`.
+
+    Attributes:
+        context: The committed tokens, the root last.
+        max_nodes: The largest tree that may be sent.
+        max_depth: The deepest node that may be sent.
+        drawn: Whether continuations are random draws, which nothing may keep or leave out for the token they carry.
     """
 
-    def __init__(self, root: TrieNode) -> None:
+    def __init__(
+        self,
+        root: TrieNode,
+        context: Sequence[int],
+        *,
+        max_nodes: int = 256,
+        max_depth: int = 256,
+        drawn: bool = False,
+    ) -> None:
+        self.context = context
+        self.max_nodes = max_nodes
+        self.max_depth = max_depth
+        self.drawn = drawn
         self._root = root
         self._nodes: list[TrieNode] = []
         self._parents: list[int] = []
         self._depths: list[int] = []
         self._log_probs: list[float] = []
         self._path_log_probs: list[float] = []
+        self._values: list[float] = []
+        self._spent: dict[int, float] = {}  # by node: the probability of the children that it has
+        self._edges: set[tuple[int, int]] = set()
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -61,6 +85,10 @@ class GrowingTree:
     def node(self, index: int) -> TrieNode:
         """What the draft model knows of a node."""
         return self._root if index == ROOT else self._nodes[index]
+
+    def parent(self, index: int) -> int:
+        """The node above a node."""
+        return self._parents[index]
 
     def depth(self, index: int) -> int:
         """A node's distance from the root, d(u) in DynaTree section 3.3."""
@@ -70,30 +98,75 @@ class GrowingTree:
         """The cumulative log-probability of a node, log p(u) in DynaTree section 3.3; 0 for the root."""
         return 0.0 if index == ROOT else self._path_log_probs[index]
 
+    def value(self, index: int) -> float:
+        """What a node is expected to add to the accepted length, as far as a policy may know it.
+
+        Its path probability (DySpec appendix D.1, equation 12), or where continuations are drawn, the probability that
+        verification comes to this draw: its parent's path, and none of its earlier siblings (DySpec Algorithm 1).
+        Never above its parent's or its earlier siblings', so the best n nodes are always a tree.
+        """
+        return self._values[index]
+
+    def next_value(self, parent: int, log_prob: float) -> float:
+        """The `value` that the next child of a node would have."""
+        path = self.path_log_prob(parent)
+        if self.drawn:
+            return math.exp(path) * max(0.0, 1.0 - self._spent.get(parent, 0.0))
+        return math.exp(path + log_prob)
+
     def proposals(self, index: int) -> tuple[Proposal, ...]:
-        """The likeliest continuations of an expanded node, best first."""
+        """The likeliest continuations of an expanded node, best first; or the draws, in their order."""
         proposals = self.node(index).proposals
         assert proposals is not None, "the growth loop expands a node before a policy sees it"
         return proposals
 
+    def confidence(self, index: int) -> float:
+        """The highest next-token probability after an expanded node, c(u) in DynaTree section 3.3."""
+        candidates = self.node(index).candidates
+        if candidates is not None:
+            return max(candidates.probs)
+        return math.exp(max(proposal.log_prob for proposal in self.proposals(index)))
+
+    def has_child(self, parent: int, token: int) -> bool:
+        """Whether a node already has a child that carries a token."""
+        return (parent, token) in self._edges
+
     def add(self, parent: int, proposal: Proposal) -> int:
         """Add a child below a node; returns its index."""
+        value = self.next_value(parent, proposal.log_prob)
+        self._values.append(value if parent == ROOT else min(value, self._values[parent]))  # rounding, not rule
         self._nodes.append(self.node(parent).child(proposal.token))
         self._parents.append(parent)
         self._depths.append(self.depth(parent) + 1)
         self._log_probs.append(proposal.log_prob)
         self._path_log_probs.append(self.path_log_prob(parent) + proposal.log_prob)
+        self._edges.add((parent, proposal.token))
+        self._spent[parent] = self._spent.get(parent, 0.0) + math.exp(proposal.log_prob)
         return len(self._nodes) - 1
 
-    def ancestors(self, index: int) -> Iterator[TrieNode]:
-        """The nodes above a node, the root left out."""
-        while (index := self._parents[index]) != ROOT:
-            yield self._nodes[index]
+    def path(self, index: int) -> list[TrieNode]:
+        """The nodes from a node up to the root, the root left out."""
+        path = []
+        while index != ROOT:
+            path.append(self._nodes[index])
+            index = self._parents[index]
+        return path
 
-    def freeze(self, max_nodes: int) -> TokenTree:
-        """The immutable tree to send: the first `max_nodes` nodes, which are a tree since parents are added first."""
+    def freeze(self, nodes: Sequence[int]) -> TokenTree:
+        """The immutable tree to send: these nodes, parents first, as far as the limits allow."""
+        sent = [node for node in nodes if self._depths[node] <= self.max_depth][: self.max_nodes]
+        index = {ROOT: ROOT} | {node: place for place, node in enumerate(sent)}
+        parents = tuple(index[self._parents[node]] for node in sent)
         return TokenTree(
-            token_ids=tuple(node.token for node in self._nodes[:max_nodes]),
-            parents=tuple(self._parents[:max_nodes]),
-            log_probs=tuple(self._log_probs[:max_nodes]),
+            token_ids=tuple(self._nodes[node].token for node in sent),
+            parents=parents,
+            log_probs=tuple(self._log_probs[node] for node in sent),
+            candidates=self._candidates(sent, set(parents)) if self.drawn and sent else (),
+        )
+
+    def _candidates(self, sent: Sequence[int], parents: set[int]) -> tuple[Candidates | None, ...]:
+        """What the children of the root and of each sent node were drawn from; None where none is sent."""
+        return tuple(
+            self.node(node).candidates if place in parents else None
+            for place, node in enumerate((ROOT, *sent), start=ROOT)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -14,9 +14,10 @@ from dynatree.common.model_info import token_limit
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import check_token_ids
+from dynatree.draft.costs import Costs
 from dynatree.draft.drafter import Drafter
 from dynatree.draft.generation import Generation, GenerationRequest
-from dynatree.draft.policies import create_policy, policy_names
+from dynatree.draft.policies import create_policy, policies_that_take_draws, policy_names
 from dynatree.draft.verify_client import VerifyClient
 from dynatree.v1 import draft_pb2, draft_pb2_grpc, tree_pb2
 
@@ -24,6 +25,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MAX_COMPLETIONS = 64
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._verify = verify
         self._target = target
         self._default_policy = default_policy
+        self._costs = Costs()
 
     async def GetModelInfo(  # noqa: N802
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
@@ -65,31 +68,49 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     async def Generate(  # noqa: N802
         self, request: draft_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[draft_pb2.GenerateResponse]:
-        """One completion."""
-        generation = Generation(await self._checked(request), self._drafter, self._thread, self._verify)
-        async for response in generation.run(timeout=context.time_remaining()):
-            yield response
+        """One completion after the other."""
+        count = _count(request)
+        _check_stop(request.stop)
+        prompt_ids = await self._prompt_ids(request)
+        seed = request.sampling.seed if request.sampling.HasField("seed") else secrets.randbits(63)
+        for index in range(count):
+            checked = self._checked(request, prompt_ids, (seed + index) % 2**64)
+            generation = Generation(checked, self._drafter, self._thread, self._verify)
+            async for response in generation.run(timeout=context.time_remaining()):
+                response.index = index
+                yield response
 
-    async def _checked(self, message: draft_pb2.GenerateRequest) -> GenerationRequest:
-        _check_stop(message.stop)
-        prompt_ids = await self._prompt_ids(message)
+    def _checked(self, message: draft_pb2.GenerateRequest, prompt_ids: tuple[int, ...], seed: int) -> GenerationRequest:
         new_tokens = message.max_new_tokens if message.HasField("max_new_tokens") else None
         limit = token_limit(len(prompt_ids), new_tokens, self._target)
         if new_tokens is not None:
             token_limit(len(prompt_ids), new_tokens, self._drafter.engine.info)
         check_token_ids(prompt_ids, self._target.vocab_size, "token_ids")
         check_token_ids(prompt_ids, self._drafter.engine.info.vocab_size, "token_ids")
+        check_token_ids(message.stop_token_ids, self._target.vocab_size, "stop_token_ids")
+        sampling = Sampling.from_pb(message.sampling, vocab_size=self._target.vocab_size, default_seed=seed)
+        name = message.policy.name or self._default_policy.name
+        policy = create_policy(
+            name,
+            {**self._inherited_settings(message.policy.name), **message.policy.settings},
+            self._costs,
+        )
+        if sampling.residual and not policy.takes_draws:
+            raise InvalidArgumentError(
+                f"policy {name} chooses nodes by their tokens, which scheme residual does not allow; "
+                f"expected one of {', '.join(policies_that_take_draws())}"
+            )
         return GenerationRequest(
             prompt_ids=prompt_ids,
             limit=limit,
             bounded=new_tokens is not None,
-            sampling=Sampling.from_pb(message.sampling, default_seed=secrets.randbits(63)),
+            sampling=replace(sampling, seed=seed),
             stop=tuple(message.stop),
+            stop_token_ids=tuple(message.stop_token_ids),
             ignore_eos=message.ignore_eos,
-            policy=create_policy(
-                message.policy.name or self._default_policy.name,
-                {**self._inherited_settings(message.policy.name), **message.policy.settings},
-            ),
+            log_probs=message.log_probs,
+            trace=message.trace,
+            policy=policy,
         )
 
     def _inherited_settings(self, policy: str) -> dict[str, float]:
@@ -110,6 +131,13 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._drafter.engine.tokenizer(text, verbose=False)["input_ids"])
+
+
+def _count(message: draft_pb2.GenerateRequest) -> int:
+    count = message.n if message.HasField("n") else 1
+    if not 1 <= count <= MAX_COMPLETIONS:
+        raise InvalidArgumentError(f"n is {count}, expected a number in [1, {MAX_COMPLETIONS}]")
+    return count
 
 
 def _check_stop(stops: Sequence[str]) -> None:

@@ -23,6 +23,9 @@ class Recorder:
     round_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    levels: int = 0  # summed depths of the trees
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
     reached: list[int] = field(default_factory=list)  # rounds whose tree reached depth i + 1
     survived: list[int] = field(default_factory=list)  # rounds whose accepted path reached depth i + 1
     parts: dict[str, list[float]] = field(default_factory=dict)
@@ -40,6 +43,9 @@ class Recorder:
         self.round_tokens += len(commit.token_ids)
         self.drafted += len(growth.tree)
         self.accepted += len(commit.accepted_nodes)
+        self.levels += growth.tree.depth
+        self.draft_seconds += growth.seconds + draft_commit_seconds
+        self.verify_seconds += commit.timings.total_seconds
         self._depths(growth.tree, len(commit.accepted_nodes))
         times = {
             "draft_forward": growth.forward_seconds,
@@ -77,6 +83,10 @@ class Recorder:
                 for name, times in self.parts.items()
             ],
             seed=seed,
+            committed_per_level=_ratio(self.round_tokens, self.levels),
+            draft_seconds=self.draft_seconds,
+            wire_seconds=sum(self.parts.get("wire", ())),
+            verify_seconds=self.verify_seconds,
         )
 
     def _depths(self, tree: TokenTree, accepted: int) -> None:

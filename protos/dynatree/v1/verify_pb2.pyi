@@ -26,18 +26,22 @@ class VerifyRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[OpenSession, _Mapping]] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("prompt_ids", "max_new_tokens", "ignore_eos", "sampling", "draft")
+    __slots__ = ("prompt_ids", "max_new_tokens", "ignore_eos", "sampling", "draft", "stop_token_ids", "log_probs")
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     max_new_tokens: int
     ignore_eos: bool
     sampling: _tree_pb2.SamplingOptions
     draft: _tree_pb2.ModelInfo
-    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: bool = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., draft: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ...) -> None: ...
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    log_probs: bool
+    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: bool = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., draft: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., log_probs: bool = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("opened", "commit")
@@ -60,7 +64,7 @@ class SessionOpened(_message.Message):
     def __init__(self, max_tree_nodes: _Optional[int] = ..., context_length: _Optional[int] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("next_round", "base_length", "token_ids", "accepted_nodes", "acceptance", "timings", "finish_reason")
+    __slots__ = ("next_round", "base_length", "token_ids", "accepted_nodes", "acceptance", "timings", "finish_reason", "log_probs")
     NEXT_ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +72,7 @@ class Commit(_message.Message):
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     next_round: int
     base_length: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -75,7 +80,8 @@ class Commit(_message.Message):
     acceptance: AcceptanceStatistics
     timings: VerifyTimings
     finish_reason: _tree_pb2.FinishReason
-    def __init__(self, next_round: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., acceptance: _Optional[_Union[AcceptanceStatistics, _Mapping]] = ..., timings: _Optional[_Union[VerifyTimings, _Mapping]] = ..., finish_reason: _Optional[_Union[_tree_pb2.FinishReason, str]] = ...) -> None: ...
+    log_probs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, next_round: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., acceptance: _Optional[_Union[AcceptanceStatistics, _Mapping]] = ..., timings: _Optional[_Union[VerifyTimings, _Mapping]] = ..., finish_reason: _Optional[_Union[_tree_pb2.FinishReason, str]] = ..., log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class AcceptanceStatistics(_message.Message):
     __slots__ = ("drafted", "accepted", "tree_depth")

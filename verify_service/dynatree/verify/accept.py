@@ -19,12 +19,13 @@ class Verdict:
 
     `accepted` are the nodes on the accepted path, from the root down. `token_ids` are their tokens and, where the round
     was not cut short, the target's own choice after the last of them (the bonus token). `finish_reason` is set where
-    the session ends here.
+    the session ends here. `log_probs` has one entry for each token where the request asked for them.
     """
 
     accepted: tuple[int, ...]
     token_ids: tuple[int, ...]
     finish_reason: tree_pb2.FinishReason = tree_pb2.FINISH_REASON_UNSPECIFIED
+    log_probs: tuple[float, ...] = ()
 
 
 def accept(tree: TokenTree, choices: Sequence[int]) -> Verdict:

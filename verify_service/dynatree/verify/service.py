@@ -132,4 +132,5 @@ def _commit_to_pb(
             total_seconds=time.perf_counter() - arrival,
         ),
         finish_reason=verdict.finish_reason,
+        log_probs=verdict.log_probs,
     )

@@ -20,6 +20,7 @@ class SessionRequest:
     limit: int
     end_tokens: frozenset[int]
     sampling: Sampling
+    log_probs: bool = False
 
     @classmethod
     def from_pb(
@@ -42,11 +43,13 @@ class SessionRequest:
         new_tokens = message.max_new_tokens if message.HasField("max_new_tokens") else None
         limit = token_limit(len(message.prompt_ids), new_tokens, target)
         check_token_ids(message.prompt_ids, target.vocab_size, "prompt_ids")
+        check_token_ids(message.stop_token_ids, target.vocab_size, "stop_token_ids")
         return cls(
             prompt_ids=tuple(message.prompt_ids),
             limit=limit,
-            end_tokens=frozenset() if message.ignore_eos else end_tokens,
-            sampling=Sampling.from_pb(message.sampling, default_seed=default_seed),
+            end_tokens=frozenset(message.stop_token_ids) | (frozenset() if message.ignore_eos else end_tokens),
+            sampling=Sampling.from_pb(message.sampling, vocab_size=target.vocab_size, default_seed=default_seed),
+            log_probs=message.log_probs,
         )
 
 
@@ -60,10 +63,19 @@ class Session:
 
     row: int
     request: SessionRequest
-    length: int
-    pending: int
+    committed: list[int]
     round: int = 0
     finished: bool = False
+
+    @property
+    def length(self) -> int:
+        """Committed tokens, prompt included."""
+        return len(self.committed)
+
+    @property
+    def pending(self) -> int:
+        """The last committed token."""
+        return self.committed[-1]
 
     @property
     def remaining(self) -> int:
@@ -86,10 +98,15 @@ class Session:
             raise FailedPreconditionError(f"the tree is for round {tree.round}, expected round {self.round}")
         if tree.base_length != self.length:
             raise FailedPreconditionError(f"the tree's base_length is {tree.base_length}, expected {self.length}")
-        return TokenTree.from_pb(tree, max_nodes=max_nodes, max_depth=self.remaining, vocab_size=vocab_size)
+        checked = TokenTree.from_pb(tree, max_nodes=max_nodes, max_depth=self.remaining, vocab_size=vocab_size)
+        if bool(checked) and bool(checked.candidates) != self.request.sampling.residual:
+            raise InvalidArgumentError(
+                "a tree carries draft distributions (candidate_counts, candidate_ids, candidate_probs) when, and only "
+                "when, the session samples by SAMPLING_SCHEME_RESIDUAL"
+            )
+        return checked
 
     def commit(self, token_ids: Sequence[int], finished: bool) -> None:
         """Append committed tokens; the last becomes the next root."""
-        self.length += len(token_ids)
-        self.pending = token_ids[-1]
+        self.committed.extend(token_ids)
         self.finished = finished

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from dynatree.common.engine import Engine, Segment
 from dynatree.common.errors import ServiceBusyError
-from dynatree.common.sampling import choose
+from dynatree.common.sampling import Histories, Stream, adjusted, choose, random_generator, warped
 from dynatree.common.tree import TokenTree
 from dynatree.v1 import tree_pb2
 from dynatree.verify.accept import Verdict, accept, cut
+from dynatree.verify.residual import Distribution, accept_residual
 from dynatree.verify.session import Session, SessionRequest
 
 
@@ -53,7 +56,7 @@ class Verifier:
             raise ServiceBusyError("every session of the verify service is in use; try again later")
         try:
             prompt = request.prompt_ids
-            session = Session(row, request, length=len(prompt), pending=prompt[-1])
+            session = Session(row, request, list(prompt))
             started = time.perf_counter()
             segment = Segment(row, 0, prompt, range(len(prompt)), keep=[len(prompt) - 1])
             (logits,) = self.engine.forward([segment])
@@ -103,7 +106,41 @@ def _segment(session: Session, tree: TokenTree) -> Segment:
 
 
 def _judge(session: Session, tree: TokenTree, logits: Tensor) -> Verdict:
-    """The target's choices after the root and after each node, walked and cut."""
-    positions = [session.length, *(session.length + depth for depth in tree.depths)]
-    choices = choose(logits, positions, session.request.sampling)
-    return cut(accept(tree, choices), session.remaining, session.request.end_tokens)
+    """What the round commits, given the logits after the root and after each node `[1 + nodes, vocabulary]`."""
+    request = session.request
+    if request.sampling.residual:
+        verdict = _accept_residual(session, tree, logits)
+    else:
+        positions = [session.length, *(session.length + depth for depth in tree.depths)]
+        histories = _histories(session, tree, range(-1, len(tree)))
+        verdict = accept(tree, choose(logits, positions, request.sampling, histories))
+    verdict = cut(verdict, session.remaining, request.end_tokens)
+    return replace(verdict, log_probs=_log_probs(verdict, logits)) if request.log_probs else verdict
+
+
+def _accept_residual(session: Session, tree: TokenTree, logits: Tensor) -> Verdict:
+    sampling = session.request.sampling
+
+    def target(node: int) -> Distribution:
+        rows = adjusted(logits[node + 1 : node + 2], sampling, _histories(session, tree, [node]))
+        distribution: Distribution = warped(rows, sampling)[0].double().softmax(-1).cpu().numpy()
+        return distribution
+
+    def random(depth: int) -> np.random.Generator:
+        return random_generator(sampling.seed, session.length + depth - 1, Stream.RESIDUAL)
+
+    return accept_residual(tree, target, random)
+
+
+def _histories(session: Session, tree: TokenTree, nodes: Iterable[int]) -> Histories | None:
+    """The tokens before the choice after each node, where the options ask for them."""
+    if not session.request.sampling.needs_history:
+        return None
+    return Histories(session.committed, [[tree.token_ids[n] for n in tree.path(node)] for node in nodes])
+
+
+def _log_probs(verdict: Verdict, logits: Tensor) -> tuple[float, ...]:
+    """The committed tokens' natural log-probabilities under the target's own softmax."""
+    rows = [0, *(node + 1 for node in verdict.accepted)][: len(verdict.token_ids)]
+    chosen = torch.tensor(verdict.token_ids, device=logits.device)[:, None]
+    return tuple(logits[rows].float().log_softmax(-1).gather(-1, chosen)[:, 0].tolist())

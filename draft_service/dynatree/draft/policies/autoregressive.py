@@ -18,6 +18,7 @@ class Autoregressive(Policy):
     """Plain decoding, through the same services: the baseline of every speedup."""
 
     breadth = 0
+    takes_draws = True
 
     def __init__(self, settings: AutoregressiveSettings) -> None:
         pass

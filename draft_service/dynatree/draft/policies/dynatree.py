@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.draft.growing_tree import GrowingTree
 from dynatree.draft.history import HistoryController
-from dynatree.draft.policies.base import LevelPolicy, check_range
+from dynatree.draft.policies.base import LevelPolicy, Outcome, check_range
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,9 @@ class DynaTreeSettings:
 
     The paper leaves the steps eta_D and eta_h open. Ours move D_0 by at most 0.35 and tau_h by at most 0.035 a round at
     zero acceptance: a window of ten such rounds crosses the whole range of D_0, and no single round does.
+
+    Each component can be switched off (section 4.5): without `dynamic_breadth` every node gets `breadth_mid` children,
+    without `dynamic_depth` every node above depth D_0 is expanded, and without `history` nothing is adapted.
     """
 
     tau_high: float = 0.9
@@ -34,6 +37,9 @@ class DynaTreeSettings:
     target_acceptance: float = 0.7
     depth_step: float = 0.5
     tau_step: float = 0.05
+    dynamic_breadth: bool = True
+    dynamic_depth: bool = True
+    history: bool = True
 
     def __post_init__(self) -> None:
         for name in ("tau_high", "tau_low", "rho_stop", "rho_deep", "target_acceptance"):
@@ -79,7 +85,9 @@ class DynaTree(LevelPolicy):
 
     def children_of(self, tree: GrowingTree, node: int) -> int:
         """B(u): fewer children where the draft is surer, judged by c(u), its highest next-token probability."""
-        confidence = math.exp(max(proposal.log_prob for proposal in tree.proposals(node)))
+        if not self._settings.dynamic_breadth:
+            return self._settings.breadth_mid
+        confidence = tree.confidence(node)
         if confidence >= self.history.tau_high:
             return self._settings.breadth_min
         if confidence >= self._settings.tau_low:
@@ -89,6 +97,8 @@ class DynaTree(LevelPolicy):
     def expands(self, tree: GrowingTree, node: int) -> bool:
         """d(u) < D_max, p(u) >= rho_stop, and d(u) < D_0 or p(u) > rho_deep."""
         depth, path = tree.depth(node), tree.path_log_prob(node)
+        if not self._settings.dynamic_depth:
+            return depth < self.history.base_depth
         if depth >= self._settings.max_depth or path < self._log_stop:
             return False
         return depth < self.history.base_depth or path > self._log_deep
@@ -97,9 +107,14 @@ class DynaTree(LevelPolicy):
         """Prune every leaf with p(u) < tau."""
         return path_log_prob >= self._log_tau
 
-    def observe(self, drafted: int, accepted: int) -> None:
+    def observe(self, outcome: Outcome) -> None:
         """History adaptation."""
-        self.history.observe(drafted, accepted)
+        if self._settings.history:
+            self.history.observe(len(outcome.tree), len(outcome.accepted))
+
+    def parameters(self) -> dict[str, float]:
+        """D_0 and tau_h."""
+        return {"base_depth": self.history.base_depth, "tau_high": self.history.tau_high}
 
 
 def _check_order(low_name: str, low: float, high_name: str, high: float) -> None:

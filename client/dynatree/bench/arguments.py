@@ -1,0 +1,160 @@
+"""The command lines of `dynatree bench`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from dynatree.bench.methods import parse_method
+from dynatree.client import SamplingScheme
+
+EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A kind of measurement: its help, its temperatures, and which options it has besides those that all have."""
+
+    help: str
+    temperatures: tuple[float, ...]
+    takes_policies: bool = False
+    takes_scheme: bool = True
+    takes_repetitions: bool = True
+
+
+MEASUREMENTS = {
+    "compare": Measurement("policies against plain decoding", (0.0, 0.7), takes_policies=True),
+    "ablation": Measurement("what each component of DynaTree adds: its Tables 4 and 3", (0.0,)),
+    "coupling": Measurement(
+        "tokens per round by sampling scheme: gumbel, independent, residual",
+        (0.7, 1.0),
+        takes_policies=True,
+        takes_scheme=False,
+    ),
+    "ranks": Measurement(
+        "how often the target chooses the draft's first, second ... guess", (0.0,), takes_repetitions=False
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommands."""
+    subparsers = parser.add_subparsers(metavar="MEASUREMENT", dest="measurement", required=True)
+    for name, measurement in MEASUREMENTS.items():
+        subparser = subparsers.add_parser(name, help=measurement.help, description=measurement.help, allow_abbrev=False)
+        subparser.set_defaults(usage_error=subparser.error)
+        _add_services(subparser)
+        _add_prompts(subparser)
+        _add_runs(subparser, measurement)
+    help_line = "print the tables of a saved measurement"
+    show = subparsers.add_parser("show", help=help_line, description=help_line, allow_abbrev=False)
+    show.add_argument("file", type=Path, metavar="FILE", help="what --out wrote")
+
+
+def _add_services(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "models", "both services are started for the measurement, unless --server names one that runs"
+    )
+    group.add_argument("--server", metavar="ADDR", help="measure this draft service: host:port or unix:PATH")
+    group.add_argument(
+        "--target-model",
+        default=EMBEDDED,
+        metavar="embedded|PATH|HUB_ID",
+        help="with --server, only its tokenizer is loaded (default: embedded)",
+    )
+    group.add_argument("--draft-model", metavar="embedded|PATH|HUB_ID", help="default: embedded")
+    group.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], help="default: the checkpoint's")
+    group.add_argument("--device", help="torch device (default: a GPU if any)")
+    group.add_argument("--threads", type=_at_least(1), metavar="N", help="CPU threads of each model")
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompts")
+    group.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="a text, or JSON Lines; UTF-8")
+    group.add_argument(
+        "--prompts-format", default="auto", choices=["auto", "text", "jsonl"], help="default: by the file's name"
+    )
+    group.add_argument("--field", metavar="NAME", help="where the prompt is in a line of JSON (default: found out)")
+    group.add_argument("--count", type=_at_least(1), default=10, metavar="N", help="prompts (default: %(default)s)")
+    group.add_argument(
+        "--prompt-tokens",
+        type=_at_least(1),
+        default=128,
+        metavar="N",
+        help="length of a text's prompts, and the longest of JSON Lines (default: %(default)s)",
+    )
+
+
+def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None:
+    group = parser.add_argument_group("runs")
+    group.add_argument(
+        "--max-new-tokens",
+        type=_at_least(2),
+        default=100,
+        metavar="N",
+        help="tokens of each completion, whose end of sequence is ignored (default: %(default)s)",
+    )
+    if measurement.takes_policies:
+        group.add_argument(
+            "--policy",
+            dest="policies",
+            type=parse_method,
+            action="append",
+            metavar="NAME[:set=value,...]",
+            help="may be repeated (default: "
+            + ("every policy of the server)" if measurement.takes_scheme else "linear, fixed, dynatree and dyspec)"),
+        )
+    group.add_argument(
+        "--temperature",
+        dest="temperatures",
+        type=_temperature,
+        action="append",
+        metavar="T",
+        help="may be repeated (default: " + " and ".join(f"{each:g}" for each in measurement.temperatures) + ")",
+    )
+    group.add_argument(
+        "--seed", type=_at_least(0), default=0, metavar="S", help="of the first prompt; grows by 1 with each"
+    )
+    if measurement.takes_scheme:
+        group.add_argument(
+            "--scheme",
+            default="gumbel",
+            choices=get_args(SamplingScheme),
+            help="how draft and target draw (default: %(default)s)",
+        )
+    if measurement.takes_repetitions:
+        group.add_argument(
+            "--repetitions", type=_at_least(1), default=1, metavar="R", help="of every run (default: %(default)s)"
+        )
+        group.add_argument(
+            "--warmup", type=_at_least(0), default=1, metavar="W", help="runs that do not count (default: %(default)s)"
+        )
+    group.add_argument("--out", type=Path, metavar="FILE.json", help="keep the measurement; `show` prints it again")
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    """An argparse type: a whole number of at least `least`."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return number
+
+    return parse
+
+
+def _temperature(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature, 0 or more")
+    return number

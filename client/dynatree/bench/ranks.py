@@ -1,0 +1,51 @@
+"""Acceptance by rank: how often the target chooses the draft's first, second ... guess (Sequoia, section 4.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TypedDict
+
+from dynatree.client import RoundTrace
+
+_ROOT = -1
+
+
+class RankCounts(TypedDict):
+    """How often guesses were tried, and how often the one of each rank was the target's choice, best rank first."""
+
+    trials: int
+    hits: list[int]
+
+
+def count_ranks(rounds: Iterable[RoundTrace], ranks: int) -> RankCounts:
+    """Count what became of the children of the root and of every accepted node.
+
+    A node's rank is its place among its siblings, whose order is the draft's own, best first. The token that a round
+    commits after its accepted path is the target's own, and no guess at it was tried.
+    """
+    counts = RankCounts(trials=0, hits=[0] * ranks)
+    for each in rounds:
+        accepted = set(each.accepted_nodes)
+        for parent in (_ROOT, *each.accepted_nodes):
+            children = [node for node, above in enumerate(each.parents) if above == parent]
+            counts["trials"] += bool(children)
+            for rank, node in enumerate(children[:ranks]):
+                counts["hits"][rank] += node in accepted
+    return counts
+
+
+def add_ranks(counts: Sequence[RankCounts]) -> RankCounts:
+    """The sum of several runs' counts."""
+    hits = [sum(column) for column in zip(*(each["hits"] for each in counts), strict=True)]
+    return RankCounts(trials=sum(each["trials"] for each in counts), hits=hits)
+
+
+def sequoia_settings(counts: RankCounts) -> dict[str, float]:
+    """The settings p1, p2 ... of policy `sequoia`: p_k = hits of rank k / trials.
+
+    Rounded down to four decimals, so that they never sum to more than 1.
+    """
+    return {
+        f"p{rank}": math.floor(1e4 * hits / counts["trials"]) / 1e4 for rank, hits in enumerate(counts["hits"], start=1)
+    }

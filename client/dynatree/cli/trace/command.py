@@ -1,0 +1,31 @@
+"""The command: a trace in, a page out."""
+
+import argparse
+from pathlib import Path
+
+from dynatree.cli.trace.page import build_page
+from dynatree.cli.trace.rounds import read_rounds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("file", metavar="FILE", type=Path, help="the trace: one JSON object per line and round")
+    parser.add_argument(
+        "--html", metavar="OUT", type=Path, required=True, help="the page to write; it works without a network"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Draw the trace; the exit status.
+
+    Raises:
+        SystemExit: The trace cannot be read, is not a trace, or the page cannot be written.
+    """
+    page = build_page(options.file.name, read_rounds(options.file))
+    if options.html.exists() and options.html.samefile(options.file):
+        raise SystemExit(f"{options.html} is the trace itself; the page needs a file of its own")
+    try:
+        options.html.write_text(page, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise SystemExit(f"{options.html} cannot be written: {error.strerror}") from None
+    return 0

@@ -1,0 +1,47 @@
+"""Where the last tokens of a sequence stood before: prompt lookup (Saxena 2023; LLMA, Yang et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class NGramIndex:
+    """The places of every n-gram of a growing sequence, for n from `shortest` to `longest`."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._lengths = range(longest, shortest - 1, -1)
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        self._indexed = 0
+
+    def continuations(self, tokens: Sequence[int], depth: int, count: int) -> list[tuple[int, list[int]]]:
+        """What followed the last tokens where they stood before: longest match first, then the most recent.
+
+        Args:
+            tokens: The whole sequence; what it began with at the last call has not changed.
+            depth: The length of a continuation. One that runs into the end of the sequence goes on from its own
+                beginning, as a loop would.
+            count: At most so many, each with another first token.
+
+        Returns:
+            The length of the match, and the tokens, for each.
+        """
+        self._extend(tokens)
+        found: dict[int, tuple[int, list[int]]] = {}
+        for length in self._lengths:
+            if length >= len(tokens):
+                continue
+            for end in reversed(self._ends.get(tuple(tokens[len(tokens) - length :]), ())):
+                if len(found) == count:
+                    return list(found.values())
+                if tokens[end] not in found:
+                    period = len(tokens) - end
+                    found[tokens[end]] = (length, [tokens[end + i % period] for i in range(depth)])
+        return list(found.values())
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        """Index the n-grams that end before the last token: each has a token after it."""
+        for end in range(max(self._indexed, 1), len(tokens)):
+            for length in self._lengths:
+                if length <= end:
+                    self._ends.setdefault(tuple(tokens[end - length : end]), []).append(end)
+        self._indexed = max(self._indexed, len(tokens))

@@ -1,0 +1,79 @@
+"""N-gram and model candidates in one tree, under one budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dynatree.common.tree import ROOT
+from dynatree.draft.growing_tree import GrowingTree, Proposal
+from dynatree.draft.policies.base import Outcome, check_range
+from dynatree.draft.policies.dyspec import BestFirst
+from dynatree.draft.policies.ngram import Lookup, NGramSettings
+
+
+@dataclass(frozen=True)
+class HybridSettings:
+    """The node budget, the limits of the model's part as in `dyspec`, and the n-grams as in `ngram`."""
+
+    max_nodes: int = 32
+    max_depth: int = 8
+    breadth: int = 8
+    longest: int = 4
+    shortest: int = 2
+    ngram_depth: int = 24
+    branches: int = 2
+
+    def __post_init__(self) -> None:
+        check_range("max_nodes", self.max_nodes, 1, 256)
+        check_range("max_depth", self.max_depth, 1, 64)
+        check_range("breadth", self.breadth, 1, 64)
+        check_range("ngram_depth", self.ngram_depth, 1, 64)
+        self.ngrams()
+
+    def ngrams(self) -> NGramSettings:
+        """The n-grams' own settings."""
+        return NGramSettings(self.longest, self.shortest, self.ngram_depth, self.branches, self.max_nodes)
+
+
+class Hybrid(BestFirst):
+    """The best nodes of both sources; where both propose a token, the surer counts.
+
+    A continuation's tokens are as likely as its kind has proved in this session, so long matches in looping text fill
+    the budget, and poor ones leave it to the model.
+    """
+
+    takes_draws = False
+
+    def __init__(self, settings: HybridSettings) -> None:
+        super().__init__(settings.max_nodes, settings.max_depth, settings.breadth)
+        self._lookup = Lookup(settings.ngrams())
+
+    def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
+        """The continuations first, then the best of both."""
+        if ROOT in level:
+            self._add_chains(tree)
+        return super().grow(tree, level)
+
+    def add_children(self, tree: GrowingTree, node: int, bar: float) -> None:
+        """Add the model's proposals that the tree lacks."""
+        for proposal in tree.proposals(node):
+            if tree.next_value(node, proposal.log_prob) <= bar:
+                break
+            if not tree.has_child(node, proposal.token):
+                tree.add(node, proposal)
+
+    def _add_chains(self, tree: GrowingTree) -> None:
+        known = {proposal.token: proposal.log_prob for proposal in tree.proposals(ROOT)}
+        for chain, log_prob in self._lookup.chains(tree.context):
+            node = tree.add(ROOT, Proposal(chain[0], max(log_prob, known.get(chain[0], log_prob))))
+            for token in chain[1 : tree.max_depth]:
+                node = tree.add(node, Proposal(token, log_prob))
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learn how far the continuations were right."""
+        self._lookup.observe(outcome)
+
+    def parameters(self) -> dict[str, float]:
+        """The acceptance of continuations by length of the match."""
+        return self._lookup.rates()

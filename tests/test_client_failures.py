@@ -1,0 +1,380 @@
+"""The client library against a scripted service: every error, waiting, and every way to stop."""
+
+import asyncio
+import pickle
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from fake_draft_service import (  # noqa: F401
+    Fail,
+    FakeDraftService,
+    Hang,
+    client_fixture,
+    generate_async,
+    last,
+    message,
+    service_fixture,
+    serving,
+)
+
+from dynatree.client import (
+    AsyncClient,
+    AsyncCompletionStream,
+    Client,
+    Completion,
+    CompletionStream,
+    DeadlineExceededError,
+    DynaTreeError,
+    InvalidRequestError,
+    ModelMismatchError,
+    RequestCancelledError,
+    ServerBusyError,
+    ServerError,
+    ServerUnavailableError,
+)
+from dynatree.v1 import tree_pb2
+
+ERRORS = {code: ServerError for code in grpc.StatusCode if code is not grpc.StatusCode.OK} | {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequestError,
+    grpc.StatusCode.FAILED_PRECONDITION: ModelMismatchError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ServerBusyError,
+    grpc.StatusCode.UNAVAILABLE: ServerUnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    grpc.StatusCode.CANCELLED: RequestCancelledError,
+}
+
+
+# Errors
+
+
+@pytest.mark.parametrize("code", ERRORS, ids=lambda code: code.name)
+def test_each_code_has_its_error(client: Client, service: FakeDraftService, code: grpc.StatusCode) -> None:
+    service.script = [message("Hé", 1), message("", 2), Fail(code)]
+    for call in (lambda: client.generate("Once"), lambda: generate_async(service)):
+        with pytest.raises(DynaTreeError) as caught:
+            call()
+        error = caught.value
+        assert type(error) is ERRORS[code]
+        assert error.code is code
+        assert "as scripted" in error.details
+        assert "as scripted" in str(error)
+        # Nothing that was received is lost.
+        assert (error.text, error.token_ids) == ("Hé", (1, 2))
+        assert "tokens received: 2" in str(error)
+
+
+def test_errors_of_model_info(client: Client, service: FakeDraftService) -> None:
+    async def run() -> None:
+        async with AsyncClient(service.address) as client:
+            await client.model_info()
+
+    service.info_failure = Fail(grpc.StatusCode.FAILED_PRECONDITION)
+    with pytest.raises(ModelMismatchError):
+        client.model_info()
+    with pytest.raises(ModelMismatchError):
+        asyncio.run(run())
+
+
+def test_messages_before_a_failure_reach_a_slow_reader(client: Client, service: FakeDraftService) -> None:
+    def read(stream: CompletionStream) -> None:
+        for _ in stream:
+            time.sleep(0.05)
+
+    async def read_async(stream: AsyncCompletionStream) -> None:
+        async for _ in stream:
+            await asyncio.sleep(0.05)
+
+    async def run() -> tuple[int, ...]:
+        async with AsyncClient(service.address) as client, client.stream("Once") as stream:
+            with pytest.raises(ServerError):
+                await read_async(stream)
+            return stream.token_ids
+
+    service.script = [*(message(str(i), i) for i in range(5)), Fail(grpc.StatusCode.INTERNAL)]
+    stream = client.stream("Once")
+    with pytest.raises(ServerError) as caught:
+        read(stream)
+    assert caught.value.token_ids == stream.token_ids == (0, 1, 2, 3, 4)
+    assert asyncio.run(run()) == (0, 1, 2, 3, 4)
+    assert list(stream) == []
+
+
+@pytest.mark.parametrize("end", [[], [last(tree_pb2.FINISH_REASON_UNSPECIFIED)]], ids=["none", "unspecified"])
+def test_a_stream_that_ends_wrongly(client: Client, service: FakeDraftService, end: list[Any]) -> None:
+    service.script = [message("Hé", 1), *end]
+    for call in (lambda: client.generate("Once"), lambda: generate_async(service)):
+        with pytest.raises(ServerError) as caught:
+            call()
+        assert (caught.value.text, caught.value.token_ids) == ("Hé", (1,))
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ([message("", 2, index=1), last(index=1)], "ended with 2 of 3 completions"),
+        ([message("", 2, index=1), last(index=1), message("", 3, index=2)], "ended with 2 of 3 completions"),
+        ([message("", 2, index=1), last(index=1), last(index=3)], "completion 3 was not asked for"),
+        ([last(index=1), last(0, index=2), message("", 2, index=1)], "unknown finish reason 0"),
+    ],
+    ids=["one missing", "one without an end", "one too many", "no reason"],
+)
+def test_a_stream_of_several_that_ends_wrongly(
+    client: Client, service: FakeDraftService, script: list[Any], said: str
+) -> None:
+    service.script = [message("Hé", 1), last(), *script]
+    for call in (lambda: client.generate("Once", n=3), lambda: generate_async(service, n=3)):
+        with pytest.raises(ServerError, match=said) as caught:
+            call()
+        assert (caught.value.text, caught.value.token_ids[:2]) == ("Hé", (1, 2))
+
+
+def test_a_completion_that_was_not_asked_for_ends_the_stream(client: Client, service: FakeDraftService) -> None:
+    service.script = [message("Hé", 1), message("no", 2, index=1), Hang()]
+    stream = client.stream("Once")
+    next(stream)
+    with pytest.raises(ServerError, match="completion 1 was not asked for"):
+        next(stream)
+    assert list(stream) == []
+    stream.close()
+    assert service.abandoned.wait(5)
+
+
+def test_an_error_carries_what_came_of_all_completions(client: Client, service: FakeDraftService) -> None:
+    service.script = [message("Hé", 1), last(), message("llo", 2, index=1), Fail(grpc.StatusCode.INTERNAL)]
+    for call in (lambda: client.generate("Once", n=2), lambda: generate_async(service, n=2)):
+        with pytest.raises(ServerError) as caught:
+            call()
+        assert (caught.value.text, caught.value.token_ids) == ("Héllo", (1, 2))
+
+
+def test_errors_survive_pickling() -> None:
+    error = ServerError(grpc.StatusCode.INTERNAL, "no", text="a", token_ids=[1])
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.code, copy.token_ids) == (str(error), error.code, (1,))
+
+
+# Time
+
+
+def test_the_deadline_keeps_what_was_received(client: Client, service: FakeDraftService) -> None:
+    service.script = [message("Hé", 1), Hang()]
+    for call in (lambda: client.generate("Once", timeout=0.3), lambda: generate_async(service, timeout=0.3)):
+        with pytest.raises(DeadlineExceededError) as caught:
+            call()
+        assert caught.value.text == "Hé"
+        assert service.abandoned.wait(5)
+        service.abandoned.clear()
+
+
+def test_the_client_has_a_timeout_for_all_calls(service: FakeDraftService) -> None:
+    service.script = [Hang()]
+    with Client(service.address, timeout=0.3) as client, pytest.raises(DeadlineExceededError):
+        client.generate("Once")
+
+
+@pytest.mark.parametrize("limits", [{"connect_timeout": 0.3}, {"timeout": 0.3}], ids=lambda limits: next(iter(limits)))
+def test_nobody_at_the_address(tmp_path: Path, limits: dict[str, float]) -> None:
+    async def run() -> None:
+        async with AsyncClient(address, **limits) as client:
+            await client.generate("Once")
+
+    def call() -> None:
+        with Client(address, **limits) as client:
+            client.generate("Once")
+
+    address = f"unix:{tmp_path}/nobody.sock"
+    for attempt in (call, lambda: asyncio.run(run())):
+        start = time.monotonic()
+        with pytest.raises(ServerUnavailableError, match=f"{address} within 0.3 s") as caught:
+            attempt()
+        assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+        assert time.monotonic() - start < 3
+
+
+def test_a_server_that_starts_late_is_found(tmp_path: Path) -> None:
+    with Client(f"unix:{tmp_path}/draft.sock") as client:
+        completions: list[Completion] = []
+        thread = threading.Thread(target=lambda: completions.append(client.generate("Once")))
+        thread.start()
+        time.sleep(0.3)
+        with serving(tmp_path):
+            thread.join()
+    assert completions[0].text == "Héllo"
+
+
+def test_a_server_that_goes_away(tmp_path: Path) -> None:
+    with Client(f"unix:{tmp_path}/draft.sock") as client:
+        with serving(tmp_path):
+            client.generate("Once")
+        with pytest.raises(ServerUnavailableError, match="draft"):
+            client.generate("Once")
+
+
+@pytest.mark.parametrize("address", ["", "localhost", "localhost:", "unix:"])
+def test_addresses_that_are_none(address: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ValueError, match="host:port or unix:PATH"):
+            kind(address)
+
+
+@pytest.mark.parametrize("name", ["timeout", "connect_timeout"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_timeouts_that_are_none(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be a positive number"):
+        Client("localhost:1", **{name: value})
+
+
+def test_a_proxy_of_the_web_is_not_for_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("localhost:0")
+    server.start()
+    try:
+        # it answers, if only that it knows no such method; through the proxy nobody would
+        with Client(f"localhost:{port}") as client, pytest.raises(ServerError, match="is not a draft service"):
+            client.model_info()
+    finally:
+        server.stop(None)
+
+
+def test_a_port_beyond_the_last_is_no_address() -> None:
+    with pytest.raises(ValueError, match="host:port"):
+        Client("localhost:99999")
+
+
+# Stopping early
+
+
+def test_close_cancels_on_the_server(client: Client, service: FakeDraftService) -> None:
+    service.script = [message("Hé", 1), Hang()]
+    stream = client.stream("Once")
+    assert next(stream).text == "Hé"
+    stream.close()
+    assert service.abandoned.wait(5)
+    assert list(stream) == []
+    assert stream.text == "Hé"
+
+
+@pytest.mark.parametrize("managed", [True, False], ids=["with", "dropped"])
+def test_leaving_the_loop_cancels_on_the_server(client: Client, service: FakeDraftService, managed: bool) -> None:
+    service.script = [message("Hé", 1), Hang()]
+    if managed:
+        with client.stream("Once") as stream:
+            next(stream)
+    else:
+        for _ in client.stream("Once"):
+            break
+    assert service.abandoned.wait(5)
+
+
+def test_close_from_another_thread_ends_the_loop(client: Client, service: FakeDraftService) -> None:
+    service.script = [message("Hé", 1), Hang()]
+    stream = client.stream("Once")
+    timer = threading.Timer(0.2, stream.close)
+    timer.start()
+    assert [chunk.text for chunk in stream] == ["Hé"]
+    timer.join()
+
+
+def test_closing_the_client_ends_its_streams_with_an_error(service: FakeDraftService) -> None:
+    service.script = [message("Hé", 1), Hang()]
+    client = Client(service.address)
+    stream = client.stream("Once")
+    next(stream)
+    client.close()
+    with pytest.raises(RequestCancelledError) as caught:
+        next(stream)
+    assert caught.value.text == "Hé"
+
+
+def test_closing_the_async_client_ends_its_streams_with_an_error(service: FakeDraftService) -> None:
+    async def run() -> None:
+        client = AsyncClient(service.address)
+        stream = client.stream("Once")
+        await anext(stream)
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.1)
+        await client.close()
+        with pytest.raises(RequestCancelledError) as caught:
+            await waiting
+        assert caught.value.text == "Hé"
+
+    service.script = [message("Hé", 1), Hang()]
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("managed", [True, False], ids=["async with", "aclosing"])
+def test_leaving_the_async_loop_cancels_on_the_server(service: FakeDraftService, managed: bool) -> None:
+    async def run() -> None:
+        async with AsyncClient(service.address) as client:
+            stream = client.stream("Once")
+            async with stream if managed else aclosing(stream):
+                async for _ in stream:
+                    break
+            assert await asyncio.to_thread(service.abandoned.wait, 5)
+            assert [chunk async for chunk in stream] == []
+            assert stream.text == "Hé"
+
+    service.script = [message("Hé", 1), Hang()]
+    asyncio.run(run())
+
+
+def test_aclose_from_another_task_ends_the_loop(service: FakeDraftService) -> None:
+    async def run() -> None:
+        async with AsyncClient(service.address) as client:
+            stream = client.stream("Once")
+            asyncio.get_running_loop().call_later(0.2, lambda: asyncio.ensure_future(stream.aclose()))
+            assert [chunk.text async for chunk in stream] == ["Hé"]
+
+    service.script = [message("Hé", 1), Hang()]
+    asyncio.run(run())
+
+
+def test_cancelling_the_task_cancels_on_the_server(service: FakeDraftService) -> None:
+    async def run() -> None:
+        async with AsyncClient(service.address) as client:
+            task = asyncio.create_task(client.generate("Once"))
+            await asyncio.sleep(0.3)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await asyncio.to_thread(service.abandoned.wait, 5)
+
+    service.script = [message("Hé", 1), Hang()]
+    asyncio.run(run())
+
+
+def test_asyncio_timeout_is_a_timeout(service: FakeDraftService) -> None:
+    async def run() -> None:
+        async with AsyncClient(service.address) as client:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await client.generate("Once")
+
+    service.script = [Hang()]
+    asyncio.run(run())
+    assert service.abandoned.wait(5)
+
+
+def test_a_closed_client_says_so(service: FakeDraftService) -> None:
+    async def run() -> None:
+        async with AsyncClient(service.address) as client:
+            pass
+        await client.close()
+        with pytest.raises(RuntimeError, match="the client is closed"):
+            await client.model_info()
+
+    with Client(service.address) as client:
+        pass
+    client.close()
+    with pytest.raises(RuntimeError, match="the client is closed"):
+        client.generate("Once")
+    asyncio.run(run())

@@ -1,0 +1,128 @@
+"""Sampling is lossless: over 20,000 draws of a toy model the committed tokens follow the target's own softmax.
+
+The real drafter and verifier, on two random models of 50 tokens that agree only in part. The first two tokens that
+rounds commit are counted, so that what a rejection leaves for the next position is tested as well.
+"""
+
+import pytest
+import torch
+from model_zoo import save_random_model
+from transformers import AutoModelForCausalLM
+
+from dynatree.common.engine import Engine, ModelSettings
+from dynatree.common.sampling import Sampling, Scheme, warped
+from dynatree.draft.drafter import Drafter, DraftSession
+from dynatree.draft.policies import create_policy
+from dynatree.verify.session import Session, SessionRequest
+from dynatree.verify.verifier import Verifier
+
+VOCABULARY = 50
+DRAWS = 20_000
+LEAST_P = 1e-4  # of ten tests, so one run in a thousand would fail by chance; but the seeds are fixed
+PROMPT = (3, 14, 15, 9, 26, 5)
+TEMPERATURE = 0.8
+SINGLE = ("linear", {"depth": 1})
+BRANCHING = ("dyspec", {"max_nodes": 5, "breadth": 3, "max_depth": 2})
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy")
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1}
+    target = save_random_model(folder / "target", "gpt_neox", seed=1, **shape)
+    draft = save_random_model(folder / "draft", "gpt_neox", seed=1, **shape)
+    model = AutoModelForCausalLM.from_pretrained(draft)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.04 * torch.randn_like(parameter)
+    model.save_pretrained(draft)
+    return (
+        Engine.load(ModelSettings(str(target), sessions=1, scratch=32)),
+        Engine.load(ModelSettings(str(draft), sessions=1, scratch=64)),
+    )
+
+
+@pytest.fixture(scope="module")
+def toy(pair):
+    return Toy(*pair)
+
+
+def exact(target):
+    """The target's distributions of the token after the prompt, and of the one after that given the first."""
+    prompts = torch.tensor([[*PROMPT, first] for first in range(VOCABULARY)])
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(target.model.name_or_path)(prompts).logits
+    sampling = Sampling(temperature=TEMPERATURE)
+    first = warped(logits[:1, -2], sampling)[0].double().softmax(-1)
+    return first, warped(logits[:, -1], sampling).double().softmax(-1)
+
+
+class Toy:
+    """Draws from the pair, each with a seed of its own; the prompt is read once, and its rows serve every draw."""
+
+    def __init__(self, target, draft):
+        self._verifier = Verifier(target, 32)
+        self._drafter = Drafter(draft, 32, VOCABULARY)
+        self._row = self._verifier.open(SessionRequest(PROMPT, 100, frozenset(), Sampling()))[0].row
+        reading = self._drafter.open(PROMPT, Sampling())
+        self._drafter.read(reading, create_policy(*SINGLE))
+        self._draft_row = reading.row
+
+    def first_two(self, sampling, policy_name, settings):
+        """The first two tokens that rounds commit after the prompt, and how many nodes were accepted."""
+        session = Session(self._row, SessionRequest(PROMPT, 100, frozenset(), sampling), list(PROMPT))
+        read = len(PROMPT) - 1
+        drafting = DraftSession(self._draft_row, list(PROMPT), sampling, rows=read, used=read)
+        policy = create_policy(policy_name, settings)
+        tokens, accepted = [], 0
+        while len(tokens) < 2:
+            tree = self._drafter.grow(drafting, policy, 8, 32).tree
+            (verdict,), _ = self._verifier.verify([(session, tree)])
+            self._drafter.commit(drafting, verdict.token_ids)
+            tokens += verdict.token_ids
+            accepted += len(verdict.accepted)
+        return tokens[0], tokens[1], accepted
+
+
+@pytest.mark.parametrize("scheme", [Scheme.GUMBEL, Scheme.RESIDUAL], ids=lambda scheme: scheme.name.lower())
+@pytest.mark.parametrize("policy", [SINGLE, BRANCHING], ids=["single", "branching"])
+def test_committed_tokens_follow_the_targets_softmax(pair, toy, scheme, policy):
+    first, following = exact(pair[0])
+    counts = torch.zeros(2, VOCABULARY, dtype=torch.double)
+    accepted = 0
+    for seed in range(DRAWS):
+        sampling = Sampling(temperature=TEMPERATURE, seed=seed, scheme=scheme)
+        *tokens, path = toy.first_two(sampling, *policy)
+        accepted += path
+        for place, token in enumerate(tokens):
+            counts[place, token] += 1
+    assert accepted > 0.2 * DRAWS, "nothing is shown where nothing is accepted"
+    assert p_value(counts[0], first) > LEAST_P
+    assert p_value(counts[1], first @ following) > LEAST_P
+
+
+def p_value(counts, probabilities):
+    """Pearson's chi-square, with cells of fewer than five expected counts put together."""
+    expected = probabilities / probabilities.sum() * counts.sum()
+    small = expected < 5
+    observed = torch.cat([counts[~small], counts[small].sum()[None]])
+    expected = torch.cat([expected[~small], expected[small].sum()[None]])
+    keep = expected > 0
+    statistic = ((observed - expected)[keep] ** 2 / expected[keep]).sum()
+    return torch.special.gammaincc((keep.sum() - 1) / 2, statistic / 2).item()
+
+
+def test_the_chi_square_sees_a_small_bias():
+    probabilities = torch.linspace(1, 3, VOCABULARY, dtype=torch.double).softmax(0)
+    generator = torch.Generator().manual_seed(0)
+
+    def draws(distribution):
+        return torch.bincount(
+            torch.multinomial(distribution, DRAWS, replacement=True, generator=generator), minlength=VOCABULARY
+        ).double()
+
+    assert p_value(draws(probabilities), probabilities) > LEAST_P
+    bent = probabilities.clone()
+    bent[:25] *= 1.15
+    assert p_value(draws(bent / bent.sum()), probabilities) < LEAST_P
