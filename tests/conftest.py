@@ -20,6 +20,14 @@ _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the figures that tests recorded, whatever process they ran in."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "figure":
+                terminalreporter.write_line(str(value))
+
+
 @dataclass(frozen=True)
 class EmbeddedServices:
     """Where the two services of the embedded pair listen."""

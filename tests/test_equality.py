@@ -154,7 +154,7 @@ def test_the_embedded_pair_up_to_its_context(embedded_pair, prompt_tokens, count
         assert completion.finish_reason == "length"
 
 
-def test_bfloat16_divergences_are_near_ties(tmp_path, record_property, capsys):
+def test_bfloat16_divergences_are_near_ties(tmp_path, record_property):
     """In bfloat16 a forward over n rows and over one row may round differently; count it, and print the margins."""
     margins = []
     tokens = 0
@@ -170,7 +170,8 @@ def test_bfloat16_divergences_are_near_ties(tmp_path, record_property, capsys):
                     with torch.inference_mode():
                         logits = pair.reference(torch.tensor([prompt + theirs[:at]])).logits[0, -1].float()
                     margins.append((logits[theirs[at]] - logits[ours[at]]).abs().item() / logits.abs().max().item())
-    with capsys.disabled():
-        print(f"\nbfloat16, embedded pair: {len(margins)} divergences in {tokens} tokens; relative margins {margins}")
+    record_property(
+        "figure", f"bfloat16, embedded pair: {len(margins)} divergences in {tokens} tokens; relative margins {margins}"
+    )
     # two roundings apart, relative to the largest logit: bfloat16 has 8 bits
     assert all(margin <= 2 * 2.0**-8 for margin in margins)

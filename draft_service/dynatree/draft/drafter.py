@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -164,6 +164,7 @@ class Drafter:
         if not unread:
             return 0.0
         segment = _catch_up(session) if unread == [ROOT] else _level(session, tree, unread)
+        segment = replace(segment, token_ids=[self._readable(token) for token in segment.token_ids])
         started = time.perf_counter()
         (logits,) = self.engine.forward([segment])
         self.engine.synchronize()
@@ -176,6 +177,10 @@ class Drafter:
             for slot, node in enumerate(unread, start=segment.start):
                 tree.node(node).slot = slot
         return seconds
+
+    def _readable(self, token: int) -> int:
+        """The token, or a stand-in: a target that is padded further may choose an id that the draft cannot embed."""
+        return token if token < self.engine.info.vocab_size else 0
 
     def _propose(
         self, session: DraftSession, tree: GrowingTree, nodes: Sequence[int], logits: Tensor, breadth: int

@@ -155,7 +155,6 @@ class Generation:
 
     def _trace(self, last: _Round, parameters: dict[str, float]) -> draft_pb2.RoundTrace:
         tree, commit = last.growth.tree, last.answer.commit
-        outcome = last.outcome()
         tokenizer = self._drafter.engine.tokenizer
 
         def texts(token_ids: Iterable[int]) -> list[str]:
@@ -172,8 +171,8 @@ class Generation:
             committed_ids=commit.token_ids,
             committed_texts=texts(commit.token_ids),
             parameters=parameters,
-            draft_seconds=outcome.draft_seconds,
-            verify_seconds=outcome.verify_seconds,
+            draft_seconds=last.outcome().draft_seconds,
+            verify_seconds=commit.timings.total_seconds,
         )
 
     def _last_message(self, commit: verify_pb2.Commit) -> draft_pb2.GenerateResponse:

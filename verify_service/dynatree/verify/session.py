@@ -99,7 +99,8 @@ class Session:
         if tree.base_length != self.length:
             raise FailedPreconditionError(f"the tree's base_length is {tree.base_length}, expected {self.length}")
         checked = TokenTree.from_pb(tree, max_nodes=max_nodes, max_depth=self.remaining, vocab_size=vocab_size)
-        if bool(checked) and bool(checked.candidates) != self.request.sampling.residual:
+        drawn = self.request.sampling.residual
+        if (checked.candidates and not drawn) or (checked and drawn and not checked.candidates):
             raise InvalidArgumentError(
                 "a tree carries draft distributions (candidate_counts, candidate_ids, candidate_probs) when, and only "
                 "when, the session samples by SAMPLING_SCHEME_RESIDUAL"
