@@ -24,7 +24,7 @@ demo: $(READY)  ## Run both services on the shipped models, and one completion
 	@$(VENV)/bin/dynatree demo
 
 test: $(READY)  ## Run the tests
-	@$(VENV)/bin/pytest -n auto --maxprocesses 4 --dist worksteal
+	@$(VENV)/bin/pytest -n 3 --dist worksteal
 
 check: $(READY)  ## Check style, format and types
 	$(VENV)/bin/ruff check
