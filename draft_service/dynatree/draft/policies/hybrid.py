@@ -53,18 +53,25 @@ class Hybrid(BestFirst):
         """The continuations first, then the best of both."""
         if ROOT in level:
             self._add_chains(tree)
-        return super().grow(tree, level)
+        return super().grow(tree, level) if self.breadth else []
 
     def add_children(self, tree: GrowingTree, node: int, bar: float) -> None:
         """Add the model's proposals that the tree lacks."""
         for proposal in tree.proposals(node):
-            if tree.next_value(node, proposal.log_prob) <= bar:
-                break
-            if not tree.has_child(node, proposal.token):
-                tree.add(node, proposal)
+            log_prob = self.judge(proposal)
+            if not tree.has_child(node, proposal.token) and tree.next_value(node, log_prob) > bar:
+                self.added(tree.add(node, Proposal(proposal.token, log_prob)), proposal)
+
+    def judge(self, proposal: Proposal) -> float:
+        """The log-probability to go by: the draft's own."""
+        return proposal.log_prob
+
+    def added(self, node: int, proposal: Proposal) -> None:
+        """Called with each node that carries one of the model's proposals."""
 
     def _add_chains(self, tree: GrowingTree) -> None:
-        known = {proposal.token: proposal.log_prob for proposal in tree.proposals(ROOT)}
+        proposals = tree.proposals(ROOT) if self.breadth else ()
+        known = {proposal.token: self.judge(proposal) for proposal in proposals}
         for chain, log_prob in self._lookup.chains(tree.context):
             node = tree.add(ROOT, Proposal(chain[0], max(log_prob, known.get(chain[0], log_prob))))
             for token in chain[1 : tree.max_depth]:

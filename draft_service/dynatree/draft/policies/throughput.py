@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from dynatree.common.tree import ROOT
 from dynatree.draft.costs import Costs
 from dynatree.draft.growing_tree import GrowingTree, Proposal
-from dynatree.draft.policies.base import Outcome, check_range
-from dynatree.draft.policies.dyspec import BestFirst
-from dynatree.draft.policies.ngram import Lookup, NGramSettings
+from dynatree.draft.policies.base import Outcome
+from dynatree.draft.policies.hybrid import Hybrid, HybridSettings
 
 BIN_EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 PRIOR_TRIALS = 8.0
@@ -21,27 +20,12 @@ MAX_PAUSE = 64  # rounds without the draft, at most, before it is tried again
 
 
 @dataclass(frozen=True)
-class ThroughputSettings:
-    """Upper limits of what control may choose, and the n-grams as in `ngram`."""
+class ThroughputSettings(HybridSettings):
+    """Upper limits of what control may choose; as `hybrid`'s, and wider."""
 
     max_nodes: int = 64
     max_depth: int = 16
-    breadth: int = 8
-    longest: int = 4
-    shortest: int = 2
     ngram_depth: int = 32
-    branches: int = 2
-
-    def __post_init__(self) -> None:
-        check_range("max_nodes", self.max_nodes, 1, 256)
-        check_range("max_depth", self.max_depth, 1, 64)
-        check_range("breadth", self.breadth, 1, 64)
-        check_range("ngram_depth", self.ngram_depth, 1, 64)
-        self.ngrams()
-
-    def ngrams(self) -> NGramSettings:
-        """The n-grams' own settings."""
-        return NGramSettings(self.longest, self.shortest, self.ngram_depth, self.branches, self.max_nodes)
 
 
 class Calibration:
@@ -67,7 +51,7 @@ class Calibration:
         self._tried[place] = self._tried[place] * FADE + 1.0
 
 
-class Throughput(BestFirst):
+class Throughput(Hybrid):
     """Maximises expected tokens a second, (1 + sum of values) / (draft + verify seconds), over trees of any size.
 
     Values are calibrated path probabilities. A node is sent when it raises the ratio, which for the best nodes in order
@@ -76,14 +60,11 @@ class Throughput(BestFirst):
     longer each time.
     """
 
-    takes_draws = False
-
     def __init__(self, settings: ThroughputSettings, costs: Costs) -> None:
-        super().__init__(settings.max_nodes, settings.max_depth, settings.breadth)
-        self._settings = settings
+        super().__init__(settings)
+        self._most = settings.breadth
         self._costs = costs
         self._calibration = Calibration()
-        self._lookup = Lookup(settings.ngrams())
         self._yield = 0.6  # what the children of a read node add, as a share of its own value
         self._levels = 0
         self._raw: dict[int, float] = {}  # the draft's own log-probability of each node that it proposed
@@ -96,25 +77,26 @@ class Throughput(BestFirst):
         if ROOT in level:
             self._raw.clear()
             self._levels = 0
-            self._add_chains(tree)
+        before = len(tree)
+        candidates = super().grow(tree, level)
         if not self.breadth:
             return []
         self._levels += 1
-        before = len(tree)
-        candidates = super().grow(tree, level)
         read = sum(1.0 if node == ROOT else tree.value(node) for node in level)
-        self._yield += 0.05 * (sum(map(tree.value, range(before, len(tree)))) / read - self._yield)
+        proposed = sum(tree.value(node) for node in range(before, len(tree)) if node in self._raw)
+        self._yield += 0.05 * (proposed / read - self._yield)
         rate, _ = self._best_prefix(tree)
         worthwhile = [node for node in candidates if tree.value(node) > rate * self._costs.slope]
         gain = self._yield * sum(map(tree.value, worthwhile))
         return worthwhile if gain > rate * self._costs.level else []
 
-    def add_children(self, tree: GrowingTree, node: int, bar: float) -> None:
-        """Add the model's proposals that the tree lacks, with calibrated probabilities."""
-        for proposal in tree.proposals(node):
-            log_prob = self._calibration.log_prob(proposal.log_prob)
-            if not tree.has_child(node, proposal.token) and tree.next_value(node, log_prob) > bar:
-                self._raw[tree.add(node, Proposal(proposal.token, log_prob))] = proposal.log_prob
+    def judge(self, proposal: Proposal) -> float:
+        """The calibrated log-probability."""
+        return self._calibration.log_prob(proposal.log_prob)
+
+    def added(self, node: int, proposal: Proposal) -> None:
+        """Remember what the draft itself said of a node."""
+        self._raw[node] = proposal.log_prob
 
     def select(self, tree: GrowingTree) -> Sequence[int]:
         """Of the best nodes, as many as raise the rate; where none of that beats a plain step, the draft pauses."""
@@ -125,14 +107,14 @@ class Throughput(BestFirst):
             self._paused = 0 if pays else self._pause
         else:
             self._paused -= 1
-        self.breadth = 0 if self._paused else self._settings.breadth
+        self.breadth = 0 if self._paused else self._most
         self._sent = sorted(nodes)
         return self._sent
 
     def observe(self, outcome: Outcome) -> None:
         """Learn the costs, and what became of the nodes whose parents were accepted."""
         self._costs.observe(len(outcome.tree), outcome.verify_seconds, outcome.levels, outcome.draft_seconds)
-        self._lookup.observe(outcome)
+        super().observe(outcome)
         accepted = {ROOT, *outcome.accepted}
         for node, parent in enumerate(outcome.tree.parents):
             raw = self._raw.get(self._sent[node])
@@ -147,7 +129,7 @@ class Throughput(BestFirst):
             "level_ms": 1e3 * self._costs.level,
             "levels": float(self._levels),
             "paused": float(self._paused),
-            **self._lookup.rates(),
+            **super().parameters(),
         }
 
     def _best_prefix(self, tree: GrowingTree) -> tuple[float, Sequence[int]]:
@@ -161,13 +143,3 @@ class Throughput(BestFirst):
             if rate > best:
                 best, count = rate, size
         return best, ranked[:count]
-
-    def _add_chains(self, tree: GrowingTree) -> None:
-        proposals = tree.proposals(ROOT) if self.breadth else ()
-        known = {proposal.token: proposal.log_prob for proposal in proposals}
-        for chain, rate in self._lookup.chains(tree.context):
-            raw = known.get(chain[0])
-            log_prob = rate if raw is None else max(rate, self._calibration.log_prob(raw))
-            node = tree.add(ROOT, Proposal(chain[0], log_prob))
-            for token in chain[1 : tree.max_depth]:
-                node = tree.add(node, Proposal(token, rate))
