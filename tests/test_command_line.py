@@ -154,6 +154,28 @@ def test_a_trace_that_cannot_be_opened_sends_nothing(
     assert not service.requests
 
 
+def test_a_refused_request_keeps_what_the_trace_file_held(service: FakeDraftService, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("before\n")
+    service.script = [Fail(grpc.StatusCode.INVALID_ARGUMENT)]
+    assert main(["generate", "", "--server", service.address, "--trace", str(path)]) == 1
+    assert path.read_text() == "before\n"
+    service.script = [message("Hé", 1), traced(0), last()]
+    assert main(["generate", "Once", "--server", service.address, "--trace", str(path)]) == 0
+    assert "before" not in path.read_text()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full disk to write to")
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_full_disk_is_one_line(service: FakeDraftService, options: list[str]) -> None:
+    service.script = [message("Hé", 1), last()]
+    command = [*COMMAND, "generate", "Once", "--server", service.address, *options]
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert process.stderr == "dynatree: error: cannot write the output: No space left on device\n"
+    assert process.returncode == 1
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full disk to write to")
 def test_a_trace_that_cannot_be_written_is_one_line(
     service: FakeDraftService, capsys: pytest.CaptureFixture[str]

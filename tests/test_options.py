@@ -173,7 +173,10 @@ def test_a_stop_string_inside_a_round_cuts_log_probs_with_the_tokens(pair):
         assert completion.text == full.text[: full.text.index(stop)]
         assert completion.finish_reason == "stop"
         assert completion.log_probs == pytest.approx(pair.log_probs(completion.token_ids), abs=1e-4)
-        assert completion.stats.generated_tokens == end
+        stats = completion.stats
+        assert stats.generated_tokens == end
+        assert stats.tokens_per_round * stats.rounds == pytest.approx(end - 1), "what was cut off counts nowhere"
+        assert stats.draft_n_accepted <= end - 1
         committed = 1 + sum(len(round_.committed_ids) for round_ in completion.trace)
         assert committed - end < len(completion.trace[-1].committed_ids), "no round follows the one that was cut"
         inside += committed > end

@@ -127,7 +127,8 @@ def test_an_empty_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], conte
     file = tmp_path / "trace.jsonl"
     file.write_bytes(content)
     assert main(["trace", str(file), "--html", str(tmp_path / "page.html")]) == 1
-    assert capsys.readouterr().err == f"dynatree: error: {file} is empty: a trace has one JSON object per round\n"
+    reason = "a trace has one JSON object per round (a completion of one token has none)"
+    assert capsys.readouterr().err == f"dynatree: error: {file} is empty: {reason}\n"
 
 
 def test_files_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

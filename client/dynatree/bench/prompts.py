@@ -113,7 +113,10 @@ def cut_text(text: str, count: int, length: int, encode: Encode) -> list[tuple[i
         found = (_first_tokens(text[place:stop], length, encode) for place in starts)
         window = next((tokens for tokens in found if len(tokens) == length), None)
         if window is None:
-            raise ValueError(f"too short for {count} prompts of {length} tokens each; expected fewer, or shorter ones")
+            raise ValueError(
+                f"too short for {count} prompts of {length} tokens each; "
+                "expected fewer (--count) or shorter ones (--prompt-tokens)"
+            )
         windows.append(window)
     return windows
 
@@ -141,7 +144,7 @@ def _entries(text: str, selection: Selection, encode: Encode) -> tuple[str, list
     """The name of the field, and evenly spaced lines' prompts."""
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if len(lines) < selection.count:
-        raise ValueError(f"it has {len(lines)} prompts, expected at least {selection.count}")
+        raise ValueError(f"it has {len(lines)} prompts, expected at least {selection.count} (--count)")
     field = selection.field or _detect(*lines[0])
     chosen = [lines[place * len(lines) // selection.count] for place in range(selection.count)]
     prompts = []

@@ -170,11 +170,18 @@ def _trace_file(path: str | None) -> Iterator[Callable[[Chunk], None]]:
         yield lambda chunk: None
         return
     try:
-        file = open(path, "w", encoding="utf-8")  # noqa: SIM115
+        file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - what it held is kept until there is an answer
     except OSError as error:
         raise SystemExit(f"cannot write {path}: {error.strerror}") from None
 
+    answered = False
+
     def write(chunk: Chunk) -> None:
+        nonlocal answered
+        if not answered:
+            with suppress(OSError):  # a pipe or a device has nothing to drop
+                file.truncate(0)
+            answered = True
         if chunk.trace:
             line = json.dumps({"index": chunk.index, **chunk.trace.to_dict()}, ensure_ascii=False)
             try:

@@ -5,6 +5,7 @@ expect, `run` raises `SystemExit("what is wrong")`, which is printed as one line
 """
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -55,7 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         status = _INTERRUPTED
     except BrokenPipeError:
-        status = _broken_pipe()
+        _drop_output()
+        status = _BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO):
+            raise
+        _drop_output()
+        status = _fail(f"cannot write the output: {error.strerror}")
     return status
 
 
@@ -112,11 +119,10 @@ def _fail(message: str) -> int:
     return 1
 
 
-def _broken_pipe() -> int:
-    """Whoever read the output has gone, as `head` does."""
+def _drop_output() -> None:
+    """Nobody takes standard output any more: whoever read it has gone, as `head` does, or the disk is full."""
     # Python flushes standard output once more at exit, which would fail as well.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return _BROKEN_PIPE
 
 
 if __name__ == "__main__":

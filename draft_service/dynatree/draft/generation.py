@@ -108,14 +108,17 @@ class Generation:
         advancing = self._start_advance(session, commit, last, opened.max_tree_nodes)
         try:
             while True:
-                yield self._hand_on(commit)
+                response = self._hand_on(commit)
+                if last is not None:
+                    kept = len(response.token_ids)
+                    self._recorder.round(last.growth, last.answer, last.commit_seconds, kept)
+                yield response
                 advance = await advancing
                 if last is not None and self._request.trace:
                     yield draft_pb2.GenerateResponse(trace=self._trace(last, advance.parameters))
                 if advance.growth is None or self._text.stopped:
                     break
                 answer = await stream.verify(advance.growth.tree, commit)
-                self._recorder.round(advance.growth, answer, advance.commit_seconds)
                 last = _Round(advance.growth, advance.commit_seconds, answer)
                 commit = answer.commit
                 advancing = self._start_advance(session, commit, last, opened.max_tree_nodes)

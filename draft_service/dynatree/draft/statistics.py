@@ -37,16 +37,17 @@ class Recorder:
             self.first_token = self.last_token
         self.tokens += tokens
 
-    def round(self, growth: Growth, answer: Answer, draft_commit_seconds: float) -> None:
-        """One tree, and what became of it."""
+    def round(self, growth: Growth, answer: Answer, draft_commit_seconds: float, kept: int) -> None:
+        """One tree, and what became of it; `kept` of the committed tokens belong to the completion."""
         commit = answer.commit
-        self.round_tokens += len(commit.token_ids)
+        accepted = min(len(commit.accepted_nodes), kept)
+        self.round_tokens += kept
         self.drafted += len(growth.tree)
-        self.accepted += len(commit.accepted_nodes)
+        self.accepted += accepted
         self.levels += growth.tree.depth
         self.draft_seconds += growth.seconds + draft_commit_seconds
         self.verify_seconds += commit.timings.total_seconds
-        self._depths(growth.tree, len(commit.accepted_nodes))
+        self._depths(growth.tree, accepted)
         times = {
             "draft_forward": growth.forward_seconds,
             "grow": growth.seconds - growth.forward_seconds,

@@ -35,7 +35,7 @@ def read_rounds(path: Path) -> list[Round]:
             raise SystemExit(f"{path}: line {number}: {error}") from None
         rounds.append(round_)
     if not rounds:
-        raise SystemExit(f"{path} is empty: a trace has one JSON object per round")
+        raise SystemExit(f"{path} is empty: a trace has one JSON object per round (a completion of one token has none)")
     return rounds
 
 
