@@ -226,12 +226,12 @@ def noise(logits: Tensor, positions: Sequence[int], seed: int, stream: Stream) -
     return torch.stack([rows[position] for position in positions]).to(logits.device)
 
 
-def gumbel(seed: int, position: int, vocab_size: int, stream: Stream = Stream.CHOICE) -> Tensor:
+def gumbel(seed: int, position: int, vocab_size: int, stream: Stream = Stream.CHOICE, round_: int = 0) -> Tensor:
     """Standard Gumbel noise `[vocab_size]`, float32: Philox keyed by the seed, its counter by the position.
 
     The first `n` values do not depend on `vocab_size`, so models padded to different sizes share their noise.
     """
-    uniform = random_generator(seed, position, stream).random(vocab_size)
+    uniform = random_generator(seed, position, stream, round_).random(vocab_size)
     return torch.from_numpy(-np.log(-np.log(np.maximum(uniform, 2.0**-60)))).float()
 
 

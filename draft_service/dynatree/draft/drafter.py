@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from dynatree.common.sampling import (
     Stream,
     adjusted,
     gumbel,
-    random_generator,
+    noise,
     scores,
     warped,
 )
@@ -217,8 +216,7 @@ def _rank(
         chances = ranking.log_softmax(-1)
     else:
         chances = warped(adjusted(logits, sampling, histories), sampling).log_softmax(-1)
-        own = [gumbel(sampling.seed, position, logits.shape[-1], Stream.DRAFT) for position in positions]
-        ranking = chances + torch.stack(own).to(logits.device)
+        ranking = chances + noise(logits, positions, sampling.seed, Stream.DRAFT)
     best = ranking.topk(min(breadth, logits.shape[-1]), dim=-1).indices
     return [
         tuple(Proposal(token, min(max(chance, LEAST_LOG_PROB), 0.0)) for token, chance in zip(*row, strict=True))
@@ -240,12 +238,11 @@ def _draw(
     for position, values, ids in zip(positions, best.values, best.indices.tolist(), strict=True):
         probs = values.softmax(-1)
         count = int((probs > 0).sum())
-        uniform = random_generator(sampling.seed, position, Stream.DRAFT, round_).random(count)
-        noise = -np.log(-np.log(np.maximum(uniform, 2.0**-60)))
-        log_probs = np.log(probs[:count].double().cpu().numpy())
-        order = np.argsort(-(log_probs + noise), kind="stable")[:breadth].tolist()
+        log_probs = probs[:count].log().cpu()
+        perturbed = log_probs + gumbel(sampling.seed, position, count, Stream.DRAFT, round_)
+        order = perturbed.argsort(descending=True)[:breadth].tolist()
         candidates = Candidates(tuple(ids[:count]), tuple(probs[:count].tolist()))
-        draws = tuple(Proposal(ids[place], max(min(log_probs[place], 0.0), LEAST_LOG_PROB)) for place in order)
+        draws = tuple(Proposal(ids[place], max(min(log_probs[place].item(), 0.0), LEAST_LOG_PROB)) for place in order)
         rows.append((candidates, draws))
     return rows
 
