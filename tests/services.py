@@ -64,10 +64,13 @@ def running_services(
     dtype: str = "auto",
     sessions: int = 4,
     max_tree_nodes: int = MAX_TREE_NODES,
+    ahead: bool = False,
+    static_shapes: bool = False,
 ) -> Iterator[Services]:
     """Serve the pair on sockets in `folder` for as long as the context lives."""
-    target = Engine.load(ModelSettings(str(target_model), dtype=dtype, sessions=sessions, scratch=max_tree_nodes))
-    draft = Engine.load(ModelSettings(str(draft_model), dtype=dtype, sessions=sessions, scratch=2 * MAX_TREE_NODES))
+    shared = {"dtype": dtype, "sessions": sessions, "static_shapes": static_shapes}
+    target = Engine.load(ModelSettings(str(target_model), scratch=max_tree_nodes, **shared))
+    draft = Engine.load(ModelSettings(str(draft_model), scratch=2 * MAX_TREE_NODES, **shared))
     threads = ModelThread("verify-model"), ModelThread("draft-model")
     loop = _Loop()
 
@@ -79,7 +82,7 @@ def running_services(
         await verify_server.start(f"unix:{folder}/verify.sock")
         client = VerifyClient(verify_server.address)
         drafter = Drafter(draft, MAX_TREE_NODES, min(target.info.vocab_size, draft.info.vocab_size))
-        service = DraftService(drafter, threads[1], client, target.info, DefaultPolicy(DEFAULT_POLICY, {}))
+        service = DraftService(drafter, threads[1], client, target.info, DefaultPolicy(DEFAULT_POLICY, {}), ahead)
         draft_pb2_grpc.add_DraftServiceServicer_to_server(service, draft_server.grpc_server)
         await draft_server.start(f"unix:{folder}/draft.sock")
         return verify_server, draft_server, client

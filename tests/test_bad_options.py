@@ -93,6 +93,13 @@ def test_residual_sampling_refuses_policies_that_choose_by_the_token(client, pol
     assert len(client.generate(PROMPT, temperature=0.0, **options).token_ids) == 3, "greedy draws nothing"
 
 
+def test_residual_sampling_without_a_policy_gets_one_that_can_draw(client):
+    options = {"temperature": 0.5, "seed": 3, "scheme": "residual", "max_new_tokens": 20}
+    unnamed = client.generate(PROMPT, **options)
+    assert unnamed.token_ids == client.generate(PROMPT, policy="dyspec", **options).token_ids
+    assert unnamed.stats.nodes_per_round > 20, "dyspec's trees"
+
+
 @pytest.mark.parametrize(
     ("policy", "settings", "message"),
     [

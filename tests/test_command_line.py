@@ -27,7 +27,17 @@ COMMAND = [sys.executable, "-m", "dynatree.cli.main"]
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,  # a shell's background job ignores them, and so would its children
+    )
+
+
+def heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def with_command(monkeypatch: pytest.MonkeyPatch, run: object) -> None:

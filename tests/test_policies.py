@@ -15,7 +15,7 @@ def grown(policy, probabilities):
     """The tree that a policy grows when every node's continuations have the given probabilities, best first."""
     proposals = tuple(Proposal(token, math.log(p)) for token, p in enumerate(probabilities))[: policy.breadth]
     tree = GrowingTree(TrieNode(99), [99])
-    level = [ROOT] if policy.breadth else []
+    level = policy.start(tree)
     while level:
         for node in level:
             tree.node(node).proposals = proposals

@@ -6,11 +6,13 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from model_zoo import save_random_model
 from transformers import PreTrainedTokenizerFast
 
+from dynatree.cli.service_pair import service_pair
 from dynatree.client import Client, DynaTreeError
 
 COMMAND = [sys.executable, "-m", "dynatree.cli.main"]
@@ -171,3 +173,102 @@ def test_a_verify_service_that_dies_and_comes_back(models, tmp_path, start):
             except DynaTreeError:
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
+
+
+def test_services_end_with_the_command_that_started_them(tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("It was a dark and stormy night, and nobody was about. " * 40)
+    options = ["--count", "1", "--max-new-tokens", "500", "--repetitions", "99", "--temperature", "0", "--warmup", "0"]
+    process = subprocess.Popen(
+        [*COMMAND, "bench", "compare", "--prompts", str(prompts), "--policy", "linear", *options],
+        stdout=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while len(children := child_processes(process.pid)) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM
+    for child in children:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no way to end the children of a killed parent")
+def test_services_end_with_a_command_that_is_killed():
+    process = subprocess.Popen([*COMMAND, "demo", "--max-new-tokens", "1500"], stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: len(child_processes(process.pid)) == 2)
+        children = child_processes(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not any(map(is_running, children)))
+
+
+def test_an_interrupt_while_services_start_is_an_interrupt():
+    process = subprocess.Popen(
+        [*COMMAND, "demo"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=own_terminal
+    )
+    wait_until(lambda: len(child_processes(process.pid)) == 2)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors.strip()) == (130, "")
+
+
+def own_terminal():
+    """As a shell starts what runs in the foreground: a process group that heeds interrupts."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(process):
+    """Whether it is there and has not ended; an orphan may wait for its new parent to notice."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_signal_that_comes_while_a_service_starts_leaves_none_behind(monkeypatch):
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self)
+            if len(started) == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(SystemExit) as stopped, service_pair("embedded", "embedded"):
+        pytest.fail("nothing may run")
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert len(started) == 2
+    assert [process.poll() is not None for process in started] == [True, True]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("command", "own", "expected"),
+    [("verify", {}, "20000 1"), ("draft", {"GOMP_SPINCOUNT": "7"}, "7 1"), ("generate", {}, "None None")],
+)
+def test_services_set_the_environment_of_their_models_and_a_choice_of_the_user_stands(command, own, expected):
+    names = ("GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE")
+    inherited = {name: value for name, value in os.environ.items() if name not in names}
+    code = f"import os; from dynatree.cli.main import main; main(['{command}', '--help'])"
+    code += f"; print(*map(os.environ.get, {names}))"
+    result = subprocess.run([sys.executable, "-c", code], env={**inherited, **own}, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == expected, result.stderr
+
+
+def child_processes(parent):
+    return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]

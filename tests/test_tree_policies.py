@@ -4,53 +4,21 @@ import itertools
 import math
 
 import pytest
+from growing import LOOP, constant, edges, frozen, grow, outcome_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.tree import ROOT, Candidates, TokenTree
-from dynatree.draft.costs import Costs
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
-from dynatree.draft.ngram_index import NGramIndex
-from dynatree.draft.policies import Outcome, create_policy, policies_that_take_draws, policy_names
+from dynatree.draft.policies import create_policy, policies_that_take_draws, policy_names
 from dynatree.draft.policies.sequoia import best_shape
 
 VOCABULARY = 3
 
 
-def grow(policy, model, *, context=(99,), drawn=False, max_nodes=256, max_depth=64):
-    """The growing tree of a policy, and what it selects, on a scripted draft: `model(path)` gives probabilities."""
-    tree = GrowingTree(TrieNode(context[-1]), context, max_nodes=max_nodes, max_depth=max_depth, drawn=drawn)
-    level, forwards = [ROOT], 0
-    while level:
-        if policy.breadth:
-            forwards += 1
-            for node in level:
-                read(tree, node, model, policy.breadth)
-        level = [node for node in policy.grow(tree, level) if tree.depth(node) < max_depth]
-    return tree, policy.select(tree), forwards
-
-
-def read(tree, node, model, breadth):
-    path = tuple(above.token for above in reversed(tree.path(node)))
-    probabilities = model(path)
-    ranked = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
-    tree.node(node).proposals = tuple(Proposal(token, math.log(probabilities[token])) for token in ranked[:breadth])
-    if tree.drawn:
-        tree.node(node).candidates = Candidates(tuple(ranked), tuple(probabilities[token] for token in ranked))
-
-
-def frozen(policy, model, **options):
-    tree, selected, _ = grow(policy, model, **options)
-    return tree.freeze(selected)
-
-
 def weight(tree, node):
     return math.exp(sum(tree.log_probs[n] for n in tree.path(node)))
-
-
-def constant(*probabilities):
-    return lambda path: probabilities
 
 
 @st.composite
@@ -136,10 +104,6 @@ def test_the_threshold_of_the_last_node_gives_the_same_tree(model, nodes, drawn)
     if len(layered) > len(greedy):
         again, chosen, _ = grow(other, model, drawn=drawn)
         assert sum(again.value(node) > worst for node in chosen) < nodes
-
-
-def edges(tree):
-    return {tuple(tree.token_ids[n] for n in tree.path(node)) for node in range(len(tree))}
 
 
 def test_drawn_children_are_judged_before_they_are_known():
@@ -244,122 +208,6 @@ def test_opt_tree_ends_when_a_level_adds_too_little():
     assert forwards < 10
     _, _, patient = grow(create_policy("opt-tree", {"delta": 0.0, "max_depth": 10}), constant(0.5, 0.3, 0.2))
     assert patient == 10
-
-
-def test_the_ngram_index_finds_the_longest_and_latest_match():
-    index = NGramIndex(shortest=1, longest=3)
-    tokens = [1, 2, 3, 4, 9, 2, 3, 5, 9, 1, 2, 3]
-    assert index.continuations(tokens, depth=3, count=2) == [(3, [4, 9, 2]), (2, [5, 9, 1])]
-    assert index.continuations([*tokens, 7], depth=3, count=2) == [], "7 is new"
-
-
-def test_a_continuation_into_the_end_goes_round():
-    index = NGramIndex(shortest=2, longest=4)
-    tokens = [8, 1, 2, 3, 1, 2, 3, 1, 2]
-    assert index.continuations(tokens, depth=7, count=1) == [(4, [3, 1, 2, 3, 1, 2, 3])]
-
-
-def test_the_index_grows_with_the_sequence():
-    whole, stepwise = NGramIndex(1, 3), NGramIndex(1, 3)
-    tokens = [(7 * i * i + i) % 5 for i in range(60)]
-    for stop in range(2, len(tokens)):
-        assert stepwise.continuations(tokens[:stop], 4, 3) == NGramIndex(1, 3).continuations(tokens[:stop], 4, 3)
-    assert whole.continuations(tokens, 4, 3) == stepwise.continuations(tokens, 4, 3)
-
-
-LOOP = (5, 6, 7, 8) * 5
-
-
-def test_ngram_needs_no_draft_model_and_is_empty_without_a_match():
-    policy = create_policy("ngram", {"depth": 6})
-    assert policy.breadth == 0
-    tree = frozen(policy, None, context=LOOP)
-    assert tree.token_ids == (5, 6, 7, 8, 5, 6)
-    assert len(frozen(create_policy("ngram", {}), None, context=(1, 2, 3))) == 0
-
-
-def test_hybrid_merges_both_sources_under_one_budget():
-    policy = create_policy("hybrid", {"max_nodes": 12, "max_depth": 3, "ngram_depth": 8})
-    model = constant(*[0.01] * 5, 0.5, 0.25, 0.2)  # token 5 is what the loop goes on with, too
-    tree = frozen(policy, model, context=LOOP)
-    assert len(tree) == 12
-    paths = edges(tree)
-    assert (5, 6) in paths, "the loop's continuation"
-    assert (6,) in paths, "the model's second guess"
-    root_children = [token for token, parent in zip(tree.token_ids, tree.parents, strict=True) if parent == ROOT]
-    assert len(set(root_children)) == len(root_children)
-
-
-def outcome_of(tree, accepted, *, verify=0.1, draft=0.004, levels=2):
-    return Outcome(tree, accepted, levels=levels, draft_seconds=draft, verify_seconds=verify)
-
-
-def test_hybrid_lengthens_the_continuations_that_prove_right():
-    policy = create_policy("hybrid", {"max_nodes": 12, "max_depth": 3, "ngram_depth": 12})
-    model = constant(*[0.1] * 10)
-    depths = []
-    for _ in range(12):
-        tree = frozen(policy, model, context=LOOP)
-        right = [LOOP[i % 4] for i in range(12)]
-        accepted, node = [], ROOT
-        for token in right:
-            node = tree.children.get((node, token))
-            if node is None:
-                break
-            accepted.append(node)
-        policy.observe(outcome_of(tree, tuple(accepted)))
-        depths.append(len(accepted))
-    assert depths[-1] > depths[0]
-    assert depths[-1] >= 10
-
-
-def test_costs_are_learnt_from_rounds():
-    costs = Costs()
-    for nodes in (0, 8, 16, 32, 8, 0, 24, 16) * 8:
-        costs.observe(nodes, 0.2 + 0.003 * nodes, 4 if nodes else 0, 0.02)
-    assert costs.verify(0) == pytest.approx(0.2, rel=0.05)
-    assert costs.slope == pytest.approx(0.003, rel=0.15)
-    assert costs.level == pytest.approx(0.005)
-
-
-def expensive_nodes():
-    costs = Costs()
-    for nodes in (0, 4, 8, 16) * 16:
-        costs.observe(nodes, 0.01 * (1 + nodes), 2 if nodes else 0, 0.002)
-    return costs
-
-
-def free_nodes():
-    costs = Costs()
-    for nodes in (0, 4, 8, 16, 32, 64) * 16:
-        costs.observe(nodes, 0.2, 2 if nodes else 0, 0.0002)
-    return costs
-
-
-def test_throughput_sends_more_where_nodes_are_cheaper():
-    model = constant(0.7, 0.2, 0.1)
-    few = frozen(create_policy("throughput", {}, expensive_nodes()), model)
-    many = frozen(create_policy("throughput", {}, free_nodes()), model)
-    assert len(few) < len(many)
-    assert len(many) > 20
-
-
-def test_throughput_gives_up_a_hostile_draft_and_tries_it_again():
-    costs = free_nodes()
-    for _ in range(200):
-        costs.observe(0, 0.01, 0, 0.0)
-        costs.observe(8, 0.02, 4, 0.02)  # a level costs half a plain step
-    policy = create_policy("throughput", {}, costs)
-    drafted = []
-    for _ in range(300):
-        tree, selected, forwards = grow(policy, constant(0.4, 0.3, 0.3))
-        sent = tree.freeze(selected)
-        policy.observe(outcome_of(sent, (), verify=0.01 + 0.00125 * len(sent), draft=0.005 * forwards, levels=forwards))
-        drafted.append(forwards > 0)
-    assert drafted[0]
-    late = drafted[100:]
-    assert sum(late) <= len(late) / 20, "it pauses for longer each time"
-    assert any(late), "and tries again"
 
 
 @pytest.mark.parametrize("name", policy_names())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from dynatree.bench.methods import parse_method
+from dynatree.bench.methods import BASELINES, parse_method, parse_methods
 from dynatree.client import SamplingScheme
 
 EMBEDDED = "embedded"
@@ -21,12 +21,21 @@ class Measurement:
     help: str
     temperatures: tuple[float, ...]
     takes_policies: bool = False
+    takes_alternatives: bool = False  # for the settings of policies, which must be given then
+    takes_baselines: bool = False
     takes_scheme: bool = True
     takes_repetitions: bool = True
 
 
 MEASUREMENTS = {
-    "compare": Measurement("policies against plain decoding", (0.0, 0.7), takes_policies=True),
+    "compare": Measurement("policies against plain decoding", (0.0, 0.7), takes_policies=True, takes_baselines=True),
+    "sweep": Measurement(
+        "tuning: every combination of settings of a policy, to find the fastest for a pair and a machine",
+        (0.0,),
+        takes_policies=True,
+        takes_alternatives=True,
+        takes_baselines=True,
+    ),
     "ablation": Measurement("what each component of DynaTree adds: its Tables 4 and 3", (0.0,)),
     "coupling": Measurement(
         "tokens per round by sampling scheme: gumbel, independent, residual",
@@ -38,6 +47,7 @@ MEASUREMENTS = {
         "how often the target chooses the draft's first, second ... guess", (0.0,), takes_repetitions=False
     ),
 }
+_COSTS = "what a round costs by nodes, context and sessions, and a draft forward by rows, against the memory's speed"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,13 +55,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     subparsers = parser.add_subparsers(metavar="MEASUREMENT", dest="measurement", required=True)
     for name, measurement in MEASUREMENTS.items():
         subparser = subparsers.add_parser(name, help=measurement.help, description=measurement.help, allow_abbrev=False)
-        subparser.set_defaults(usage_error=subparser.error)
+        subparser.set_defaults(usage_error=subparser.error, baselines=[])
         _add_services(subparser)
         _add_prompts(subparser)
         _add_runs(subparser, measurement)
+        _add_out(subparser)
+    _add_costs(subparsers.add_parser("costs", help=_COSTS, description=_COSTS, allow_abbrev=False))
     help_line = "print the tables of a saved measurement"
     show = subparsers.add_parser("show", help=help_line, description=help_line, allow_abbrev=False)
     show.add_argument("file", type=Path, metavar="FILE", help="what --out wrote")
+    help_line = "tables and plots of a folder of saved measurements, in Markdown and as one page"
+    report = subparsers.add_parser("report", help=help_line, description=help_line, allow_abbrev=False)
+    report.add_argument("folder", type=Path, metavar="DIR", help="where the files are that --out wrote")
+    report.add_argument("--out", type=Path, metavar="DIR", help="what to write to (default: DIR/report)")
+    report.add_argument("--title", default="DynaTree: measurements", help="default: %(default)s")
 
 
 def _add_services(parser: argparse.ArgumentParser) -> None:
@@ -63,28 +80,64 @@ def _add_services(parser: argparse.ArgumentParser) -> None:
         "--target-model",
         default=EMBEDDED,
         metavar="embedded|PATH|HUB_ID",
-        help="with --server, only its tokenizer is loaded (default: embedded)",
+        help="with --server, only its tokenizer and baselines are loaded (default: embedded)",
     )
     group.add_argument("--draft-model", metavar="embedded|PATH|HUB_ID", help="default: embedded")
+    _add_hardware(group)
+
+
+def _add_hardware(group: argparse._ActionsContainer) -> None:
     group.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], help="default: the checkpoint's")
     group.add_argument("--device", help="torch device (default: a GPU if any)")
     group.add_argument("--threads", type=_at_least(1), metavar="N", help="CPU threads of each model")
 
 
+def _add_costs(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(server=None)
+    for name in ("--target-model", "--draft-model"):
+        parser.add_argument(name, default=EMBEDDED, metavar="embedded|PATH|HUB_ID", help="default: embedded")
+    _add_hardware(parser)
+    parser.add_argument(
+        "--max-nodes", type=_at_least(1), default=256, metavar="N", help="of the largest tree (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repetitions", type=_at_least(1), default=5, metavar="R", help="of every point (default: %(default)s)"
+    )
+    _add_out(parser)
+
+
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="keep the measurement; `show` prints it again")
+
+
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts")
-    group.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="a text, or JSON Lines; UTF-8")
     group.add_argument(
-        "--prompts-format", default="auto", choices=["auto", "text", "jsonl"], help="default: by the file's name"
+        "--prompts",
+        type=Path,
+        required=True,
+        metavar="FILE|NAME[:CONFIG]",
+        help="a text or JSON Lines, in UTF-8; or a Hugging Face data set, by its hub name or folder",
     )
-    group.add_argument("--field", metavar="NAME", help="where the prompt is in a line of JSON (default: found out)")
+    group.add_argument(
+        "--prompts-format",
+        default="auto",
+        choices=["auto", "text", "jsonl"],
+        help="of a data set: text joins its rows, jsonl takes each as a prompt "
+        "(default: by the file's name; jsonl for a data set)",
+    )
+    group.add_argument("--split", default="test", metavar="NAME", help="of a data set (default: %(default)s)")
+    group.add_argument(
+        "--field", metavar="NAME", help="where the prompt is: a name in a line of JSON, a column (default: found out)"
+    )
+    group.add_argument("--name", metavar="NAME", help="of the prompts in tables (default: the file's, without suffix)")
     group.add_argument("--count", type=_at_least(1), default=10, metavar="N", help="prompts (default: %(default)s)")
     group.add_argument(
         "--prompt-tokens",
         type=_at_least(1),
         default=128,
         metavar="N",
-        help="length of a text's prompts, and the longest of JSON Lines (default: %(default)s)",
+        help="length of a text's prompts, and the longest of others (default: %(default)s)",
     )
 
 
@@ -97,7 +150,17 @@ def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None
         metavar="N",
         help="tokens of each completion, whose end of sequence is ignored (default: %(default)s)",
     )
-    if measurement.takes_policies:
+    if measurement.takes_alternatives:
+        group.add_argument(
+            "--policy",
+            dest="policies",
+            type=parse_methods,
+            action="extend",
+            required=True,
+            metavar="NAME:set=value/value,...",
+            help="a policy and its settings, with alternatives; may be repeated",
+        )
+    elif measurement.takes_policies:
         group.add_argument(
             "--policy",
             dest="policies",
@@ -106,6 +169,14 @@ def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None
             metavar="NAME[:set=value,...]",
             help="may be repeated (default: "
             + ("every policy of the server)" if measurement.takes_scheme else "linear, fixed, dynatree and dyspec)"),
+        )
+    if measurement.takes_baselines:
+        group.add_argument(
+            "--baseline",
+            dest="baselines",
+            action="append",
+            choices=[*BASELINES, "all"],
+            help="transformers' own generate(), in this process, at temperature 0; may be repeated (default: none)",
         )
     group.add_argument(
         "--temperature",
@@ -132,7 +203,6 @@ def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None
         group.add_argument(
             "--warmup", type=_at_least(0), default=1, metavar="W", help="runs that do not count (default: %(default)s)"
         )
-    group.add_argument("--out", type=Path, metavar="FILE.json", help="keep the measurement; `show` prints it again")
 
 
 def _at_least(least: int) -> Callable[[str], int]:

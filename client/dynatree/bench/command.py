@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from dataclasses import dataclass
+from pathlib import Path
 
 from dynatree.bench.arguments import EMBEDDED, MEASUREMENTS, add_arguments
-from dynatree.bench.environment import environment
-from dynatree.bench.methods import ABLATION, COUPLING, GUESSES, PLAIN, SCHEMES, Case, Method
+from dynatree.bench.decoding import Baseline, Decoders
+from dynatree.bench.environment import Environment, environment
+from dynatree.bench.memory import PeakMemory
+from dynatree.bench.methods import ABLATION, ASSISTED, BASELINES, COUPLING, GUESSES, PLAIN, SCHEMES, Case, Method
+from dynatree.bench.progress import progress_bar
 from dynatree.bench.prompts import Prompts, Selection, load_tokenizer, read_prompts
-from dynatree.bench.report import SCHEMA_VERSION, Report, Skipped, check_writable, load, save
+from dynatree.bench.record import Costs, Report, check_writable, is_replaceable, load, new_report, save
+from dynatree.bench.report.command import write_report
 from dynatree.bench.runs import RunSettings, admitted, measure, plan, warm_up
 from dynatree.bench.tables import print_report, unequal
 from dynatree.cli.service_pair import service_pair
 from dynatree.client import Client, ModelInfo, ServiceInfo
+from dynatree.common import embedded
 
 __all__ = ["add_arguments", "run"]
 
 SERVICE_OPTIONS = ("draft_model", "dtype", "device", "threads")  # of the services that are started here
 
 
+@dataclass(frozen=True)
+class Services:
+    """The services to measure; their processes are None where they were not started here."""
+
+    client: Client
+    draft_process: int | None = None
+    verify_process: int | None = None
+
+
 def run(options: argparse.Namespace) -> int:
     """Measure, print and keep it; 1 if an output that must equal plain decoding's does not.
+
+    In 16-bit dtypes forwards over one row and over many may round differently, so two tokens that are almost tied can
+    change places: there a difference is reported and is no failure.
 
     Raises:
         DynaTreeError: The server failed, or refuses a policy or a setting.
@@ -36,50 +51,81 @@ def run(options: argparse.Namespace) -> int:
     if options.measurement == "show":
         print_report(load(options.file))
         return 0
+    if options.measurement == "report":
+        write_report(options.folder, options.out or options.folder / "report", options.title)
+        return 0
+    if options.out is not None:
+        check_writable(options.out)
+    report = _measure_costs(options) if options.measurement == "costs" else _measure_runs(options)
+    print_report(report)
+    exact = report["models"]["target"]["dtype"] == "float32"
+    return 1 if exact and unequal(report["runs"]) else 0
+
+
+def _measure_runs(options: argparse.Namespace) -> Report:
     _check(options)
     tokenizer = load_tokenizer(options.target_model)
-    selection = Selection(options.count, options.prompt_tokens, options.prompts_format, options.field)
+    selection = Selection(options.count, options.prompt_tokens, options.prompts_format, options.field, options.split)
     prompts = read_prompts(options.prompts, selection, tokenizer.encode)
-    with _client(options) as client:
-        info = client.model_info()
+    measured_on = _environment(options)
+    with _services(options) as services:
+        info = services.client.model_info()
         if info.target.tokenizer_fingerprint != tokenizer.fingerprint:
             raise SystemExit(
                 f"the tokenizer of {options.target_model} is not that of the server's target {info.target.name}; "
                 "name the target with --target-model"
             )
         _check_context(info, prompts, options.max_new_tokens)
-        report = _measure(client, info, prompts, options)
-    print_report(report)
-    return 1 if unequal(report["runs"]) else 0
+        return _measure(services, info, prompts, measured_on, options)
 
 
 def _check(options: argparse.Namespace) -> None:
-    given = [name for name in SERVICE_OPTIONS if getattr(options, name) is not None]
+    assisted = ASSISTED in _baselines(options)
+    given = [
+        name
+        for name in SERVICE_OPTIONS
+        if getattr(options, name) is not None and not (name == "draft_model" and assisted)
+    ]
     if options.server is not None and given:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
         options.usage_error(f"{names}: only for services that are started here, not with --server")
-    if options.out is not None:
-        check_writable(options.out)
-        if options.out.exists() and options.prompts.exists() and options.out.samefile(options.prompts):
-            raise SystemExit(f"{options.out} holds the prompts; expected a file of its own for --out")
+    if options.server is not None and assisted and options.draft_model is None:
+        options.usage_error("--baseline transformers-assisted with --server: expected --draft-model as well")
+    if options.baselines and 0 not in _temperatures(options):
+        options.usage_error("--baseline: baselines decode at temperature 0 only; expected --temperature 0 as well")
+    if options.out and options.out.exists() and options.prompts.exists() and options.out.samefile(options.prompts):
+        raise SystemExit(f"{options.out} holds the prompts; expected a file of its own for --out")
+
+
+def _environment(options: argparse.Namespace) -> Environment:
+    """Where the measurement runs. Of services that were not started here nothing is known."""
+    if options.server is not None:
+        return environment(threads=None, read_bandwidth=None)
+    import torch
+
+    from dynatree.bench.bandwidth import read_bandwidth
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    return environment(torch.get_num_threads(), read_bandwidth(options.device))
 
 
 @contextmanager
-def _client(options: argparse.Namespace) -> Iterator[Client]:
+def _services(options: argparse.Namespace) -> Iterator[Services]:
     if options.server is None:
         flags = ["--max-sessions", "2"]
         for name in SERVICE_OPTIONS[1:]:
             if getattr(options, name) is not None:
                 flags += [f"--{name}", str(getattr(options, name))]
-        with service_pair(options.target_model, options.draft_model or EMBEDDED, flags) as client:
-            yield client
+        with service_pair(options.target_model, options.draft_model or EMBEDDED, flags) as pair:
+            yield Services(pair.client, pair.draft_process, pair.verify_process)
         return
     try:
         client = Client(options.server)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     with client:
-        yield client
+        yield Services(client)
 
 
 def _check_context(info: ServiceInfo, prompts: Prompts, max_new_tokens: int) -> None:
@@ -92,7 +138,9 @@ def _check_context(info: ServiceInfo, prompts: Prompts, max_new_tokens: int) -> 
             )
 
 
-def _measure(client: Client, info: ServiceInfo, prompts: Prompts, options: argparse.Namespace) -> Report:
+def _measure(
+    services: Services, info: ServiceInfo, prompts: Prompts, measured_on: Environment, options: argparse.Namespace
+) -> Report:
     """Run everything; what there is by then is kept even where a run fails or is interrupted."""
     ranks = options.measurement == "ranks"
     settings = RunSettings(
@@ -102,58 +150,15 @@ def _measure(client: Client, info: ServiceInfo, prompts: Prompts, options: argpa
         warmup=0 if ranks else options.warmup,
         ranks=ranks,
     )
-    cases, skipped = admitted(client, prompts.token_ids[0], _cases(options, info))
-    report = _new_report(info, prompts, settings, skipped, options)
-    total = len(cases) * (settings.warmup + len(prompts.token_ids) * settings.repetitions)
-    try:
-        with _progress() as progress:
-            task = progress.add_task(options.measurement, total=total)
-            for _ in warm_up(client, prompts.token_ids, cases, settings):
-                progress.advance(task)
-            for run in measure(client, prompts.token_ids, cases, settings):
-                report["runs"].append(run)
-                progress.advance(task)
-        report["complete"] = True
-    finally:
-        if options.out is not None:
-            save(report, options.out)
-    return report
-
-
-def _cases(options: argparse.Namespace, info: ServiceInfo) -> list[Case]:
-    """What to run; plain decoding is always there to compare with, but for the ranks."""
-    temperatures = options.temperatures or MEASUREMENTS[options.measurement].temperatures
-    if options.measurement == "ranks":
-        return plan([GUESSES], temperatures, [options.scheme])
-    if options.measurement == "ablation":
-        return plan(ABLATION, temperatures, [options.scheme])
-    if options.measurement == "coupling":
-        plain = plan([PLAIN], temperatures, ["gumbel"])
-        return plain + plan(options.policies or COUPLING, temperatures, SCHEMES)
-    offered: Sequence[Method] = options.policies or [Method(name, name) for name in info.policies]
-    return plan([PLAIN, *offered], temperatures, [options.scheme])
-
-
-def _new_report(
-    info: ServiceInfo, prompts: Prompts, settings: RunSettings, skipped: list[Skipped], options: argparse.Namespace
-) -> Report:
-    measured_on = environment()
-    return Report(
-        schema_version=SCHEMA_VERSION,
-        command=options.measurement,
-        started=datetime.now(UTC).isoformat(timespec="seconds"),
-        complete=False,
-        versions=measured_on["versions"],
-        git=measured_on["git"],
-        machine=measured_on["machine"],
-        models={"target": _model(info.target), "draft": _model(info.draft)},
-        prompts={
-            "file": prompts.file,
-            "sha256": prompts.sha256,
-            "field": prompts.field,
-            "count": len(prompts.token_ids),
-            "tokens": [len(prompt) for prompt in prompts.token_ids],
-        },
+    decoders = Decoders(services.client, _load_baselines(options, info))
+    memory = PeakMemory({"draft": services.draft_process, "verify": services.verify_process, "client": os.getpid()})
+    cases, skipped = admitted(decoders, prompts.token_ids[0], _cases(options, info))
+    report = new_report(
+        options.measurement,
+        measured_on,
+        info.target,
+        info.draft,
+        prompts=_describe_prompts(prompts, options.name),
         options={
             "max_new_tokens": settings.max_new_tokens,
             "prompt_tokens": options.prompt_tokens,
@@ -162,24 +167,115 @@ def _new_report(
             "warmup": settings.warmup,
             "ignore_eos": True,
         },
-        skipped=skipped,
-        runs=[],
     )
+    report["skipped"] += skipped
+    total = len(cases) * (settings.warmup + len(prompts.token_ids) * settings.repetitions)
+    with _kept(report, options.out), progress_bar() as progress:
+        task = progress.add_task(options.measurement, total=total)
+        for _ in warm_up(decoders, prompts.token_ids, cases, settings):
+            progress.advance(task)
+        for run in measure(decoders, memory, prompts.token_ids, cases, settings):
+            report["runs"].append(run)
+            if options.out is not None and is_replaceable(options.out):
+                save(report, options.out)  # an hour of measuring outlives a kill
+            progress.advance(task)
+    return report
 
 
-def _model(info: ModelInfo) -> dict[str, Any]:
-    return {name: getattr(info, name) for name in ("name", "dtype", "device", "parameters", "version")}
+def _temperatures(options: argparse.Namespace) -> Sequence[float]:
+    return options.temperatures or MEASUREMENTS[options.measurement].temperatures
 
 
-def _progress() -> Progress:
-    """A bar with the time left, on standard error, where somebody looks at it."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+def _baselines(options: argparse.Namespace) -> list[Method]:
+    names = BASELINES if "all" in options.baselines else dict.fromkeys(options.baselines)
+    return [BASELINES[name] for name in names]
+
+
+def _load_baselines(options: argparse.Namespace, info: ServiceInfo) -> dict[str, Baseline]:
+    methods = _baselines(options)
+    if not methods:
+        return {}
+    from dynatree.bench.baselines import LocalModel, load_baselines
+
+    target = LocalModel(_path(options.target_model, embedded.target_path()), info.target)
+    draft = LocalModel(_path(options.draft_model or EMBEDDED, embedded.draft_path()), info.draft)
+    return load_baselines(methods, target, draft)
+
+
+def _path(model: str, embedded_path: Path) -> str:
+    return str(embedded_path) if model == EMBEDDED else model
+
+
+def _cases(options: argparse.Namespace, info: ServiceInfo) -> list[Case]:
+    """What to run; plain decoding is always there to compare with, but for the ranks."""
+    temperatures = _temperatures(options)
+    if options.measurement == "ranks":
+        return plan([GUESSES], temperatures, [options.scheme])
+    if options.measurement == "ablation":
+        return plan(ABLATION, temperatures, [options.scheme])
+    if options.measurement == "coupling":
+        plain = plan([PLAIN], temperatures, ["gumbel"])
+        return plain + plan(options.policies or COUPLING, temperatures, SCHEMES)
+    offered: Sequence[Method] = options.policies or [Method(name, name) for name in info.policies]
+    baselines = plan(_baselines(options), [0.0], [options.scheme])
+    return baselines + plan([PLAIN, *offered], temperatures, [options.scheme])
+
+
+def _describe_prompts(prompts: Prompts, name: str | None) -> dict[str, object]:
+    return {
+        "file": prompts.file,
+        "data_set": name or Path(prompts.file).stem,
+        "sha256": prompts.sha256,
+        "field": prompts.field,
+        "count": len(prompts.token_ids),
+        "tokens": [len(prompt) for prompt in prompts.token_ids],
+    }
+
+
+def _measure_costs(options: argparse.Namespace) -> Report:
+    """Measure every point of every curve; what there is after the warm-up is kept even where it is interrupted."""
+    from dynatree.bench.costs import ARENA_ROWS, CostBench, fill, places
+    from dynatree.common.engine import Engine, ModelSettings
+    from dynatree.common.errors import StartupError
+
+    measured_on = _environment(options)
+    device, dtype = options.device or "auto", options.dtype or "auto"
+    try:
+        target = Engine.load(
+            ModelSettings(_path(options.target_model, embedded.target_path()), device, dtype, ARENA_ROWS)
+        )
+        draft = Engine.load(ModelSettings(_path(options.draft_model, embedded.draft_path()), device, dtype, 1))
+        bench = CostBench(target, draft, options.max_nodes)
+    except (StartupError, ValueError) as error:
+        raise SystemExit(str(error)) from None
+    report = new_report(
+        options.measurement,
+        measured_on,
+        ModelInfo.from_pb(target.info),
+        ModelInfo.from_pb(draft.info),
+        prompts={"file": "random tokens", "data_set": "random tokens", "count": 0, "tokens": []},
+        options={"max_nodes": options.max_nodes, "repetitions": options.repetitions},
     )
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    size, bandwidth = target.info.step_bytes, measured_on.machine["read_bandwidth"]
+    floor = {"weight_bytes": size, "read_bandwidth": bandwidth, "seconds": size / bandwidth}
+    report["costs"] = Costs(plain_seconds=[], points=[], floor=floor)
+    wanted = places(options.max_nodes, target.info.context_length)
+    with progress_bar() as progress:
+        for place in progress.track(wanted, description="warm-up"):
+            bench.measure(place)
+        with _kept(report, options.out):
+            steps = fill(report["costs"], bench, wanted, options.repetitions)
+            for _ in progress.track(steps, total=len(wanted) * options.repetitions, description="costs"):
+                pass
+    return report
+
+
+@contextmanager
+def _kept(report: Report, out: Path | None) -> Iterator[None]:
+    """Save the report in the end, and say whether it is complete."""
+    try:
+        yield
+        report["complete"] = True
+    finally:
+        if out is not None:
+            save(report, out)

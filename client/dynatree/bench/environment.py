@@ -1,30 +1,69 @@
-"""What a measurement ran on, as far as the client can know: versions, the commit, the machine."""
+"""What a measurement ran on, as far as the client can know: versions, the commit, the machine, the models."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import dynatree.client
+from dynatree.client import ModelInfo
 from dynatree.common.version import version as dynatree_version
 
 
-def environment() -> dict[str, Any]:
-    """The keys "versions", "git" and "machine" of a report."""
-    return {
-        "versions": {
+@dataclass(frozen=True)
+class Environment:
+    """The keys of the same names of a report."""
+
+    versions: dict[str, str | None]
+    git: dict[str, Any] | None
+    machine: dict[str, Any]
+
+
+def environment(threads: int | None, read_bandwidth: float | None) -> Environment:
+    """What there is to know of this process and its machine.
+
+    Args:
+        threads: torch's CPU threads, where the models run on this machine.
+        read_bandwidth: What `bandwidth.read_bandwidth` measured, where it did.
+    """
+    return Environment(
+        versions={
             "dynatree": dynatree_version(),
             "torch": _version("torch"),
             "transformers": _version("transformers"),
             "python": platform.python_version(),
         },
-        "git": _git(),
-        "machine": {"platform": platform.platform(), "cpu_count": os.cpu_count()},
-    }
+        git=_git(),
+        machine={
+            "platform": platform.platform(),
+            "cpu": _cpu(),
+            "cpu_count": os.cpu_count(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "threads": threads,
+            "read_bandwidth": read_bandwidth,
+        },
+    )
+
+
+def describe(model: ModelInfo) -> dict[str, Any]:
+    """A model in a report."""
+    names = ("name", "architecture", "parameters", "context_length", "dtype", "device", "version")
+    described = {name: getattr(model, name) for name in names}
+    return described | {"weight_bytes": model.step_bytes}
+
+
+def _cpu() -> str | None:
+    """The processor's name, by Linux's /proc."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def _version(package: str) -> str | None:

@@ -1,19 +1,20 @@
-"""What is measured: policies with their settings, and the labels under which tables show them."""
+"""What is measured: policies with their settings, baselines, and the labels under which tables show them."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from itertools import product
 
 from dynatree.client import SamplingScheme
 
 
 @dataclass(frozen=True)
 class Method:
-    """A policy and its settings; those left out keep the server's defaults."""
+    """A policy and its settings; those left out keep the server's defaults. A baseline has no policy."""
 
     label: str
-    policy: str
+    policy: str | None
     settings: tuple[tuple[str, float], ...] = ()
 
 
@@ -62,6 +63,15 @@ GUESSES = Method(
     f"the draft's {RANKS} first guesses", "fixed", (("depth", 1.0), ("breadth", float(RANKS)), ("tau", 0.0))
 )
 
+# transformers' own `generate()` by itself, with an assistant model, and with prompt lookup.
+ASSISTED = Method("transformers assisted", None)
+PROMPT_LOOKUP = Method("transformers prompt lookup", None)
+BASELINES = {
+    "transformers": Method("transformers", None),
+    "transformers-assisted": ASSISTED,
+    "transformers-prompt-lookup": PROMPT_LOOKUP,
+}
+
 
 def parse_method(text: str) -> Method:
     """An argparse type: `NAME[:setting=number,...]`."""
@@ -81,3 +91,16 @@ def parse_method(text: str) -> Method:
     if not name:
         raise argparse.ArgumentTypeError(f"{text!r} names no policy")
     return Method(text, name, tuple(settings.items()))
+
+
+def parse_methods(text: str) -> list[Method]:
+    """An argparse type: `NAME[:setting=number/number...,...]`, every combination of the settings' alternatives."""
+    name, colon, rest = text.partition(":")
+    settings = [_alternatives(part) for part in rest.split(",")] if colon else []
+    return [parse_method(name + colon + ",".join(combination)) for combination in product(*settings)]
+
+
+def _alternatives(setting: str) -> list[str]:
+    """`name=a/b` as `name=a` and `name=b`."""
+    name, _, values = setting.partition("=")
+    return [f"{name}={value}" for value in values.split("/")]

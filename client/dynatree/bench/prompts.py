@@ -1,18 +1,20 @@
-"""Prompts from files: evenly spaced windows of a text, or entries of a JSON Lines file, as token ids of the target."""
+"""Prompts as token ids of the target: evenly spaced windows of a text, or entries of JSON Lines or of a data set."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dynatree.bench.data_sets import DataSet, load_data_set
+
 Encode = Callable[[str], Sequence[int]]
 
-FIELDS = ("prompt", "prefix", "text", "turns", "question")  # of a JSON Lines file, the first that its first line has
+FIELDS = ("prompt", "prefix", "text", "turns", "question")  # of several entries, the first that the first one has
 _JSONL_SUFFIXES = (".jsonl", ".ndjson")
 _BLANK_LINES = re.compile(r"(?:\A|\n)(?:[ \t\r]*\n)+")
 _MARGIN = 16  # tokens that the end of a cut text may spoil
@@ -20,20 +22,22 @@ _MARGIN = 16  # tokens that the end of a cut text may spoil
 
 @dataclass(frozen=True)
 class Selection:
-    """Which prompts to take: `count` of them, of `length` tokens (entries of JSON Lines may be shorter).
+    """Which prompts to take: `count` of them, of `length` tokens (entries may be shorter).
 
-    `format` is "auto" (by the file's name), "text" or "jsonl"; `field` names the prompt in a line, None to find out.
+    `format` is "text" or "jsonl", that is entries; "auto" is by a file's name, and entries of a data set. `field` names
+    the prompt in an entry, None to find out. `split` is the data set's.
     """
 
     count: int
     length: int
     format: str = "auto"
     field: str | None = None
+    split: str = "test"
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts and where they come from: the file's name and SHA-256, and the field of a JSON Lines file."""
+    """Prompts and where they come from: the file's or data set's name, its SHA-256, and the field of its entries."""
 
     file: str
     sha256: str
@@ -66,12 +70,21 @@ def load_tokenizer(model: str) -> Tokenizer:
     return Tokenizer(lambda text: loaded(text, verbose=False)["input_ids"], tokenizer.fingerprint(loaded))
 
 
-def read_prompts(path: Path, selection: Selection, encode: Encode) -> Prompts:
-    """The prompts of a file.
+def read_prompts(source: Path, selection: Selection, encode: Encode) -> Prompts:
+    """The prompts of a file, or where there is none, of the data set of that name.
 
     Raises:
-        SystemExit: The file cannot be read, is not what it should be, or has too few prompts.
+        SystemExit: It cannot be read, is not what it should be, or has too few prompts.
     """
+    try:
+        if source.exists() and not source.is_dir():
+            return _of_file(source, selection, encode)
+        return _of_data_set(load_data_set(str(source), selection.split), selection, encode)
+    except ValueError as error:
+        raise SystemExit(f"{source}: {error}") from None
+
+
+def _of_file(path: Path, selection: Selection, encode: Encode) -> Prompts:
     try:
         content = path.read_bytes()
         text = content.decode("utf-8-sig")
@@ -79,21 +92,27 @@ def read_prompts(path: Path, selection: Selection, encode: Encode) -> Prompts:
         raise SystemExit(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise SystemExit(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
-    lines = selection.format == "jsonl" or (selection.format == "auto" and path.suffix in _JSONL_SUFFIXES)
-    if selection.field is not None and not lines:
+    sha256 = hashlib.sha256(content).hexdigest()
+    if selection.format == "jsonl" or (selection.format == "auto" and path.suffix in _JSONL_SUFFIXES):
+        lines = {number: line for number, line in enumerate(text.split("\n"), start=1) if line.strip()}
+        entries = Entries("line", list(lines), lambda number: _object(number, lines[number]))
+        return Prompts(path.name, sha256, *_choose(entries, selection, encode))
+    if selection.field is not None:
         raise SystemExit(f"--field is for JSON Lines, and {path} is read as text; --prompts-format jsonl changes that")
-    field = None
-    try:
-        if lines:
-            field, token_ids = _entries(text, selection, encode)
-        else:
-            token_ids = cut_text(text, selection.count, selection.length, encode)
-    except ValueError as error:
-        raise SystemExit(f"{path}: {error}") from None
-    return Prompts(path.name, hashlib.sha256(content).hexdigest(), field, tuple(token_ids))
+    return Prompts(path.name, sha256, None, cut_text(text, selection.count, selection.length, encode))
 
 
-def cut_text(text: str, count: int, length: int, encode: Encode) -> list[tuple[int, ...]]:
+def _of_data_set(data: DataSet, selection: Selection, encode: Encode) -> Prompts:
+    entries = Entries("row", range(len(data.rows)), data.rows.__getitem__)
+    field = selection.field or entries.field()
+    column = "\n".join(entries.prompt(row, field) for row in entries.places)
+    sha256 = hashlib.sha256(column.encode()).hexdigest()
+    if selection.format == "text":
+        return Prompts(data.name, sha256, field, cut_text(column, selection.count, selection.length, encode))
+    return Prompts(data.name, sha256, *_choose(entries, selection, encode))
+
+
+def cut_text(text: str, count: int, length: int, encode: Encode) -> tuple[tuple[int, ...], ...]:
     """`count` windows of `length` tokens, one from each of `count` equal parts of the text, none overlapping.
 
     A window starts at its part's first paragraph (after a blank line), or where that leaves too little, at its first
@@ -118,7 +137,7 @@ def cut_text(text: str, count: int, length: int, encode: Encode) -> list[tuple[i
                 "expected fewer (--count) or shorter ones (--prompt-tokens)"
             )
         windows.append(window)
-    return windows
+    return tuple(windows)
 
 
 def _next_word(text: str, start: int) -> int:
@@ -140,41 +159,57 @@ def _first_tokens(text: str, length: int, encode: Encode) -> tuple[int, ...]:
         size *= 2
 
 
-def _entries(text: str, selection: Selection, encode: Encode) -> tuple[str, list[tuple[int, ...]]]:
-    """The name of the field, and evenly spaced lines' prompts."""
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    if len(lines) < selection.count:
-        raise ValueError(f"it has {len(lines)} prompts, expected at least {selection.count} (--count)")
-    field = selection.field or _detect(*lines[0])
-    chosen = [lines[place * len(lines) // selection.count] for place in range(selection.count)]
+@dataclass(frozen=True)
+class Entries:
+    """Objects that each hold a prompt: what one is called, where they are, and how to read one.
+
+    All methods raise ValueError where an entry is not what it should be.
+    """
+
+    unit: str
+    places: Sequence[int]
+    read: Callable[[int], Mapping[str, Any]]
+
+    def field(self) -> str:
+        """The name of the prompts' field, by the first entry."""
+        if not self.places:
+            raise ValueError("it has no prompts")
+        first = self.read(self.places[0])
+        for name in FIELDS:
+            if name in first:
+                return name
+        raise ValueError(
+            f"{self.unit} {self.places[0]} has none of {', '.join(FIELDS)}; "
+            "expected --field with the name of its prompt"
+        )
+
+    def prompt(self, place: int, field: str) -> str:
+        """An entry's prompt; of a list, such as the turns of a conversation, the first."""
+        entry = self.read(place)
+        if field not in entry:
+            raise ValueError(f"{self.unit} {place} has no {field}")
+        value = entry[field]
+        if isinstance(value, list) and value:
+            value = value[0]
+        if not isinstance(value, str):
+            raise ValueError(f"{self.unit} {place}: {field} is no text, and no list that starts with one")
+        return value
+
+
+def _choose(entries: Entries, selection: Selection, encode: Encode) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    """The name of the field, and evenly spaced entries' prompts."""
+    total = len(entries.places)
+    if total < selection.count:
+        raise ValueError(f"it has {total} prompts, expected at least {selection.count} (--count)")
+    field = selection.field or entries.field()
     prompts = []
-    for number, line in chosen:
-        tokens = _first_tokens(_prompt(number, line, field), selection.length, encode)
+    for number in range(selection.count):
+        place = entries.places[number * total // selection.count]
+        tokens = _first_tokens(entries.prompt(place, field), selection.length, encode)
         if not tokens:
-            raise ValueError(f"line {number}: {field} is empty")
+            raise ValueError(f"{entries.unit} {place}: {field} is empty")
         prompts.append(tokens)
-    return field, prompts
-
-
-def _detect(number: int, line: str) -> str:
-    entry = _object(number, line)
-    for name in FIELDS:
-        if name in entry:
-            return name
-    raise ValueError(f"line {number} has none of {', '.join(FIELDS)}; expected --field with the name of its prompt")
-
-
-def _prompt(number: int, line: str, field: str) -> str:
-    """A line's prompt; of a list, such as the turns of a conversation, the first."""
-    entry = _object(number, line)
-    if field not in entry:
-        raise ValueError(f"line {number} has no {field}")
-    value = entry[field]
-    if isinstance(value, list) and value:
-        value = value[0]
-    if not isinstance(value, str):
-        raise ValueError(f"line {number}: {field} is no text, and no list that starts with one")
-    return value
+    return field, tuple(prompts)
 
 
 def _object(number: int, line: str) -> dict[str, Any]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from dynatree.bench.decoding import Decoders, Prompt
+from dynatree.bench.memory import PeakMemory
 from dynatree.bench.methods import PLAIN, RANKS, Case, Method
 from dynatree.bench.ranks import count_ranks
-from dynatree.bench.report import Run, Skipped
-from dynatree.client import Client, Completion, InvalidRequestError, SamplingScheme
-
-Prompt = Sequence[int]
+from dynatree.bench.record import Run, Skipped
+from dynatree.client import InvalidRequestError, SamplingScheme
 
 
 @dataclass(frozen=True)
@@ -39,49 +38,60 @@ def plan(methods: Sequence[Method], temperatures: Sequence[float], schemes: Sequ
     return list(dict.fromkeys(cases))
 
 
-def admitted(client: Client, prompt: Prompt, cases: Sequence[Case]) -> tuple[list[Case], list[Skipped]]:
-    """The cases that the server runs, and those that it refuses for their sampling scheme; asks for one token of each.
+def admitted(decoders: Decoders, prompt: Prompt, cases: Sequence[Case]) -> tuple[list[Case], list[Skipped]]:
+    """The cases that can be run, and those refused for their sampling scheme; asks for one token of each.
 
     Raises:
-        DynaTreeError: It refuses a policy or a setting, or does not answer.
+        DynaTreeError: The server refuses a policy or a setting, or does not answer.
+        SystemExit: A baseline cannot decode.
     """
-    once = RunSettings(max_new_tokens=1, seed=0, repetitions=1, warmup=0)
     refusals: dict[tuple[Method, str], str] = {}
     for case in dict.fromkeys(Case(case.method, 0.0, None) for case in cases):
-        _complete(client, prompt, case, once, 0)
+        decoders.complete(prompt, case, max_new_tokens=1, seed=0)
     for method in dict.fromkeys(case.method for case in cases if case.scheme == "residual"):
         try:
-            _complete(client, prompt, Case(method, 1.0, "residual"), once, 0)
+            decoders.complete(prompt, Case(method, 1.0, "residual"), max_new_tokens=1, seed=0)
         except InvalidRequestError as error:
             refusals[method, "residual"] = error.details
     skipped = [Skipped(label=method.label, scheme=scheme, reason=why) for (method, scheme), why in refusals.items()]
     return [case for case in cases if (case.method, case.scheme) not in refusals], skipped
 
 
-def warm_up(client: Client, prompts: Sequence[Prompt], cases: Sequence[Case], settings: RunSettings) -> Iterator[None]:
+def warm_up(
+    decoders: Decoders, prompts: Sequence[Prompt], cases: Sequence[Case], settings: RunSettings
+) -> Iterator[None]:
     """Run the cases on the first prompt, and keep nothing of it."""
     for _ in range(settings.warmup):
         for case in cases:
-            _complete(client, prompts[0], case, settings, 0)
+            decoders.complete(prompts[0], case, max_new_tokens=settings.max_new_tokens, seed=settings.seed)
             yield
 
 
-def measure(client: Client, prompts: Sequence[Prompt], cases: Sequence[Case], settings: RunSettings) -> Iterator[Run]:
+def measure(
+    decoders: Decoders, memory: PeakMemory, prompts: Sequence[Prompt], cases: Sequence[Case], settings: RunSettings
+) -> Iterator[Run]:
     """Run the cases in turn, for each prompt and each repetition, plain decoding first: a slow minute hits them all.
 
     Raises:
         DynaTreeError: A completion failed.
+        SystemExit: A baseline failed.
     """
     cases = sorted(cases, key=lambda case: case.method != PLAIN)  # the order is kept otherwise
     for number, prompt in enumerate(prompts):
         plain: dict[float, tuple[int, ...]] = {}
         for repetition in range(settings.repetitions):
             for case in cases:
-                started = time.perf_counter()
-                completion = _complete(client, prompt, case, settings, number)
-                seconds = time.perf_counter() - started
+                memory.reset()
+                output = decoders.complete(
+                    prompt,
+                    case,
+                    max_new_tokens=settings.max_new_tokens,
+                    seed=settings.seed + number,
+                    trace=settings.ranks,
+                )
+                peaks = memory.read()
                 if case.method == PLAIN and case.equals_plain_decoding:
-                    plain.setdefault(case.temperature, completion.token_ids)
+                    plain.setdefault(case.temperature, output.token_ids)
                 expected = plain.get(case.temperature) if case.equals_plain_decoding else None
                 run = Run(
                     label=case.method.label,
@@ -92,25 +102,20 @@ def measure(client: Client, prompts: Sequence[Prompt], cases: Sequence[Case], se
                     seed=settings.seed + number if case.temperature else None,
                     prompt=number,
                     repetition=repetition,
-                    tokens=len(completion.token_ids),
-                    equal=None if expected is None else completion.token_ids == expected,
-                    wall_seconds=seconds,
-                    statistics=asdict(completion.stats),
+                    tokens=len(output.token_ids),
+                    equal=None if expected is None else output.token_ids == expected,
+                    agrees=None if expected is None else agreement(output.token_ids, expected),
+                    wall_seconds=output.seconds,
+                    arrivals=[(tokens, round(seconds, 6)) for tokens, seconds in output.arrivals],
+                    peak_memory=peaks,
+                    statistics=None if output.statistics is None else asdict(output.statistics),
                 )
                 if settings.ranks:
-                    run["ranks"] = count_ranks(completion.trace, RANKS)
+                    run["ranks"] = count_ranks(output.trace, RANKS)
                 yield run
 
 
-def _complete(client: Client, prompt: Prompt, case: Case, settings: RunSettings, number: int) -> Completion:
-    return client.generate(
-        prompt,
-        max_new_tokens=settings.max_new_tokens,
-        temperature=case.temperature,
-        seed=settings.seed + number,
-        scheme=case.scheme,
-        ignore_eos=True,
-        trace=settings.ranks,
-        policy=case.method.policy,
-        policy_settings=dict(case.method.settings),
-    )
+def agreement(tokens: Sequence[int], expected: Sequence[int]) -> int:
+    """How many leading tokens are the expected ones."""
+    differences = (place for place, pair in enumerate(zip(tokens, expected, strict=False)) if pair[0] != pair[1])
+    return next(differences, min(len(tokens), len(expected)))

@@ -58,7 +58,8 @@ def run(options: argparse.Namespace) -> int:
     prompts = _prompts(options.prompts)
     flags = ["--dtype", options.dtype, "--device", options.device, "--max-sessions", "1"]
     tokens = 0
-    with service_pair(options.target_model, options.draft_model, flags) as client:
+    with service_pair(options.target_model, options.draft_model, flags) as pair:
+        client = pair.client
         reference = Reference(options.target_model, client.model_info().target.dtype, client.model_info().target.device)
         for number, prompt in enumerate(track(prompts, "prompts", disable=not sys.stdout.isatty()), start=1):
             prompt_ids = reference.encode(prompt)

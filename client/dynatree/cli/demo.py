@@ -52,7 +52,8 @@ def _at_least_two(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     """Show one completion, and compare it with plain decoding; 1 if the two differ."""
     console = Console(highlight=False)
-    with service_pair(options.target_model, options.draft_model, ["--dtype", options.dtype]) as client:
+    with service_pair(options.target_model, options.draft_model, ["--dtype", options.dtype]) as pair:
+        client = pair.client
         info = client.model_info()
         console.print(f"target {info.target.name}, draft {info.draft.name}, on {info.target.device}\n", markup=False)
         _complete(client, options, "autoregressive")  # warm-up of the target

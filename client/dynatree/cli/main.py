@@ -26,6 +26,17 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("measure and compare decoders", "dynatree.bench.command"),
 }
 
+# The command lines that run models as the services do. Baselines of `bench compare` run as they would without DynaTree.
+_RUN_MODELS = (("verify",), ("draft",), ("bench", "costs"))
+# What they set before torch is loaded; a user's own choice stands.
+_MODEL_ENVIRONMENT = {
+    # Weights in huge pages stream faster.
+    "THP_MEM_ALLOC_ENABLE": "1",
+    # How long OpenMP's idle threads turn for more work before they sleep: the pauses within a forward, and not the
+    # milliseconds of the default, in which the other service wants the core.
+    "GOMP_SPINCOUNT": "20000",
+}
+
 # What a shell reports for a program that the signal ended: 128 + its number.
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
@@ -68,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     name = argv[0] if argv and argv[0] in COMMANDS else None
+    if any(tuple(argv[: len(words)]) == words for words in _RUN_MODELS):
+        for variable, value in _MODEL_ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
     try:
         command = _load(name)
         options = _parser(name, command).parse_args(argv)

@@ -1,25 +1,43 @@
-"""Both services as child processes on private sockets: for `dynatree demo` and `dynatree audit`."""
+"""Both services as child processes on private sockets: for `dynatree demo`, `dynatree audit` and `dynatree bench`."""
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from dynatree.client import Client, ServerUnavailableError
 
 STOP_SECONDS = 15.0
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT)  # exit statuses, without and with a handler
+
+
+@dataclass(frozen=True)
+class ServicePair:
+    """A client of two services that run here, and their process ids."""
+
+    client: Client
+    draft_process: int
+    verify_process: int
 
 
 @contextmanager
 def service_pair(
     target_model: str, draft_model: str, options: Sequence[str] = (), start_timeout: float = 300.0
-) -> Iterator[Client]:
-    """A client of a verify and a draft service that live as long as the context.
+) -> Iterator[ServicePair]:
+    """A verify and a draft service that live as long as the context.
 
     Args:
         target_model: What `dynatree verify --target-model` takes.
@@ -31,6 +49,7 @@ def service_pair(
         SystemExit: A service did not start; with what it printed last.
     """
     with ExitStack() as stack:
+        stack.enter_context(_orderly_termination())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynatree-")))  # made with mode 0700
         verify, draft = f"unix:{folder}/verify.sock", f"unix:{folder}/draft.sock"
         timeout = ["--verify-timeout", str(start_timeout)]
@@ -38,34 +57,84 @@ def service_pair(
             "verify": ["--target-model", target_model, "--listen", verify, *options],
             "draft": ["--draft-model", draft_model, "--verify", verify, "--listen", draft, *timeout, *options],
         }
-        children = [stack.enter_context(_child(folder, name, args)) for name, args in commands.items()]
+        children = {name: stack.enter_context(_child(folder, name, args)) for name, args in commands.items()}
         client = stack.enter_context(Client(draft, connect_timeout=1.0))
-        _wait(client, children, start_timeout)
-        yield client
+        _wait(client, list(children.values()), start_timeout)
+        yield ServicePair(client, children["draft"][0].pid, children["verify"][0].pid)
+
+
+@contextmanager
+def _orderly_termination() -> Iterator[None]:
+    """SIGTERM ends the program as an interrupt does, so that nothing is left running."""
+    if threading.current_thread() is not threading.main_thread():  # Python has signals on the main thread only
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _terminate(number: int, _: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 @contextmanager
 def _child(folder: Path, name: str, arguments: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     log = folder / f"{name}.log"
-    with log.open("wb") as output:
-        command = [sys.executable, "-m", "dynatree.cli.main", name, *arguments]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    command = [sys.executable, "-m", "dynatree.cli.main", name, *arguments]
+    process: subprocess.Popen[bytes] | None = None
     try:
+        with log.open("wb") as output, _held_back(signal.SIGINT, signal.SIGTERM):
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=_end_with_parent
+            )
         yield process, log
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if process is not None:
+            _end(process)
+
+
+@contextmanager
+def _held_back(*numbers: int) -> Iterator[None]:
+    """Signals that come meanwhile act at the end: one that came while a child starts would leave the child behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    previous = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
+
+
+def _end_with_parent() -> None:
+    """Have Linux end a child whose parent was killed, which no handler could tell it."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _wait(client: Client, children: Sequence[tuple[subprocess.Popen[bytes], Path]], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while True:
         for process, log in children:
-            if process.poll() is not None:
+            if process.poll() in _INTERRUPTED:  # a terminal interrupts the children too, and they may be first
+                raise KeyboardInterrupt
+            if process.returncode is not None:
                 raise SystemExit(_last_line(log) or f"a service ended with exit status {process.returncode}")
         try:
             client.model_info()

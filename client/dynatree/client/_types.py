@@ -267,6 +267,7 @@ class ModelInfo:
         device: for example "cpu".
         tokenizer_fingerprint: SHA-256 over the tokenizer; two models can work together when it is equal.
         version: the version of DynaTree that runs the model.
+        step_bytes: bytes of the weights that a forward over one token reads.
     """
 
     name: str
@@ -278,6 +279,7 @@ class ModelInfo:
     device: str
     tokenizer_fingerprint: str
     version: str
+    step_bytes: int
 
     @classmethod
     def from_pb(cls, info: tree_pb2.ModelInfo) -> Self:
@@ -292,6 +294,7 @@ class ModelInfo:
             device=info.device,
             tokenizer_fingerprint=info.tokenizer_fingerprint,
             version=info.version,
+            step_bytes=info.step_bytes,
         )
 
 

@@ -61,6 +61,11 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="default: the checkpoint's own")
     parser.add_argument("--threads", type=positive, help="CPU threads of the model (default: torch's choice)")
     parser.add_argument(
+        "--static-shapes",
+        action="store_true",
+        help="pad forwards to a few sizes, and capture them as CUDA graphs on a GPU (on a CPU: slower)",
+    )
+    parser.add_argument(
         "--max-sessions", type=positive, default=4, help="completions at once; each has its own KV cache (default: 4)"
     )
     parser.add_argument(
@@ -78,6 +83,7 @@ def model_settings(options: argparse.Namespace, model: str, embedded_path: Path,
         dtype=options.dtype,
         sessions=options.max_sessions,
         scratch=scratch,
+        static_shapes=options.static_shapes,
     )
 
 

@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], type=_setting, metavar="NAME=VALUE", help="a setting of that policy"
     )
     parser.add_argument(
+        "--draft-ahead",
+        choices=["auto", "on", "off"],
+        default="auto",
+        help="read on while the verify service works; auto: if it has a device of its own (default: auto)",
+    )
+    parser.add_argument(
         "--verify-timeout",
         type=seconds,
         default=60.0,
@@ -63,7 +69,15 @@ def run(options: argparse.Namespace) -> int:
         raise SystemExit(str(error)) from error
     settings = model_settings(options, options.draft_model, embedded.draft_path(), scratch=2 * MAX_TREE_NODES)
     return run_service(
-        lambda: serve(settings, options.listen, options.verify, options.verify_timeout, policy, options.grace)
+        lambda: serve(
+            settings,
+            options.listen,
+            options.verify,
+            options.verify_timeout,
+            policy,
+            options.grace,
+            options.draft_ahead,
+        )
     )
 
 
@@ -74,6 +88,7 @@ async def serve(
     verify_timeout: float,
     policy: DefaultPolicy,
     grace: float,
+    draft_ahead: str = "auto",
 ) -> None:
     """Load the draft, find the verify service, then serve until a signal.
 
@@ -82,12 +97,13 @@ async def serve(
     """
     verify = VerifyClient(verify_address)
     try:
-        engine = Engine.load(settings)
+        thread = ModelThread("draft-model")
+        engine = await thread.run(Engine.load, settings)
         target = await verify.target(verify_timeout)
         drafter = Drafter(engine, MAX_TREE_NODES, vocab_size=_shared_vocabulary(engine, target))
-        thread = ModelThread("draft-model")
         server = Server([SERVICE_NAME])
-        service = DraftService(drafter, thread, verify, target, policy)
+        ahead = draft_ahead == "on" or (draft_ahead == "auto" and engine.info.device_id != target.device_id)
+        service = DraftService(drafter, thread, verify, target, policy, ahead)
         draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]
         await server.start(address)
         info = engine.info

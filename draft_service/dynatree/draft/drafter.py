@@ -96,7 +96,7 @@ class Drafter:
     def read(self, session: DraftSession, policy: Policy) -> None:
         """Read the committed tokens that have no row yet: the prompt, while the target reads it too."""
         if policy.breadth and session.rows < len(session.committed) <= self._context:
-            self._expand(session, self._new_tree(session, 0, 0), [ROOT], policy.breadth)
+            self.expand(session, self.new_tree(session, 0, 0), [ROOT], policy.breadth)
 
     def grow(self, session: DraftSession, policy: Policy, max_depth: int, max_nodes: int) -> Growth:
         """Grow a tree below the last committed token, at most `max_depth` deep and of at most `max_nodes` nodes.
@@ -106,19 +106,24 @@ class Drafter:
         """
         started = time.perf_counter()
         forwards = []
-        # a node at depth d is proposed by a token at position committed + d - 2, which the draft must still embed
-        max_depth = min(max_depth, self._context + 1 - len(session.committed))
-        tree = self._new_tree(session, max_nodes, max_depth)
-        level = [ROOT] if max_depth > 0 else []
-        while level and self._has_room(session, tree, level):
-            if policy.breadth and (seconds := self._expand(session, tree, level, policy.breadth)):
+        max_depth = min(max_depth, self.reach(session))
+        tree = self.new_tree(session, max_nodes, max_depth)
+        level = policy.start(tree) if max_depth > 0 else []
+        while level and self.has_room(session, tree, level):
+            if seconds := self.expand(session, tree, level, policy.breadth):
                 forwards.append(seconds)
             level = [node for node in policy.grow(tree, level) if tree.depth(node) < max_depth]
         return Growth(
             tree.freeze(policy.select(tree)), time.perf_counter() - started, sum(forwards), levels=len(forwards)
         )
 
-    def _new_tree(self, session: DraftSession, max_nodes: int, max_depth: int) -> GrowingTree:
+    def reach(self, session: DraftSession) -> int:
+        """The deepest node that the draft can propose; 0 or less where it has no context left."""
+        # a node at depth d is proposed by a token at position committed + d - 2, which the draft must still embed
+        return self._context + 1 - len(session.committed)
+
+    def new_tree(self, session: DraftSession, max_nodes: int, max_depth: int) -> GrowingTree:
+        """An empty tree below the session's root."""
         return GrowingTree(
             session.root,
             session.committed,
@@ -127,9 +132,9 @@ class Drafter:
             drawn=session.sampling.residual,
         )
 
-    def _has_room(self, session: DraftSession, tree: GrowingTree, level: Sequence[int]) -> bool:
+    def has_room(self, session: DraftSession, tree: GrowingTree, level: Sequence[int]) -> bool:
         """Whether the session's arena row has slots for a level's unread nodes."""
-        unread = sum(tree.node(node).proposals is None for node in level if node != ROOT)
+        unread = sum(not tree.is_read(node) for node in level if node != ROOT)
         return session.used - session.rows + unread <= 2 * self._max_tree_nodes
 
     def commit(self, session: DraftSession, token_ids: Sequence[int]) -> None:
@@ -157,9 +162,9 @@ class Drafter:
         session.used = session.rows + len(kept)
         session.root = node if at_prefix else TrieNode(session.committed[-1])
 
-    def _expand(self, session: DraftSession, tree: GrowingTree, level: Sequence[int], breadth: int) -> float:
+    def expand(self, session: DraftSession, tree: GrowingTree, level: Sequence[int], breadth: int) -> float:
         """Read the nodes of a level that have no proposals yet, in one forward; returns its seconds."""
-        unread = [node for node in level if tree.node(node).proposals is None]
+        unread = [node for node in level if not tree.is_read(node)]
         if not unread:
             return 0.0
         segment = _catch_up(session) if unread == [ROOT] else _level(session, tree, unread)

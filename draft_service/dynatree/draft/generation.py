@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.sampling import Sampling
+from dynatree.common.tree import TokenTree
+from dynatree.draft.ahead import DraftingAhead
 from dynatree.draft.detokenizer import Detokenizer
 from dynatree.draft.drafter import Drafter, DraftSession, Growth
 from dynatree.draft.policies import Outcome, Policy
@@ -36,6 +38,7 @@ class GenerationRequest:
     log_probs: bool
     trace: bool
     policy: Policy
+    ahead: bool
 
 
 @dataclass(frozen=True)
@@ -91,17 +94,24 @@ class Generation:
         session = self._drafter.open(request.prompt_ids, request.sampling)
         try:
             async with self._verify.session(timeout) as stream:
-                reading = self._thread.run(self._drafter.read, session, request.policy)
+                # on one device the two would only slow each other down, and the target has the first token
+                reading = self._read_prompt(session) if request.ahead else None
                 opened = await stream.open(self._open_message())
-                await reading
-                async for response in self._rounds(session, stream, opened):
+                async for response in self._rounds(session, stream, opened, reading or self._read_prompt(session)):
                     yield response
         finally:
             # asked for behind any forward that still runs for this session
             await self._thread.run(self._drafter.close, session)
 
+    def _read_prompt(self, session: DraftSession) -> asyncio.Future[None]:
+        return self._thread.run(self._drafter.read, session, self._request.policy)
+
     async def _rounds(
-        self, session: DraftSession, stream: VerifySession, opened: verify_pb2.SessionOpened
+        self,
+        session: DraftSession,
+        stream: VerifySession,
+        opened: verify_pb2.SessionOpened,
+        reading: asyncio.Future[None],
     ) -> AsyncIterator[draft_pb2.GenerateResponse]:
         commit = opened.commit
         last: _Round | None = None
@@ -113,12 +123,13 @@ class Generation:
                     kept = len(response.token_ids)
                     self._recorder.round(last.growth, last.answer, last.commit_seconds, kept)
                 yield response
+                await reading
                 advance = await advancing
                 if last is not None and self._request.trace:
                     yield draft_pb2.GenerateResponse(trace=self._trace(last, advance.parameters))
                 if advance.growth is None or self._text.stopped:
                     break
-                answer = await stream.verify(advance.growth.tree, commit)
+                answer = await self._verified(session, stream, advance.growth.tree, commit)
                 last = _Round(advance.growth, advance.commit_seconds, answer)
                 commit = answer.commit
                 advancing = self._start_advance(session, commit, last, opened.max_tree_nodes)
@@ -147,6 +158,27 @@ class Generation:
             return _Advance(commit_seconds, parameters, growth)
 
         return self._thread.run(advance)
+
+    async def _verified(
+        self, session: DraftSession, stream: VerifySession, tree: TokenTree, commit: verify_pb2.Commit
+    ) -> Answer:
+        """The answer to a tree; the draft reads ahead meanwhile, if it is to."""
+        max_depth = min(self._request.limit - commit.base_length, self._drafter.reach(session))
+        breadth = self._request.policy.breadth
+        if not self._request.ahead or not breadth or max_depth < 1:
+            return await stream.verify(tree, commit)
+        ahead = DraftingAhead(self._drafter, session, max_depth, breadth)
+        reading = asyncio.ensure_future(self._read(ahead))
+        try:
+            return await stream.verify(tree, commit)
+        finally:
+            ahead.stop()
+            await reading
+
+    async def _read(self, ahead: DraftingAhead) -> None:
+        """Read for as long as there is something to read and nobody else wants the model."""
+        while self._thread.idle and await self._thread.run(ahead.step):
+            pass
 
     def _hand_on(self, commit: verify_pb2.Commit) -> draft_pb2.GenerateResponse:
         started = time.perf_counter()

@@ -120,6 +120,10 @@ class GrowingTree:
         assert proposals is not None, "the growth loop expands a node before a policy sees it"
         return proposals
 
+    def is_read(self, index: int) -> bool:
+        """Whether a node has proposals already, so that expanding it takes no forward."""
+        return self.node(index).proposals is not None
+
     def confidence(self, index: int) -> float:
         """The highest next-token probability after an expanded node, c(u) in DynaTree section 3.3."""
         candidates = self.node(index).candidates

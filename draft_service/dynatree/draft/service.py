@@ -17,7 +17,7 @@ from dynatree.common.tree import check_token_ids
 from dynatree.draft.costs import Costs
 from dynatree.draft.drafter import Drafter
 from dynatree.draft.generation import Generation, GenerationRequest
-from dynatree.draft.policies import create_policy, policies_that_take_draws, policy_names
+from dynatree.draft.policies import DRAWING_POLICY, create_policy, policies_that_take_draws, policy_names
 from dynatree.draft.verify_client import VerifyClient
 from dynatree.v1 import draft_pb2, draft_pb2_grpc, tree_pb2
 
@@ -46,6 +46,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         verify: VerifyClient,
         target: tree_pb2.ModelInfo,
         default_policy: DefaultPolicy,
+        ahead: bool,
     ) -> None:
         self._drafter = drafter
         self._thread = thread
@@ -53,6 +54,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._verify = verify
         self._target = target
         self._default_policy = default_policy
+        self._ahead = ahead
         self._costs = Costs()
 
     async def GetModelInfo(  # noqa: N802
@@ -89,12 +91,9 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         check_token_ids(prompt_ids, self._drafter.engine.info.vocab_size, "token_ids")
         check_token_ids(message.stop_token_ids, self._target.vocab_size, "stop_token_ids")
         sampling = Sampling.from_pb(message.sampling, vocab_size=self._target.vocab_size, default_seed=seed)
-        name = message.policy.name or self._default_policy.name
-        policy = create_policy(
-            name,
-            {**self._inherited_settings(message.policy.name), **message.policy.settings},
-            self._costs,
-        )
+        name = message.policy.name or self._default_name(sampling)
+        inherited = self._default_policy.settings if name == self._default_policy.name else {}
+        policy = create_policy(name, {**inherited, **message.policy.settings}, self._costs)
         if sampling.residual and not policy.takes_draws:
             raise InvalidArgumentError(
                 f"policy {name} chooses nodes by their tokens, which scheme residual does not allow; "
@@ -111,11 +110,13 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             log_probs=message.log_probs,
             trace=message.trace,
             policy=policy,
+            ahead=self._ahead,
         )
 
-    def _inherited_settings(self, policy: str) -> dict[str, float]:
-        """The service's own settings, where the request stays with the service's policy."""
-        return self._default_policy.settings if policy in ("", self._default_policy.name) else {}
+    def _default_name(self, sampling: Sampling) -> str:
+        """The policy of a request that names none: the service's, or one that can, where that cannot draw at random."""
+        name = self._default_policy.name
+        return name if not sampling.residual or name in policies_that_take_draws() else DRAWING_POLICY
 
     async def _prompt_ids(self, message: draft_pb2.GenerateRequest) -> tuple[int, ...]:
         kind = message.WhichOneof("prompt")

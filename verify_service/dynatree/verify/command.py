@@ -44,8 +44,8 @@ async def serve(settings: ModelSettings, address: str, max_tree_nodes: int, grac
     Raises:
         StartupError: The model or the address cannot be used.
     """
-    engine = Engine.load(settings)
     thread = ModelThread("verify-model")
+    engine = await thread.run(Engine.load, settings)
     server = Server([SERVICE_NAME])
     service = VerifyService(Verifier(engine, max_tree_nodes), thread)
     verify_pb2_grpc.add_VerifyServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,10 +30,8 @@ class KVArena:
     def __init__(self, shape: KVShape, sessions: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self.capacity = capacity
-        # [layer, key or value, row, head, slot, dim]; pages are touched, and so paid for, only when first written
-        self._data = torch.empty(
-            shape.layers, 2, sessions, shape.kv_heads, capacity, shape.head_dim, dtype=dtype, device=device
-        )
+        # [layer, key or value, row, head, slot, dim]
+        self._data = _empty((shape.layers, 2, sessions, shape.kv_heads, capacity, shape.head_dim), dtype, device)
         self._free = list(reversed(range(sessions)))
 
     @property
@@ -53,6 +53,11 @@ class KVArena:
         self._data[layer, 0, row, :, start:stop] = keys
         self._data[layer, 1, row, :, start:stop] = values
 
+    def put(self, layer: int, row: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values `[kv_heads, n, head_dim]` of one layer in the slots of an index tensor `[n]`."""
+        self._data[layer, 0, row].index_copy_(1, slots, keys)
+        self._data[layer, 1, row].index_copy_(1, slots, values)
+
     def read(self, layer: int, row: int, stop: int) -> tuple[Tensor, Tensor]:
         """Views of one layer's keys and values in slots 0 to `stop`, each `[kv_heads, stop, head_dim]`."""
         return self._data[layer, 0, row, :, :stop], self._data[layer, 1, row, :, :stop]
@@ -73,3 +78,11 @@ class KVArena:
         slots = self._data[:, :, row]
         # index_select copies first, so overlapping sources and targets are safe
         slots[:, :, :, start + in_place : start + len(sources)] = slots.index_select(3, index)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU, memory that is paid for page by page as it is first written; torch's own may come in huge pages."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,13 @@ from dynatree.common.engine.arena import KVArena, KVShape
 from dynatree.common.errors import StartupError
 
 NAME = "dynatree"
+
+
+class Attending(Protocol):
+    """What travels to the attention function through a model's forward."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Query `[heads, n, dim]`, key and value `[kv_heads, n, dim]` of one layer to the output `[n, heads, dim]`."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ def attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    dynatree_batch: Batch | Recorder | None = None,
+    dynatree_batch: Attending | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The registered function: query `[1, heads, n, dim]`, key and value `[1, kv_heads, n, dim]`.

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from transformers.utils import logging as transformers_logging
 
 from dynatree.common import embedded
+from dynatree.common.device import device_id
 from dynatree.common.engine.arena import KVArena
 from dynatree.common.engine.attention import NAME, Batch, Segment
+from dynatree.common.engine.packing import pack
+from dynatree.common.engine.static import StaticBatch, StaticForwards, StaticShape
 from dynatree.common.engine.support import check_config, check_outputs, record_attention
 from dynatree.common.errors import StartupError
 from dynatree.common.tokenizer import fingerprint, first_line, load_tokenizer
@@ -31,7 +35,8 @@ class ModelSettings:
 
     `model` is a hub name or a local path. `dtype` is a key of `DTYPES`, or "auto" for the checkpoint's own. `device` is
     a torch device, or "auto" for the first GPU if any. `sessions` is the number of sequences that can be open
-    at once, and `scratch` the slots that each has for speculative tokens.
+    at once, and `scratch` the slots that each has for speculative tokens. With `static_shapes` all forwards but prompts
+    are padded to a few sizes, and on a GPU captured as CUDA graphs.
     """
 
     model: str
@@ -39,6 +44,7 @@ class ModelSettings:
     dtype: str = "auto"
     sessions: int = 4
     scratch: int = 256
+    static_shapes: bool = False
 
 
 class Engine:
@@ -49,7 +55,12 @@ class Engine:
     """
 
     def __init__(
-        self, model: PreTrainedModel, arena: KVArena, tokenizer: PreTrainedTokenizerBase, info: tree_pb2.ModelInfo
+        self,
+        model: PreTrainedModel,
+        arena: KVArena,
+        tokenizer: PreTrainedTokenizerBase,
+        info: tree_pb2.ModelInfo,
+        static_shapes: bool = False,
     ) -> None:
         self.model = model
         self.arena = arena
@@ -57,6 +68,9 @@ class Engine:
         self.info = info
         # transformers takes a four-dimensional mask as it is and builds none; the attention function ignores it
         self._placeholder = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
+        self._static = None
+        if static_shapes:
+            self._static = StaticForwards(self._forward_static, arena, model.dtype, model.device)
 
     @classmethod
     @torch.inference_mode()
@@ -68,29 +82,35 @@ class Engine:
         """
         name = _display_name(settings.model)
         model = _load_model(settings, name)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        step_bytes = _step_bytes(model)
         tokenizer = load_tokenizer(settings.model)
         with _explained(name):
+            if model.device.type == "cpu":
+                pack(model)
             shape = record_attention(model).kv_shape()
             context_length = context_length_of(model)
             check_config(model.config, context_length)
         capacity = context_length + settings.scratch
         try:
             arena = KVArena(shape, settings.sessions, capacity, model.dtype, model.device)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError) as error:
             room = f"{settings.sessions} sessions of {capacity} tokens"
             raise StartupError(f"the KV cache of {name} for {room} does not fit into the device's memory") from error
         info = tree_pb2.ModelInfo(
             name=name,
             architecture=type(model).__name__,
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            parameters=parameters,
             vocab_size=model.get_input_embeddings().num_embeddings,  # type: ignore[arg-type]
             context_length=context_length,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
             tokenizer_fingerprint=fingerprint(tokenizer),
             version=version(),
+            device_id=device_id(model.device),
+            step_bytes=step_bytes,
         )
-        engine = cls(model, arena, tokenizer, info)
+        engine = cls(model, arena, tokenizer, info, settings.static_shapes)
         with _explained(name):
             check_outputs(engine)
         return engine
@@ -102,6 +122,12 @@ class Engine:
         Returns:
             For each segment the logits of the tokens it keeps: `[kept, vocabulary]`, in the model's dtype.
         """
+        if self._static is not None and len(segments) == 1:
+            shape = StaticShape.of(segments[0], self.arena.capacity)
+            if shape is not None:
+                rows = self._static.run(shape, segments[0])
+                keeps = segments[0].keep
+                return [rows.clone() if keeps is None else rows[list(keeps)]]
         device = self.model.device
         kept = [segment.keep if segment.keep is not None else range(len(segment.token_ids)) for segment in segments]
         offsets = [0]
@@ -117,6 +143,16 @@ class Engine:
             dynatree_batch=Batch(segments, self.arena, self.model.dtype, device),
         ).logits[0]
         return list(logits.split([len(keeps) for keeps in kept]))
+
+    def _forward_static(self, batch: StaticBatch) -> Tensor:
+        logits: Tensor = self.model(
+            input_ids=batch.token_ids,
+            position_ids=batch.positions,
+            attention_mask=self._placeholder,
+            use_cache=False,
+            dynatree_batch=batch,
+        ).logits[0]
+        return logits
 
     def synchronize(self) -> None:
         """Wait until the device has done what was asked of it, so that a clock read next is true."""
@@ -144,6 +180,15 @@ def context_length_of(model: PreTrainedModel) -> int:
     if not isinstance(length, int):
         raise StartupError(f"the configuration of {config.model_type} names no max_position_embeddings")
     return length
+
+
+def _step_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the weights that a forward over one token reads; of an embedding table it reads one row."""
+    table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    tied = output is not None and output.weight is table
+    read = sum(weight.nbytes for weight in model.parameters())
+    return int(read if tied else read - table.nbytes)
 
 
 def _load_model(settings: ModelSettings, name: str) -> PreTrainedModel:

@@ -23,6 +23,10 @@ class Autoregressive(Policy):
     def __init__(self, settings: AutoregressiveSettings) -> None:
         pass
 
+    def start(self, tree: GrowingTree) -> list[int]:
+        """Read nothing."""
+        return []
+
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
         """Add nothing."""
         return []

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatree.common.errors import InvalidArgumentError
-from dynatree.common.tree import TokenTree
+from dynatree.common.tree import ROOT, TokenTree
 from dynatree.draft.growing_tree import GrowingTree
 
 
@@ -43,11 +43,15 @@ class Policy(ABC):
     breadth: int
     takes_draws: bool = False
 
+    def start(self, tree: GrowingTree) -> list[int]:
+        """Called with the empty tree: the nodes to expand first, the root or nothing. May add what needs no model."""
+        return [ROOT]
+
     @abstractmethod
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
         """Add nodes below the nodes `level`, all of which have proposals, and name the nodes to expand next.
 
-        Called first with the root alone, then with what it returned, until it returns nothing.
+        Called first with what `start` returned, then with what it returned itself, until that is nothing.
         """
 
     def select(self, tree: GrowingTree) -> Sequence[int]:

@@ -39,8 +39,8 @@ class HybridSettings:
 class Hybrid(BestFirst):
     """The best nodes of both sources; where both propose a token, the surer counts.
 
-    A continuation's tokens are as likely as its kind has proved in this session, so long matches in looping text fill
-    the budget, and poor ones leave it to the model.
+    A continuation's tokens are as likely as such tokens have proved in this session, so long matches in looping text
+    fill the budget, and poor ones leave it to the model.
     """
 
     takes_draws = False
@@ -48,12 +48,18 @@ class Hybrid(BestFirst):
     def __init__(self, settings: HybridSettings) -> None:
         super().__init__(settings.max_nodes, settings.max_depth, settings.breadth)
         self._lookup = Lookup(settings.ngrams())
+        self._chains: Sequence[Sequence[Proposal]] = ()
+
+    def start(self, tree: GrowingTree) -> list[int]:
+        """Look up what may follow."""
+        self._chains = self._lookup.chains(tree.context)
+        return super().start(tree)
 
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
         """The continuations first, then the best of both."""
         if ROOT in level:
-            self._add_chains(tree)
-        return super().grow(tree, level) if self.breadth else []
+            self.add_chains(tree, tree.proposals(ROOT))
+        return super().grow(tree, level)
 
     def add_children(self, tree: GrowingTree, node: int, bar: float) -> None:
         """Add the model's proposals that the tree lacks."""
@@ -69,18 +75,18 @@ class Hybrid(BestFirst):
     def added(self, node: int, proposal: Proposal) -> None:
         """Called with each node that carries one of the model's proposals."""
 
-    def _add_chains(self, tree: GrowingTree) -> None:
-        proposals = tree.proposals(ROOT) if self.breadth else ()
+    def add_chains(self, tree: GrowingTree, proposals: Sequence[Proposal]) -> None:
+        """Add the continuations to an empty tree; `proposals` are the model's for its root, if it was asked."""
         known = {proposal.token: self.judge(proposal) for proposal in proposals}
-        for chain, log_prob in self._lookup.chains(tree.context):
-            node = tree.add(ROOT, Proposal(chain[0], max(log_prob, known.get(chain[0], log_prob))))
-            for token in chain[1 : tree.max_depth]:
-                node = tree.add(node, Proposal(token, log_prob))
+        for first, *rest in self._chains:
+            node = tree.add(ROOT, Proposal(first.token, max(first.log_prob, known.get(first.token, first.log_prob))))
+            for proposal in rest[: tree.max_depth - 1]:
+                node = tree.add(node, proposal)
 
     def observe(self, outcome: Outcome) -> None:
         """Learn how far the continuations were right."""
         self._lookup.observe(outcome)
 
     def parameters(self) -> dict[str, float]:
-        """The acceptance of continuations by length of the match."""
+        """The acceptance of continuations' tokens by the match before them."""
         return self._lookup.rates()

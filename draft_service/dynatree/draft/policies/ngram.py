@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,10 @@ from dynatree.draft.growing_tree import GrowingTree, Proposal
 from dynatree.draft.ngram_index import NGramIndex
 from dynatree.draft.policies.base import Outcome, Policy, check_range
 
-PRIOR_RATE, PRIOR_TRIALS = 0.5, 4.0
+MATCH_BINS = (1, 2, 3, 4, 6, 9, 13, 17, 25, 33)  # the shortest match of each bin
+PRIOR_TRIALS = 4.0  # that say: 1 - 1 / match, which natural text comes near
+PRIOR_SINGLE = 0.25
+FADE = 0.99
 
 
 @dataclass(frozen=True)
@@ -38,43 +42,53 @@ class NGramSettings:
 
 
 class Lookup:
-    """One session's continuations, and how often tokens of them are accepted, by the length of the match."""
+    """One session's continuations, and how often tokens of them are accepted.
+
+    A token goes by the match before it: what the context matched, and the tokens of the continuation up to there. So
+    after a short match the first token is doubtful, and what follows it, once it was right, is not.
+    """
 
     def __init__(self, settings: NGramSettings) -> None:
         self._settings = settings
         self._index = NGramIndex(settings.shortest, settings.longest)
-        self._accepted = [PRIOR_RATE * PRIOR_TRIALS] * (settings.longest + 1)
-        self._tried = [PRIOR_TRIALS] * (settings.longest + 1)
+        self._accepted = [0.0] * len(MATCH_BINS)
+        self._tried = [0.0] * len(MATCH_BINS)
         self._last: list[tuple[int, list[int]]] = []
 
-    def chains(self, tokens: Sequence[int]) -> list[tuple[list[int], float]]:
-        """The round's continuations of `tokens`, each with the log-probability of one more token of it."""
+    def chains(self, tokens: Sequence[int]) -> list[list[Proposal]]:
+        """The round's continuations of `tokens`, each token with its log-probability where all before it are right."""
         self._last = self._index.continuations(tokens, self._settings.depth, self._settings.branches)
-        return [(chain, math.log(self.rate(length))) for length, chain in self._last]
+        deepest = max((length for length, _ in self._last), default=0) + self._settings.depth
+        log_probs = [math.log(self.rate(match)) for match in range(1, deepest + 1)]
+        return [
+            [Proposal(token, log_prob) for token, log_prob in zip(chain, log_probs[length - 1 :], strict=False)]
+            for length, chain in self._last
+        ]
 
-    def rate(self, length: int) -> float:
-        """The share of a continuation's tokens that are accepted where all before them were, below 1."""
-        return self._accepted[length] / self._tried[length]
+    def rate(self, match: int) -> float:
+        """The share of tokens that are accepted after a match of so many; in (0, 1)."""
+        place = bisect_right(MATCH_BINS, match) - 1
+        prior = 1.0 - 1.0 / match if match > 1 else PRIOR_SINGLE
+        return (self._accepted[place] + PRIOR_TRIALS * prior) / (self._tried[place] + PRIOR_TRIALS)
 
     def rates(self) -> dict[str, float]:
-        """Every length's rate, by name."""
-        lengths = range(self._settings.shortest, self._settings.longest + 1)
-        return {f"rate_{length}": self.rate(length) for length in lengths}
+        """The rate at the first length of every bin, by name."""
+        return {f"rate_{match}": self.rate(match) for match in MATCH_BINS}
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from the accepted path how far each continuation was right, as far as the tree carried it.
 
-        The last 100 tokens or so count.
+        The last 100 tokens or so of each bin count.
         """
         accepted = [outcome.tree.token_ids[node] for node in outcome.accepted]
         for length, chain in self._last:
-            hits, sent = 0, _sent(outcome, chain)
-            while hits < min(len(accepted), sent) and accepted[hits] == chain[hits]:
-                hits += 1
-            if sent:
-                fade = 0.99 ** min(hits + 1, sent)
-                self._accepted[length] = self._accepted[length] * fade + hits
-                self._tried[length] = self._tried[length] * fade + min(hits + 1, sent)
+            for depth in range(_sent(outcome, chain)):
+                right = depth < len(accepted) and accepted[depth] == chain[depth]
+                place = bisect_right(MATCH_BINS, length + depth) - 1
+                self._accepted[place] = FADE * self._accepted[place] + right
+                self._tried[place] = FADE * self._tried[place] + 1.0
+                if not right:
+                    break
 
 
 def _sent(outcome: Outcome, chain: Sequence[int]) -> int:
@@ -97,13 +111,17 @@ class NGram(Policy):
         self._settings = settings
         self._lookup = Lookup(settings)
 
-    def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
+    def start(self, tree: GrowingTree) -> list[int]:
         """Add this round's continuations; no two begin with the same token."""
         budget = min(self._settings.max_nodes, tree.max_nodes)
-        for chain, log_prob in self._lookup.chains(tree.context):
+        for chain in self._lookup.chains(tree.context):
             node = ROOT
-            for token in chain[: min(tree.max_depth, budget - len(tree))]:
-                node = tree.add(node, Proposal(token, log_prob))
+            for proposal in chain[: min(tree.max_depth, budget - len(tree))]:
+                node = tree.add(node, proposal)
+        return []
+
+    def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
+        """Nothing is ever expanded."""
         return []
 
     def observe(self, outcome: Outcome) -> None:
@@ -111,5 +129,5 @@ class NGram(Policy):
         self._lookup.observe(outcome)
 
     def parameters(self) -> dict[str, float]:
-        """The acceptance of continuations by length of the match."""
+        """The acceptance of continuations' tokens by the match before them."""
         return self._lookup.rates()

@@ -20,7 +20,8 @@ from dynatree.draft.policies.sequoia import Sequoia, SequoiaSettings
 from dynatree.draft.policies.specinfer import SpecInfer, SpecInferSettings
 from dynatree.draft.policies.throughput import Throughput, ThroughputSettings
 
-DEFAULT_POLICY = "dynatree"
+DEFAULT_POLICY = "throughput"
+DRAWING_POLICY = "dyspec"  # the default under residual sampling, where the other does not apply
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,106 @@
+"""The baselines: transformers' own `generate()`, alone and with its two kinds of drafts, in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging as transformers_logging
+
+from dynatree.bench.decoding import Arrival, Baseline, Output, Prompt
+from dynatree.bench.methods import ASSISTED, PROMPT_LOOKUP, Method
+from dynatree.client import ModelInfo
+from dynatree.common.tokenizer import first_line
+
+_LOOKUP_TOKENS = 10
+_PADDING = 0  # never used, as there is one prompt at a time; without one transformers warns
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model by its local path or hub name, and as its service runs it."""
+
+    path: str
+    info: ModelInfo
+
+
+def load_baselines(methods: Sequence[Method], target: LocalModel, draft: LocalModel) -> dict[str, Baseline]:
+    """The decoders of these methods by label; none, and no model, where there are no methods.
+
+    Raises:
+        SystemExit: A model cannot be loaded.
+    """
+    if not methods:
+        return {}
+    model = _load(target)
+    assistant = _load(draft) if ASSISTED in methods else None
+    options: dict[str, dict[str, Any]] = {
+        ASSISTED.label: {"assistant_model": assistant},
+        PROMPT_LOOKUP.label: {"prompt_lookup_num_tokens": _LOOKUP_TOKENS},
+    }
+    return {method.label: partial(_generate, model, options.get(method.label, {})) for method in methods}
+
+
+def _load(local: LocalModel) -> Any:
+    """The model with transformers' default attention; it knows no end of sequence, as the services ignore theirs.
+
+    Its weights are copied out of the checkpoint's mapping: how fast mapped weights are read depends on how the file
+    happens to lie in the page cache, by a factor of two, which would flatter everything beside it.
+    """
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # assisted decoding warns of itself
+    loader: Any = AutoModelForCausalLM  # its annotations do not admit what from_pretrained returns
+    try:
+        model = loader.from_pretrained(local.path, dtype=getattr(torch, local.info.dtype)).to(local.info.device).eval()
+    except Exception as error:  # transformers, the hub client, safetensors and torch each raise their own types here
+        raise SystemExit(f"model {local.info.name} could not be loaded for a baseline: {first_line(error)}") from None
+    model.generation_config.eos_token_id = None
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
+@torch.inference_mode()
+def _generate(model: Any, options: dict[str, Any], prompt: Prompt, max_new_tokens: int) -> Output:
+    arrivals = _Arrivals()
+    token_ids = torch.tensor([list(prompt)], device=model.device)
+    try:
+        output = model.generate(
+            token_ids,
+            attention_mask=torch.ones_like(token_ids),
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=_PADDING,
+            streamer=arrivals,
+            **options,
+        )
+    except ValueError as error:
+        raise SystemExit(f"transformers' generate() refuses: {first_line(error)}") from None
+    seconds = time.perf_counter() - arrivals.started
+    return Output(tuple(output[0, len(prompt) :].tolist()), tuple(arrivals.entries), seconds)
+
+
+class _Arrivals(BaseStreamer):
+    """Notes when tokens come. What `generate()` puts first is the prompt; after that, one or several new tokens."""
+
+    def __init__(self) -> None:
+        self.entries: list[Arrival] = []
+        self.started = time.perf_counter()
+        self._tokens: int | None = None
+
+    def put(self, value: torch.Tensor) -> None:
+        """Note tokens of any shape."""
+        if self._tokens is None:
+            self._tokens = 0
+            return
+        self._tokens += value.numel()
+        self.entries.append((self._tokens, time.perf_counter() - self.started))
+
+    def end(self) -> None:
+        """Nothing is left to note."""

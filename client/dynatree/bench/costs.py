@@ -1,0 +1,159 @@
+"""What a round of the target costs by nodes, context and sessions, and a forward of the draft by rows."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dynatree.bench.record import Costs, Point
+from dynatree.common.engine import Engine, Segment
+from dynatree.common.sampling import Sampling
+from dynatree.common.tree import ROOT, TokenTree
+from dynatree.verify.session import Session, SessionRequest
+from dynatree.verify.verifier import Verifier
+
+NODES = (0, 1, 2, 4, 8, 12, 15, 16, 24, 31, 32, 48, 63, 64, 96, 127, 128, 192, 255, 256)
+CONTEXTS = (128, 256, 512, 1024, 1536, 1900)
+DRAFT_ROWS = (1, 2, 4, 8, 16, 32)
+SESSIONS = 8
+ARENA_ROWS = SESSIONS + len(CONTEXTS) - 1  # of the target: sessions of the first context, and one of each other
+CONTEXT = CONTEXTS[0]  # of the curves that do not vary it
+TREE = 15  # nodes, of the curves that do not vary them
+
+_NO_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where on a curve to measure: so many sessions, each with a tree of `nodes` behind `context` tokens."""
+
+    curve: str
+    nodes: int
+    context: int = CONTEXT
+    sessions: int = 1
+
+
+PLAIN_STEP = Place("nodes", 0)
+
+
+def places(max_nodes: int, context_length: int) -> list[Place]:
+    """The points of every curve whose trees have at most `max_nodes` nodes and fit into the context."""
+    every = [
+        *(Place("nodes", nodes) for nodes in NODES),
+        *(Place("context", nodes, context) for nodes in (0, TREE) for context in CONTEXTS),
+        *(Place("sessions", TREE, sessions=sessions) for sessions in range(1, SESSIONS + 1)),
+        *(Place("draft", rows) for rows in DRAFT_ROWS),
+    ]
+    return [place for place in every if place.nodes <= max_nodes and place.context + place.nodes <= context_length]
+
+
+class CostBench:
+    """A target and a draft with tokens in their arenas, which are nobody else's. A measurement leaves them as they are.
+
+    Raises:
+        ValueError: Not even the shortest context fits into the models'.
+    """
+
+    def __init__(self, target: Engine, draft: Engine, max_nodes: int) -> None:
+        length = target.info.context_length
+        if min(length, draft.info.context_length) <= CONTEXT:
+            raise ValueError(f"costs are measured behind {CONTEXT} tokens, which the models' contexts do not hold")
+        self._verifier = Verifier(target, max_nodes)
+        self._draft = draft
+        self._sessions = _sessions(target, [context for context in CONTEXTS if context <= length])
+        _read(draft, CONTEXT)
+
+    def measure(self, place: Place) -> tuple[float, float]:
+        """The seconds of the whole round, and of the forward in it."""
+        return self._draft_forward(place) if place.curve == "draft" else self._round(place)
+
+    def _round(self, place: Place) -> tuple[float, float]:
+        """A round of copies of the sessions; of their committed slots it writes the last only, with what is there."""
+        engine = self._verifier.engine
+        tree = random_tree(place.nodes, engine.info.vocab_size)
+        sessions = self._sessions[place.context][: place.sessions]
+        batch = [(replace(session, committed=list(session.committed)), tree) for session in sessions]
+        engine.synchronize()
+        started = time.perf_counter()
+        _, timings = self._verifier.verify(batch)
+        engine.synchronize()
+        return time.perf_counter() - started, timings.forward
+
+    def _draft_forward(self, place: Place) -> tuple[float, float]:
+        """A forward over siblings, as where the draft grows a level of a tree."""
+        rows = place.nodes
+        segment = Segment(
+            0,
+            place.context,
+            _tokens(self._draft, rows),
+            [place.context] * rows,
+            mask=torch.eye(rows, dtype=torch.bool),
+        )
+        self._draft.synchronize()
+        started = time.perf_counter()
+        self._draft.forward([segment])
+        self._draft.synchronize()
+        seconds = time.perf_counter() - started
+        return seconds, seconds
+
+
+def fill(costs: Costs, bench: CostBench, wanted: Sequence[Place], repetitions: int) -> Iterator[None]:
+    """Measure the points in turn, again and again: a slow minute hits them all. Yields after each."""
+    points = [
+        Point(
+            curve=place.curve,
+            nodes=place.nodes,
+            context=place.context,
+            sessions=place.sessions,
+            seconds=[],
+            forward_seconds=[],
+        )
+        for place in wanted
+    ]
+    for repetition in range(repetitions):
+        for place, point in zip(wanted, points, strict=True):
+            seconds, forward_seconds = bench.measure(place)
+            if repetition == 0:
+                costs["points"].append(point)
+            point["seconds"].append(seconds)
+            point["forward_seconds"].append(forward_seconds)
+            if place == PLAIN_STEP:
+                costs["plain_seconds"].append(seconds)
+            yield
+
+
+@torch.inference_mode()
+def _sessions(engine: Engine, contexts: Sequence[int]) -> dict[int, list[Session]]:
+    """By context, sessions of the first tokens of one text, which is read once; `SESSIONS` of the shortest context."""
+    longest = contexts[-1]
+    tokens = _read(engine, longest)
+    request = SessionRequest(tokens, _NO_LIMIT, frozenset(), Sampling())
+    sessions: dict[int, list[Session]] = defaultdict(list)
+    for row, context in enumerate([*reversed(contexts), *(SESSIONS - 1) * [CONTEXT]]):
+        if row:
+            engine.arena.slots(row, context).copy_(engine.arena.slots(0, context))
+        sessions[context].append(Session(row, request, list(tokens[:context])))
+    return sessions
+
+
+def _read(engine: Engine, count: int) -> tuple[int, ...]:
+    """Put random tokens into the first slots of arena row 0."""
+    tokens = _tokens(engine, count)
+    engine.forward([Segment(0, 0, tokens, range(count), keep=[])])
+    return tokens
+
+
+def _tokens(engine: Engine, count: int) -> tuple[int, ...]:
+    return tuple(random.Random(count).choices(range(engine.info.vocab_size), k=count))
+
+
+def random_tree(nodes: int, vocabulary: int) -> TokenTree:
+    """A bushy tree, the same for the same arguments: a node's parent is any node before it, or the root."""
+    generator = random.Random(nodes)
+    parents = tuple(generator.randrange(ROOT, node) for node in range(nodes))
+    return TokenTree(tuple(generator.sample(range(vocabulary), nodes)), parents)

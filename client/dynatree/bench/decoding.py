@@ -1,0 +1,70 @@
+"""One completion, as its client sees it: by the services, or by a baseline in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dynatree.bench.methods import Case
+from dynatree.client import Client, RoundTrace, Statistics
+
+Prompt = Sequence[int]
+Arrival = tuple[int, float]
+
+
+@dataclass(frozen=True)
+class Output:
+    """New tokens, and when they came.
+
+    `arrivals` has an entry for each time that tokens came: (new tokens so far, seconds since the call). `seconds` is
+    the time until the call was over. A baseline has no statistics and no trace.
+    """
+
+    token_ids: tuple[int, ...]
+    arrivals: tuple[Arrival, ...]
+    seconds: float
+    statistics: Statistics | None = None
+    trace: tuple[RoundTrace, ...] = ()
+
+
+Baseline = Callable[[Prompt, int], Output]  # completes a prompt greedily by so many tokens
+
+
+@dataclass(frozen=True)
+class Decoders:
+    """What completes prompts: the services, and the baselines by their methods' labels."""
+
+    client: Client
+    baselines: Mapping[str, Baseline] = field(default_factory=dict)
+
+    def complete(self, prompt: Prompt, case: Case, *, max_new_tokens: int, seed: int, trace: bool = False) -> Output:
+        """Run one case; end-of-sequence tokens are ignored, so that there are as many tokens as were asked for.
+
+        Raises:
+            DynaTreeError: The services failed, or refuse the policy, a setting or the scheme.
+            SystemExit: A baseline cannot decode.
+        """
+        if case.method.policy is None:
+            return self.baselines[case.method.label](prompt, max_new_tokens)
+        arrivals: list[Arrival] = []
+        tokens = 0
+        started = time.perf_counter()
+        with self.client.stream(
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=case.temperature,
+            seed=seed,
+            scheme=case.scheme,
+            ignore_eos=True,
+            trace=trace,
+            policy=case.method.policy,
+            policy_settings=dict(case.method.settings),
+        ) as stream:
+            for chunk in stream:
+                if chunk.token_ids:
+                    tokens += len(chunk.token_ids)
+                    arrivals.append((tokens, time.perf_counter() - started))
+        seconds = time.perf_counter() - started
+        done = stream.completion
+        return Output(done.token_ids, tuple(arrivals), seconds, done.stats, done.trace)

@@ -1,0 +1,23 @@
+"""Which device this is, in a way that two services can compare."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from pathlib import Path
+
+import torch
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # one for all containers of a running kernel
+
+
+def device_id(device: torch.device) -> str:
+    """An opaque name that is equal where two processes compute on the same device: a GPU, or a machine's CPU."""
+    if device.type == "cuda":
+        return _digest(str(torch.cuda.get_device_properties(device).uuid))
+    machine = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node()
+    return _digest(f"{machine} {device}")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

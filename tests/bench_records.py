@@ -1,0 +1,171 @@
+"""Records of `dynatree bench`, made up: every figure that tables and plots show can be worked out by hand."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from dynatree.bench.record import Report, Run
+
+STATISTICS: dict[str, Any] = {
+    "rounds": 10,
+    "draft_n": 0,
+    "draft_n_accepted": 0,
+    "acceptance_rate": 0.0,
+    "tokens_per_round": 1.0,
+    "mean_path_length": 0.0,
+    "nodes_per_round": 0.0,
+    "committed_per_level": 0.0,
+}
+DRAFTED: dict[str, Any] = STATISTICS | {
+    "draft_n": 40,
+    "draft_n_accepted": 6,
+    "rounds": 4,
+    "tokens_per_round": 2.5,
+    "nodes_per_round": 10.0,
+    "acceptance_rate": 0.15,
+    "committed_per_level": 1.25,
+    "mean_path_length": 1.5,
+}
+PARTS = ("draft_forward", "grow", "verify_forward", "accept", "commit", "wire", "detokenize")
+
+
+def old_run(label: str, **changes: Any) -> Run:
+    """A run of schema version 1: 20 tokens in 2 seconds, greedy."""
+    run = {
+        "label": label,
+        "policy": label,
+        "settings": {},
+        "temperature": 0.0,
+        "scheme": None,
+        "seed": None,
+        "prompt": 0,
+        "repetition": 0,
+        "tokens": 20,
+        "equal": True,
+        "wall_seconds": 2.0,
+        "statistics": STATISTICS,
+    }
+    return cast(Run, run | changes)
+
+
+def new_run(label: str, seconds: float = 2.0, *, tokens: int = 20, step: int = 1, **changes: Any) -> Run:
+    """A run of schema version 2, whose tokens come `step` at a time, evenly over so many seconds."""
+    came = [*range(1, tokens, step), tokens]
+    return old_run(
+        label,
+        **{
+            "tokens": tokens,
+            "wall_seconds": seconds,
+            "arrivals": [[count, seconds * count / tokens] for count in came],
+            "agrees": tokens,
+            "peak_memory": {"draft": 10_000_000, "verify": 50_000_000, "client": None},
+        }
+        | changes,
+    )
+
+
+def baseline(label: str, seconds: float, **changes: Any) -> Run:
+    """A run of a transformers baseline: no policy, no statistics."""
+    nothing = {"policy": None, "statistics": None, "peak_memory": {"draft": None, "verify": None, "client": 90_000_000}}
+    return new_run(label, seconds, **nothing | changes)
+
+
+def detailed(base: dict[str, Any], part_seconds: float, acceptance_by_depth: Sequence[float]) -> dict[str, Any]:
+    """Statistics with the time of each part of all rounds together, and acceptance by depth."""
+    parts = {part: {"total_seconds": part_seconds, "p50_seconds": part_seconds / base["rounds"]} for part in PARTS}
+    return base | {"round_parts": parts, "acceptance_by_depth": list(acceptance_by_depth)}
+
+
+def old_report(command: str, runs: Sequence[Run], **changes: Any) -> Report:
+    """A record of schema version 1."""
+    model = {"name": "small", "dtype": "float32", "device": "cpu", "parameters": 7, "version": "1"}
+    report = {
+        "schema_version": 1,
+        "command": command,
+        "started": "2026-01-02T03:04:05+00:00",
+        "complete": True,
+        "versions": {"dynatree": "1", "torch": None, "transformers": None, "python": "3"},
+        "git": None,
+        "machine": {"platform": "Linux", "cpu_count": 2},
+        "models": {"target": model | {"name": "large"}, "draft": model},
+        "prompts": {"file": "a.txt", "sha256": "0", "field": None, "count": 2, "tokens": [3, 4]},
+        "options": {
+            "max_new_tokens": 20,
+            "prompt_tokens": 4,
+            "seed": 0,
+            "repetitions": 1,
+            "warmup": 0,
+            "ignore_eos": True,
+        },
+        "skipped": [],
+        "runs": list(runs),
+    }
+    return cast(Report, report | changes)
+
+
+def new_report(command: str, runs: Sequence[Run], *, dtype: str = "float32", **changes: Any) -> Report:
+    """A record of schema version 2; its target reads 40 MB of weights at 10 GB/s."""
+    model = {
+        "dtype": dtype,
+        "device": "cpu",
+        "parameters": 7,
+        "version": "1",
+        "architecture": "GPTNeoXForCausalLM",
+        "context_length": 2048,
+    }
+    return old_report(
+        command,
+        runs,
+        **{
+            "schema_version": 2,
+            "git": {"commit": "0123456789abcdef", "modified": True},
+            "machine": {
+                "platform": "Linux",
+                "cpu_count": 2,
+                "cpu": "a processor",
+                "memory_bytes": 8_000_000_000,
+                "threads": 1,
+                "read_bandwidth": 10e9,
+            },
+            "models": {
+                "target": model | {"name": "large", "weight_bytes": 40_000_000},
+                "draft": model | {"name": "small", "weight_bytes": 4_000_000},
+            },
+            "prompts": {
+                "file": "a.txt",
+                "sha256": "0",
+                "field": None,
+                "count": 2,
+                "tokens": [4, 4],
+                "data_set": "tales",
+            },
+        }
+        | changes,
+    )
+
+
+def costs_report(**changes: Any) -> Report:
+    """A record of `dynatree bench costs`: a plain step of 10 ms, of which the floor is 4."""
+    curves = {
+        "nodes": [(0, 128, 1), (15, 128, 1), (255, 128, 1)],
+        "context": [(0, 128, 1), (15, 128, 1), (0, 512, 1), (15, 512, 1)],
+        "sessions": [(15, 128, 1), (15, 128, 2)],
+        "draft": [(1, 128, 1), (8, 128, 1)],
+    }
+    points = [
+        {
+            "curve": curve,
+            "nodes": nodes,
+            "context": context,
+            "sessions": sessions,
+            "seconds": [0.010 + 0.0001 * nodes, 0.012 + 0.0001 * nodes, 0.014 + 0.0001 * nodes],
+            "forward_seconds": [0.009 + 0.0001 * nodes],
+        }
+        for curve, places in curves.items()
+        for nodes, context, sessions in places
+    ]
+    costs = {
+        "plain_seconds": [0.009, 0.010, 0.012],
+        "points": points,
+        "floor": {"weight_bytes": 40_000_000, "read_bandwidth": 10e9, "seconds": 0.004},
+    }
+    return new_report("costs", [], **{"costs": costs} | changes)

@@ -1,0 +1,47 @@
+"""Growing a policy's trees on a scripted draft model."""
+
+import math
+
+from dynatree.common.tree import Candidates
+from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
+from dynatree.draft.policies import Outcome
+
+LOOP = (5, 6, 7, 8) * 5
+
+
+def grow(policy, model, *, context=(99,), drawn=False, max_nodes=256, max_depth=64):
+    """The growing tree of a policy, and what it selects, on a scripted draft: `model(path)` gives probabilities."""
+    tree = GrowingTree(TrieNode(context[-1]), context, max_nodes=max_nodes, max_depth=max_depth, drawn=drawn)
+    level, forwards = policy.start(tree), 0
+    while level:
+        forwards += 1
+        for node in level:
+            read(tree, node, model, policy.breadth)
+        level = [node for node in policy.grow(tree, level) if tree.depth(node) < max_depth]
+    return tree, policy.select(tree), forwards
+
+
+def read(tree, node, model, breadth):
+    path = tuple(above.token for above in reversed(tree.path(node)))
+    probabilities = model(path)
+    ranked = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
+    tree.node(node).proposals = tuple(Proposal(token, math.log(probabilities[token])) for token in ranked[:breadth])
+    if tree.drawn:
+        tree.node(node).candidates = Candidates(tuple(ranked), tuple(probabilities[token] for token in ranked))
+
+
+def frozen(policy, model, **options):
+    tree, selected, _ = grow(policy, model, **options)
+    return tree.freeze(selected)
+
+
+def constant(*probabilities):
+    return lambda path: probabilities
+
+
+def edges(tree):
+    return {tuple(tree.token_ids[n] for n in tree.path(node)) for node in range(len(tree))}
+
+
+def outcome_of(tree, accepted, *, verify=0.1, draft=0.004, levels=2):
+    return Outcome(tree, accepted, levels=levels, draft_seconds=draft, verify_seconds=verify)

@@ -1,0 +1,38 @@
+"""The one thread of a service's model work: everything that torch computes happens there."""
+
+import asyncio
+import threading
+
+import pytest
+
+from dynatree.common import embedded
+from dynatree.common.engine import Engine, ModelSettings
+from dynatree.common.errors import StartupError
+from dynatree.draft import command as draft
+from dynatree.draft.service import DefaultPolicy
+from dynatree.verify import command as verify
+
+SETTINGS = ModelSettings(str(embedded.draft_path()))
+
+
+def serve_verify():
+    return verify.serve(SETTINGS, "localhost:0", max_tree_nodes=64, grace=0.0)
+
+
+def serve_draft():
+    return draft.serve(SETTINGS, "localhost:0", "localhost:1", 1.0, DefaultPolicy("linear", {}), grace=0.0)
+
+
+@pytest.mark.parametrize(("serve", "name"), [(serve_verify, "verify-model"), (serve_draft, "draft-model")])
+def test_models_are_loaded_on_the_thread_that_runs_them(serve, name, monkeypatch):
+    """A second thread that has run parallel code doubles the time of a small model's forward."""
+    threads = []
+
+    def load(settings):
+        threads.append(threading.current_thread().name)
+        raise StartupError("far enough")
+
+    monkeypatch.setattr(Engine, "load", load)
+    with pytest.raises(StartupError, match="far enough"):
+        asyncio.run(serve())
+    assert [thread.startswith(name) for thread in threads] == [True]

@@ -1,0 +1,128 @@
+"""Weights blocked for the CPU give what the checkpoint's own layers give."""
+
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+from model_zoo import ARCHITECTURES, save_random_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from dynatree.common import embedded
+from dynatree.common.engine import Engine, ModelSettings, Segment, packing
+from dynatree.common.engine.packing import PackedLinear, WidenedLinear, can_pack
+
+PROMPT = list(range(100, 140))
+
+# Asked of torch, not of can_pack: were that to say no where it should not, these tests would fail and not be skipped.
+needs_bfloat16_kernels = pytest.mark.skipif(
+    "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="this processor has no blocked bfloat16 kernels"
+)
+
+
+needs_x86 = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="float32 is blocked on x86 processors"
+)
+DTYPES = [pytest.param(torch.float32, marks=needs_x86), pytest.param(torch.bfloat16, marks=needs_bfloat16_kernels)]
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
+
+
+@needs_bfloat16_kernels
+def test_bfloat16_is_packed_where_the_processor_has_kernels_for_it() -> None:
+    assert can_pack(torch.bfloat16)
+
+
+@needs_x86
+def test_float32_is_packed() -> None:
+    assert can_pack(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [
+        pytest.param(torch.float32, PackedLinear, marks=needs_x86),
+        pytest.param(torch.bfloat16, PackedLinear, marks=needs_bfloat16_kernels),
+        pytest.param(torch.bfloat16, WidenedLinear, marks=needs_x86),
+    ],
+)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_linear_layer_is_replaced_and_logits_are_those_of_the_checkpoint(
+    architecture: str, dtype: torch.dtype, layout: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_SMALL", 0)
+    if layout is WidenedLinear:
+        monkeypatch.setattr(packing, "can_pack", lambda dtype: False)
+    folder = save_random_model(tmp_path / "model", architecture, seed=1)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    linear = sum(isinstance(layer, (nn.Linear, Conv1D)) for layer in reference.modules())
+
+    engine = Engine.load(ModelSettings(str(folder), device="cpu", dtype=str(dtype)[len("torch.") :], sessions=1))
+
+    layers = list(engine.model.modules())
+    assert sum(isinstance(layer, layout) for layer in layers) == linear > 0
+    assert not any(isinstance(layer, (nn.Linear, Conv1D)) for layer in layers)
+    with torch.inference_mode():
+        (ours,) = engine.forward([Segment(0, 0, PROMPT, range(len(PROMPT)))])
+        theirs = reference(torch.tensor([PROMPT])).logits[0]
+    assert engine.info.parameters == sum(parameter.numel() for parameter in reference.parameters())
+    scale = theirs.float().abs().max()
+    assert (ours.float() - theirs.float()).abs().max() < 6 * ROUNDING[dtype] * scale  # roundings of three layers
+    assert (ours.argmax(-1) == theirs.argmax(-1)).float().mean() >= 0.9
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 15, 16, 17, 33])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_packed_layer_is_the_layer(rows: int, bias: bool, dtype: torch.dtype) -> None:
+    layer = random_layer(bias, dtype)
+    check_layer(PackedLinear(layer.weight.detach(), layer.bias.detach() if bias else None), layer, rows)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 33])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("parts", [1, 1.5, 77, 192, 1000])
+def test_a_widened_layer_is_the_layer(rows: int, bias: bool, dtype: torch.dtype, parts: float) -> None:
+    layer = random_layer(bias, dtype)
+    check_layer(WidenedLinear(layer.weight, layer.bias if bias else None, torch.empty(int(parts * 320))), layer, rows)
+
+
+def random_layer(bias: bool, dtype: torch.dtype) -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(320, 192, bias=bias, dtype=dtype)
+
+
+def check_layer(ours: nn.Module, layer: nn.Linear, rows: int) -> None:
+    dtype = layer.weight.dtype
+    bound = ROUNDING.get(dtype, 2**-7)
+    with torch.inference_mode():
+        inputs = torch.randn(1, rows, 320, dtype=dtype)
+        bias = None if layer.bias is None else layer.bias.double()
+        exact = nn.functional.linear(inputs.double(), layer.weight.double(), bias)
+        outputs = ours(inputs)
+        assert outputs.shape == (1, rows, 192)
+        assert outputs.dtype == dtype
+        assert outputs.is_contiguous()
+        torch.testing.assert_close(outputs.double(), exact, rtol=bound, atol=bound)
+
+
+@needs_x86
+def test_small_float32_layers_keep_torchs_kernels() -> None:
+    """The embedded draft's are all small, the embedded target's are not."""
+    kinds = []
+    for path in (embedded.draft_path(), embedded.target_path()):
+        engine = Engine.load(ModelSettings(str(path), device="cpu", sessions=1))
+        kinds.append({type(layer) for layer in engine.model.modules() if hasattr(layer, "out_features")})
+    assert kinds[0] == {nn.Linear}
+    assert PackedLinear in kinds[1]
+
+
+@needs_x86
+def test_tied_weights_stay_tied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "can_pack", lambda dtype: False)
+    folder = save_random_model(tmp_path / "model", "qwen2", seed=3, tie_word_embeddings=True)
+    engine = Engine.load(ModelSettings(str(folder), device="cpu", dtype="bfloat16", sessions=1))
+    assert isinstance(engine.model.get_output_embeddings(), WidenedLinear)
+    assert engine.model.get_output_embeddings().weight is engine.model.get_input_embeddings().weight

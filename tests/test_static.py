@@ -1,0 +1,91 @@
+"""Forwards of static shape, as CUDA graphs replay them, give what forwards of the segment's own size give."""
+
+import random
+
+import pytest
+import torch
+from model_zoo import ARCHITECTURES, CONTEXT, save_noisy_copy, save_random_model
+from services import running_services
+from transformers import AutoModelForCausalLM
+
+from dynatree.client import Client
+from dynatree.common.engine import Engine, ModelSettings, Segment
+from dynatree.common.engine.static import StaticShape
+from dynatree.common.tree import TokenTree
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def engines(request, tmp_path_factory):
+    folder = save_random_model(tmp_path_factory.mktemp(request.param), request.param, seed=4)
+    settings = {"dtype": "float32", "sessions": 2, "scratch": 64}
+    return [Engine.load(ModelSettings(str(folder), static_shapes=static, **settings)) for static in (False, True)]
+
+
+def random_tree(generator, nodes):
+    parents = tuple(generator.randrange(-1, node) for node in range(nodes))
+    tokens = generator.sample(range(2, 2048), nodes)  # no two siblings alike
+    return TokenTree(tuple(tokens), parents)
+
+
+@torch.inference_mode()
+def test_trees_of_every_size_give_the_same_logits_and_slots(engines):
+    generator = random.Random(3)
+    prompt = generator.choices(range(2, 2048), k=40)
+    for engine in engines:
+        engine.forward([Segment(1, 0, prompt, range(len(prompt)), keep=[])])
+    for nodes in (0, 1, 2, 3, 7, 8, 15, 16, 30, 31, 50):
+        tree = random_tree(generator, nodes)
+        root = len(prompt)
+        positions = [root, *(root + depth for depth in tree.depths)]
+        segment = Segment(1, root, [9, *tree.token_ids], positions, mask=tree.ancestor_mask() if nodes else None)
+        (own,), (static,) = (engine.forward([segment]) for engine in engines)
+        torch.testing.assert_close(static, own, rtol=1e-4, atol=1e-4)
+        slots = [engine.arena.slots(1, segment.stop) for engine in engines]
+        torch.testing.assert_close(slots[1], slots[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_mask_may_reach_back_before_the_segment(engines):
+    """A level of the draft's tree sees some of the nodes that were read before it, and not others."""
+    prompt = list(range(50, 62))
+    above = TokenTree((7, 8, 9), (-1, -1, 0))
+    mask = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 0, 0, 1]], dtype=torch.bool)  # a child of node 2, and one of node 1
+    results = []
+    for engine in engines:
+        engine.forward([Segment(0, 0, prompt, range(12), keep=[])])
+        engine.forward([Segment(0, 12, above.token_ids, [12, 12, 13], mask=above.ancestor_mask()[1:, 1:])])
+        results.append(engine.forward([Segment(0, 15, [3, 4], [14, 13], mask=mask, keep=[1])])[0])
+    assert results[0].shape == (1, 2048)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+def test_shapes_are_few():
+    capacity = 2048 + 256
+    shapes = {
+        StaticShape.of(Segment(0, start, [1] * tokens, range(start, start + tokens)), capacity)
+        for start in range(1, 1800, 7)
+        for tokens in range(1, 257)
+    }
+    assert len(shapes) <= 9 * 9
+    assert StaticShape.of(Segment(0, 0, [1] * 20, range(20)), capacity) is None, "a prompt"
+    assert StaticShape.of(Segment(0, 5, [1] * 257, range(5, 262)), capacity) is None, "longer than any tree"
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "seed": 3}], ids=["greedy", "sampled"])
+def test_completions_equal_those_of_plain_transformers(tmp_path, options):
+    target = save_random_model(tmp_path / "target", "llama", seed=7)
+    draft = save_noisy_copy(tmp_path / "draft", target, seed=8)
+    prompt = random.Random(5).choices(range(2, 2048), k=30)
+    with running_services(tmp_path, target, draft, static_shapes=True) as services, Client(services.draft_address) as c:
+        outputs = [
+            c.generate(prompt, policy=policy, max_new_tokens=CONTEXT - 30, ignore_eos=True, **options)
+            for policy in ("autoregressive", "linear", "fixed", "dyspec")
+        ]
+    if not options:
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        generated = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=CONTEXT - 30, eos_token_id=None, pad_token_id=0
+        )
+        assert outputs[0].token_ids == tuple(generated[0, 30:].tolist())
+    assert all(output.token_ids == outputs[0].token_ids for output in outputs)
+    assert outputs[1].stats.tokens_per_round > 1.5

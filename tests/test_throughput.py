@@ -1,0 +1,190 @@
+"""Control on speed: what costs are learnt, and what the policy `throughput` makes of them."""
+
+import pytest
+from growing import LOOP, constant, frozen, grow, outcome_of
+
+from dynatree.common.tree import ROOT
+from dynatree.draft.costs import Costs, largest_tree
+from dynatree.draft.policies import create_policy
+
+
+def test_costs_are_learnt_for_each_power_of_two_of_rows():
+    costs = Costs()
+    for nodes, seconds in ((0, 0.2), (9, 0.21), (15, 0.23), (16, 0.3), (31, 0.32)) * 8:
+        costs.observe(nodes, seconds, 4 if nodes else 0, 0.02)
+    assert costs.verify(0) == pytest.approx(0.2)
+    assert costs.verify(8) == costs.verify(15) == pytest.approx(0.22)
+    assert costs.verify(16) == costs.verify(31) == pytest.approx(0.31)
+    assert costs.level == pytest.approx(0.005)
+
+
+def test_sizes_never_tried_lie_on_a_line_through_the_nearest_tried():
+    costs = Costs()
+    costs.observe(0, 0.2, 0, 0.0)
+    assert costs.verify(15) > 0.2, "until a size is tried, rows are not free"
+    costs.observe(15, 0.23, 2, 0.01)
+    assert costs.verify(7) == pytest.approx(0.2 + 0.03 * 7 / 15)
+    assert costs.verify(63) == pytest.approx(0.2 + 0.03 * 63 / 15)
+
+
+def test_before_a_plain_step_was_seen_its_cost_is_estimated_from_a_trees():
+    costs = Costs()
+    costs.observe(63, 0.4, 2, 0.01)
+    assert 0.1 < costs.verify(0) < 0.4
+
+
+def test_what_a_verification_takes_longer_after_draft_forwards_is_theirs():
+    costs = Costs()
+    for _ in range(8):
+        costs.observe(7, 0.2, 0, 0.0)
+    for _ in range(8):
+        costs.observe(7, 0.25, 2, 0.01)
+    assert costs.verify(7) == pytest.approx(0.2)
+    assert costs.wake == pytest.approx(0.05)
+    costs.observe(7, 0.15, 2, 0.01)
+    assert costs.verify(7) < 0.2, "without the draft it would have taken no longer than that"
+
+
+def test_a_size_that_was_only_verified_after_draft_forwards_costs_what_it_took():
+    costs = Costs()
+    for _ in range(20):
+        costs.observe(7, 0.25, 2, 0.01)
+    assert (costs.verify(7), costs.wake) == (pytest.approx(0.25), 0.0)
+
+
+def test_a_stall_in_the_only_round_of_a_size_does_not_rule_it_out():
+    costs = Costs()
+    for _ in range(8):
+        costs.observe(0, 0.2, 0, 0.0)
+        costs.observe(7, 0.21, 2, 0.01)
+    costs.observe(15, 2.0, 2, 0.01)
+    assert costs.verify(15) < 0.23
+    for _ in range(3):
+        costs.observe(15, 0.5, 2, 0.01)
+    assert costs.verify(15) > 0.4, "tried often enough"
+    for _ in range(300):
+        costs.observe(7, 0.21, 2, 0.01)
+    assert costs.verify(15) < 0.23, "worth another trial"
+
+
+def test_a_stall_hardly_counts_and_a_lasting_change_does():
+    costs = Costs()
+    for _ in range(20):
+        costs.observe(15, 0.2, 2, 0.01)
+    costs.observe(15, 20.0, 2, 0.01)
+    assert costs.verify(15) < 0.25
+    for _ in range(100):
+        costs.observe(15, 0.6, 2, 0.01)
+    assert costs.verify(15) == pytest.approx(0.6, rel=0.02)
+
+
+def test_the_largest_tree_of_a_price_fills_a_power_of_two_of_rows():
+    assert [largest_tree(nodes) for nodes in (0, 1, 2, 3, 4, 8, 15, 16, 63, 64)] == [0, 1, 3, 3, 7, 15, 15, 31, 63, 127]
+
+
+def expensive_nodes():
+    costs = Costs()
+    for nodes in (0, 4, 8, 16) * 16:
+        costs.observe(nodes, 0.01 * (1 + nodes), 2 if nodes else 0, 0.002)
+    return costs
+
+
+def free_nodes():
+    costs = Costs()
+    for nodes in (0, 4, 8, 16, 32, 64) * 16:
+        costs.observe(nodes, 0.2, 2 if nodes else 0, 0.0002)
+    return costs
+
+
+def test_throughput_sends_more_where_nodes_are_cheaper():
+    model = constant(0.7, 0.2, 0.1)
+    few = frozen(create_policy("throughput", {}, expensive_nodes()), model)
+    many = frozen(create_policy("throughput", {}, free_nodes()), model)
+    assert len(few) < len(many)
+    assert len(many) > 20
+
+
+def test_throughput_fills_the_rows_that_cost_nothing_and_stops_before_those_that_do():
+    costs = Costs()
+    for nodes, seconds in ((0, 0.2), (15, 0.21), (31, 0.4)) * 16:
+        costs.observe(nodes, seconds, 2 if nodes else 0, 0.0002)
+    assert len(frozen(create_policy("throughput", {}, costs), constant(0.5, 0.2, 0.1))) == 15
+
+
+def test_throughput_leaves_the_model_out_where_a_loop_goes_on():
+    policy = create_policy("throughput", {}, free_nodes())
+    model = constant(*[0.1] * 10)
+    forwards = []
+    for _ in range(12):
+        tree, selected, levels = grow(policy, model, context=LOOP)
+        sent = tree.freeze(selected)
+        accepted, node = [], ROOT
+        while (node := sent.children.get((node, LOOP[len(accepted) % 4]))) is not None:
+            accepted.append(node)
+        policy.observe(outcome_of(sent, tuple(accepted), levels=levels, draft=0.05 * levels, verify=0.2))
+        forwards.append(levels)
+    assert forwards[0] > 0, "a continuation has to prove itself"
+    assert sum(forwards[-4:]) <= 1, "it is tried again now and then"
+    assert len(accepted) > 40
+
+
+def test_throughput_gives_up_a_hostile_draft_and_tries_it_again():
+    costs = free_nodes()
+    for _ in range(200):
+        costs.observe(0, 0.01, 0, 0.0)
+        costs.observe(8, 0.02, 4, 0.02)  # a level costs half a plain step
+    policy = create_policy("throughput", {}, costs)
+    drafted = []
+    for _ in range(300):
+        tree, selected, forwards = grow(policy, constant(0.4, 0.3, 0.3))
+        sent = tree.freeze(selected)
+        policy.observe(outcome_of(sent, (), verify=0.01 + 0.00125 * len(sent), draft=0.005 * forwards, levels=forwards))
+        drafted.append(forwards > 0)
+    assert drafted[0]
+    late = drafted[100:]
+    assert sum(late) <= len(late) / 20, "it pauses for longer each time"
+    assert any(late), "and tries again"
+
+
+def dear_draft():
+    """A draft forward takes twice as long as a plain step."""
+    costs = Costs()
+    for _ in range(20):
+        costs.observe(0, 0.01, 0, 0.0)
+        costs.observe(3, 0.01, 1, 0.02)
+    return costs
+
+
+def rounds_with_forwards(policy, rounds, level):
+    """Which of so many rounds asked the draft, each of them a miss."""
+    asked = []
+    for number in range(rounds):
+        tree, selected, forwards = grow(policy, constant(0.4, 0.3, 0.3))
+        policy.observe(outcome_of(tree.freeze(selected), (), verify=0.01, draft=level * forwards, levels=forwards))
+        if forwards:
+            asked.append(number)
+    return asked
+
+
+def test_throughput_hardly_tries_a_draft_that_could_not_pay_were_it_perfect():
+    assert rounds_with_forwards(create_policy("throughput", {}, dear_draft()), 200, level=0.02) == [63, 127, 191]
+
+
+def test_a_session_begins_with_a_pause_where_those_before_it_had_no_use_for_the_draft():
+    costs = Costs(plain=0.01, level=0.009)
+    first = rounds_with_forwards(create_policy("throughput", {}, costs), 100, level=0.009)
+    second = rounds_with_forwards(create_policy("throughput", {}, costs), 100, level=0.009)
+    assert first[0] == 0
+    assert second[0] == 7
+    assert len(second) < len(first)
+
+
+def test_what_a_forward_takes_to_catch_up_after_a_pause_is_not_its_usual_cost():
+    costs = Costs(plain=0.01, level=0.009)
+    policy = create_policy("throughput", {}, costs)
+    for _ in range(100):
+        paused = policy.parameters()["paused"]
+        tree, selected, forwards = grow(policy, constant(0.4, 0.3, 0.3))
+        seconds = forwards * (0.009 if not paused else 0.05)
+        policy.observe(outcome_of(tree.freeze(selected), (), verify=0.01, draft=seconds, levels=forwards))
+    assert costs.level == pytest.approx(0.009)
