@@ -102,12 +102,14 @@ def pack(model: PreTrainedModel) -> None:
 def _replace_linear(model: PreTrainedModel, layout: Callable[[Tensor, Tensor | None], nn.Module]) -> None:
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if model.dtype == torch.float32 and type(layer) in (nn.Linear, Conv1D) and layer.weight.numel() <= _SMALL:
-                continue
             if type(layer) is nn.Linear:
-                setattr(parent, name, layout(layer.weight, layer.bias))
+                weight: Tensor = layer.weight
             elif type(layer) is Conv1D:  # GPT-2's name for a linear layer with a transposed weight
-                setattr(parent, name, layout(layer.weight.T, layer.bias))
+                weight = layer.weight.T
+            else:
+                continue
+            if weight.dtype != torch.float32 or weight.numel() > _SMALL:
+                setattr(parent, name, layout(weight, layer.bias))
 
 
 def _parameter(values: Tensor) -> nn.Parameter:
