@@ -237,8 +237,9 @@ def gumbel(seed: int, position: int, vocab_size: int, stream: Stream = Stream.CH
 
 def random_generator(seed: int, position: int, stream: Stream, round_: int = 0) -> np.random.Generator:
     """Random numbers that depend on these four alone: each has its own part of Philox's 256-bit counter."""
-    counter = position << 64 | int(stream) << 128 | round_ << 192
-    return np.random.Generator(np.random.Philox(key=seed, counter=counter))
+    key = np.array((seed, 0), dtype=np.uint64)
+    counter = np.array((0, position, stream, round_), dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
 def _check(name: str, value: float, holds: bool, expected: str) -> None:

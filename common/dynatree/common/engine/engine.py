@@ -63,6 +63,7 @@ class Engine:
         static_shapes: bool = False,
     ) -> None:
         self.model = model
+        self.device = model.device  # the model looks for it among its parameters at every call
         self.arena = arena
         self.tokenizer = tokenizer
         self.info = info
@@ -128,7 +129,7 @@ class Engine:
                 rows = self._static.run(shape, segments[0])
                 keeps = segments[0].keep
                 return [rows.clone() if keeps is None else rows[list(keeps)]]
-        device = self.model.device
+        device = self.device
         kept = [segment.keep if segment.keep is not None else range(len(segment.token_ids)) for segment in segments]
         offsets = [0]
         for segment in segments:
@@ -156,8 +157,8 @@ class Engine:
 
     def synchronize(self) -> None:
         """Wait until the device has done what was asked of it, so that a clock read next is true."""
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
