@@ -80,7 +80,7 @@ def test_a_packed_layer_is_the_layer(rows: int, bias: bool, dtype: torch.dtype) 
     check_layer(PackedLinear(layer.weight.detach(), layer.bias.detach() if bias else None), layer, rows)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 16, 33])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 33])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("parts", [1, 1.5, 77, 192, 1000])

@@ -52,11 +52,22 @@ class Segment:
 
 
 class Batch:
-    """Segments laid side by side in one row of tokens, with the attention bias of each, built once for all layers."""
+    """Segments laid side by side in one row of tokens, with the attention bias of each, built once for all layers.
 
-    def __init__(self, segments: Sequence[Segment], arena: KVArena, dtype: torch.dtype, device: torch.device) -> None:
+    A lone query is repeated `fewest_queries` times, where attention is faster so.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        arena: KVArena,
+        dtype: torch.dtype,
+        device: torch.device,
+        fewest_queries: int = 1,
+    ) -> None:
         self.segments = segments
         self.arena = arena
+        self._fewest_queries = fewest_queries
         self.biases = [_bias(segment, dtype, device) for segment in segments]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -68,17 +79,20 @@ class Batch:
             offset = span.stop
             self.arena.write(layer, segment.row, segment.start, key[:, span], value[:, span])
             keys, values = self.arena.read(layer, segment.row, segment.stop)
-            outputs.append(
-                scaled_dot_product_attention(
-                    query[None, :, span],
-                    keys[None],
-                    values[None],
-                    attn_mask=bias,
-                    is_causal=bias is None and len(segment.token_ids) > 1,
-                    scale=scale,
-                    enable_gqa=query.shape[0] != keys.shape[0],
-                )
+            tokens = len(segment.token_ids)
+            queries = query[None, :, span]
+            if tokens < self._fewest_queries:
+                queries = queries.repeat(1, 1, self._fewest_queries, 1)
+            output = scaled_dot_product_attention(
+                queries,
+                keys[None],
+                values[None],
+                attn_mask=bias,
+                is_causal=bias is None and tokens > 1,
+                scale=scale,
+                enable_gqa=query.shape[0] != keys.shape[0],
             )
+            outputs.append(output[:, :, :tokens])
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2))[0].transpose(0, 1)
 
 

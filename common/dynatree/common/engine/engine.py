@@ -18,7 +18,7 @@ from dynatree.common import embedded
 from dynatree.common.device import device_id
 from dynatree.common.engine.arena import KVArena
 from dynatree.common.engine.attention import NAME, Batch, Segment
-from dynatree.common.engine.packing import pack
+from dynatree.common.engine.packing import lacks_kernels, pack
 from dynatree.common.engine.static import StaticBatch, StaticForwards, StaticShape
 from dynatree.common.engine.support import check_config, check_outputs, record_attention
 from dynatree.common.errors import StartupError
@@ -69,6 +69,8 @@ class Engine:
         self.info = info
         # transformers takes a four-dimensional mask as it is and builds none; the attention function ignores it
         self._placeholder = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
+        # torch's fallback for 16-bit attention takes three times as long for one query as for two
+        self._fewest_queries = 2 if self.device.type == "cpu" and lacks_kernels(model.dtype) else 1
         self._static = None
         if static_shapes:
             self._static = StaticForwards(self._forward_static, arena, model.dtype, model.device)
@@ -141,7 +143,7 @@ class Engine:
             attention_mask=self._placeholder,
             use_cache=False,
             logits_to_keep=torch.tensor(keep, dtype=torch.long, device=device),
-            dynatree_batch=Batch(segments, self.arena, self.model.dtype, device),
+            dynatree_batch=Batch(segments, self.arena, self.model.dtype, device, self._fewest_queries),
         ).logits[0]
         return list(logits.split([len(keeps) for keeps in kept]))
 

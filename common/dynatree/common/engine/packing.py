@@ -25,6 +25,8 @@ _SUPPORTED = {
 _BLOCKED_FOR = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 16}
 _SMALL = 2**18  # elements; a blocked float32 layer of no more is slower than torch's own: a call costs some 40 us
 _FEWEST_WIDENED = 3  # rows; fewer are faster one by one
+_TILE = 16  # rows; float32 kernels on AVX2 take up to three times as long for counts between multiples of it
+_SMALL_TILE = 4
 _WORKSPACE = 2**21  # elements, 8 MiB: what is widened at a time stays in the cache
 
 
@@ -47,7 +49,7 @@ class WidenedLinear(nn.Module):
     """A 16-bit linear layer on a CPU without kernels for the dtype, where torch multiplies one row after the other.
 
     From a few rows on it is faster to widen the weight to float32, a part at a time, and to multiply all rows by it.
-    As in 16-bit kernels products are summed in float32 and rounded once.
+    As in 16-bit kernels products are summed in float32 and rounded once. Rows of zeros fill up the last tile.
 
     Args:
         weight: `[out_features, in_features]`.
@@ -67,12 +69,15 @@ class WidenedLinear(nn.Module):
         inputs = rows.reshape(-1, self.in_features)
         if len(inputs) < _FEWEST_WIDENED:
             return linear(rows, self.weight, self.bias)
-        columns = inputs.T.float()
-        sums = columns.new_empty(self.out_features, len(inputs))
+        count = len(inputs)
+        filled = torch.zeros(_tiled(count), self.in_features)
+        filled[:count] = inputs
+        sums = torch.empty(self.out_features, len(filled))
         for first in range(0, self.out_features, len(self._part)):
             narrow = self.weight[first : first + len(self._part)]
             wide = self._part[: len(narrow)].copy_(narrow)
-            torch.mm(wide, columns, out=sums[first : first + len(narrow)])
+            torch.mm(wide, filled.T, out=sums[first : first + len(narrow)])
+        sums = sums[:, :count]
         if self.bias is not None:
             sums += self.bias[:, None]
         return sums.T.to(rows.dtype, memory_format=torch.contiguous_format).view(*rows.shape[:-1], -1)
@@ -88,12 +93,17 @@ def can_pack(dtype: torch.dtype) -> bool:
     return supported is not None and bool(getattr(torch.ops.mkldnn, supported)())
 
 
+def lacks_kernels(dtype: torch.dtype) -> bool:
+    """Whether 16-bit products run in torch's own fallbacks here: an x86 CPU before AVX-512."""
+    return dtype in _SUPPORTED and _is_x86() and not can_pack(dtype)
+
+
 @torch.inference_mode()
 def pack(model: PreTrainedModel) -> None:
     """Take a CPU model's weights out of the checkpoint's mapping, and its linear layers into the format of its CPU."""
     if can_pack(model.dtype):
         _replace_linear(model, PackedLinear)
-    elif model.dtype in _SUPPORTED and _is_x86():
+    elif lacks_kernels(model.dtype):
         _replace_linear(model, partial(WidenedLinear, workspace=torch.empty(_WORKSPACE)))
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
@@ -110,6 +120,10 @@ def _replace_linear(model: PreTrainedModel, layout: Callable[[Tensor, Tensor | N
                 continue
             if weight.dtype != torch.float32 or weight.numel() > _SMALL:
                 setattr(parent, name, layout(weight, layer.bias))
+
+
+def _tiled(rows: int) -> int:
+    return _SMALL_TILE if rows <= _SMALL_TILE else -(-rows // _TILE) * _TILE
 
 
 def _parameter(values: Tensor) -> nn.Parameter:
