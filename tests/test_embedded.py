@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dynatree.cli import audit
+from dynatree.cli.main import main
 from dynatree.common import embedded
 from dynatree.common.embedded.grow import GrownShape, grow
 from dynatree.common.embedded.train import tokens_per_round
@@ -89,11 +91,15 @@ def test_audit_finds_no_divergence_in_the_pair():
     assert "EQUAL: 8 prompts" in result.stdout
 
 
+@pytest.mark.parametrize("command", ["demo", "audit"])
+def test_policy_settings_reach_the_service(command, capsys):
+    pair = ["--target-model", "embedded", "--draft-model", "embedded"]
+    assert main([command, *pair, "--max-new-tokens", "8", "--policy", "linear", "--set", "dept=3"]) == 1
+    assert "policy linear has no setting dept;" in capsys.readouterr().err
+
+
 def test_audit_reports_the_first_divergence(monkeypatch, capsys):
     """With a reference that chooses another token at one place, it says where, which, and by what margin."""
-    from dynatree.cli import audit
-    from dynatree.cli.main import main
-
     generate = audit.Reference.generate
 
     def wrong(self, prompt_ids, count):

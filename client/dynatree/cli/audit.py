@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from dynatree.cli.service_pair import service_pair
 from dynatree.common import embedded
+from dynatree.common.arguments import add_policy_settings
 from dynatree.common.command import positive
 
 PROMPTS = (
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument("--policy", help="how trees are grown (default: the service's)")
+    add_policy_settings(parser)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--device", default="auto", help="as for the services (default: a GPU if any)")
 
@@ -67,7 +69,9 @@ def run(options: argparse.Namespace) -> int:
             if count < 1:
                 raise SystemExit(f"prompt {number} has {len(prompt_ids)} tokens, which fills the target's context")
             theirs = reference.generate(prompt_ids, count)
-            ours = client.generate(prompt_ids, max_new_tokens=count, policy=options.policy).token_ids
+            ours = client.generate(
+                prompt_ids, max_new_tokens=count, policy=options.policy, policy_settings=options.policy_settings
+            ).token_ids
             divergence = reference.divergence(prompt_ids, ours, theirs)
             if divergence:
                 print(f"DIFFERENT at new token {divergence.position} of prompt {number} of {len(prompts)}: {prompt!r}")

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from dynatree.cli.service_pair import service_pair
 from dynatree.client import Client, Completion, Statistics
+from dynatree.common.arguments import add_policy_settings
 
 PROMPT = "It was a dark and stormy night, and the captain"
 PARTS = {
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target-model", default="embedded", metavar="embedded|PATH|HUB_ID", help="default: embedded")
     parser.add_argument("--draft-model", default="embedded", metavar="embedded|PATH|HUB_ID", help="default: embedded")
     parser.add_argument("--policy", help="how trees are grown (default: the service's)")
+    add_policy_settings(parser)
     parser.add_argument(
         "--dtype",
         default="auto",
@@ -56,17 +58,21 @@ def run(options: argparse.Namespace) -> int:
         client = pair.client
         info = client.model_info()
         console.print(f"target {info.target.name}, draft {info.draft.name}, on {info.target.device}\n", markup=False)
-        _complete(client, options, "autoregressive")  # warm-up of the target
-        _complete(client, options, options.policy)  # and of the draft
+        _complete(client, options, "autoregressive", {})  # warm-up of the target
+        _complete(client, options, options.policy, options.policy_settings)  # and of the draft
         console.print(options.prompt, style="dim", end="", markup=False, soft_wrap=True)
         with client.stream(
-            options.prompt, max_new_tokens=options.max_new_tokens, policy=options.policy, ignore_eos=True
+            options.prompt,
+            max_new_tokens=options.max_new_tokens,
+            policy=options.policy,
+            policy_settings=options.policy_settings,
+            ignore_eos=True,
         ) as stream:
             for chunk in stream:
                 console.print(chunk.text, end="", markup=False, soft_wrap=True)
         console.print("\n")
         drafted = stream.completion
-        plain = _complete(client, options, "autoregressive")
+        plain = _complete(client, options, "autoregressive", {})
     console.print(_summary(drafted, plain))
     if options.breakdown:
         console.print(_breakdown(drafted.stats))
@@ -76,8 +82,16 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _complete(client: Client, options: argparse.Namespace, policy: str | None) -> Completion:
-    return client.generate(options.prompt, max_new_tokens=options.max_new_tokens, policy=policy, ignore_eos=True)
+def _complete(
+    client: Client, options: argparse.Namespace, policy: str | None, settings: dict[str, float]
+) -> Completion:
+    return client.generate(
+        options.prompt,
+        max_new_tokens=options.max_new_tokens,
+        policy=policy,
+        policy_settings=settings,
+        ignore_eos=True,
+    )
 
 
 def _summary(drafted: Completion, plain: Completion) -> Table:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import get_args
 
 from dynatree.client import Chunk, Client, CompletionStream, GenerateOptions, SamplingScheme
+from dynatree.common.arguments import Keyed, add_policy_settings
 
 _STDIN = "-"
 
@@ -37,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--logit-bias",
         type=_bias,
-        action="append",
-        default=[],
+        action=Keyed,
+        default={},
         metavar="ID=VALUE",
         help="add VALUE to the logit of this token id; may be repeated",
     )
@@ -66,15 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of the sequence")
     parser.add_argument("--policy", metavar="NAME", help="how trees are grown; default: the service's")
-    parser.add_argument(
-        "--set",
-        dest="policy_settings",
-        type=_setting,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a setting of the policy, such as depth=8; may be repeated",
-    )
+    add_policy_settings(parser)
     parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="give up after; default: never")
     parser.add_argument("--json", action="store_true", help="print one JSON object, with statistics, at the end")
     parser.add_argument("--log-probs", action="store_true", help="with --json: print the tokens' log-probabilities too")
@@ -122,7 +115,7 @@ def _request(options: argparse.Namespace) -> GenerateOptions:
         top_p=options.top_p,
         min_p=options.min_p,
         repetition_penalty=options.repetition_penalty,
-        logit_bias=dict(options.logit_bias),
+        logit_bias=options.logit_bias,
         seed=options.seed,
         scheme=options.scheme,
         n=options.n,
@@ -132,7 +125,7 @@ def _request(options: argparse.Namespace) -> GenerateOptions:
         log_probs=options.log_probs,
         trace=options.trace is not None,
         policy=options.policy,
-        policy_settings=dict(options.policy_settings),
+        policy_settings=options.policy_settings,
     )
 
 
@@ -208,17 +201,6 @@ def _print_utf8() -> None:
     """Print UTF-8 whatever the locale is: a model may answer with any character."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
-
-
-def _setting(text: str) -> tuple[str, float]:
-    name, _, value = text.partition("=")
-    try:
-        number = float(value)
-    except ValueError:
-        name = ""
-    if not name:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE with a number")
-    return name, number
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -1,0 +1,49 @@
+"""Command-line options that services and clients share; free of torch, since the client runs without it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+
+class Keyed(argparse.Action):
+    """Collects the (key, value) pairs that its type makes into a dict; a key given twice is an error."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        assert values is not None  # one argument each time
+        key, value = values
+        pairs = getattr(namespace, self.dest)
+        if key in pairs:
+            raise argparse.ArgumentError(self, f"{key} is given twice")
+        setattr(namespace, self.dest, {**pairs, key: value})
+
+
+def add_policy_settings(parser: argparse.ArgumentParser) -> None:
+    """The option `--set`, which makes `policy_settings`: a dict of numbers by name."""
+    parser.add_argument(
+        "--set",
+        dest="policy_settings",
+        type=_setting,
+        action=Keyed,
+        default={},
+        metavar="NAME=VALUE",
+        help="a setting of the policy, such as depth=8; may be repeated",
+    )
+
+
+def _setting(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        name = ""
+    if not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE with a number")
+    return name, number
