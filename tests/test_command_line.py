@@ -297,7 +297,6 @@ def test_generate_runs_without_torch() -> None:
         ["generate", "Once", "--set", "depth=deep"],
         ["generate", "Once", "--set", "depth=8", "--set", "depth=8"],
         ["generate", "Once", "--logit-bias", "5=1", "--logit-bias", "5=2"],
-        ["draft", "--draft-model", "embedded", "--verify", "localhost:1", "--set", "depth=8", "--set", "depth=4"],
         ["generate", "Once", "--timeout", "0"],
         ["generate", "Once", "--timeout", "soon"],
     ],

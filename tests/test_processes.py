@@ -120,11 +120,16 @@ def test_different_tokenizers(models, tmp_path, start):
     assert_one_clear_line(result, "draft model other and target model target have different tokenizers")
 
 
-def test_bad_policy_settings_are_refused_at_start(models):
-    result = run(
-        "draft", "--draft-model", str(models[1]), "--verify", "localhost:1", "--policy", "linear", "--set", "depth=0"
-    )
-    assert_one_clear_line(result, "depth is 0, expected a number in [1, 64]")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["--set", "depth=0"], "depth is 0, expected a number in [1, 64]"),
+        (["--set", "depth=8", "--set", "depth=4"], "--set names a setting twice"),
+    ],
+)
+def test_bad_policy_settings_are_refused_at_start(models, settings, message):
+    result = run("draft", "--draft-model", str(models[1]), "--verify", "localhost:1", "--policy", "linear", *settings)
+    assert_one_clear_line(result, message)
 
 
 def test_generate_without_a_server(tmp_path):

@@ -14,9 +14,9 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from dynatree.cli.arguments import add_policy_settings
 from dynatree.cli.service_pair import service_pair
 from dynatree.common import embedded
-from dynatree.common.arguments import add_policy_settings
 from dynatree.common.command import positive
 
 PROMPTS = (

@@ -7,9 +7,9 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
+from dynatree.cli.arguments import add_policy_settings
 from dynatree.cli.service_pair import service_pair
 from dynatree.client import Client, Completion, Statistics
-from dynatree.common.arguments import add_policy_settings
 
 PROMPT = "It was a dark and stormy night, and the captain"
 PARTS = {

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import get_args
 
+from dynatree.cli.arguments import Keyed, add_policy_settings
 from dynatree.client import Chunk, Client, CompletionStream, GenerateOptions, SamplingScheme
-from dynatree.common.arguments import Keyed, add_policy_settings
 
 _STDIN = "-"
 

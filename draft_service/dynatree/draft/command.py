@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from dynatree.common import embedded
-from dynatree.common.arguments import add_policy_settings
 from dynatree.common.command import (
     MAX_TREE_NODES,
     add_service_arguments,
@@ -43,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy", default=DEFAULT_POLICY, choices=policy_names(), help="default policy (default: %(default)s)"
     )
-    add_policy_settings(parser)
+    parser.add_argument(
+        "--set", action="append", default=[], type=_setting, metavar="NAME=VALUE", help="a setting of that policy"
+    )
     parser.add_argument(
         "--draft-ahead",
         choices=["auto", "on", "off"],
@@ -61,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal."""
-    policy = DefaultPolicy(options.policy, options.policy_settings)
+    policy = DefaultPolicy(options.policy, dict(options.set))
+    if len(policy.settings) < len(options.set):
+        raise SystemExit("--set names a setting twice")
     try:
         create_policy(policy.name, policy.settings)
     except Exception as error:
@@ -124,3 +127,13 @@ def _shared_vocabulary(engine: Engine, target: tree_pb2.ModelInfo) -> int:
     except FailedPreconditionError as error:
         raise StartupError(str(error)) from error
     return min(max(engine.tokenizer.get_vocab().values()) + 1, engine.info.vocab_size, target.vocab_size)
+
+
+def _setting(text: str) -> tuple[str, float]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number") from None

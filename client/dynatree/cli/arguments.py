@@ -1,4 +1,4 @@
-"""Command-line options that services and clients share; free of torch, since the client runs without it."""
+"""Options that several commands have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ class Keyed(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        assert values is not None  # one argument each time
+        """Take in one pair.
+
+        Raises:
+            argparse.ArgumentError: Its key was there before.
+        """
+        assert isinstance(values, tuple)  # one argument each time, as its type made it
         key, value = values
         pairs = getattr(namespace, self.dest)
         if key in pairs:
