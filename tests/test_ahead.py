@@ -161,6 +161,18 @@ def test_residual_sampling_repeats_with_and_without(ahead_client, policy):
     assert ahead_client.generate(PROMPT, **options).token_ids == ahead_client.generate(PROMPT, **options).token_ids
 
 
+def test_a_failure_to_read_ahead_loses_no_token(ahead_client, monkeypatch, caplog):
+    plain = ahead_client.generate(PROMPT, policy="autoregressive", max_new_tokens=30, ignore_eos=True)
+
+    def fail(self):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(DraftingAhead, "step", fail)
+    ours = ahead_client.generate(PROMPT, policy="linear", max_new_tokens=30, ignore_eos=True)
+    assert ours.token_ids == plain.token_ids
+    assert "reading ahead failed" in caplog.text
+
+
 def test_a_cancelled_stream_frees_its_row(services, ahead_client):
     deadline = time.monotonic() + 30
     for _ in range(6):  # more than there are rows

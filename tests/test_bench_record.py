@@ -45,6 +45,15 @@ def wrong_point(**changes: Any) -> str:
     return json.dumps(report)
 
 
+def wrong_file(**changes: Any) -> str:
+    return json.dumps(new_report("compare", [new_run("x")]) | changes)
+
+
+def wrong_statistics(**changes: Any) -> str:
+    run = new_run("x")
+    return wrong_run(statistics=run["statistics"] | changes)
+
+
 def wrong_run(**changes: Any) -> str:
     return json.dumps(new_report("compare", [new_run("x", **changes)]))
 
@@ -71,6 +80,13 @@ def wrong_run(**changes: Any) -> str:
         (json.dumps(new_report("compare", [], options={"repetitions": 1})), "options has no max_new_tokens"),
         (json.dumps(new_report("costs", [])), "the file has no costs"),
         (wrong_point(curve="speed"), "curve has the wrong type or value"),
+        (wrong_point(seconds=[]), "seconds is empty"),
+        (wrong_file(machine=None), "machine is not an object"),
+        (wrong_file(machine={"read_bandwidth": "fast"}), "read_bandwidth has the wrong type or value"),
+        (wrong_file(git="dirty"), "git is not an object"),
+        (wrong_file(versions=[]), "versions is not an object"),
+        (wrong_statistics(round_parts={"grow": {}}), "round_parts has the wrong type or value"),
+        (wrong_statistics(acceptance_by_depth=None), "acceptance_by_depth is not a list"),
     ],
 )
 def test_files_that_are_no_measurement(

@@ -24,6 +24,14 @@ def test_a_continuation_into_the_end_goes_round():
     assert index.continuations(tokens, depth=7, count=1) == [(4, [3, 1, 2, 3, 1, 2, 3])]
 
 
+def test_only_the_last_places_of_an_ngram_are_looked_at():
+    """Otherwise every round of a long loop would walk through all of it for a second continuation."""
+    index = NGramIndex(shortest=1, longest=1)
+    tokens = [7, 1, *[7, 2] * 63, 7]
+    assert [chain[0] for _, chain in index.continuations(tokens, 1, 2)] == [2, 1]
+    assert [chain[0] for _, chain in index.continuations([*tokens, 2, 7], 1, 2)] == [2]
+
+
 def test_the_index_grows_with_the_sequence():
     whole, stepwise = NGramIndex(1, 3), NGramIndex(1, 3)
     tokens = [(7 * i * i + i) % 5 for i in range(60)]

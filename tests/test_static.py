@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from dynatree.client import Client
 from dynatree.common.engine import Engine, ModelSettings, Segment
+from dynatree.common.engine import static as static_module
 from dynatree.common.engine.static import StaticShape
 from dynatree.common.tree import TokenTree
 
@@ -42,6 +43,18 @@ def test_trees_of_every_size_give_the_same_logits_and_slots(engines):
         torch.testing.assert_close(static, own, rtol=1e-4, atol=1e-4)
         slots = [engine.arena.slots(1, segment.stop) for engine in engines]
         torch.testing.assert_close(slots[1], slots[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_shapes_that_were_not_used_for_long_are_forgotten(engines, monkeypatch):
+    monkeypatch.setattr(static_module, "MOST_SHAPES", 2)
+    captured = engines[1]._static._captured
+    captured.clear()
+    for tokens in (1, 2, 1, 4, 2):
+        segment = Segment(0, 0, list(range(5, 5 + tokens)), range(tokens))
+        (own,), (static,) = (engine.forward([segment]) for engine in engines)
+        torch.testing.assert_close(static, own, rtol=1e-4, atol=1e-4)
+    assert [shape.tokens for shape in captured] == [4, 2]
 
 
 @torch.inference_mode()

@@ -1,20 +1,25 @@
 """Control on speed: what costs are learnt, and what the policy `throughput` makes of them."""
 
+import random
+from dataclasses import replace
+
 import pytest
 from growing import LOOP, constant, frozen, grow, outcome_of
 
 from dynatree.common.tree import ROOT
 from dynatree.draft.costs import Costs, largest_tree
 from dynatree.draft.policies import create_policy
+from dynatree.draft.verify_client import Answer
+from dynatree.v1 import verify_pb2
 
 
 def test_costs_are_learnt_for_each_power_of_two_of_rows():
     costs = Costs()
-    for nodes, seconds in ((0, 0.2), (9, 0.21), (15, 0.23), (16, 0.3), (31, 0.32)) * 8:
+    for nodes, seconds in ((0, 0.2), (9, 0.21), (15, 0.23), (12, 0.22), (16, 0.3), (31, 0.32), (20, 0.31)) * 8:
         costs.observe(nodes, seconds, 4 if nodes else 0, 0.02)
-    assert costs.verify(0) == pytest.approx(0.2)
-    assert costs.verify(8) == costs.verify(15) == pytest.approx(0.22)
-    assert costs.verify(16) == costs.verify(31) == pytest.approx(0.31)
+    assert costs.verify(0) == 0.2
+    assert costs.verify(8) == costs.verify(15) in (0.21, 0.22)
+    assert costs.verify(16) == costs.verify(31) in (0.3, 0.31)
     assert costs.level == pytest.approx(0.005)
 
 
@@ -41,8 +46,51 @@ def test_what_a_verification_takes_longer_after_draft_forwards_is_theirs():
         costs.observe(7, 0.25, 2, 0.01)
     assert costs.verify(7) == pytest.approx(0.2)
     assert costs.wake == pytest.approx(0.05)
-    costs.observe(7, 0.15, 2, 0.01)
-    assert costs.verify(7) < 0.2, "without the draft it would have taken no longer than that"
+    for _ in range(20):
+        costs.observe(7, 0.15, 2, 0.01)
+    assert costs.verify(7) == 0.15, "without the draft it would take no longer than that"
+    assert costs.wake == 0.0
+
+
+@pytest.mark.parametrize("first", [0.199, 2.0], ids=["none", "a stall"])
+def test_the_first_round_after_a_forward_does_not_settle_what_is_taken_longer(first):
+    costs = Costs()
+    for _ in range(8):
+        costs.observe(7, 0.2, 0, 0.0)
+    costs.observe(7, first, 2, 0.01)
+    for _ in range(8):
+        costs.observe(7, 0.25, 2, 0.01)
+    assert costs.wake == pytest.approx(0.05)
+
+
+def test_forwards_that_also_catch_up_bound_what_a_forward_costs():
+    costs = Costs()
+    costs.observe(7, 0.2, 2, 2.0)  # a stall
+    costs.observe(7, 0.2, 1, 0.05, caught_up=False)
+    assert costs.level == 0.05
+    costs.observe(7, 0.2, 1, 0.08, caught_up=False)
+    assert costs.level == 0.05
+
+
+def test_a_plain_step_is_due_until_it_was_seen_and_again_after_long():
+    costs = Costs()
+    assert not costs.plain_is_due, "the first rounds may be trees"
+    for _ in range(2):
+        costs.observe(15, 1.2, 2, 0.01)
+    for _ in range(2):
+        assert costs.plain_is_due
+        costs.observe(0, 0.3, 0, 0.0)
+    assert not costs.plain_is_due
+    for _ in range(257):
+        costs.observe(15, 1.2, 2, 0.01)
+    assert costs.plain_is_due
+
+
+def test_a_plain_step_costs_no_more_than_any_tree():
+    costs = Costs()
+    costs.observe(0, 1.9, 0, 0.0)  # a stall
+    costs.observe(15, 0.3, 2, 0.01)
+    assert costs.verify(0) == 0.3
 
 
 def test_a_size_that_was_only_verified_after_draft_forwards_costs_what_it_took():
@@ -72,10 +120,10 @@ def test_a_stall_hardly_counts_and_a_lasting_change_does():
     for _ in range(20):
         costs.observe(15, 0.2, 2, 0.01)
     costs.observe(15, 20.0, 2, 0.01)
-    assert costs.verify(15) < 0.25
-    for _ in range(100):
+    assert costs.verify(15) == 0.2
+    for _ in range(9):
         costs.observe(15, 0.6, 2, 0.01)
-    assert costs.verify(15) == pytest.approx(0.6, rel=0.02)
+    assert costs.verify(15) == 0.6
 
 
 def test_the_largest_tree_of_a_price_fills_a_power_of_two_of_rows():
@@ -188,3 +236,85 @@ def test_what_a_forward_takes_to_catch_up_after_a_pause_is_not_its_usual_cost():
         seconds = forwards * (0.009 if not paused else 0.05)
         policy.observe(outcome_of(tree.freeze(selected), (), verify=0.01, draft=seconds, levels=forwards))
     assert costs.level == pytest.approx(0.009)
+
+
+def ten_ms(_, forwards):
+    return 0.01 * forwards
+
+
+def text_of(share, seconds, level, costs=None):
+    """300 rounds of a session with a draft of three guesses, of which the first is right at the given share of places.
+
+    `seconds(nodes, forwards)` is what a verification takes, `level(number, forwards)` what a round's forwards take.
+    Returns which rounds asked the draft, and tokens a second.
+    """
+    policy = create_policy("throughput", {}, costs or Costs())
+    generator = random.Random(1)
+    asked, tokens, spent = [], 0, 0.0
+    for number in range(300):
+        tree, selected, forwards = grow(policy, constant(0.8, 0.1, 0.1), context=(1000 + number,), max_depth=4)
+        sent = tree.freeze(selected)
+        accepted, node = [], ROOT
+        while (node := sent.children.get((node, 0))) is not None and generator.random() < share:
+            accepted.append(node)
+        verify, draft = seconds(len(sent), forwards), level(number, forwards)
+        policy.observe(outcome_of(sent, tuple(accepted), verify=verify, draft=draft, levels=forwards))
+        tokens += len(accepted) + 1
+        spent += verify + draft
+        if forwards:
+            asked.append(number)
+    return asked, tokens / spent
+
+
+@pytest.mark.parametrize("stalled", ["level", "verify"])
+def test_one_stall_at_the_start_does_not_switch_a_good_draft_off(stalled):
+    costs = Costs()
+    first = iter([1.9])
+
+    def verify(nodes, _):
+        return 0.2 + 0.001 * nodes + (next(first, 0.0) if stalled == "verify" else 0.0)
+
+    def level(number, forwards):
+        return 0.01 * forwards + (next(first, 0.0) if stalled == "level" else 0.0)
+
+    text_of(0.8, verify, level, costs)
+    asked, _ = text_of(0.8, verify, level, costs)
+    assert len(asked) > 290
+
+
+def test_a_draft_that_makes_verification_dearer_than_it_is_worth_is_left_out():
+    _, rate = text_of(0.5, lambda _, forwards: 0.002 + 0.0025 * (forwards > 0), lambda _, forwards: 0.0005 * forwards)
+    assert rate > 0.9 * 500
+
+
+def test_rows_that_cost_more_than_they_add_are_noticed_though_no_plain_step_was_chosen():
+    """Each tile of rows costs more plain steps than a chain of the draft's adds tokens."""
+    _, rate = text_of(0.5, lambda nodes, _: 0.3 if not nodes else 0.9, lambda _, forwards: 0.001 * forwards)
+    assert rate > 0.9 / 0.3
+
+
+def test_a_session_begins_with_what_those_before_it_found_the_draft_to_be_worth():
+    """A cheap draft that is never right: the first session asks it until its bins say so, the second hardly at all."""
+    costs = Costs()
+    sessions = [text_of(0.0, lambda nodes, _: 0.2 + 0.001 * nodes, ten_ms, costs) for _ in range(3)]
+    first, *later = [len(asked) for asked, _ in sessions]
+    assert max(later) < first / 4
+
+
+def test_waiting_for_other_sessions_is_no_cost_of_a_trees_size():
+    costs = Costs()
+    policy = create_policy("throughput", {}, costs)
+    for _ in range(20):
+        tree, selected, forwards = grow(policy, constant(0.8, 0.1, 0.1))
+        outcome = outcome_of(tree.freeze(selected), (), verify=0.2, draft=0.01, levels=forwards)
+        policy.observe(replace(outcome, waited_seconds=0.9))
+    assert costs.verify(0) == 0.2
+    assert policy.parameters()["rate"] == pytest.approx(5.0), "never less than plain decoding's"
+
+
+def test_what_a_tree_waited_for_at_the_verify_service():
+    timings = verify_pb2.VerifyTimings(forward_seconds=0.2, accept_seconds=0.02, commit_seconds=0.01, total_seconds=0.9)
+    answer = Answer(verify_pb2.Commit(timings=timings), seconds=1.0)
+    assert answer.waited_seconds == pytest.approx(0.67)
+    assert answer.wire_seconds == pytest.approx(0.1)
+    assert Answer(verify_pb2.Commit(), seconds=1.0).waited_seconds == 0.0, "a service that names no times"

@@ -70,6 +70,7 @@ from dynatree.client import ModelInfo
 SCHEMA_VERSION = 2
 COMMANDS = ("compare", "sweep", "ablation", "coupling", "ranks", "costs")
 CURVES = ("nodes", "context", "sessions", "draft")
+PARTS = ("draft_forward", "grow", "verify_forward", "accept", "commit", "wire")  # of a round, in its order
 _READABLE = (1, SCHEMA_VERSION)
 
 
@@ -237,15 +238,26 @@ class _OrNull:
 
 
 @dataclass(frozen=True)
+class _Some:
+    """A list of one shape, of which there is at least one."""
+
+    shape: Any
+
+
+@dataclass(frozen=True)
 class _Since2:
-    """The shape of a value that files of version 1 lack."""
+    """The shape of a value that files of version 1 may lack."""
 
     shape: Any
 
 
 def _check(value: Any, shape: Any, place: str) -> None:
-    """Hold a value against a shape: a dictionary of shapes, a list of one shape, `_OrNull`, or a predicate."""
-    if isinstance(shape, _OrNull):
+    """Hold a value against a shape: a dictionary of shapes, a list of one shape, one of the above, or a predicate."""
+    if isinstance(shape, _Some):
+        _check(value, [shape.shape], place)
+        if not value:
+            raise ValueError(f"{place} is empty")
+    elif isinstance(shape, _OrNull):
         if value is not None:
             _check(value, shape.shape, place)
     elif isinstance(shape, dict):
@@ -301,7 +313,26 @@ def _is_arrival(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and _is_some(value[0]) and _is_positive(value[1])
 
 
-_MODEL = {"name": _is_text, "dtype": _is_text, "device": _is_text}
+def _is_parts(value: object) -> bool:
+    """Of a completion without rounds there are none."""
+    return value == {} or (
+        isinstance(value, dict)
+        and all(isinstance(part := value.get(name), dict) and _is_number(part.get("total_seconds")) for name in PARTS)
+    )
+
+
+_MODEL = {
+    "name": _is_text,
+    "dtype": _is_text,
+    "device": _is_text,
+    "weight_bytes": _Since2(_OrNull(_is_count)),
+    "parameters": _Since2(_OrNull(_is_count)),
+}
+_MACHINE = {
+    "cpu": _Since2(_OrNull(_is_text)),
+    "threads": _Since2(_OrNull(_is_some)),
+    "read_bandwidth": _Since2(_OrNull(_is_positive)),
+}
 _RANKS = {"trials": _is_count, "hits": [_is_count]}
 _STATISTICS = {
     "rounds": _is_count,
@@ -311,6 +342,8 @@ _STATISTICS = {
     "mean_path_length": _is_number,
     "nodes_per_round": _is_number,
     "committed_per_level": _is_number,
+    "acceptance_by_depth": _Since2([_is_number]),
+    "round_parts": _Since2(_is_parts),
 }
 _RUN = {
     "label": _is_text,
@@ -333,13 +366,16 @@ _POINT = {
     "nodes": _is_count,
     "context": _is_count,
     "sessions": _is_some,
-    "seconds": [_is_positive],
-    "forward_seconds": [_is_positive],
+    "seconds": _Some(_is_positive),
+    "forward_seconds": _Some(_is_positive),
 }
 _FLOOR = {"weight_bytes": _is_some, "read_bandwidth": _is_positive, "seconds": _is_positive}
 _REPORT = {
     "started": _is_text,
     "complete": _is_flag,
+    "versions": _Since2({}),
+    "git": _Since2(_OrNull({})),
+    "machine": _Since2(_MACHINE),
     "models": {"target": _MODEL, "draft": _MODEL},
     "prompts": {"file": _is_text, "count": _is_count, "tokens": [_is_some]},
     "options": {"repetitions": _is_some},
@@ -349,5 +385,5 @@ _REPORT = {
 _OF_RUNS = {"options": {"max_new_tokens": _is_some}}
 _OF_COMMAND: dict[str, dict[str, Any]] = {
     "ranks": _OF_RUNS | {"runs": [{"ranks": _RANKS}]},
-    "costs": {"costs": {"plain_seconds": [_is_positive], "points": [_POINT], "floor": _FLOOR}},
+    "costs": {"costs": {"plain_seconds": _Some(_is_positive), "points": [_POINT], "floor": _FLOOR}},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -19,6 +20,8 @@ from dynatree.draft.statistics import Recorder
 from dynatree.draft.stop_strings import StopStrings
 from dynatree.draft.verify_client import Answer, VerifyClient, VerifySession
 from dynatree.v1 import draft_pb2, tree_pb2, verify_pb2
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,20 +46,23 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class _Round:
-    """A tree that was sent, and the answer to it."""
+    """A tree that was sent, and the answer to it; then it may have waited for a forward that read ahead to end."""
 
     growth: Growth
     commit_seconds: float
     answer: Answer
+    ahead_seconds: float
 
     def outcome(self) -> Outcome:
         """What the policy learns of it."""
+        waited = self.answer.waited_seconds
         return Outcome(
             tree=self.growth.tree,
             accepted=tuple(self.answer.commit.accepted_nodes),
             levels=self.growth.levels,
             draft_seconds=self.growth.seconds + self.commit_seconds,
-            verify_seconds=self.answer.seconds,
+            verify_seconds=self.answer.seconds - waited,
+            waited_seconds=waited + self.ahead_seconds,
         )
 
 
@@ -129,8 +135,8 @@ class Generation:
                     yield draft_pb2.GenerateResponse(trace=self._trace(last, advance.parameters))
                 if advance.growth is None or self._text.stopped:
                     break
-                answer = await self._verified(session, stream, advance.growth.tree, commit)
-                last = _Round(advance.growth, advance.commit_seconds, answer)
+                answer, ahead_seconds = await self._verified(session, stream, advance.growth.tree, commit)
+                last = _Round(advance.growth, advance.commit_seconds, answer, ahead_seconds)
                 commit = answer.commit
                 advancing = self._start_advance(session, commit, last, opened.max_tree_nodes)
         finally:
@@ -161,19 +167,23 @@ class Generation:
 
     async def _verified(
         self, session: DraftSession, stream: VerifySession, tree: TokenTree, commit: verify_pb2.Commit
-    ) -> Answer:
-        """The answer to a tree; the draft reads ahead meanwhile, if it is to."""
+    ) -> tuple[Answer, float]:
+        """The answer to a tree, and how long reading ahead went on after it; the draft reads meanwhile, if it is to."""
         max_depth = min(self._request.limit - commit.base_length, self._drafter.reach(session))
         breadth = self._request.policy.breadth
         if not self._request.ahead or not breadth or max_depth < 1:
-            return await stream.verify(tree, commit)
+            return await stream.verify(tree, commit), 0.0
         ahead = DraftingAhead(self._drafter, session, max_depth, breadth)
         reading = asyncio.ensure_future(self._read(ahead))
         try:
-            return await stream.verify(tree, commit)
+            answer = await stream.verify(tree, commit)
+            answered = time.perf_counter()
         finally:
             ahead.stop()
-            await reading
+            await asyncio.wait([reading])
+        if error := reading.exception():  # the commit is good all the same
+            log.warning("reading ahead failed", exc_info=error)
+        return answer, time.perf_counter() - answered
 
     async def _read(self, ahead: DraftingAhead) -> None:
         """Read for as long as there is something to read and nobody else wants the model."""

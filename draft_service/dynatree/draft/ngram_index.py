@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+MOST_PLACES = 64  # of one n-gram that are looked at: a loop has them all over, and they say the same
+
 
 class NGramIndex:
     """The places of every n-gram of a growing sequence, for n from `shortest` to `longest`."""
@@ -30,7 +32,8 @@ class NGramIndex:
         for length in self._lengths:
             if length >= len(tokens):
                 continue
-            for end in reversed(self._ends.get(tuple(tokens[len(tokens) - length :]), ())):
+            ends = self._ends.get(tuple(tokens[len(tokens) - length :]), [])
+            for end in ends[: -MOST_PLACES - 1 : -1]:
                 if len(found) == count:
                     return list(found.values())
                 if tokens[end] not in found:

@@ -43,6 +43,13 @@ class Answer:
         """Of those, what the stream took to carry both: all but the verify service's own time."""
         return self.seconds - self.commit.timings.total_seconds
 
+    @property
+    def waited_seconds(self) -> float:
+        """Of the verify service's time, what was no work on the tree: other sessions' forwards, hand-overs."""
+        timings = self.commit.timings
+        worked = timings.forward_seconds + timings.accept_seconds + timings.commit_seconds
+        return min(max(timings.total_seconds - worked, 0.0), self.seconds)
+
 
 class VerifyClient:
     """A channel to one verify service."""

@@ -7,13 +7,12 @@ from statistics import median
 from typing import Literal
 
 from dynatree.bench.figures import Sample, Spread, by, peak_memory, quartiles_of, round_seconds
-from dynatree.bench.record import Costs, Point
+from dynatree.bench.record import PARTS, Costs, Point
 from dynatree.bench.report.charts import Bars, Lines, Reference, Stacked
 from dynatree.bench.report.content import Block, Section
 from dynatree.bench.report.observations import Observation, Record, by_method, by_setting, models_of, observations
 from dynatree.bench.tables.costs import CURVES, costs
 
-PARTS = ("draft_forward", "grow", "verify_forward", "accept", "commit", "wire")  # of a round, in its order
 _PROCESSES = {"verify": "verify service", "draft": "draft service", "client": "client"}
 _X_AXES: dict[str, tuple[Literal["nodes", "context", "sessions"], str]] = {
     "nodes": ("nodes", "nodes of the tree"),

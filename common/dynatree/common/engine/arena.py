@@ -31,7 +31,7 @@ class KVArena:
         self.shape = shape
         self.capacity = capacity
         # [layer, key or value, row, head, slot, dim]
-        self._data = _empty((shape.layers, 2, sessions, shape.kv_heads, capacity, shape.head_dim), dtype, device)
+        self._data = _zeros((shape.layers, 2, sessions, shape.kv_heads, capacity, shape.head_dim), dtype, device)
         self._free = list(reversed(range(sessions)))
 
     @property
@@ -80,9 +80,12 @@ class KVArena:
         slots[:, :, :, start + in_place : start + len(sources)] = slots.index_select(3, index)
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU, memory that is paid for page by page as it is first written; torch's own may come in huge pages."""
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros: static shapes read slots that were never written, and a mask keeps out numbers, but no NaN.
+
+    On a CPU, memory that is paid for page by page as it is first written; torch's own may come in huge pages.
+    """
     if device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

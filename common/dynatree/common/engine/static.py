@@ -17,6 +17,7 @@ from dynatree.common.engine.attention import Segment
 
 MAX_ROWS = 256  # longer segments are prompts, which are read once
 CONTEXT_STEP = 256
+MOST_SHAPES = 128  # each has buffers, and on a GPU a graph
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,9 @@ class StaticBatch:
 class StaticForwards:
     """Replays a model's forward for each shape that occurs; a shape is captured when it first does.
 
+    The `MOST_SHAPES` that were used last are kept. They share one memory pool: a replay may overwrite the logits of any
+    other.
+
     Args:
         forward: The model's forward over a static batch: logits `[tokens, vocabulary]`.
         device: On a GPU forwards are captured as CUDA graphs; on a CPU they are called.
@@ -98,15 +102,20 @@ class StaticForwards:
         self._arena = arena
         self._dtype = dtype
         self._device = device
-        self._captured: dict[StaticShape, tuple[StaticBatch, Callable[[], Tensor]]] = {}
+        self._captured: dict[StaticShape, tuple[StaticBatch, Callable[[], Tensor]]] = {}  # last used last
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def run(self, shape: StaticShape, segment: Segment) -> Tensor:
-        """The logits of a segment's tokens `[tokens, vocabulary]`; the next run of the shape overwrites them."""
-        if shape not in self._captured:
+        """The logits of a segment's tokens `[tokens, vocabulary]`; the next run overwrites them."""
+        captured = self._captured.pop(shape, None)
+        if captured is None:
+            while len(self._captured) >= MOST_SHAPES:
+                del self._captured[next(iter(self._captured))]
             batch = StaticBatch(shape, self._arena, self._dtype, self._device)
             batch.fill(segment)
-            self._captured[shape] = batch, self._capture(batch)
-        batch, replay = self._captured[shape]
+            captured = batch, self._capture(batch)
+        self._captured[shape] = captured
+        batch, replay = captured
         batch.fill(segment)
         return replay()[: len(segment.token_ids)]
 
@@ -119,7 +128,7 @@ class StaticForwards:
             self._forward(batch)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._pool):
             logits = self._forward(batch)
 
         def replay() -> Tensor:

@@ -20,7 +20,9 @@ class Outcome:
         accepted: Its nodes on the accepted path, from the root down.
         levels: Draft forwards that growing it took.
         draft_seconds: Growing and committing, on the draft side.
-        verify_seconds: From sending the tree to having its commit.
+        verify_seconds: The verify service's own work on it, and the wire.
+        waited_seconds: What else lay between sending it and having its commit: waiting while other sessions' trees were
+            verified, above all.
     """
 
     tree: TokenTree
@@ -28,6 +30,7 @@ class Outcome:
     levels: int
     draft_seconds: float
     verify_seconds: float
+    waited_seconds: float = 0.0
 
 
 class Policy(ABC):

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatree.common.tree import ROOT
+from dynatree.draft.calibration import Calibration
 from dynatree.draft.costs import Costs, largest_tree
 from dynatree.draft.growing_tree import GrowingTree, Proposal
 from dynatree.draft.policies.base import Outcome
 from dynatree.draft.policies.hybrid import Hybrid, HybridSettings
 
-BIN_EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
-PRIOR_TRIALS = 8.0
-FADE = 0.998
 MAX_PAUSE = 64  # rounds without the draft, at most, before it is tried again
 MAX_FIRST_PAUSE = 8  # the same at a session's start, where the sessions before it had little use for the draft
-PRIOR_YIELD = 0.7
 YIELD_STEP = 0.1
 RATE_FADE = 0.9  # of the rounds that the session's rate is taken over
 
@@ -34,29 +30,6 @@ class ThroughputSettings(HybridSettings):
     ngram_depth: int = 63
 
 
-class Calibration:
-    """The draft's probabilities against what became of them: the share accepted, by bins of the probability.
-
-    Only nodes whose parent was accepted say anything about themselves.
-    """
-
-    def __init__(self) -> None:
-        middles = [(low + high) / 2 for low, high in zip((0.0, *BIN_EDGES), (*BIN_EDGES, 1.0), strict=True)]
-        self._accepted = [PRIOR_TRIALS * middle for middle in middles]
-        self._tried = [PRIOR_TRIALS] * len(middles)
-
-    def log_prob(self, log_prob: float) -> float:
-        """The calibrated log-probability."""
-        place = bisect_right(BIN_EDGES, math.exp(log_prob))
-        return min(0.0, math.log(self._accepted[place] / self._tried[place]))
-
-    def observe(self, log_prob: float, accepted: bool) -> None:
-        """Take in one node whose parent was accepted."""
-        place = bisect_right(BIN_EDGES, math.exp(log_prob))
-        self._accepted[place] = max(self._accepted[place] * FADE + accepted, 1e-3)
-        self._tried[place] = self._tried[place] * FADE + 1.0
-
-
 class Throughput(Hybrid):
     """Maximises tokens a second over the session, over trees of any size, the empty one included.
 
@@ -64,15 +37,15 @@ class Throughput(Hybrid):
     tokens), and never less than that of plain decoding. So a level of the tree is read while what its nodes are
     expected to add exceeds rate * the forward's time, and of the best nodes as many are sent as make the sum of their
     values - rate * the verification's time largest. Values are calibrated path probabilities. Where the model is not
-    expected to pay, it is left out, and tried again after a pause that doubles each time; a session begins with a pause
-    where the sessions before it came to long ones.
+    expected to pay, it is left out, and tried again after a pause that doubles each time. A session begins with what
+    those before it found the draft to be worth, and with a pause where they came to long ones.
     """
 
     def __init__(self, settings: ThroughputSettings, costs: Costs) -> None:
         super().__init__(settings)
         self._costs = costs
-        self._calibration = Calibration()
-        self._yield = PRIOR_YIELD  # what the model's children of a read node add, as a share of the node's own value
+        self._calibration = Calibration(costs.calibration)
+        self._yield = costs.share
         self._raw: dict[int, float] = {}  # the draft's own log-probability of each node that it proposed
         self._sent: Sequence[int] = ()
         self._levels = 0
@@ -89,6 +62,8 @@ class Throughput(Hybrid):
         self._raw.clear()
         self._keeps_up = self._levels > 0 or not self._seconds
         self._levels = 0
+        if self._costs.plain_is_due:
+            return []
         known = sum(math.exp(chain[0].log_prob) for chain in self._chains)
         missing = 1.0 - min(known, 1.0)
         price = self._price(tree, [ROOT])
@@ -111,6 +86,7 @@ class Throughput(Hybrid):
         self._levels += 1
         proposed = sum(tree.value(node) for node in range(before, len(tree)) if node in self._raw)
         self._yield += YIELD_STEP * (proposed / read - self._yield)
+        self._costs.share = self._yield
         worthwhile = self._worthwhile(tree, candidates)
         gain = self._yield * sum(map(tree.value, worthwhile))
         return worthwhile if gain > self._price(tree, worthwhile) else []
@@ -133,16 +109,19 @@ class Throughput(Hybrid):
 
     def observe(self, outcome: Outcome) -> None:
         """Learn the costs, the rate, and what became of the nodes whose parents were accepted."""
-        levels = outcome.levels if self._keeps_up else 0  # a forward that reads what a pause left unread costs more
-        self._costs.observe(len(outcome.tree), outcome.verify_seconds, levels, outcome.draft_seconds)
+        self._costs.observe(
+            len(outcome.tree), outcome.verify_seconds, outcome.levels, outcome.draft_seconds, self._keeps_up
+        )
+        seconds = outcome.draft_seconds + outcome.waited_seconds + outcome.verify_seconds
         self._tokens = RATE_FADE * self._tokens + len(outcome.accepted) + 1
-        self._seconds = RATE_FADE * self._seconds + outcome.verify_seconds + outcome.draft_seconds
+        self._seconds = RATE_FADE * self._seconds + seconds
         super().observe(outcome)
         accepted = {ROOT, *outcome.accepted}
         for node, parent in enumerate(outcome.tree.parents):
             raw = self._raw.get(self._sent[node])
             if raw is not None and parent in accepted:
-                self._calibration.observe(raw, node in accepted)
+                for calibration in (self._calibration, self._costs.calibration):
+                    calibration.observe(raw, node in accepted)
 
     def parameters(self) -> dict[str, float]:
         """What the last tree was judged by."""
