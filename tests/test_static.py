@@ -50,8 +50,10 @@ def test_shapes_that_were_not_used_for_long_are_forgotten(engines, monkeypatch):
     monkeypatch.setattr(static_module, "MOST_SHAPES", 2)
     captured = engines[1]._static._captured
     captured.clear()
+    for engine in engines:
+        engine.forward([Segment(0, 0, [7, 8, 9], range(3), keep=[])])
     for tokens in (1, 2, 1, 4, 2):
-        segment = Segment(0, 0, list(range(5, 5 + tokens)), range(tokens))
+        segment = Segment(0, 3, list(range(5, 5 + tokens)), range(3, 3 + tokens))
         (own,), (static,) = (engine.forward([segment]) for engine in engines)
         torch.testing.assert_close(static, own, rtol=1e-4, atol=1e-4)
     assert [shape.tokens for shape in captured] == [4, 2]

@@ -26,7 +26,8 @@ def test_costs_are_learnt_for_each_power_of_two_of_rows():
 def test_sizes_never_tried_lie_on_a_line_through_the_nearest_tried():
     costs = Costs()
     costs.observe(0, 0.2, 0, 0.0)
-    assert costs.verify(15) > 0.2, "until a size is tried, rows are not free"
+    assert costs.verify(15) > 2 * costs.verify(0), "until a size is tried, rows are dear: small trees are tried first"
+    assert costs.verify(1) < 1.2 * costs.verify(0)
     costs.observe(15, 0.23, 2, 0.01)
     assert costs.verify(7) == pytest.approx(0.2 + 0.03 * 7 / 15)
     assert costs.verify(63) == pytest.approx(0.2 + 0.03 * 63 / 15)
@@ -36,6 +37,7 @@ def test_before_a_plain_step_was_seen_its_cost_is_estimated_from_a_trees():
     costs = Costs()
     costs.observe(63, 0.4, 2, 0.01)
     assert 0.1 < costs.verify(0) < 0.4
+    assert costs.verify(0) < costs.verify(15) <= 0.4, "a tree costs no more than a larger one"
 
 
 def test_what_a_verification_takes_longer_after_draft_forwards_is_theirs():

@@ -9,7 +9,8 @@ from dynatree.draft.calibration import Calibration
 MEMORY = 16  # rounds that count; older ones were measured under another load
 TRIALS = 2  # rounds of a size, until a slow one among them can no longer be a stall
 STALE = 256  # rounds after which a size that was not sent is worth another trial
-PRIOR_SLOPE = 1 / 64  # of a plain step, for each row, until measured
+PRIOR_SLOPE = 1 / 8  # of a plain step, for each row, until measured: small trees are tried first
+PLAIN_SLOPE = 1 / 64  # the same, going down from a tree to a plain step that was not seen
 LEAST_SLOPE = 1 / 1024
 PRIOR_YIELD = 0.7
 
@@ -58,9 +59,10 @@ class Costs:
     A forward's time hardly depends on its rows within one tile of the matrix kernels, and jumps from one to the next.
     So verification has one figure for each power of two of rows (a tree's nodes and its root): what rounds of more than
     half as many rows usually take. Sizes that were never tried lie on the line from a plain step through the nearest
-    that was; where that promises a gain the size is tried, and then it is known. Until it was tried a few times, and
-    after it was not for long, the line counts if it promises more: a stall in the only round of a size must not rule it
-    out. A plain step is what all else is compared with, so it is due (`plain_is_due`) where it was not seen.
+    that was, and cost no more than a larger one; where that promises a gain the size is tried, and then it is known.
+    Until it was tried a few times, and after it was not for long, the line counts if it promises more: a stall in the
+    only round of a size must not rule it out. A plain step is what all else is compared with, so it is due
+    (`plain_is_due`) where it was not seen.
     Where a size was verified without the draft before, what it takes longer after draft forwards is theirs (`wake`).
 
     Arguments and results are seconds; before anything is measured a plain step counts as `plain`.
@@ -109,7 +111,8 @@ class Costs:
         """Seconds to verify a tree of so many nodes; 0 nodes is a plain step."""
         place = _size(nodes)
         plain, slope = self._line(place)
-        expected = plain * (1.0 + slope * (_rows(place) - 1))
+        larger = [size.value for each, size in self._sizes.items() if each > place]
+        expected = min([plain * (1.0 + slope * (_rows(place) - 1)), *larger])
         size = self._sizes.get(place)
         if place == 0 or size is None:
             return expected
@@ -143,7 +146,7 @@ class Costs:
         nearest = min(others, key=lambda each: abs(each - place))
         rows, seconds = _rows(nearest) - 1, self._sizes[nearest].value
         if plain is None:
-            return seconds / (1.0 + PRIOR_SLOPE * rows), PRIOR_SLOPE
+            return seconds / (1.0 + PLAIN_SLOPE * rows), PRIOR_SLOPE
         return plain, max((seconds / plain - 1.0) / rows, LEAST_SLOPE)
 
 
