@@ -320,3 +320,31 @@ def test_what_a_tree_waited_for_at_the_verify_service():
     assert answer.waited_seconds == pytest.approx(0.67)
     assert answer.wire_seconds == pytest.approx(0.1)
     assert Answer(verify_pb2.Commit(), seconds=1.0).waited_seconds == 0.0, "a service that names no times"
+
+
+def gpu(step):
+    """Rows are nearly free, and a draft forward takes a fiftieth of a plain step of so many seconds."""
+    return lambda nodes, _: step * (1 + nodes / 1000), lambda _, forwards: step / 50 * forwards
+
+
+def test_a_stall_after_a_forward_is_forgotten_though_no_other_round_can_be_compared():
+    costs = Costs()
+    for _ in range(4):
+        costs.observe(0, 0.02, 0, 0.0)
+    costs.observe(0, 1.0, 1, 0.0004)
+    asked, _ = text_of(0.8, *gpu(0.02), costs)
+    assert len(asked) > 290
+
+
+@pytest.mark.parametrize("times", [2.0, 3.0])
+@pytest.mark.parametrize("loops", [False, True])
+def test_a_machine_that_becomes_slower_does_not_leave_a_good_draft_off(times, loops):
+    """Also where sizes were known without the draft, from n-grams in a text that loops."""
+    costs = Costs()
+    _, before = text_of(0.6, *gpu(0.02), costs)
+    for _ in range(40 if loops else 0):
+        costs.observe(63, 0.0212, 0, 0.0)
+        costs.observe(0, 0.02, 0, 0.0)
+    for _ in range(3):
+        _, after = text_of(0.6, *gpu(0.02 * times), costs)
+    assert after > 0.9 * before / times

@@ -8,32 +8,44 @@ from dynatree.draft.calibration import Calibration
 
 MEMORY = 16  # rounds that count; older ones were measured under another load
 TRIALS = 2  # rounds of a size, until a slow one among them can no longer be a stall
+FRESH = 64  # rounds for which a figure can be compared with those of now
 STALE = 256  # rounds after which a size that was not sent is worth another trial
-PRIOR_SLOPE = 1 / 8  # of a plain step, for each row, until measured: small trees are tried first
+PRIOR_SLOPE = 1 / 8  # of a plain step, for each row, until measured: smaller trees are tried first
 PLAIN_SLOPE = 1 / 64  # the same, going down from a tree to a plain step that was not seen
 LEAST_SLOPE = 1 / 1024
 PRIOR_YIELD = 0.7
 
 
 class Usual:
-    """The median of the last `MEMORY` values, the lower of two: a stall hardly counts, and a lasting change does."""
+    """The median of the last `MEMORY` values, the lower of two: a stall hardly counts, and a lasting change does.
+
+    Values that nothing followed for `FRESH` rounds are forgotten when one comes: they were measured under another load.
+    """
 
     def __init__(self) -> None:
         self.value = 0.0
+        self.last = 0
         self._values: deque[float] = deque(maxlen=MEMORY)
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def add(self, value: float) -> None:
-        """Take in one value."""
+    def add(self, value: float, round_: int) -> None:
+        """Take in the value of a round, which is later than all before."""
+        if round_ - self.last > FRESH:
+            self._values.clear()
+        self.last = round_
         self._values.append(value)
         self.value = sorted(self._values)[(len(self._values) - 1) // 2]
 
-    def replace(self, value: float) -> None:
+    def replace(self, value: float, round_: int) -> None:
         """Forget all others."""
         self._values.clear()
-        self.add(value)
+        self.add(value, round_)
+
+    def is_sure(self, round_: int) -> bool:
+        """Whether enough was measured of late."""
+        return len(self) >= TRIALS and round_ - self.last <= FRESH
 
 
 class _Size:
@@ -42,15 +54,19 @@ class _Size:
     def __init__(self) -> None:
         self.alone = Usual()
         self.drafted = Usual()
-        self.last = 0  # the last round of this size
 
     def __len__(self) -> int:
         return len(self.alone) + len(self.drafted)
 
     @property
+    def last(self) -> int:
+        """The last round of this size."""
+        return max(self.alone.last, self.drafted.last)
+
+    @property
     def value(self) -> float:
-        """What it takes without the draft; not more than after it."""
-        return min(times.value for times in (self.alone, self.drafted) if times)
+        """What it takes without the draft: not more than after it, of what was measured at about one time."""
+        return min(times.value for times in (self.alone, self.drafted) if times and self.last - times.last <= FRESH)
 
 
 class Costs:
@@ -63,7 +79,7 @@ class Costs:
     Until it was tried a few times, and after it was not for long, the line counts if it promises more: a stall in the
     only round of a size must not rule it out. A plain step is what all else is compared with, so it is due
     (`plain_is_due`) where it was not seen.
-    Where a size was verified without the draft before, what it takes longer after draft forwards is theirs (`wake`).
+    Where a size was verified without the draft of late, what it takes longer after draft forwards is theirs (`wake`).
 
     Arguments and results are seconds; before anything is measured a plain step counts as `plain`.
 
@@ -94,24 +110,24 @@ class Costs:
         """
         size = self._sizes.setdefault(_size(nodes), _Size())
         self._rounds += 1
-        size.last = self._rounds
+        now = self._rounds
         if not levels:
-            size.alone.add(verify_seconds)
+            size.alone.add(verify_seconds, now)
             return
-        size.drafted.add(verify_seconds)
-        if len(size.alone) >= TRIALS:
-            self._wake.add(verify_seconds - size.alone.value)
+        size.drafted.add(verify_seconds, now)
+        if size.alone.is_sure(now):
+            self._wake.add(verify_seconds - size.alone.value, now)
         level = draft_seconds / levels
         if caught_up:
-            self._level.add(level)
+            self._level.add(level, now)
         elif level < self.level:
-            self._level.replace(level)
+            self._level.replace(level, now)
 
     def verify(self, nodes: int) -> float:
         """Seconds to verify a tree of so many nodes; 0 nodes is a plain step."""
         place = _size(nodes)
         plain, slope = self._line(place)
-        larger = [size.value for each, size in self._sizes.items() if each > place]
+        larger = [size.value for each, size in self._sizes.items() if each > place and self._is_fresh(size)]
         expected = min([plain * (1.0 + slope * (_rows(place) - 1)), *larger])
         size = self._sizes.get(place)
         if place == 0 or size is None:
@@ -130,17 +146,22 @@ class Costs:
     @property
     def wake(self) -> float:
         """Seconds that a verification takes longer after draft forwards: where both share caches and cores."""
-        return max(self._wake.value, 0.0)
+        return max(self._wake.value, 0.0) if self._wake.is_sure(self._rounds) else 0.0
 
     @property
     def level(self) -> float:
         """Seconds of one draft forward with what goes with it."""
         return self._level.value if self._level else self._first_level
 
+    def _is_fresh(self, size: _Size) -> bool:
+        return self._rounds - size.last <= FRESH
+
     def _line(self, place: int) -> tuple[float, float]:
         """A plain step, and what each further row costs of it, going by the measured size nearest to this one."""
         others = [each for each in self._sizes if each not in (0, place)]
-        plain = min(size.value for size in self._sizes.values()) if 0 in self._sizes else None
+        plain = None
+        if 0 in self._sizes:
+            plain = min([self._sizes[0].value, *[size.value for size in self._sizes.values() if self._is_fresh(size)]])
         if not others:
             return plain or self._plain, PRIOR_SLOPE
         nearest = min(others, key=lambda each: abs(each - place))

@@ -175,14 +175,13 @@ class Generation:
             return await stream.verify(tree, commit), 0.0
         ahead = DraftingAhead(self._drafter, session, max_depth, breadth)
         reading = asyncio.ensure_future(self._read(ahead))
+        reading.add_done_callback(_log_failure)  # the commit is good all the same
         try:
             answer = await stream.verify(tree, commit)
             answered = time.perf_counter()
         finally:
             ahead.stop()
             await asyncio.wait([reading])
-        if error := reading.exception():  # the commit is good all the same
-            log.warning("reading ahead failed", exc_info=error)
         return answer, time.perf_counter() - answered
 
     async def _read(self, ahead: DraftingAhead) -> None:
@@ -273,3 +272,8 @@ class TextStream:
     def flush(self) -> str:
         """What was held back for a character or a stop string that did not come to be."""
         return self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+
+
+def _log_failure(reading: asyncio.Future[None]) -> None:
+    if not reading.cancelled() and (error := reading.exception()):
+        log.warning("reading ahead failed", exc_info=error)
