@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from dynatree.common import embedded
-from dynatree.common.engine import Engine, ModelSettings, Segment
+from dynatree.common.engine import Engine, ModelSettings, Segment, measure_forwards
 from dynatree.common.engine import engine as engine_module
 from dynatree.common.errors import StartupError
 
@@ -106,3 +106,15 @@ def test_a_moved_slot_overlapping_its_target_is_safe(tmp_path):
     after = engine.arena.slots(row, 10)
     assert torch.equal(after[:, :, :, 2:6], before[:, :, :, [2, 4, 5, 9]])
     assert torch.equal(after[:, :, :, :2], before[:, :, :, :2])
+
+
+@pytest.mark.parametrize(
+    ("length", "most_rows", "sizes"), [(64, 64, [1, 2, 4, 8, 16, 32]), (256, 17, [1, 2, 4, 8, 16]), (8, 64, [1, 2, 4])]
+)
+def test_what_forwards_take_is_measured_within_the_context(tmp_path, length, most_rows, sizes):
+    path = save_random_model(tmp_path / "model", "gpt2", seed=5, n_positions=length)
+    engine = Engine.load(ModelSettings(str(path), sessions=1))
+    costs = measure_forwards(engine, most_rows)
+    assert [cost.rows for cost in costs] == sizes
+    assert all(0.0 < cost.seconds < 60.0 for cost in costs)
+    assert engine.arena.allocate() is not None, "the row is free again"

@@ -8,12 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import grpc
 import pytest
 from model_zoo import save_random_model
 from transformers import PreTrainedTokenizerFast
 
 from dynatree.cli.service_pair import service_pair
 from dynatree.client import Client, DynaTreeError
+from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 COMMAND = [sys.executable, "-m", "dynatree.cli.main"]
 
@@ -277,3 +279,14 @@ def test_services_set_the_environment_of_their_models_and_a_choice_of_the_user_s
 
 def child_processes(parent):
     return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def test_both_services_say_what_their_forwards_took_at_start(start, tmp_path):
+    start("verify", "--target-model", "embedded", "--listen", f"unix:{tmp_path}/v")
+    start("draft", "--draft-model", "embedded", "--verify", f"unix:{tmp_path}/v", "--listen", f"unix:{tmp_path}/d")
+    with grpc.insecure_channel(f"unix:{tmp_path}/d") as channel:
+        stub = draft_pb2_grpc.DraftServiceStub(channel)
+        info = stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=30)
+    assert [cost.rows for cost in info.target.forward_costs] == [1, 2, 4, 8, 16, 32, 64]
+    assert [cost.rows for cost in info.draft.forward_costs] == [1, 2, 4]
+    assert all(cost.seconds > 0 for model in (info.target, info.draft) for cost in model.forward_costs)

@@ -1,5 +1,6 @@
 """Control on speed: what costs are learnt, and what the policy `throughput` makes of them."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from dynatree.common.tree import ROOT
 from dynatree.draft.costs import Costs, largest_tree
 from dynatree.draft.policies import create_policy
 from dynatree.draft.verify_client import Answer
-from dynatree.v1 import verify_pb2
+from dynatree.v1 import tree_pb2, verify_pb2
 
 
 def test_costs_are_learnt_for_each_power_of_two_of_rows():
@@ -23,21 +24,44 @@ def test_costs_are_learnt_for_each_power_of_two_of_rows():
     assert costs.level == pytest.approx(0.005)
 
 
-def test_sizes_never_tried_lie_on_a_line_through_the_nearest_tried():
-    costs = Costs()
+def measured(*points):
+    """What a service says that its forwards took when it started."""
+    return [tree_pb2.ForwardCost(rows=rows, seconds=seconds) for rows, seconds in points]
+
+
+def test_sizes_never_tried_are_to_the_nearest_tried_as_they_were_at_the_start():
+    costs = Costs(
+        measured((1, 0.1), (2, 0.1), (4, 0.11), (8, 0.12), (16, 0.2), (32, 0.4), (64, 0.8)), measured((4, 0.003))
+    )
+    assert [costs.verify(nodes) for nodes in (0, 3, 4, 15, 63)] == pytest.approx([0.1, 0.11, 0.12, 0.2, 0.8])
+    assert costs.verify(127) == pytest.approx(1.6), "on the line through the last two"
+    assert costs.level == pytest.approx(0.003)
+    costs.observe(15, 0.3, 2, 0.01)
+    assert costs.verify(0) == pytest.approx(0.15), "the machine is slower now"
+    assert costs.verify(63) == pytest.approx(1.2)
+    assert not costs.plain_is_due
     costs.observe(0, 0.2, 0, 0.0)
-    assert costs.verify(15) > 2 * costs.verify(0), "until a size is tried, rows are dear: small trees are tried first"
+    assert costs.verify(1) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    "points", [[], [(1, 0.1)], [(0, 1.0), (4, 0.0), (8, -1.0), (16, math.inf), (32, math.nan)], [(4, 0.1)] * 2]
+)
+def test_where_nothing_was_measured_smaller_trees_are_tried_first(points):
+    costs = Costs(measured(*points))
     assert costs.verify(1) < 1.2 * costs.verify(0)
-    costs.observe(15, 0.23, 2, 0.01)
-    assert costs.verify(7) == pytest.approx(0.2 + 0.03 * 7 / 15)
-    assert costs.verify(63) == pytest.approx(0.2 + 0.03 * 63 / 15)
+    assert costs.verify(15) > 2 * costs.verify(0)
+
+
+def test_a_forward_that_was_disturbed_at_the_start_is_no_dearer_than_a_larger_one():
+    costs = Costs(measured((1, 0.1), (2, 0.9), (4, 0.12), (8, 0.11), (16, 0.2)))
+    assert [costs.verify(nodes) for nodes in (0, 1, 3, 7, 15)] == pytest.approx([0.1, 0.11, 0.11, 0.11, 0.2])
 
 
 def test_before_a_plain_step_was_seen_its_cost_is_estimated_from_a_trees():
     costs = Costs()
     costs.observe(63, 0.4, 2, 0.01)
-    assert 0.1 < costs.verify(0) < 0.4
-    assert costs.verify(0) < costs.verify(15) <= 0.4, "a tree costs no more than a larger one"
+    assert 0.04 < costs.verify(0) < costs.verify(15) <= 0.4, "a tree costs no more than a larger one"
 
 
 def test_what_a_verification_takes_longer_after_draft_forwards_is_theirs():
@@ -103,7 +127,7 @@ def test_a_size_that_was_only_verified_after_draft_forwards_costs_what_it_took()
 
 
 def test_a_stall_in_the_only_round_of_a_size_does_not_rule_it_out():
-    costs = Costs()
+    costs = Costs(measured((1, 0.2), (8, 0.21), (16, 0.22), (32, 0.23)))
     for _ in range(8):
         costs.observe(0, 0.2, 0, 0.0)
         costs.observe(7, 0.21, 2, 0.01)
@@ -221,7 +245,7 @@ def test_throughput_hardly_tries_a_draft_that_could_not_pay_were_it_perfect():
 
 
 def test_a_session_begins_with_a_pause_where_those_before_it_had_no_use_for_the_draft():
-    costs = Costs(plain=0.01, level=0.009)
+    costs = Costs(measured((1, 0.01), (16, 0.011)), measured((4, 0.009)))
     first = rounds_with_forwards(create_policy("throughput", {}, costs), 100, level=0.009)
     second = rounds_with_forwards(create_policy("throughput", {}, costs), 100, level=0.009)
     assert first[0] == 0
@@ -230,7 +254,7 @@ def test_a_session_begins_with_a_pause_where_those_before_it_had_no_use_for_the_
 
 
 def test_what_a_forward_takes_to_catch_up_after_a_pause_is_not_its_usual_cost():
-    costs = Costs(plain=0.01, level=0.009)
+    costs = Costs(measured((1, 0.01), (16, 0.011)), measured((4, 0.009)))
     policy = create_policy("throughput", {}, costs)
     for _ in range(100):
         paused = policy.parameters()["paused"]
@@ -244,7 +268,7 @@ def ten_ms(_, forwards):
     return 0.01 * forwards
 
 
-def text_of(share, seconds, level, costs=None):
+def text_of(share, seconds, level, costs=None, max_depth=4):
     """300 rounds of a session with a draft of three guesses, of which the first is right at the given share of places.
 
     `seconds(nodes, forwards)` is what a verification takes, `level(number, forwards)` what a round's forwards take.
@@ -254,7 +278,7 @@ def text_of(share, seconds, level, costs=None):
     generator = random.Random(1)
     asked, tokens, spent = [], 0, 0.0
     for number in range(300):
-        tree, selected, forwards = grow(policy, constant(0.8, 0.1, 0.1), context=(1000 + number,), max_depth=4)
+        tree, selected, forwards = grow(policy, constant(0.8, 0.1, 0.1), context=(1000 + number,), max_depth=max_depth)
         sent = tree.freeze(selected)
         accepted, node = [], ROOT
         while (node := sent.children.get((node, 0))) is not None and generator.random() < share:
@@ -348,3 +372,33 @@ def test_a_machine_that_becomes_slower_does_not_leave_a_good_draft_off(times, lo
     for _ in range(3):
         _, after = text_of(0.6, *gpu(0.02 * times), costs)
     assert after > 0.9 * before / times
+
+
+AVX2 = ((1, 0.31), (2, 0.33), (4, 0.75), (8, 0.87), (16, 1.1), (32, 2.0), (64, 3.7))
+H200 = ((1, 0.0085), (2, 0.0085), (4, 0.0086), (8, 0.0086), (16, 0.0087), (32, 0.009), (64, 0.0095))
+
+
+def seconds_of(points):
+    """Each number of rows costs what the next power of two does."""
+    table = dict(points)
+    return lambda nodes, _: table[largest_tree(nodes) + 1]
+
+
+def test_a_services_first_tree_fits_its_machine():
+    model = constant(0.7, 0.2, 0.05, 0.02)
+    level = measured((4, 0.0005))
+    assert len(frozen(create_policy("throughput", {}, Costs(measured(*AVX2), level)), model)) == 1
+    assert len(frozen(create_policy("throughput", {}, Costs(measured(*H200), level)), model)) > 15
+
+
+def test_a_long_chain_is_found_where_the_first_rows_are_the_dear_ones():
+    """A chain of 15 makes 2.6 tokens in a plain step's time, and of all shorter ones none more than 1.9."""
+    _, rate = text_of(0.97, seconds_of(AVX2), lambda _, forwards: 0.03 * forwards, Costs(measured(*AVX2)), max_depth=63)
+    assert rate > 2.2 / 0.31
+
+
+@pytest.mark.parametrize("points", [AVX2, H200])
+def test_a_draft_that_is_sure_and_always_wrong_costs_little(points):
+    plain = points[0][1]
+    _, rate = text_of(0.0, seconds_of(points), lambda _, forwards: plain / 10 * forwards, Costs(measured(*points)))
+    assert rate > 0.95 / plain

@@ -14,7 +14,7 @@ from dynatree.common.command import (
     run_service,
     seconds,
 )
-from dynatree.common.engine import Engine, ModelSettings
+from dynatree.common.engine import Engine, ModelSettings, measure_forwards
 from dynatree.common.errors import FailedPreconditionError, StartupError
 from dynatree.common.model_info import check_same_tokenizer
 from dynatree.common.model_thread import ModelThread
@@ -24,6 +24,8 @@ from dynatree.draft.policies import DEFAULT_POLICY, create_policy, policy_names
 from dynatree.draft.service import SERVICE_NAME, DefaultPolicy, DraftService
 from dynatree.draft.verify_client import VerifyClient
 from dynatree.v1 import draft_pb2_grpc, tree_pb2
+
+MEASURED_ROWS = 4  # a level of a tree has about so many
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +104,7 @@ async def serve(
         thread = ModelThread("draft-model")
         engine = await thread.run(Engine.load, settings)
         target = await verify.target(verify_timeout)
+        engine.info.forward_costs.extend(await thread.run(measure_forwards, engine, MEASURED_ROWS))
         drafter = Drafter(engine, MAX_TREE_NODES, vocab_size=_shared_vocabulary(engine, target))
         server = Server([SERVICE_NAME])
         ahead = draft_ahead == "on" or (draft_ahead == "auto" and engine.info.device_id != target.device_id)

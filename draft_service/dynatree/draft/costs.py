@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable, Sequence
 
 from dynatree.draft.calibration import Calibration
+from dynatree.v1 import tree_pb2
 
 MEMORY = 16  # rounds that count; older ones were measured under another load
 TRIALS = 2  # rounds of a size, until a slow one among them can no longer be a stall
 FRESH = 64  # rounds for which a figure can be compared with those of now
 STALE = 256  # rounds after which a size that was not sent is worth another trial
-PRIOR_SLOPE = 1 / 8  # of a plain step, for each row, until measured: smaller trees are tried first
-PLAIN_SLOPE = 1 / 64  # the same, going down from a tree to a plain step that was not seen
-LEAST_SLOPE = 1 / 1024
-PRIOR_YIELD = 0.7
+PRIOR_CURVE = ((1, 0.05), (9, 0.1))  # rows, seconds; where none were measured smaller trees are tried first
+PRIOR_LEVEL = 0.002
+PRIOR_SHARES = (0.6, 0.7)
 
 
 class Usual:
@@ -74,29 +77,32 @@ class Costs:
 
     A forward's time hardly depends on its rows within one tile of the matrix kernels, and jumps from one to the next.
     So verification has one figure for each power of two of rows (a tree's nodes and its root): what rounds of more than
-    half as many rows usually take. Sizes that were never tried lie on the line from a plain step through the nearest
-    that was, and cost no more than a larger one; where that promises a gain the size is tried, and then it is known.
-    Until it was tried a few times, and after it was not for long, the line counts if it promises more: a stall in the
-    only round of a size must not rule it out. A plain step is what all else is compared with, so it is due
-    (`plain_is_due`) where it was not seen.
+    half as many rows usually take. Sizes that were never tried are to the nearest that was as they were when the verify
+    service started and measured them, and cost no more than a larger one; where that promises a gain the size is tried,
+    and then it is known. Until it was tried a few times, and after it was not for long, the promise counts if it is
+    better: a stall in the only round of a size must not rule it out. A plain step is what all else is compared with, so
+    it is due (`plain_is_due`) where it was not seen.
     Where a size was verified without the draft of late, what it takes longer after draft forwards is theirs (`wake`).
 
-    Arguments and results are seconds; before anything is measured a plain step counts as `plain`.
+    Arguments and results are seconds. `target` and `draft` are what forwards took when the services started.
 
     Attributes:
         calibration: Of all sessions' nodes.
-        share: What the model's children of a read node last added, as a share of the node's own value.
+        shares: What the model's best child of a read node, and all its children, last added, of the node's own value.
         pause: Rounds that a session last left the draft model out for, since asking it did not pay.
     """
 
-    def __init__(self, plain: float = 0.05, level: float = 0.002) -> None:
+    def __init__(self, target: Iterable[tree_pb2.ForwardCost] = (), draft: Iterable[tree_pb2.ForwardCost] = ()) -> None:
         self.calibration = Calibration()
-        self.share = PRIOR_YIELD
+        self.shares = PRIOR_SHARES
         self.pause = 1
-        self._plain = plain
+        curve = _curve(target)
+        self._curve = curve if len(curve) > 1 else PRIOR_CURVE
+        self._plain_due = STALE if len(curve) > 1 else TRIALS
         self._level = Usual()
-        self._first_level = level
+        self._first_level = max((seconds for _, seconds in _curve(draft)), default=PRIOR_LEVEL)
         self._sizes: dict[int, _Size] = {}
+        self._answers: dict[int, float] = {}  # of `verify`, until the next round
         self._wake = Usual()
         self._rounds = 0
 
@@ -109,6 +115,7 @@ class Costs:
         bound of what a forward costs.
         """
         size = self._sizes.setdefault(_size(nodes), _Size())
+        self._answers.clear()
         self._rounds += 1
         now = self._rounds
         if not levels:
@@ -126,21 +133,25 @@ class Costs:
     def verify(self, nodes: int) -> float:
         """Seconds to verify a tree of so many nodes; 0 nodes is a plain step."""
         place = _size(nodes)
-        plain, slope = self._line(place)
-        larger = [size.value for each, size in self._sizes.items() if each > place and self._is_fresh(size)]
-        expected = min([plain * (1.0 + slope * (_rows(place) - 1)), *larger])
+        if place not in self._answers:
+            self._answers[place] = self._verify(place)
+        return self._answers[place]
+
+    def _verify(self, place: int) -> float:
         size = self._sizes.get(place)
-        if place == 0 or size is None:
-            return expected
+        if size is None:
+            return min(self._expected(place), self._larger(place))
+        if place == 0:
+            return min(size.value, self._larger(place))
         sure = len(size) >= TRIALS and self._rounds - size.last <= STALE
-        return size.value if sure else min(size.value, expected)
+        return size.value if sure else min(size.value, self._expected(place), self._larger(place))
 
     @property
     def plain_is_due(self) -> bool:
         """Whether the next round had better be a plain step, to know what it costs."""
         plain = self._sizes.get(0)
         if plain is None or len(plain) < TRIALS:
-            return self._rounds >= TRIALS
+            return self._rounds >= self._plain_due
         return self._rounds - plain.last > STALE
 
     @property
@@ -156,19 +167,32 @@ class Costs:
     def _is_fresh(self, size: _Size) -> bool:
         return self._rounds - size.last <= FRESH
 
-    def _line(self, place: int) -> tuple[float, float]:
-        """A plain step, and what each further row costs of it, going by the measured size nearest to this one."""
-        others = [each for each in self._sizes if each not in (0, place)]
-        plain = None
-        if 0 in self._sizes:
-            plain = min([self._sizes[0].value, *[size.value for size in self._sizes.values() if self._is_fresh(size)]])
-        if not others:
-            return plain or self._plain, PRIOR_SLOPE
-        nearest = min(others, key=lambda each: abs(each - place))
-        rows, seconds = _rows(nearest) - 1, self._sizes[nearest].value
-        if plain is None:
-            return seconds / (1.0 + PLAIN_SLOPE * rows), PRIOR_SLOPE
-        return plain, max((seconds / plain - 1.0) / rows, LEAST_SLOPE)
+    def _larger(self, place: int) -> float:
+        """The least that a larger tree took of late."""
+        fresh = [size.value for each, size in self._sizes.items() if each > place and self._is_fresh(size)]
+        return min(fresh, default=math.inf)
+
+    def _expected(self, place: int) -> float:
+        """What the nearest other size says of this one: the freshest word first."""
+        others = [each for each in self._sizes if each != place]
+        fresh = [each for each in others if self._is_fresh(self._sizes[each])]
+        nearest = min(fresh or others, key=lambda each: abs(each - place), default=None)
+        scale = 1.0 if nearest is None else self._sizes[nearest].value / self._start(nearest)
+        return scale * self._start(place)
+
+    def _start(self, place: int) -> float:
+        """The seconds at the start: on straight lines between its points, and on through the last two."""
+        rows = _rows(place)
+        after = min(max(bisect_left(self._curve, (rows,)), 1), len(self._curve) - 1)
+        (low, least), (high, most) = self._curve[after - 1 : after + 1]
+        return least + (most - least) * (rows - low) / (high - low)
+
+
+def _curve(costs: Iterable[tree_pb2.ForwardCost]) -> Sequence[tuple[int, float]]:
+    """Rows and seconds, fewest rows first; no forward takes longer than one over more rows."""
+    seconds_by_rows = {cost.rows: cost.seconds for cost in costs if cost.rows and 0.0 < cost.seconds < math.inf}
+    points = sorted(seconds_by_rows.items())
+    return [(rows, min(seconds for _, seconds in points[place:])) for place, (rows, _) in enumerate(points)]
 
 
 def largest_tree(nodes: int) -> int:

@@ -55,7 +55,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._target = target
         self._default_policy = default_policy
         self._ahead = ahead
-        self._costs = Costs()
+        self._costs = Costs(target.forward_costs, drafter.engine.info.forward_costs)
 
     async def GetModelInfo(  # noqa: N802
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context

@@ -13,12 +13,14 @@ from dynatree.common.command import (
     positive,
     run_service,
 )
-from dynatree.common.engine import Engine, ModelSettings
+from dynatree.common.engine import Engine, ModelSettings, measure_forwards
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.server import Server
 from dynatree.v1 import verify_pb2_grpc
 from dynatree.verify.service import SERVICE_NAME, VerifyService
 from dynatree.verify.verifier import Verifier
+
+MEASURED_ROWS = 64  # larger trees seldom pay
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +48,7 @@ async def serve(settings: ModelSettings, address: str, max_tree_nodes: int, grac
     """
     thread = ModelThread("verify-model")
     engine = await thread.run(Engine.load, settings)
+    engine.info.forward_costs.extend(await thread.run(measure_forwards, engine, min(MEASURED_ROWS, max_tree_nodes + 1)))
     server = Server([SERVICE_NAME])
     service = VerifyService(Verifier(engine, max_tree_nodes), thread)
     verify_pb2_grpc.add_VerifyServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]

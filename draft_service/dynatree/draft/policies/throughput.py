@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from dynatree.common.tree import ROOT
 from dynatree.draft.calibration import Calibration
@@ -15,7 +16,9 @@ from dynatree.draft.policies.hybrid import Hybrid, HybridSettings
 
 MAX_PAUSE = 64  # rounds without the draft, at most, before it is tried again
 MAX_FIRST_PAUSE = 8  # the same at a session's start, where the sessions before it had little use for the draft
-YIELD_STEP = 0.1
+SHARE_STEP = 0.1
+FORESIGHT = (1, 2, 4, 8, 15)  # how many more levels are considered before one is read
+LEAVES = 3  # of a level, the likeliest, whose descendants are considered
 RATE_FADE = 0.9  # of the rounds that the session's rate is taken over
 
 
@@ -34,18 +37,19 @@ class Throughput(Hybrid):
     """Maximises tokens a second over the session, over trees of any size, the empty one included.
 
     A second is worth the session's own rate of tokens (renewal-reward: a round that takes t seconds costs rate * t
-    tokens), and never less than that of plain decoding. So a level of the tree is read while what its nodes are
-    expected to add exceeds rate * the forward's time, and of the best nodes as many are sent as make the sum of their
-    values - rate * the verification's time largest. Values are calibrated path probabilities. Where the model is not
-    expected to pay, it is left out, and tried again after a pause that doubles each time. A session begins with what
-    those before it found the draft to be worth, and with a pause where they came to long ones.
+    tokens), and never less than that of plain decoding. So of the best nodes as many are sent as make the sum of their
+    values - rate * the verification's time largest; and a level of the tree is read where that sum, less rate * the
+    forwards' time, is expected to grow with one more level or several, whose nodes are worth what such nodes were of
+    late. Values are calibrated path probabilities. Where the model is not expected to pay, it is left out, and tried
+    again after a pause that doubles each time. A session begins with what those before it found the draft to be worth,
+    and with a pause where they came to long ones.
     """
 
     def __init__(self, settings: ThroughputSettings, costs: Costs) -> None:
         super().__init__(settings)
         self._costs = costs
         self._calibration = Calibration(costs.calibration)
-        self._yield = costs.share
+        self._shares = costs.shares
         self._raw: dict[int, float] = {}  # the draft's own log-probability of each node that it proposed
         self._sent: Sequence[int] = ()
         self._levels = 0
@@ -64,10 +68,10 @@ class Throughput(Hybrid):
         self._levels = 0
         if self._costs.plain_is_due:
             return []
-        known = sum(math.exp(chain[0].log_prob) for chain in self._chains)
-        missing = 1.0 - min(known, 1.0)
+        known = [math.exp(total) for chain in self._chains for total in accumulate(each.log_prob for each in chain)]
+        missing = 1.0 - min(sum(math.exp(chain[0].log_prob) for chain in self._chains), 1.0)
         price = self._price(tree, [ROOT])
-        if missing * self._yield > price and not self._fruitless:
+        if self._bar_if_read(sorted(known, reverse=True), [missing], price) is not None and not self._fruitless:
             self._pause = self._costs.pause = 1
             return reading
         self._paused += 1
@@ -81,15 +85,17 @@ class Throughput(Hybrid):
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
         """Add candidates of both sources; read on where that pays."""
         before = len(tree)
-        read = sum(1.0 if node == ROOT else tree.value(node) for node in level)
+        read = [1.0 if node == ROOT else tree.value(node) for node in level]
         candidates = super().grow(tree, level)
         self._levels += 1
-        proposed = sum(tree.value(node) for node in range(before, len(tree)) if node in self._raw)
-        self._yield += YIELD_STEP * (proposed / read - self._yield)
-        self._costs.share = self._yield
-        worthwhile = self._worthwhile(tree, candidates)
-        gain = self._yield * sum(map(tree.value, worthwhile))
-        return worthwhile if gain > self._price(tree, worthwhile) else []
+        proposed = [tree.value(node) for node in range(before, len(tree)) if node in self._raw]
+        self._learn_shares(max(proposed, default=0.0) / max(read), sum(proposed) / sum(read))
+        if not candidates:
+            return []
+        values = [tree.value(node) for node in self._ranked(tree)]
+        likeliest = sorted((tree.value(node) for node in candidates), reverse=True)[:LEAVES]
+        bar = self._bar_if_read(values, likeliest, self._price(tree, candidates))
+        return [] if bar is None else [node for node in candidates if tree.value(node) > bar]
 
     def judge(self, proposal: Proposal) -> float:
         """The calibrated log-probability."""
@@ -102,7 +108,8 @@ class Throughput(Hybrid):
     def select(self, tree: GrowingTree) -> Sequence[int]:
         """Of the best nodes, as many as gain more than they cost."""
         ranked = self._ranked(tree)
-        self._sent = sorted(ranked[: self._best_size(tree, ranked)])
+        _, size = self._best_size([tree.value(node) for node in ranked])
+        self._sent = sorted(ranked[:size])
         if self._levels:
             self._fruitless = not any(node in self._raw for node in self._sent)
         return self._sent
@@ -130,7 +137,8 @@ class Throughput(Hybrid):
             "level_ms": 1e3 * self._costs.level,
             "wake_ms": 1e3 * self._costs.wake,
             "rate": self._rate,
-            "yield": self._yield,
+            "share_best": self._shares[0],
+            "share_all": self._shares[1],
             "levels": float(self._levels),
             "paused": float(self._paused),
             **super().parameters(),
@@ -149,26 +157,52 @@ class Throughput(Hybrid):
         first = self._costs.wake if level == [ROOT] else 0.0
         return self._rate * (self._costs.level + first)
 
-    def _worthwhile(self, tree: GrowingTree, candidates: Sequence[int]) -> list[int]:
-        """The candidates whose children may be sent, were the tree as large as it is best for it to be now."""
-        ranked = self._ranked(tree)
-        room = largest_tree(self._best_size(tree, ranked))
-        bar = tree.value(ranked[room]) if room < len(ranked) else 0.0
-        return [node for node in candidates if tree.value(node) > bar]
+    def _learn_shares(self, best: float, all_: float) -> None:
+        old = self._shares
+        self._shares = (old[0] + SHARE_STEP * (best - old[0]), old[1] + SHARE_STEP * (all_ - old[1]))
+        self._costs.shares = self._shares
+
+    def _bar_if_read(self, known: Sequence[float], leaves: Sequence[float], price: float) -> float | None:
+        """What a node must be worth for its children to be sent if more is read; None if it is best to read no more.
+
+        `known` are the values of the nodes at hand, highest first, `leaves` those of the nodes to read, and `price` the
+        next forward's. A leaf is expected to have one likeliest descendant on each further level, and all the others.
+        """
+        highest, _ = self._best_size(known)
+        rate, bar = self._rate, None
+        best, all_ = self._shares
+        others = max(all_ - best, 0.0)
+        added: list[float] = []
+        leaves = list(leaves)
+        for levels in range(1, FORESIGHT[-1] + 1):
+            added += [leaf * share for leaf in leaves for share in (best, others)]
+            leaves = [leaf * best for leaf in leaves]
+            if levels not in FORESIGHT:
+                continue
+            merged = sorted([*known, *added], reverse=True)[: self._max_nodes]
+            gain, size = self._best_size(merged)
+            gain -= price + (levels - 1) * rate * self._costs.level
+            if gain > highest:
+                room = largest_tree(size)
+                highest, bar = gain, merged[room] if room < len(merged) else 0.0
+        return bar
 
     def _ranked(self, tree: GrowingTree) -> list[int]:
         return sorted(self.best(tree), key=lambda node: (-tree.value(node), node))
 
-    def _best_size(self, tree: GrowingTree, ranked: Sequence[int]) -> int:
-        """How many of the best nodes to send; only the largest of each price are looked at."""
-        rate = self._rate
-        best, best_gain = 0, -rate * self._costs.verify(0)
+    def _best_size(self, values: Sequence[float]) -> tuple[float, int]:
+        """What the best number of nodes gains, and that number; only the largest of each price are looked at.
+
+        `values` are the nodes', highest first.
+        """
+        rate, seconds = self._rate, self._costs.verify
+        highest, best = -rate * seconds(0), 0
         size, value = 0, 0.0
-        while size < len(ranked):
-            larger = min(largest_tree(size + 1), len(ranked))
-            value += sum(tree.value(node) for node in ranked[size:larger])
-            size = larger
-            gain = value - rate * self._costs.verify(size)
-            if gain > best_gain:
-                best, best_gain = size, gain
-        return best
+        while size < len(values):
+            larger = largest_tree(size + 1)
+            value += sum(values[size:larger])
+            size = min(larger, len(values))
+            gain = value - rate * seconds(size)
+            if gain > highest:
+                highest, best = gain, size
+        return highest, best

@@ -1,0 +1,49 @@
+"""What forwards of a loaded model take on this machine, measured before the first request."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from dynatree.common.engine.attention import Segment
+from dynatree.common.engine.engine import Engine
+from dynatree.v1 import tree_pb2
+
+CONTEXT = 128  # slots that the tokens attend to
+PASSES = 5
+ENOUGH_SECONDS = 3.0  # after which no further pass begins
+
+
+def measure_forwards(engine: Engine, most_rows: int) -> list[tree_pb2.ForwardCost]:
+    """The seconds of a forward over 1, 2, 4, ... and at most `most_rows` tokens behind a context: the least of each.
+
+    Takes one forward more of each size at least, which also warms the device up. No session may be open.
+    """
+    context = min(CONTEXT, engine.info.context_length // 2)
+    most_rows = min(most_rows, engine.info.context_length - context)
+    sizes = [2**power for power in range(most_rows.bit_length()) if 2**power <= most_rows]
+    costs = dict.fromkeys(sizes, float("inf"))
+    row = engine.arena.allocate()
+    assert row is not None, "measured before any session is open"
+    try:
+        _seconds(engine, row, context, 1)
+        began = time.perf_counter()
+        for _ in range(PASSES):
+            for rows in sizes:
+                costs[rows] = min(costs[rows], _seconds(engine, row, context, rows))
+            if time.perf_counter() - began > ENOUGH_SECONDS:
+                break
+    finally:
+        engine.arena.free(row)
+    return [tree_pb2.ForwardCost(rows=rows, seconds=seconds) for rows, seconds in costs.items()]
+
+
+def _seconds(engine: Engine, row: int, context: int, rows: int) -> float:
+    """What the context holds makes no difference, so it is not read first."""
+    tokens = [token % engine.info.vocab_size for token in range(rows)]
+    mask = torch.ones(rows, rows, dtype=torch.bool).tril()
+    started = time.perf_counter()
+    engine.forward([Segment(row, context, tokens, range(context, context + rows), mask=mask)])
+    engine.synchronize()
+    return time.perf_counter() - started
