@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dynatree.common import embedded
 from dynatree.common.engine import Engine, ModelSettings, Segment, packing
-from dynatree.common.engine.packing import PackedLinear, WidenedLinear, can_pack
+from dynatree.common.engine.packing import HalfLinear, PackedLinear, can_pack
 
 PROMPT = list(range(100, 140))
 
@@ -44,7 +44,7 @@ def test_float32_is_packed() -> None:
     [
         pytest.param(torch.float32, PackedLinear, marks=needs_x86),
         pytest.param(torch.bfloat16, PackedLinear, marks=needs_bfloat16_kernels),
-        pytest.param(torch.bfloat16, WidenedLinear, marks=needs_x86),
+        pytest.param(torch.bfloat16, HalfLinear, marks=needs_x86),
     ],
 )
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -52,7 +52,7 @@ def test_every_linear_layer_is_replaced_and_logits_are_those_of_the_checkpoint(
     architecture: str, dtype: torch.dtype, layout: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "_SMALL", 0)
-    if layout is WidenedLinear:
+    if layout is HalfLinear:
         monkeypatch.setattr(packing, "can_pack", lambda dtype: False)
     folder = save_random_model(tmp_path / "model", architecture, seed=1)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -80,13 +80,41 @@ def test_a_packed_layer_is_the_layer(rows: int, bias: bool, dtype: torch.dtype) 
     check_layer(PackedLinear(layer.weight.detach(), layer.bias.detach() if bias else None), layer, rows)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 33])
+@needs_x86
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 16, 33])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("parts", [1, 1.5, 77, 192, 1000])
-def test_a_widened_layer_is_the_layer(rows: int, bias: bool, dtype: torch.dtype, parts: float) -> None:
+def test_a_layer_of_half_precision_is_the_layer(rows: int, bias: bool, dtype: torch.dtype) -> None:
     layer = random_layer(bias, dtype)
-    check_layer(WidenedLinear(layer.weight, layer.bias if bias else None, torch.empty(int(parts * 320))), layer, rows)
+    check_layer(HalfLinear(layer.weight.detach(), layer.bias.detach() if bias else None), layer, rows)
+
+
+@needs_x86
+@pytest.mark.parametrize("largest", [2.0**-60, 1.0, 255 / 128 * 2.0**15, 2.0**60])
+def test_bfloat16_weights_keep_every_bit(largest: float) -> None:
+    """One row of each unit vector reads the weights back."""
+    torch.manual_seed(1)
+    exponents = torch.randint(-30, 1, (192, 320)).float()
+    weight = (torch.rand(192, 320) - 0.5).sign() * (1 + torch.randint(0, 128, (192, 320)) / 128) / 2 * 2.0**exponents
+    weight = (weight * largest).bfloat16()
+    weight[0, 0] = largest
+    layer = HalfLinear(weight, None)
+    assert torch.equal(layer(torch.eye(320, dtype=torch.bfloat16)).T, weight)
+
+
+@needs_x86
+@pytest.mark.parametrize("largest", [65504.0, 2.0**-14, 2.0**-24])
+def test_float16_weights_keep_every_bit(largest: float) -> None:
+    torch.manual_seed(1)
+    weight = ((torch.rand(192, 320) - 0.5) * largest).half()
+    weight[0, 0] = largest
+    assert torch.equal(HalfLinear(weight, None)(torch.eye(320, dtype=torch.float16)).T, weight)
+
+
+@needs_x86
+def test_a_layer_of_zeros() -> None:
+    layer = HalfLinear(torch.zeros(8, 320, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16))
+    assert torch.equal(layer(torch.ones(2, 320, dtype=torch.bfloat16)), torch.ones(2, 8, dtype=torch.bfloat16))
 
 
 def random_layer(bias: bool, dtype: torch.dtype) -> nn.Linear:
@@ -119,10 +147,14 @@ def test_small_float32_layers_keep_torchs_kernels() -> None:
     assert PackedLinear in kinds[1]
 
 
-@needs_x86
-def test_tied_weights_stay_tied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "can_pack", lambda dtype: False)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_x86)], ids=["float32", "bfloat16"]
+)
+def test_an_output_layer_tied_to_the_embeddings(dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save_random_model(tmp_path / "model", "qwen2", seed=3, tie_word_embeddings=True)
-    engine = Engine.load(ModelSettings(str(folder), device="cpu", dtype="bfloat16", sessions=1))
-    assert isinstance(engine.model.get_output_embeddings(), WidenedLinear)
-    assert engine.model.get_output_embeddings().weight is engine.model.get_input_embeddings().weight
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    engine = Engine.load(ModelSettings(str(folder), device="cpu", dtype=str(dtype)[len("torch.") :], sessions=1))
+    with torch.inference_mode():
+        (ours,) = engine.forward([Segment(0, 0, PROMPT, range(len(PROMPT)))])
+        theirs = reference(torch.tensor([PROMPT])).logits[0]
+    assert (ours.float() - theirs.float()).abs().max() < 6 * ROUNDING[dtype] * theirs.float().abs().max()

@@ -2,17 +2,16 @@
 
 At few rows a forward takes the time of reading the weights once. A checkpoint is mapped from its file in pages of 4 KiB
 and row-major; copied into huge pages (`dynatree.cli.main` asks torch for them), in oneDNN's blocked format, the same
-weights stream up to 1.8 times as fast, and further rows cost less.
+weights stream up to 1.8 times as fast, and further rows cost less. On CPUs without 16-bit kernels FBGEMM's do as much.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -24,10 +23,7 @@ _SUPPORTED = {
 # blocked for 16, are as fast as blocked for 1 at one row and much faster above.
 _BLOCKED_FOR = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 16}
 _SMALL = 2**18  # elements; a blocked float32 layer of no more is slower than torch's own: a call costs some 40 us
-_FEWEST_WIDENED = 3  # rows; fewer are faster one by one
-_TILE = 16  # rows; float32 kernels on AVX2 take up to three times as long for counts between multiples of it
-_SMALL_TILE = 4
-_WORKSPACE = 2**21  # elements, 8 MiB: what is widened at a time stays in the cache
+_HALF_EXPONENT = 16  # the largest float16 is just below 2 to this power
 
 
 class PackedLinear(nn.Module):
@@ -45,42 +41,31 @@ class PackedLinear(nn.Module):
         return output
 
 
-class WidenedLinear(nn.Module):
+class HalfLinear(nn.Module):
     """A 16-bit linear layer on a CPU without kernels for the dtype, where torch multiplies one row after the other.
 
-    From a few rows on it is faster to widen the weight to float32, a part at a time, and to multiply all rows by it.
-    As in 16-bit kernels products are summed in float32 and rounded once. Rows of zeros fill up the last tile.
+    FBGEMM multiplies float32 rows by float16 weights, which it packs: one reading of the weights serves several rows.
+    A power of two brings the weights into float16's range, so bfloat16 weights keep every bit but those of weights
+    below 2^-32 of the largest, which lose less than 2^-40 of it. As in 16-bit kernels products are summed in float32
+    and rounded once.
 
     Args:
         weight: `[out_features, in_features]`.
-        workspace: float32 `[at least in_features]`, shared by layers that never run at the same time.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, workspace: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.weight = _parameter(weight)
-        self.bias = None if bias is None else _parameter(bias)
-        at_a_time = len(workspace) // self.in_features
-        self._part = workspace[: at_a_time * self.in_features].view(at_a_time, self.in_features)
+        wide = weight.float()
+        self._scale = 2.0 ** (_HALF_EXPONENT - int(torch.frexp(wide.abs().max()).exponent))
+        self._packed = torch.ops.quantized.linear_prepack_fp16(
+            wide * self._scale, None if bias is None else bias.float().contiguous()
+        )
 
     def forward(self, rows: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        inputs = rows.reshape(-1, self.in_features)
-        if len(inputs) < _FEWEST_WIDENED:
-            return linear(rows, self.weight, self.bias)
-        count = len(inputs)
-        filled = torch.zeros(_tiled(count), self.in_features)
-        filled[:count] = inputs
-        sums = torch.empty(self.out_features, len(filled))
-        for first in range(0, self.out_features, len(self._part)):
-            narrow = self.weight[first : first + len(self._part)]
-            wide = self._part[: len(narrow)].copy_(narrow)
-            torch.mm(wide, filled.T, out=sums[first : first + len(narrow)])
-        sums = sums[:, :count]
-        if self.bias is not None:
-            sums += self.bias[:, None]
-        return sums.T.to(rows.dtype, memory_format=torch.contiguous_format).view(*rows.shape[:-1], -1)
+        output: Tensor = torch.ops.quantized.linear_dynamic_fp16(rows.float() / self._scale, self._packed)
+        return output.to(rows.dtype)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -103,27 +88,39 @@ def pack(model: PreTrainedModel) -> None:
     """Take a CPU model's weights out of the checkpoint's mapping, and its linear layers into the format of its CPU."""
     if can_pack(model.dtype):
         _replace_linear(model, PackedLinear)
-    elif lacks_kernels(model.dtype):
-        _replace_linear(model, partial(WidenedLinear, workspace=torch.empty(_WORKSPACE)))
+    elif lacks_kernels(model.dtype) and "fbgemm" in torch.backends.quantized.supported_engines:
+        _replace_linear(model, HalfLinear, torch.get_num_threads())  # the packing of one layer runs in one thread
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
 
 
-def _replace_linear(model: PreTrainedModel, layout: Callable[[Tensor, Tensor | None], nn.Module]) -> None:
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if type(layer) is nn.Linear:
-                weight: Tensor = layer.weight
-            elif type(layer) is Conv1D:  # GPT-2's name for a linear layer with a transposed weight
-                weight = layer.weight.T
-            else:
-                continue
-            if weight.dtype != torch.float32 or weight.numel() > _SMALL:
-                setattr(parent, name, layout(weight, layer.bias))
+def _replace_linear(
+    model: PreTrainedModel, layout: Callable[[Tensor, Tensor | None], nn.Module], threads: int = 1
+) -> None:
+    def replace(place: tuple[nn.Module, str]) -> None:
+        layer = getattr(*place)
+        with torch.inference_mode():
+            setattr(*place, layout(_weight(layer), layer.bias))
+
+    places = [
+        (parent, name) for parent in model.modules() for name, layer in parent.named_children() if _is_slow(layer)
+    ]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(replace, places))
 
 
-def _tiled(rows: int) -> int:
-    return _SMALL_TILE if rows <= _SMALL_TILE else -(-rows // _TILE) * _TILE
+def _is_slow(layer: nn.Module) -> bool:
+    """Whether it is a linear layer that another layout makes faster."""
+    if type(layer) not in (nn.Linear, Conv1D):
+        return False
+    weight = _weight(layer)
+    return weight.dtype != torch.float32 or weight.numel() > _SMALL
+
+
+def _weight(layer: nn.Module) -> Tensor:
+    """`[out_features, in_features]`; GPT-2's `Conv1D` has it transposed."""
+    weight: Tensor = layer.weight  # type: ignore[assignment]
+    return weight.T if type(layer) is Conv1D else weight
 
 
 def _parameter(values: Tensor) -> nn.Parameter:
