@@ -14,13 +14,13 @@ from dynatree.draft.verify_client import Answer
 from dynatree.v1 import tree_pb2, verify_pb2
 
 
-def test_costs_are_learnt_for_each_power_of_two_of_rows():
+def test_costs_are_learnt_for_each_size_that_fills_tiles():
     costs = Costs()
-    for nodes, seconds in ((0, 0.2), (9, 0.21), (15, 0.23), (12, 0.22), (16, 0.3), (31, 0.32), (20, 0.31)) * 8:
+    for nodes, seconds in ((0, 0.2), (12, 0.21), (15, 0.23), (13, 0.22), (16, 0.3), (23, 0.32), (20, 0.31)) * 8:
         costs.observe(nodes, seconds, 4 if nodes else 0, 0.02)
     assert costs.verify(0) == 0.2
-    assert costs.verify(8) == costs.verify(15) in (0.21, 0.22)
-    assert costs.verify(16) == costs.verify(31) in (0.3, 0.31)
+    assert costs.verify(12) == costs.verify(15) in (0.21, 0.22)
+    assert costs.verify(16) == costs.verify(23) in (0.3, 0.31)
     assert costs.level == pytest.approx(0.005)
 
 
@@ -33,7 +33,7 @@ def test_sizes_never_tried_are_to_the_nearest_tried_as_they_were_at_the_start():
     costs = Costs(
         measured((1, 0.1), (2, 0.1), (4, 0.11), (8, 0.12), (16, 0.2), (32, 0.4), (64, 0.8)), measured((4, 0.003))
     )
-    assert [costs.verify(nodes) for nodes in (0, 3, 4, 15, 63)] == pytest.approx([0.1, 0.11, 0.12, 0.2, 0.8])
+    assert [costs.verify(nodes) for nodes in (0, 3, 5, 15, 63)] == pytest.approx([0.1, 0.11, 0.115, 0.2, 0.8])
     assert costs.verify(127) == pytest.approx(1.6), "on the line through the last two"
     assert costs.level == pytest.approx(0.003)
     costs.observe(15, 0.3, 2, 0.01)
@@ -152,8 +152,9 @@ def test_a_stall_hardly_counts_and_a_lasting_change_does():
     assert costs.verify(15) == 0.6
 
 
-def test_the_largest_tree_of_a_price_fills_a_power_of_two_of_rows():
-    assert [largest_tree(nodes) for nodes in (0, 1, 2, 3, 4, 8, 15, 16, 63, 64)] == [0, 1, 3, 3, 7, 15, 15, 31, 63, 127]
+def test_the_largest_tree_of_a_price_fills_the_tiles():
+    nodes = (0, 1, 2, 3, 4, 5, 6, 8, 15, 16, 31, 32, 63, 64, 256)
+    assert [largest_tree(each) for each in nodes] == [0, 1, 3, 3, 5, 5, 7, 11, 15, 23, 31, 63, 63, 127, 511]
 
 
 def expensive_nodes():
@@ -379,9 +380,8 @@ H200 = ((1, 0.0085), (2, 0.0085), (4, 0.0086), (8, 0.0086), (16, 0.0087), (32, 0
 
 
 def seconds_of(points):
-    """Each number of rows costs what the next power of two does."""
-    table = dict(points)
-    return lambda nodes, _: table[largest_tree(nodes) + 1]
+    """Each number of rows costs what the next that is named does."""
+    return lambda nodes, _: next(seconds for rows, seconds in points if rows > nodes)
 
 
 def test_a_services_first_tree_fits_its_machine():

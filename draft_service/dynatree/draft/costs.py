@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from dynatree.common.engine import SIZES
 from dynatree.draft.calibration import Calibration
 from dynatree.v1 import tree_pb2
 
@@ -76,12 +77,12 @@ class Costs:
     """Seconds of verifying a tree, and of a draft forward; and what sessions found the draft's guesses to be worth.
 
     A forward's time hardly depends on its rows within one tile of the matrix kernels, and jumps from one to the next.
-    So verification has one figure for each power of two of rows (a tree's nodes and its root): what rounds of more than
-    half as many rows usually take. Sizes that were never tried are to the nearest that was as they were when the verify
-    service started and measured them, and cost no more than a larger one; where that promises a gain the size is tried,
-    and then it is known. Until it was tried a few times, and after it was not for long, the promise counts if it is
-    better: a stall in the only round of a size must not rule it out. A plain step is what all else is compared with, so
-    it is due (`plain_is_due`) where it was not seen.
+    So verification has one figure for each of `SIZES` rows (a tree's nodes and its root): what rounds of that many, or
+    of more than the size before, usually take. Sizes that were never tried are to the nearest that was as they were
+    when the verify service started and measured them, and cost no more than a larger one; where that promises a gain
+    the size is tried, and then it is known. Until it was tried a few times, and after it was not for long, the promise
+    counts if it is better: a stall in the only round of a size must not rule it out. A plain step is what all else is
+    compared with, so it is due (`plain_is_due`) where it was not seen.
     Where a size was verified without the draft of late, what it takes longer after draft forwards is theirs (`wake`).
 
     Arguments and results are seconds. `target` and `draft` are what forwards took when the services started.
@@ -201,8 +202,8 @@ def largest_tree(nodes: int) -> int:
 
 
 def _size(nodes: int) -> int:
-    return nodes.bit_length()  # 1 row: 0; 2 rows: 1; 3 and 4 rows: 2; 5 to 8 rows: 3 ...
+    return bisect_left(SIZES, nodes + 1)
 
 
 def _rows(size: int) -> int:
-    return int(2**size)
+    return SIZES[size]

@@ -10,19 +10,21 @@ from dynatree.common.engine.attention import Segment
 from dynatree.common.engine.engine import Engine
 from dynatree.v1 import tree_pb2
 
+# Rows after which what a forward takes may step up: multiples of matrix kernels' tiles, which have 4, 6, 8 or 16 rows.
+SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512)
 CONTEXT = 128  # slots that the tokens attend to
 PASSES = 5
 ENOUGH_SECONDS = 3.0  # after which no further pass begins
 
 
 def measure_forwards(engine: Engine, most_rows: int) -> list[tree_pb2.ForwardCost]:
-    """The seconds of a forward over 1, 2, 4, ... and at most `most_rows` tokens behind a context: the least of each.
+    """The seconds of a forward over each of `SIZES` up to `most_rows` tokens behind a context: the least of a few.
 
     Takes one forward more of each size at least, which also warms the device up. No session may be open.
     """
     context = min(CONTEXT, engine.info.context_length // 2)
     most_rows = min(most_rows, engine.info.context_length - context)
-    sizes = [2**power for power in range(most_rows.bit_length()) if 2**power <= most_rows]
+    sizes = [rows for rows in SIZES if rows <= most_rows]
     costs = dict.fromkeys(sizes, float("inf"))
     row = engine.arena.allocate()
     assert row is not None, "measured before any session is open"
