@@ -1,5 +1,7 @@
 """Which models are served: five architectures exactly, and the others refused by name at load."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from model_zoo import ARCHITECTURES, VOCAB_SIZE, save_random_model
@@ -15,7 +17,7 @@ from transformers import (
 )
 
 from dynatree.common import embedded
-from dynatree.common.engine import Engine, ModelSettings, Segment, measure_forwards
+from dynatree.common.engine import Engine, ModelSettings, Segment, measure_forwards, timing
 from dynatree.common.engine import engine as engine_module
 from dynatree.common.errors import StartupError
 
@@ -109,7 +111,8 @@ def test_a_moved_slot_overlapping_its_target_is_safe(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("length", "most_rows", "sizes"), [(64, 64, [1, 2, 4, 8, 16, 32]), (256, 17, [1, 2, 4, 8, 16]), (8, 64, [1, 2, 4])]
+    ("length", "most_rows", "sizes"),
+    [(64, 64, [1, 2, 4, 6, 8, 12, 16, 24, 32]), (256, 17, [1, 2, 4, 6, 8, 12, 16]), (8, 64, [1, 2, 4])],
 )
 def test_what_forwards_take_is_measured_within_the_context(tmp_path, length, most_rows, sizes):
     path = save_random_model(tmp_path / "model", "gpt2", seed=5, n_positions=length)
@@ -118,3 +121,13 @@ def test_what_forwards_take_is_measured_within_the_context(tmp_path, length, mos
     assert [cost.rows for cost in costs] == sizes
     assert all(0.0 < cost.seconds < 60.0 for cost in costs)
     assert engine.arena.allocate() is not None, "the row is free again"
+
+
+def test_a_model_that_is_slow_is_not_measured_for_long(tmp_path, monkeypatch):
+    engine = Engine.load(ModelSettings(str(save_random_model(tmp_path / "model", "gpt2", seed=5)), sessions=1))
+    rows = []
+    monkeypatch.setattr(timing, "_seconds", lambda engine, row, context, count: rows.append(count) or 1.0)
+    clock = iter(range(0, 1000, 4))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert [cost.rows for cost in measure_forwards(engine, 64)] == [1, 2, 4]
+    assert rows == [1, 1, 2, 4], "the first warms up"

@@ -99,7 +99,7 @@ class Costs:
         self.pause = 1
         curve = _curve(target)
         self._curve = curve if len(curve) > 1 else PRIOR_CURVE
-        self._plain_due = STALE if len(curve) > 1 else TRIALS
+        self._plain_due = FRESH if len(curve) > 1 else TRIALS
         self._level = Usual()
         self._first_level = max((seconds for _, seconds in _curve(draft)), default=PRIOR_LEVEL)
         self._sizes: dict[int, _Size] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -11,21 +12,22 @@ from dynatree.common.engine.engine import Engine
 from dynatree.v1 import tree_pb2
 
 # Rows after which what a forward takes may step up: multiples of matrix kernels' tiles, which have 4, 6, 8 or 16 rows.
-SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512)
+SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
 CONTEXT = 128  # slots that the tokens attend to
 PASSES = 5
 ENOUGH_SECONDS = 3.0  # after which no further pass begins
+MOST_SECONDS = 10.0  # after which no larger size is tried
 
 
 def measure_forwards(engine: Engine, most_rows: int) -> list[tree_pb2.ForwardCost]:
     """The seconds of a forward over each of `SIZES` up to `most_rows` tokens behind a context: the least of a few.
 
-    Takes one forward more of each size at least, which also warms the device up. No session may be open.
+    Large sizes are left out where they take long. The first forward, which also warms the device up, does not count. No
+    session may be open.
     """
     context = min(CONTEXT, engine.info.context_length // 2)
-    most_rows = min(most_rows, engine.info.context_length - context)
-    sizes = [rows for rows in SIZES if rows <= most_rows]
-    costs = dict.fromkeys(sizes, float("inf"))
+    sizes = [rows for rows in SIZES if rows <= min(most_rows, engine.info.context_length - context)]
+    costs: dict[int, float] = {}
     row = engine.arena.allocate()
     assert row is not None, "measured before any session is open"
     try:
@@ -33,7 +35,9 @@ def measure_forwards(engine: Engine, most_rows: int) -> list[tree_pb2.ForwardCos
         began = time.perf_counter()
         for _ in range(PASSES):
             for rows in sizes:
-                costs[rows] = min(costs[rows], _seconds(engine, row, context, rows))
+                costs[rows] = min(costs.get(rows, math.inf), _seconds(engine, row, context, rows))
+                if time.perf_counter() - began > MOST_SECONDS:
+                    break
             if time.perf_counter() - began > ENOUGH_SECONDS:
                 break
     finally:
