@@ -19,6 +19,7 @@ from transformers import (
 from dynatree.common import embedded
 from dynatree.common.engine import Engine, ModelSettings, Segment, measure_forwards, timing
 from dynatree.common.engine import engine as engine_module
+from dynatree.common.engine.packing import lacks_kernels
 from dynatree.common.errors import StartupError
 
 SMALL = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2}
@@ -31,10 +32,10 @@ def save(model, folder):
     return str(folder)
 
 
-@pytest.mark.parametrize("lacks_kernels", [False, True])
+@pytest.mark.parametrize("without_kernels", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_forward_over_the_arena_equals_the_plain_model(tmp_path, architecture, lacks_kernels, monkeypatch):
-    monkeypatch.setattr(engine_module, "lacks_kernels", lambda dtype: lacks_kernels)
+def test_a_forward_over_the_arena_equals_the_plain_model(tmp_path, architecture, without_kernels, monkeypatch):
+    monkeypatch.setattr(engine_module, "lacks_kernels", lambda dtype: without_kernels)
     path = save_random_model(tmp_path / "model", architecture, seed=5)
     engine = Engine.load(ModelSettings(str(path)))
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
@@ -51,6 +52,26 @@ def test_a_forward_over_the_arena_equals_the_plain_model(tmp_path, architecture,
     got += engine.forward([Segment(row, 51, tokens[49:], [49], mask)])
     expected = torch.cat([expected, expected[49:]])
     assert (torch.cat(got) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.skipif(
+    not lacks_kernels(torch.bfloat16),
+    reason="this processor has its own kernels for bfloat16, which promise no such thing",
+)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_bfloat16_without_kernels_gives_the_same_bits_however_many_tokens_are_read_at_once(tmp_path, architecture):
+    path = save_random_model(tmp_path / "model", architecture, seed=5)
+    engine = Engine.load(ModelSettings(str(path), dtype="bfloat16", sessions=2))
+    tokens = torch.randint(2, VOCAB_SIZE, (120,), generator=torch.Generator().manual_seed(0)).tolist()
+    row = engine.arena.allocate()
+    engine.forward([Segment(row, 0, tokens[:50], range(50))])
+    steps = [engine.forward([Segment(row, at, [tokens[at]], [at])])[0] for at in range(50, 120)]
+    engine.arena.free(row)
+    row = engine.arena.allocate()
+    engine.forward([Segment(row, 0, tokens[:50], range(50))])
+    for count in (*range(1, 20), 31, 32, 33, 37, 64, 70):
+        (chain,) = engine.forward([Segment(row, 50, tokens[50 : 50 + count], range(50, 50 + count))])
+        assert torch.equal(chain, torch.cat(steps[:count])), count
 
 
 @pytest.mark.parametrize(

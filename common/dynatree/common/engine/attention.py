@@ -20,6 +20,8 @@ from dynatree.common.engine.arena import KVArena, KVShape
 from dynatree.common.errors import StartupError
 
 NAME = "dynatree"
+KEY_TILE = 16  # keys: whole vectors of any processor
+_QUERIES = 4
 
 
 class Attending(Protocol):
@@ -54,7 +56,10 @@ class Segment:
 class Batch:
     """Segments laid side by side in one row of tokens, with the attention bias of each, built once for all layers.
 
-    A lone query is repeated `fewest_queries` times, where attention is faster so.
+    Where `alike`, a token behind a context attends the same to the last bit, whatever else is in its segment. torch's
+    16-bit attention on a CPU without kernels for it sums in an order that depends on the number of keys, and on whether
+    there are four queries, of which one also takes three times as long as two. So keys are filled up with masked ones,
+    and queries repeated.
     """
 
     def __init__(
@@ -63,26 +68,28 @@ class Batch:
         arena: KVArena,
         dtype: torch.dtype,
         device: torch.device,
-        fewest_queries: int = 1,
+        alike: bool = False,
     ) -> None:
         self.segments = segments
         self.arena = arena
-        self._fewest_queries = fewest_queries
-        self.biases = [_bias(segment, dtype, device) for segment in segments]
+        self._filled = [alike and (segment.start > 0 or len(segment.token_ids) < _QUERIES) for segment in segments]
+        self.biases = [
+            _bias(segment, filled, dtype, device) for segment, filled in zip(segments, self._filled, strict=True)
+        ]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Store the new keys and values, then attend: query `[heads, n, dim]` to output `[n, heads, dim]`."""
         outputs = []
         offset = 0
-        for segment, bias in zip(self.segments, self.biases, strict=True):
-            span = slice(offset, offset + len(segment.token_ids))
+        for segment, bias, filled in zip(self.segments, self.biases, self._filled, strict=True):
+            tokens = len(segment.token_ids)
+            span = slice(offset, offset + tokens)
             offset = span.stop
             self.arena.write(layer, segment.row, segment.start, key[:, span], value[:, span])
-            keys, values = self.arena.read(layer, segment.row, segment.stop)
-            tokens = len(segment.token_ids)
+            keys, values = self.arena.read(layer, segment.row, _filled_up(segment.stop) if filled else segment.stop)
             queries = query[None, :, span]
-            if tokens < self._fewest_queries:
-                queries = queries.repeat(1, 1, self._fewest_queries, 1)
+            if filled and tokens < _QUERIES:
+                queries = queries.repeat(1, 1, -(-_QUERIES // tokens), 1)
             output = scaled_dot_product_attention(
                 queries,
                 keys[None],
@@ -96,17 +103,27 @@ class Batch:
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2))[0].transpose(0, 1)
 
 
-def _bias(segment: Segment, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """The additive attention bias `[n, start + n]`, or None where plain causal or full attention will do."""
+def _bias(segment: Segment, filled: bool, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """The additive attention bias, or None where plain causal or full attention will do.
+
+    `[n, stop]`; where `filled`, as many rows as there are queries, and a column for each key.
+    """
     tokens = len(segment.token_ids)
     mask = segment.mask
     if mask is None:
-        if segment.start == 0 or tokens == 1:
+        if not filled and (segment.start == 0 or tokens == 1):
             return None
         mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    bias = torch.zeros(tokens, segment.stop, dtype=dtype)
-    bias[:, segment.stop - mask.shape[1] :].masked_fill_(~mask, float("-inf"))
+    bias = torch.zeros(tokens, _filled_up(segment.stop) if filled else segment.stop, dtype=dtype)
+    bias[:, segment.stop - mask.shape[1] : segment.stop].masked_fill_(~mask, float("-inf"))
+    bias[:, segment.stop :] = float("-inf")
+    if filled and tokens < _QUERIES:
+        bias = bias.repeat(-(-_QUERIES // tokens), 1)
     return bias.to(device)
+
+
+def _filled_up(keys: int) -> int:
+    return -(-keys // KEY_TILE) * KEY_TILE
 
 
 @dataclass

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from dynatree.common import embedded
 from dynatree.common.device import device_id
 from dynatree.common.engine.arena import KVArena
-from dynatree.common.engine.attention import NAME, Batch, Segment
+from dynatree.common.engine.attention import KEY_TILE, NAME, Batch, Segment
 from dynatree.common.engine.packing import lacks_kernels, pack
 from dynatree.common.engine.static import StaticBatch, StaticForwards, StaticShape
 from dynatree.common.engine.support import check_config, check_outputs, record_attention
@@ -69,8 +69,7 @@ class Engine:
         self.info = info
         # transformers takes a four-dimensional mask as it is and builds none; the attention function ignores it
         self._placeholder = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
-        # torch's fallback for 16-bit attention takes three times as long for one query as for two
-        self._fewest_queries = 2 if self.device.type == "cpu" and lacks_kernels(model.dtype) else 1
+        self._alike = self.device.type == "cpu" and lacks_kernels(model.dtype)
         self._static = None
         if static_shapes:
             self._static = StaticForwards(self._forward_static, arena, model.dtype, model.device)
@@ -94,7 +93,7 @@ class Engine:
             shape = record_attention(model).kv_shape()
             context_length = context_length_of(model)
             check_config(model.config, context_length)
-        capacity = context_length + settings.scratch
+        capacity = -(-(context_length + settings.scratch) // KEY_TILE) * KEY_TILE
         try:
             arena = KVArena(shape, settings.sessions, capacity, model.dtype, model.device)
         except (RuntimeError, MemoryError, OSError) as error:
@@ -143,7 +142,7 @@ class Engine:
             attention_mask=self._placeholder,
             use_cache=False,
             logits_to_keep=torch.tensor(keep, dtype=torch.long, device=device),
-            dynatree_batch=Batch(segments, self.arena, self.model.dtype, device, self._fewest_queries),
+            dynatree_batch=Batch(segments, self.arena, self.model.dtype, device, self._alike),
         ).logits[0]
         return list(logits.split([len(keeps) for keeps in kept]))
 

@@ -24,6 +24,7 @@ _SUPPORTED = {
 _BLOCKED_FOR = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 16}
 _SMALL = 2**18  # elements; a blocked float32 layer of no more is slower than torch's own: a call costs some 40 us
 _HALF_EXPONENT = 16  # the largest float16 is just below 2 to this power
+_ROWS_ALIKE = 3  # FBGEMM sums tiles of three rows and more in one order, and those of one and two in others
 
 
 class PackedLinear(nn.Module):
@@ -47,7 +48,7 @@ class HalfLinear(nn.Module):
     FBGEMM multiplies float32 rows by float16 weights, which it packs: one reading of the weights serves several rows.
     A power of two brings the weights into float16's range, so bfloat16 weights keep every bit but those of weights
     below 2^-32 of the largest, which lose less than 2^-40 of it. As in 16-bit kernels products are summed in float32
-    and rounded once.
+    and rounded once. Rows of zeros fill up the last tile, so a row's output does not depend on the rows beside it.
 
     Args:
         weight: `[out_features, in_features]`.
@@ -64,8 +65,12 @@ class HalfLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        output: Tensor = torch.ops.quantized.linear_dynamic_fp16(rows.float() / self._scale, self._packed)
-        return output.to(rows.dtype)
+        inputs = rows.reshape(-1, self.in_features)
+        count = len(inputs)
+        filled = torch.zeros(-(-count // _ROWS_ALIKE) * _ROWS_ALIKE, self.in_features)
+        filled[:count] = inputs
+        output: Tensor = torch.ops.quantized.linear_dynamic_fp16(filled.div_(self._scale), self._packed)
+        return output[:count].to(rows.dtype).view(*rows.shape[:-1], self.out_features)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
