@@ -1,12 +1,15 @@
 """The token tree: what it refuses, and what it knows of itself."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from trees import random_trees
 
 from dynatree.common.errors import InvalidArgumentError
-from dynatree.common.tree import ROOT, TokenTree
+from dynatree.common.tree import ROOT, Candidates, TokenTree
 from dynatree.v1 import tree_pb2
 
 LIMITS = {"max_nodes": 4, "max_depth": 2, "vocab_size": 10}
@@ -75,3 +78,33 @@ def test_a_tree_survives_the_wire(tree):
     parsed = tree_pb2.TokenTree.FromString(message.SerializeToString())
     assert (parsed.round, parsed.base_length) == (3, 5)
     assert TokenTree.from_pb(parsed, max_nodes=64, max_depth=64, vocab_size=2048) == tree
+
+
+@given(random_trees(), st.booleans(), st.randoms(use_true_random=False))
+def test_depth_first_is_the_same_tree_with_likeliest_children_next(tree, rated, generator):
+    if rated:
+        tree = replace(tree, log_probs=tuple(-generator.random() for _ in range(len(tree))))
+    laid_out, order = tree.depth_first()
+    assert sorted(order) == list(range(len(tree)))
+    for place, node in enumerate(order):
+        assert laid_out.token_ids[place] == tree.token_ids[node]
+        assert tuple(order[above] for above in laid_out.path(place)) == tree.path(node)
+        if tree.log_probs:
+            assert laid_out.log_probs[place] == tree.log_probs[node]
+    for parent in range(-1, len(tree)):
+        children = laid_out.children_of(parent)
+        assert not children or children[0] == parent + 1
+        if tree.log_probs:
+            assert list(children) == sorted(children, key=lambda child: -laid_out.log_probs[child])
+
+
+def test_depth_first_keeps_the_order_of_draws():
+    drawn_from = Candidates((7, 8, 9), (0.2, 0.5, 0.3))
+    tree = TokenTree(
+        (7, 8, 9, 8), (-1, -1, 0, 2), (-1.6, -0.7, -1.2, -0.7), (drawn_from, drawn_from, None, drawn_from, None)
+    )
+    laid_out, order = tree.depth_first()
+    assert order == (0, 2, 3, 1)
+    assert laid_out == TokenTree(
+        (7, 9, 8, 8), (-1, 0, 1, -1), (-1.6, -1.2, -0.7, -0.7), (drawn_from, drawn_from, drawn_from, None, None)
+    )

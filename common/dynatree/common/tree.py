@@ -136,6 +136,34 @@ class TokenTree:
             node = self.parents[node]
         return tuple(reversed(path))
 
+    def depth_first(self) -> tuple[TokenTree, tuple[int, ...]]:
+        """The same tree in depth-first order, and which node of this one each of its nodes is.
+
+        A node's likeliest child comes right behind it, so the path of likeliest children stands as it would without
+        branches. Draws keep their order.
+        """
+        below: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents):
+            below.setdefault(parent, []).append(node)
+        if self.log_probs and not self.candidates:
+            for siblings in below.values():
+                siblings.sort(key=lambda node: -self.log_probs[node])
+        order: list[int] = []
+        pending = below.get(ROOT, [])[::-1]
+        while pending:
+            order.append(pending.pop())
+            pending += below.get(order[-1], [])[::-1]
+        if order == list(range(len(self))):
+            return self, tuple(order)
+        place = {ROOT: ROOT} | {node: place for place, node in enumerate(order)}
+        tree = TokenTree(
+            token_ids=tuple(self.token_ids[node] for node in order),
+            parents=tuple(place[self.parents[node]] for node in order),
+            log_probs=tuple(self.log_probs[node] for node in order) if self.log_probs else (),
+            candidates=tuple(self.candidates[node + 1] for node in (ROOT, *order)) if self.candidates else (),
+        )
+        return tree, tuple(order)
+
     def ancestor_mask(self) -> Tensor:
         """Whom each token may attend to, root first: bool `[1 + nodes, 1 + nodes]`, row and column 0 the root.
 

@@ -67,14 +67,24 @@ class Verifier:
         return session, verdict[0], timings
 
     def verify(self, batch: Sequence[tuple[Session, TokenTree]]) -> tuple[list[Verdict], Timings]:
-        """One round for each session: one target forward over all trees, then each session's commit."""
+        """One round for each session: one target forward over all trees, then each session's commit.
+
+        Trees are read depth first, so that the keys of the likeliest path stand as in plain decoding: in low precision
+        attention's sums depend on where they stand.
+        """
         began = time.perf_counter()
-        segments = [_segment(session, tree) for session, tree in batch]
+        orders = [tree.depth_first() for _, tree in batch]
+        laid_out = [(session, tree) for (session, _), (tree, _) in zip(batch, orders, strict=True)]
+        segments = [_segment(session, tree) for session, tree in laid_out]
         started = time.perf_counter()
         logits = self.engine.forward(segments)
-        verdicts, timings = self._commit(batch, logits, started)
+        verdicts, timings = self._commit(laid_out, logits, started)
         for session, _ in batch:
             session.round += 1
+        verdicts = [
+            replace(verdict, accepted=tuple(order[node] for node in verdict.accepted))
+            for verdict, (_, order) in zip(verdicts, orders, strict=True)
+        ]
         return verdicts, replace(timings, accept=timings.accept + started - began)
 
     def close(self, session: Session) -> None:
