@@ -131,6 +131,26 @@ def test_a_moved_slot_overlapping_its_target_is_safe(tmp_path):
     assert torch.equal(after[:, :, :, :2], before[:, :, :, :2])
 
 
+@pytest.mark.parametrize("reads_further", ["no slot", "to whole vectors", "to a static shape"])
+def test_a_row_that_broke_is_whole_again_for_its_next_session(tmp_path, reads_further, monkeypatch):
+    monkeypatch.setattr(engine_module, "lacks_kernels", lambda dtype: reads_further == "to whole vectors")
+    path = save_random_model(tmp_path / "model", "llama", 1)
+    engine = Engine.load(ModelSettings(str(path), static_shapes=reads_further == "to a static shape"))
+    broken = 7  # a token whose keys and values are NaN, as where float16 overflows
+    with torch.inference_mode():
+        engine.model.get_input_embeddings().weight[broken] = float("nan")
+    logits = []
+    for tokens in ([5] * 20, [broken] * 40, [5] * 20):
+        row = engine.arena.allocate()
+        for start, stop in ((0, 19), (19, 20)):
+            last = engine.forward([Segment(row, start, tokens[start:stop], range(start, stop))])[0][-1]
+        logits.append(last.clone())
+        engine.forward([Segment(row, 20, tokens[20:] or [5], range(20, max(len(tokens), 21)))])
+        engine.arena.free(row)
+    assert logits[1].isnan().all(), "or the test tests nothing"
+    torch.testing.assert_close(logits[2], logits[0])
+
+
 @pytest.mark.parametrize(
     ("length", "most_rows", "sizes"),
     [(64, 64, [1, 2, 4, 6, 8, 12, 16, 24, 32]), (256, 17, [1, 2, 4, 6, 8, 12, 16]), (8, 64, [1, 2, 4])],

@@ -16,6 +16,7 @@ TRIALS = 2  # rounds of a size, until a slow one among them can no longer be a s
 FRESH = 64  # rounds for which a figure can be compared with those of now
 STALE = 256  # rounds after which a size that was not sent is worth another trial
 PRIOR_CURVE = ((1, 0.05), (9, 0.1))  # rows, seconds; where none were measured smaller trees are tried first
+PRIOR_CURVE_DOWN = ((1, 0.05), (65, 0.1))  # the same, from a tree that was tried to smaller ones: less is saved
 PRIOR_LEVEL = 0.002
 PRIOR_SHARES = (0.6, 0.7)
 
@@ -99,6 +100,7 @@ class Costs:
         self.pause = 1
         curve = _curve(target)
         self._curve = curve if len(curve) > 1 else PRIOR_CURVE
+        self._curve_down = curve if len(curve) > 1 else PRIOR_CURVE_DOWN
         self._plain_due = FRESH if len(curve) > 1 else TRIALS
         self._level = Usual()
         self._first_level = max((seconds for _, seconds in _curve(draft)), default=PRIOR_LEVEL)
@@ -178,15 +180,10 @@ class Costs:
         others = [each for each in self._sizes if each != place]
         fresh = [each for each in others if self._is_fresh(self._sizes[each])]
         nearest = min(fresh or others, key=lambda each: abs(each - place), default=None)
-        scale = 1.0 if nearest is None else self._sizes[nearest].value / self._start(nearest)
-        return scale * self._start(place)
-
-    def _start(self, place: int) -> float:
-        """The seconds at the start: on straight lines between its points, and on through the last two."""
-        rows = _rows(place)
-        after = min(max(bisect_left(self._curve, (rows,)), 1), len(self._curve) - 1)
-        (low, least), (high, most) = self._curve[after - 1 : after + 1]
-        return least + (most - least) * (rows - low) / (high - low)
+        if nearest is None:
+            return _on(self._curve, place)
+        curve = self._curve_down if place < nearest else self._curve
+        return self._sizes[nearest].value * _on(curve, place) / _on(curve, nearest)
 
 
 def _curve(costs: Iterable[tree_pb2.ForwardCost]) -> Sequence[tuple[int, float]]:
@@ -194,6 +191,14 @@ def _curve(costs: Iterable[tree_pb2.ForwardCost]) -> Sequence[tuple[int, float]]
     seconds_by_rows = {cost.rows: cost.seconds for cost in costs if cost.rows and 0.0 < cost.seconds < math.inf}
     points = sorted(seconds_by_rows.items())
     return [(rows, min(seconds for _, seconds in points[place:])) for place, (rows, _) in enumerate(points)]
+
+
+def _on(curve: Sequence[tuple[int, float]], place: int) -> float:
+    """The seconds of a size: on straight lines between the curve's points, and on through the last two."""
+    rows = _rows(place)
+    after = min(max(bisect_left(curve, (rows,)), 1), len(curve) - 1)
+    (low, least), (high, most) = curve[after - 1 : after + 1]
+    return least + (most - least) * (rows - low) / (high - low)
 
 
 def largest_tree(nodes: int) -> int:

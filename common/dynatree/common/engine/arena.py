@@ -33,6 +33,7 @@ class KVArena:
         # [layer, key or value, row, head, slot, dim]
         self._data = _zeros((shape.layers, 2, sessions, shape.kv_heads, capacity, shape.head_dim), dtype, device)
         self._free = list(reversed(range(sessions)))
+        self._written = [0] * sessions  # of each row, one past the last slot that may hold anything
 
     @property
     def free_rows(self) -> int:
@@ -43,18 +44,25 @@ class KVArena:
         """A free row, or None when every row is owned."""
         return self._free.pop() if self._free else None
 
+    @torch.inference_mode()
     def free(self, row: int) -> None:
-        """Give a row back."""
+        """Give a row back, emptied: masks keep a slot's numbers out of attention, but no NaN a model has left there."""
+        # a graph that a GPU replays writes unseen; on a CPU zeros would take up memory that was never used
+        written = self._written[row] if self._data.device.type == "cpu" else self.capacity
+        self._data[:, :, row, :, :written] = 0
+        self._written[row] = 0
         self._free.append(row)
 
     def write(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Store keys and values `[kv_heads, n, head_dim]` of one layer in slots `start` to `start + n`."""
         stop = start + keys.shape[1]
+        self._written[row] = max(self._written[row], stop)
         self._data[layer, 0, row, :, start:stop] = keys
         self._data[layer, 1, row, :, start:stop] = values
 
     def put(self, layer: int, row: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values `[kv_heads, n, head_dim]` of one layer in the slots of an index tensor `[n]`."""
+        self._written[row] = self.capacity  # which slots these are would have to be asked of the device
         self._data[layer, 0, row].index_copy_(1, slots, keys)
         self._data[layer, 1, row].index_copy_(1, slots, values)
 
