@@ -2,7 +2,7 @@
 
 import math
 
-from dynatree.common.tree import Candidates
+from dynatree.common.tree import ROOT, Candidates
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.draft.policies import Outcome
 
@@ -45,3 +45,11 @@ def edges(tree):
 
 def outcome_of(tree, accepted, *, verify=0.1, draft=0.004, levels=2):
     return Outcome(tree, accepted, levels=levels, draft_seconds=draft, verify_seconds=verify)
+
+
+def along(tree, tokens):
+    """The accepted nodes of a tree where the target goes on with these tokens."""
+    accepted, node = [], ROOT
+    while len(accepted) < len(tokens) and (node := tree.children.get((node, tokens[len(accepted)]))) is not None:
+        accepted.append(node)
+    return tuple(accepted)

@@ -206,3 +206,33 @@ def test_two_sessions_in_one_forward_are_each_alone(engines):
             assert_rows(target, sessions[index].row, [*prompts[index], *truths[index][: produced[index] - 1]])
     for session in sessions:
         verifier.close(session)
+
+
+@torch.inference_mode()
+def test_what_is_read_together_says_what_it_says_one_by_one(engines):
+    """With the root: committed tokens that were not read, and a continuation's beginning; later, nodes of both."""
+    draft = engines[1]
+    drafter = Drafter(draft, 256, 2048)
+    policy = create_policy("hybrid", {"breadth": 3, "max_nodes": 40})
+    prompt = [*range(50, 60)] * 3
+    session = drafter.open(prompt, Sampling())
+    checked = []
+    for committed in ([60, 61, *range(50, 53)], [53], [54, 55, 70], [*range(50, 54)]):
+        drafter.commit(session, committed)  # some of it on the path that was read, some not
+        drafter.grow(session, policy, 20, 40)
+        nodes = [(session.root, [])]
+        while nodes:
+            node, path = nodes.pop()
+            text = [*session.committed, *path]
+            row = draft.arena.allocate()
+            (logits,) = draft.forward([Segment(row, 0, text, range(len(text)), keep=[len(text) - 1])])
+            draft.arena.free(row)
+            best = logits[0].log_softmax(-1).topk(3)
+            assert [proposal.token for proposal in node.proposals] == best.indices.tolist()
+            assert [p.log_prob for p in node.proposals] == pytest.approx(best.values.tolist(), abs=1e-4)
+            nodes += [(below, [*path, below.token]) for below in node.children.values() if below.slot is not None]
+            checked.append(len(path))
+        assert_rows(draft, session.row, session.committed)
+    drafter.close(session)
+    assert max(checked) >= 4
+    assert len(checked) > 20

@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from growing import LOOP, constant, frozen, grow, outcome_of
+from growing import LOOP, along, constant, frozen, grow, outcome_of
 
 from dynatree.common.tree import ROOT
 from dynatree.draft.costs import Costs, largest_tree
@@ -189,14 +189,13 @@ def test_throughput_fills_the_rows_that_cost_nothing_and_stops_before_those_that
 def test_throughput_leaves_the_model_out_where_a_loop_goes_on():
     policy = create_policy("throughput", {}, free_nodes())
     model = constant(*[0.1] * 10)
-    forwards = []
+    forwards, text, length = [], LOOP * 100, len(LOOP)
     for _ in range(12):
-        tree, selected, levels = grow(policy, model, context=LOOP)
+        tree, selected, levels = grow(policy, model, context=text[:length])
         sent = tree.freeze(selected)
-        accepted, node = [], ROOT
-        while (node := sent.children.get((node, LOOP[len(accepted) % 4]))) is not None:
-            accepted.append(node)
-        policy.observe(outcome_of(sent, tuple(accepted), levels=levels, draft=0.05 * levels, verify=0.2))
+        accepted = along(sent, text[length:])
+        length += len(accepted) + 1
+        policy.observe(outcome_of(sent, accepted, levels=levels, draft=0.05 * levels, verify=0.2))
         forwards.append(levels)
     assert forwards[0] > 0, "a continuation has to prove itself"
     assert sum(forwards[-4:]) <= 1, "it is tried again now and then"

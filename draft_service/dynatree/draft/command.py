@@ -25,7 +25,7 @@ from dynatree.draft.service import SERVICE_NAME, DefaultPolicy, DraftService
 from dynatree.draft.verify_client import VerifyClient
 from dynatree.v1 import draft_pb2_grpc, tree_pb2
 
-MEASURED_ROWS = 4  # a level of a tree has about so many
+MEASURED_ROWS = 6  # a level of a tree has about so many
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

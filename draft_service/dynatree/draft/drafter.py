@@ -167,19 +167,18 @@ class Drafter:
         unread = [node for node in level if not tree.is_read(node)]
         if not unread:
             return 0.0
-        segment = _catch_up(session) if unread == [ROOT] else _level(session, tree, unread)
+        segment = _segment(session, tree, unread)
         segment = replace(segment, token_ids=[self._readable(token) for token in segment.token_ids])
         started = time.perf_counter()
         (logits,) = self.engine.forward([segment])
         self.engine.synchronize()
         seconds = time.perf_counter() - started
         self._propose(session, tree, unread, logits, breadth)
+        session.rows = len(session.committed)
         session.used = segment.stop
-        if unread == [ROOT]:
-            session.rows = session.used
-        else:
-            for slot, node in enumerate(unread, start=segment.start):
-                tree.node(node).slot = slot
+        below = [node for node in unread if node != ROOT]
+        for slot, node in enumerate(below, start=segment.stop - len(below)):
+            tree.node(node).slot = slot
         return seconds
 
     def _readable(self, token: int) -> int:
@@ -252,22 +251,28 @@ def _draw(
     return rows
 
 
-def _catch_up(session: DraftSession) -> Segment:
-    """The committed tokens that the draft has not read, the root last."""
-    unread = session.committed[session.rows :]
-    positions = range(session.rows, len(session.committed))
-    return Segment(session.row, session.rows, unread, positions, keep=[len(unread) - 1])
+def _segment(session: DraftSession, tree: GrowingTree, nodes: Sequence[int]) -> Segment:
+    """Nodes, ancestors first, behind the slots in use; each sees the committed prefix, its ancestors and itself.
 
-
-def _level(session: DraftSession, tree: GrowingTree, nodes: Sequence[int]) -> Segment:
-    """Nodes behind the slots in use; each sees the committed prefix, its ancestors and itself."""
-    mask = torch.zeros(len(nodes), session.used + len(nodes) - session.rows, dtype=torch.bool)
-    visible = mask.numpy()  # shares memory; element assignment is cheaper there
-    for index, node in enumerate(nodes):
-        visible[index, session.used - session.rows + index] = True
-        for ancestor in tree.path(node)[1:]:
-            assert ancestor.slot is not None, "a node's ancestors are read before it"
-            visible[index, ancestor.slot - session.rows] = True
+    The root brings the committed tokens before it that the draft has not read.
+    """
+    unread = session.committed[session.rows :] if nodes[0] == ROOT else []
+    below = nodes[1:] if unread else nodes
+    token_ids = [*unread, *(tree.node(node).token for node in below)]
     root = len(session.committed) - 1
-    positions = [root + tree.depth(node) for node in nodes]
-    return Segment(session.row, session.used, [tree.node(n).token for n in nodes], positions, mask=mask)
+    positions = [*range(session.rows, session.rows + len(unread)), *(root + tree.depth(node) for node in below)]
+    keep = range(max(len(unread) - 1, 0), len(token_ids))
+    if not below:
+        return Segment(session.row, session.used, token_ids, positions, keep=keep)
+    behind = session.used - session.rows
+    mask = torch.zeros(len(token_ids), behind + len(token_ids), dtype=torch.bool)
+    visible = mask.numpy()  # shares memory; element assignment is cheaper there
+    for index in range(len(unread)):
+        visible[index:, behind + index] = True
+    slots = {tree.node(node): slot for slot, node in enumerate(below, start=session.used + len(unread))}
+    for index, node in enumerate(below, start=len(unread)):
+        for above in tree.path(node):
+            slot = slots.get(above, above.slot)
+            assert slot is not None, "a node's ancestors are read before it, or with it"
+            visible[index, slot - session.rows] = True
+    return Segment(session.row, session.used, token_ids, positions, mask=mask, keep=keep)

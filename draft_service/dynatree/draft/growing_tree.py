@@ -98,6 +98,10 @@ class GrowingTree:
         """The cumulative log-probability of a node, log p(u) in DynaTree section 3.3; 0 for the root."""
         return 0.0 if index == ROOT else self._path_log_probs[index]
 
+    def log_prob(self, index: int) -> float:
+        """The log-probability of a node where its parent is right."""
+        return self._log_probs[index]
+
     def value(self, index: int) -> float:
         """What a node is expected to add to the accepted length, as far as a policy may know it.
 
@@ -147,6 +151,14 @@ class GrowingTree:
         self._edges.add((parent, proposal.token))
         self._spent[parent] = self._spent.get(parent, 0.0) + math.exp(proposal.log_prob)
         return len(self._nodes) - 1
+
+    def revalue(self, log_probs: Sequence[float]) -> None:
+        """Give every node, in order, another log-probability; not where continuations are drawn."""
+        for index, (parent, log_prob) in enumerate(zip(self._parents, log_probs, strict=True)):
+            path = self.path_log_prob(parent) + log_prob
+            self._log_probs[index] = log_prob
+            self._path_log_probs[index] = path
+            self._values[index] = math.exp(path) if parent == ROOT else min(math.exp(path), self._values[parent])
 
     def path(self, index: int) -> list[TrieNode]:
         """The nodes from a node up to the root, the root left out."""

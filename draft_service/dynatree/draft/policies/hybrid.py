@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatree.common.tree import ROOT
 from dynatree.draft.growing_tree import GrowingTree, Proposal
-from dynatree.draft.policies.base import Outcome, check_range
+from dynatree.draft.policies.base import check_range
 from dynatree.draft.policies.dyspec import BestFirst
 from dynatree.draft.policies.ngram import Lookup, NGramSettings
+
+READ_ALONG = 4  # tokens: with the root and an accepted token that was not read before it, a forward of six rows at most
+# how a continuation's token fared by its match and the model's probability, fitted by hand to text of the shipped pair
+USUAL_PROB = 0.3
+MODELS_WORD = 1.9
+LEAST_PROB = 1e-4
 
 
 @dataclass(frozen=True)
@@ -37,10 +44,11 @@ class HybridSettings:
 
 
 class Hybrid(BestFirst):
-    """The best nodes of both sources; where both propose a token, the surer counts.
+    """The best nodes of both sources.
 
     A continuation's tokens are as likely as such tokens have proved in this session, so long matches in looping text
-    fill the budget, and poor ones leave it to the model.
+    fill the budget, and poor ones leave it to the model. The first forward reads the likeliest continuation's beginning
+    with the root. Where the model has read what comes before a token of a continuation, its word counts too.
     """
 
     takes_draws = False
@@ -48,17 +56,24 @@ class Hybrid(BestFirst):
     def __init__(self, settings: HybridSettings) -> None:
         super().__init__(settings.max_nodes, settings.max_depth, settings.breadth)
         self._lookup = Lookup(settings.ngrams())
-        self._chains: Sequence[Sequence[Proposal]] = ()
+        self._matches: list[int] = []  # of the tree's first nodes, which are the continuations'
 
     def start(self, tree: GrowingTree) -> list[int]:
-        """Look up what may follow."""
-        self._chains = self._lookup.chains(tree.context)
-        return super().start(tree)
+        """Add what may follow; the likeliest of it is read with the root."""
+        self._matches.clear()
+        along = 0
+        for continuation in self._lookup.continuations(tree.context):
+            node = ROOT
+            for proposal in continuation.proposals[: tree.max_depth]:
+                node = tree.add(node, proposal)
+            self._matches += continuation.matches[: tree.max_depth]
+            along = along or min(READ_ALONG, len(tree), tree.max_depth - 1)
+        return [*super().start(tree), *range(along)]
 
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
-        """The continuations first, then the best of both."""
+        """Judge the continuations by what the model makes of them, then add the best of both."""
         if ROOT in level:
-            self.add_chains(tree, tree.proposals(ROOT))
+            tree.revalue([self._judge_both(tree, node, match) for node, match in enumerate(self._matches)])
         return super().grow(tree, level)
 
     def add_children(self, tree: GrowingTree, node: int, bar: float) -> None:
@@ -75,18 +90,30 @@ class Hybrid(BestFirst):
     def added(self, node: int, proposal: Proposal) -> None:
         """Called with each node that carries one of the model's proposals."""
 
-    def add_chains(self, tree: GrowingTree, proposals: Sequence[Proposal]) -> None:
-        """Add the continuations to an empty tree; `proposals` are the model's for its root, if it was asked."""
-        known = {proposal.token: self.judge(proposal) for proposal in proposals}
-        for first, *rest in self._chains:
-            node = tree.add(ROOT, Proposal(first.token, max(first.log_prob, known.get(first.token, first.log_prob))))
-            for proposal in rest[: tree.max_depth - 1]:
-                node = tree.add(node, proposal)
-
-    def observe(self, outcome: Outcome) -> None:
-        """Learn how far the continuations were right."""
-        self._lookup.observe(outcome)
-
     def parameters(self) -> dict[str, float]:
-        """The acceptance of continuations' tokens by the match before them."""
+        """How often continuations' tokens are right, by the match before them."""
         return self._lookup.rates()
+
+    def _judge_both(self, tree: GrowingTree, node: int, match: int) -> float:
+        """The log-probability of a continuation's token, by its match and by what the model gives it.
+
+        The odds after the match, times the model's odds over those that it gives such tokens as a rule; the longer the
+        match, the less the model knows better.
+        """
+        by_match = tree.log_prob(node)
+        if not tree.is_read(tree.parent(node)):
+            return by_match
+        token = tree.node(node).token
+        proposals = tree.proposals(tree.parent(node))
+        probs = {proposal.token: math.exp(self.judge(proposal)) for proposal in proposals}
+        prob = probs.get(token, min(*probs.values(), max(1.0 - sum(probs.values()), 0.0)) / 2)
+        log_odds = _log_odds(math.exp(by_match)) + MODELS_WORD * match**-0.5 * (_log_odds(prob) - USUAL_LOG_ODDS)
+        return -math.log1p(math.exp(-log_odds))
+
+
+def _log_odds(prob: float) -> float:
+    prob = min(max(prob, LEAST_PROB), 1.0 - LEAST_PROB)
+    return math.log(prob / (1.0 - prob))
+
+
+USUAL_LOG_ODDS = _log_odds(USUAL_PROB)

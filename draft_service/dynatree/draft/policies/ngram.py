@@ -11,11 +11,13 @@ from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.tree import ROOT
 from dynatree.draft.growing_tree import GrowingTree, Proposal
 from dynatree.draft.ngram_index import NGramIndex
-from dynatree.draft.policies.base import Outcome, Policy, check_range
+from dynatree.draft.policies.base import Policy, check_range
 
 MATCH_BINS = (1, 2, 3, 4, 6, 9, 13, 17, 25, 33)  # the shortest match of each bin
 PRIOR_TRIALS = 4.0  # that say: 1 - 1 / match, which natural text comes near
 PRIOR_SINGLE = 0.25
+PRIOR_OTHERS = 0.1  # measured on natural text: 0.05 to 0.1
+LEAST_RATE = 1e-3
 FADE = 0.99
 
 
@@ -41,65 +43,80 @@ class NGramSettings:
             )
 
 
-class Lookup:
-    """One session's continuations, and how often tokens of them are accepted.
+@dataclass(frozen=True)
+class Continuation:
+    """Tokens that may follow, each with its log-probability where all before it are right.
 
-    A token goes by the match before it: what the context matched, and the tokens of the continuation up to there. So
-    after a short match the first token is doubtful, and what follows it, once it was right, is not.
+    `matches` are the numbers of tokens before each that have stood before it already: the context's, and those of the
+    continuation up to there. 1 for the first token, where a longer or a later match goes on with another one.
+    """
+
+    proposals: Sequence[Proposal]
+    matches: Sequence[int]
+
+
+class Lookup:
+    """One session's continuations, and how often their tokens are right.
+
+    A token goes by the match before it. So after a short match the first token is doubtful, and what follows it, once
+    it was right, is not. Only the first continuation's first token does: the others' contradict it, and have a rate of
+    their own.
     """
 
     def __init__(self, settings: NGramSettings) -> None:
         self._settings = settings
         self._index = NGramIndex(settings.shortest, settings.longest)
-        self._accepted = [0.0] * len(MATCH_BINS)
-        self._tried = [0.0] * len(MATCH_BINS)
+        self._rates = {match: _Rate(1.0 - 1.0 / match if match > 1 else PRIOR_SINGLE) for match in MATCH_BINS}
+        self._others = _Rate(PRIOR_OTHERS)
         self._last: list[tuple[int, list[int]]] = []
+        self._known = 0
 
-    def chains(self, tokens: Sequence[int]) -> list[list[Proposal]]:
-        """The round's continuations of `tokens`, each token with its log-probability where all before it are right."""
+    def continuations(self, tokens: Sequence[int]) -> list[Continuation]:
+        """What may follow `tokens`, which begin with those of the call before: what came after them is learnt from."""
+        self._learn(tokens[self._known :])
+        self._known = len(tokens)
         self._last = self._index.continuations(tokens, self._settings.depth, self._settings.branches)
-        deepest = max((length for length, _ in self._last), default=0) + self._settings.depth
-        log_probs = [math.log(self.rate(match)) for match in range(1, deepest + 1)]
-        return [
-            [Proposal(token, log_prob) for token, log_prob in zip(chain, log_probs[length - 1 :], strict=False)]
-            for length, chain in self._last
-        ]
-
-    def rate(self, match: int) -> float:
-        """The share of tokens that are accepted after a match of so many; in (0, 1)."""
-        place = bisect_right(MATCH_BINS, match) - 1
-        prior = 1.0 - 1.0 / match if match > 1 else PRIOR_SINGLE
-        return (self._accepted[place] + PRIOR_TRIALS * prior) / (self._tried[place] + PRIOR_TRIALS)
+        found = []
+        for place, (length, chain) in enumerate(self._last):
+            rates = [self._rate(place, length, depth) for depth in range(len(chain))]
+            proposals = [Proposal(token, math.log(rate.value)) for token, rate in zip(chain, rates, strict=True)]
+            first = 1 if place else length
+            found.append(Continuation(proposals, [first, *range(length + 1, length + len(chain))]))
+        return found
 
     def rates(self) -> dict[str, float]:
-        """The rate at the first length of every bin, by name."""
-        return {f"rate_{match}": self.rate(match) for match in MATCH_BINS}
+        """The share of right tokens at the first length of every bin, and of others, by name."""
+        return {f"rate_{match}": rate.value for match, rate in self._rates.items()} | {
+            "rate_others": self._others.value
+        }
 
-    def observe(self, outcome: Outcome) -> None:
-        """Learn from the accepted path how far each continuation was right, as far as the tree carried it.
+    def _rate(self, place: int, length: int, depth: int) -> _Rate:
+        if place and not depth:
+            return self._others
+        return self._rates[MATCH_BINS[bisect_right(MATCH_BINS, length + depth) - 1]]
 
-        The last 100 tokens or so of each bin count.
-        """
-        accepted = [outcome.tree.token_ids[node] for node in outcome.accepted]
-        for length, chain in self._last:
-            for depth in range(_sent(outcome, chain)):
-                right = depth < len(accepted) and accepted[depth] == chain[depth]
-                place = bisect_right(MATCH_BINS, length + depth) - 1
-                self._accepted[place] = FADE * self._accepted[place] + right
-                self._tried[place] = FADE * self._tried[place] + 1.0
-                if not right:
+    def _learn(self, tokens: Sequence[int]) -> None:
+        for place, (length, chain) in enumerate(self._last):
+            for depth, (guess, token) in enumerate(zip(chain, tokens, strict=False)):
+                self._rate(place, length, depth).add(guess == token)
+                if guess != token:
                     break
 
 
-def _sent(outcome: Outcome, chain: Sequence[int]) -> int:
-    """How many tokens of a chain were in the tree."""
-    node, sent = ROOT, 0
-    for token in chain:
-        child = outcome.tree.children.get((node, token))
-        if child is None:
-            break
-        node, sent = child, sent + 1
-    return sent
+class _Rate:
+    """The share of right ones among the last 100 or so, in (0, 1)."""
+
+    def __init__(self, prior: float) -> None:
+        self._right = PRIOR_TRIALS * prior
+        self._tried = PRIOR_TRIALS
+
+    @property
+    def value(self) -> float:
+        return min(max(self._right / self._tried, LEAST_RATE), 1.0 - LEAST_RATE)
+
+    def add(self, right: bool) -> None:
+        self._right = FADE * self._right + right
+        self._tried = FADE * self._tried + 1.0
 
 
 class NGram(Policy):
@@ -114,9 +131,9 @@ class NGram(Policy):
     def start(self, tree: GrowingTree) -> list[int]:
         """Add this round's continuations; no two begin with the same token."""
         budget = min(self._settings.max_nodes, tree.max_nodes)
-        for chain in self._lookup.chains(tree.context):
+        for continuation in self._lookup.continuations(tree.context):
             node = ROOT
-            for proposal in chain[: min(tree.max_depth, budget - len(tree))]:
+            for proposal in continuation.proposals[: min(tree.max_depth, budget - len(tree))]:
                 node = tree.add(node, proposal)
         return []
 
@@ -124,10 +141,6 @@ class NGram(Policy):
         """Nothing is ever expanded."""
         return []
 
-    def observe(self, outcome: Outcome) -> None:
-        """Learn how far the continuations were right."""
-        self._lookup.observe(outcome)
-
     def parameters(self) -> dict[str, float]:
-        """The acceptance of continuations' tokens by the match before them."""
+        """How often continuations' tokens are right, by the match before them."""
         return self._lookup.rates()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from dynatree.common.tree import ROOT
 from dynatree.draft.calibration import Calibration
@@ -62,34 +60,32 @@ class Throughput(Hybrid):
 
     def start(self, tree: GrowingTree) -> list[int]:
         """Read the root, unless the continuations alone, or no tree at all, are expected to do as well."""
-        reading = super().start(tree)
         self._raw.clear()
         self._keeps_up = self._levels > 0 or not self._seconds
         self._levels = 0
         if self._costs.plain_is_due:
             return []
-        known = [math.exp(total) for chain in self._chains for total in accumulate(each.log_prob for each in chain)]
-        missing = 1.0 - min(sum(math.exp(chain[0].log_prob) for chain in self._chains), 1.0)
-        price = self._price(tree, [ROOT])
-        if self._bar_if_read(sorted(known, reverse=True), [missing], price) is not None and not self._fruitless:
+        reading = super().start(tree)
+        known = [tree.value(node) for node in self._ranked(tree)]
+        missing = _missing(tree, reading)
+        price = self._price(tree, reading)
+        if self._bar_if_read(known, missing, price) is not None and not self._fruitless:
             self._pause = self._costs.pause = 1
             return reading
         self._paused += 1
-        if self._paused >= (self._pause if missing > price else MAX_PAUSE):  # a perfect draft may pay, or not even that
+        if self._paused >= (
+            self._pause if sum(missing) > price else MAX_PAUSE
+        ):  # a perfect draft may pay, or not even that
             self._paused = 0
             self._pause = self._costs.pause = min(2 * self._pause, MAX_PAUSE)
             return reading
-        self.add_chains(tree, ())
         return []
 
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
         """Add candidates of both sources; read on where that pays."""
-        before = len(tree)
-        read = [1.0 if node == ROOT else tree.value(node) for node in level]
         candidates = super().grow(tree, level)
         self._levels += 1
-        proposed = [tree.value(node) for node in range(before, len(tree)) if node in self._raw]
-        self._learn_shares(max(proposed, default=0.0) / max(read), sum(proposed) / sum(read))
+        self._learn_shares(tree, level)
         if not candidates:
             return []
         values = [tree.value(node) for node in self._ranked(tree)]
@@ -154,10 +150,14 @@ class Throughput(Hybrid):
         """The tokens that the time of a level's forward is worth; none where all of it was read before."""
         if all(map(tree.is_read, level)):
             return 0.0
-        first = self._costs.wake if level == [ROOT] else 0.0
+        first = self._costs.wake if ROOT in level else 0.0
         return self._rate * (self._costs.level + first)
 
-    def _learn_shares(self, best: float, all_: float) -> None:
+    def _learn_shares(self, tree: GrowingTree, level: Sequence[int]) -> None:
+        read = sum(1.0 if node == ROOT else tree.value(node) for node in level)
+        children = _children(tree, level)
+        best = sum(max(values, default=0.0) for values in children) / read
+        all_ = sum(map(sum, children)) / read
         old = self._shares
         self._shares = (old[0] + SHARE_STEP * (best - old[0]), old[1] + SHARE_STEP * (all_ - old[1]))
         self._costs.shares = self._shares
@@ -206,3 +206,18 @@ class Throughput(Hybrid):
             if gain > highest:
                 highest, best = gain, size
         return highest, best
+
+
+def _children(tree: GrowingTree, nodes: Sequence[int]) -> list[list[float]]:
+    """The values of each node's children."""
+    values: dict[int, list[float]] = {node: [] for node in nodes}
+    for node in range(len(tree)):
+        if tree.parent(node) in values:
+            values[tree.parent(node)].append(tree.value(node))
+    return list(values.values())
+
+
+def _missing(tree: GrowingTree, nodes: Sequence[int]) -> list[float]:
+    """For each node, the probability that the target comes to it and goes on otherwise than its children do."""
+    values = [1.0 if node == ROOT else tree.value(node) for node in nodes]
+    return [max(value - sum(known), 0.0) for value, known in zip(values, _children(tree, nodes), strict=True)]
