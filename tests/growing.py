@@ -9,9 +9,10 @@ from dynatree.draft.policies import Outcome
 LOOP = (5, 6, 7, 8) * 5
 
 
-def grow(policy, model, *, context=(99,), drawn=False, max_nodes=256, max_depth=64):
+def grow(policy, model, *, context=(99,), drawn=False, max_nodes=256, max_depth=64, root=None):
     """The growing tree of a policy, and what it selects, on a scripted draft: `model(path)` gives probabilities."""
-    tree = GrowingTree(TrieNode(context[-1]), context, max_nodes=max_nodes, max_depth=max_depth, drawn=drawn)
+    root = root or TrieNode(context[-1])
+    tree = GrowingTree(root, context, max_nodes=max_nodes, max_depth=max_depth, drawn=drawn)
     level, forwards = policy.start(tree), 0
     while level:
         forwards += 1

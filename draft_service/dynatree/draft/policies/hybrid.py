@@ -72,8 +72,15 @@ class Hybrid(BestFirst):
 
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
         """Judge the continuations by what the model makes of them, then add the best of both."""
-        if ROOT in level:
-            tree.revalue([self._judge_both(tree, node, match) for node, match in enumerate(self._matches)])
+        if (
+            ROOT in level
+        ):  # by what is read now: not by what happens to be known from earlier rounds, or from reading ahead
+            tree.revalue(
+                [
+                    self._judge_both(tree, node, match) if tree.parent(node) in level else tree.log_prob(node)
+                    for node, match in enumerate(self._matches)
+                ]
+            )
         return super().grow(tree, level)
 
     def add_children(self, tree: GrowingTree, node: int, bar: float) -> None:
@@ -95,19 +102,18 @@ class Hybrid(BestFirst):
         return self._lookup.rates()
 
     def _judge_both(self, tree: GrowingTree, node: int, match: int) -> float:
-        """The log-probability of a continuation's token, by its match and by what the model gives it.
+        """The log-probability of a continuation's token, by its match and by what the model gives it after its parent.
 
         The odds after the match, times the model's odds over those that it gives such tokens as a rule; the longer the
         match, the less the model knows better.
         """
-        by_match = tree.log_prob(node)
-        if not tree.is_read(tree.parent(node)):
-            return by_match
         token = tree.node(node).token
         proposals = tree.proposals(tree.parent(node))
         probs = {proposal.token: math.exp(self.judge(proposal)) for proposal in proposals}
         prob = probs.get(token, min(*probs.values(), max(1.0 - sum(probs.values()), 0.0)) / 2)
-        log_odds = _log_odds(math.exp(by_match)) + MODELS_WORD * match**-0.5 * (_log_odds(prob) - USUAL_LOG_ODDS)
+        log_odds = _log_odds(math.exp(tree.log_prob(node))) + MODELS_WORD * match**-0.5 * (
+            _log_odds(prob) - USUAL_LOG_ODDS
+        )
         return -math.log1p(math.exp(-log_odds))
 
 
