@@ -147,13 +147,13 @@ def test_no_node_is_read_that_could_have_no_children(max_depth, level):
 
 def test_what_was_read_before_changes_no_tree():
     """A re-rooted trie, or one read ahead, may hold more of a continuation than is read with the root."""
-    trees = []
+    trees, model = [], constant(*[0.02] * 5, 0.2, 0.2, 0.2, 0.2)
     for known in (0, 4, 12):
         policy = create_policy("hybrid", {})
         tree = GrowingTree(TrieNode(LOOP[-1]), LOOP)
         policy.start(tree)
         for node in range(known):
-            read(tree, node, constant(*[0.02] * 10, 0.6), policy.breadth)
-        tree, selected, _ = grow(policy, constant(*[0.02] * 10, 0.6), context=LOOP, root=tree.node(ROOT))
+            read(tree, node, model, policy.breadth)
+        tree, selected, _ = grow(policy, model, context=LOOP, root=tree.node(ROOT))
         trees.append(tree.freeze(selected))
     assert trees[0] == trees[1] == trees[2]
