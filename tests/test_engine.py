@@ -131,7 +131,7 @@ def test_a_moved_slot_overlapping_its_target_is_safe(tmp_path):
     assert torch.equal(after[:, :, :, :2], before[:, :, :, :2])
 
 
-@pytest.mark.parametrize("reads_further", ["no slot", "to whole vectors", "to a static shape"])
+@pytest.mark.parametrize("reads_further", ["to whole vectors", "to a static shape"])
 def test_a_row_that_broke_is_whole_again_for_its_next_session(tmp_path, reads_further, monkeypatch):
     monkeypatch.setattr(engine_module, "lacks_kernels", lambda dtype: reads_further == "to whole vectors")
     path = save_random_model(tmp_path / "model", "llama", 1)

@@ -1,5 +1,6 @@
 """After every round: the target's arena equals a fresh prefill, and the draft's rows are the committed tokens."""
 
+import math
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from model_zoo import ARCHITECTURES, CONTEXT, save_random_model
 from trees import random_trees
 
 from dynatree.common.engine import Engine, ModelSettings, Segment
-from dynatree.common.sampling import Sampling
+from dynatree.common.sampling import Sampling, Scheme
 from dynatree.common.tree import TokenTree
 from dynatree.draft.drafter import Drafter
 from dynatree.draft.policies import create_policy
@@ -236,3 +237,27 @@ def test_what_is_read_together_says_what_it_says_one_by_one(engines):
     drafter.close(session)
     assert max(checked) >= 4
     assert len(checked) > 20
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("policy", "sampling"),
+    [
+        ("hybrid", Sampling()),
+        ("opt-tree", Sampling(temperature=1.0)),
+        ("dyspec", Sampling(temperature=1.0, scheme=Scheme.RESIDUAL)),
+    ],
+)
+def test_a_draft_that_overflows_only_guesses_badly(tmp_path, policy, sampling):
+    """In float16 some models give NaN for some texts; the target's tokens are good all the same."""
+    path = save_random_model(tmp_path / "draft", "llama", seed=2)
+    draft = Engine.load(ModelSettings(str(path), scratch=512))
+    draft.model.get_input_embeddings().weight[7] = float("nan")
+    drafter = Drafter(draft, 256, 2048)
+    policy = create_policy(policy, {})
+    session = drafter.open([5, 6, 7, 5, 6], sampling)
+    for token in (7, 5):
+        drafter.commit(session, [token])
+        tree = drafter.grow(session, policy, 6, 40).tree
+        assert all(math.isfinite(log_prob) for log_prob in tree.log_probs)
+    drafter.close(session)

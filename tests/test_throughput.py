@@ -5,10 +5,11 @@ import random
 from dataclasses import replace
 
 import pytest
-from growing import LOOP, along, constant, frozen, grow, outcome_of
+from growing import LOOP, along, constant, frozen, grow, outcome_of, read
 
 from dynatree.common.tree import ROOT
 from dynatree.draft.costs import Costs, largest_tree
+from dynatree.draft.growing_tree import GrowingTree, TrieNode
 from dynatree.draft.policies import create_policy
 from dynatree.draft.verify_client import Answer
 from dynatree.v1 import tree_pb2, verify_pb2
@@ -200,6 +201,19 @@ def test_throughput_leaves_the_model_out_where_a_loop_goes_on():
     assert forwards[0] > 0, "a continuation has to prove itself"
     assert sum(forwards[-4:]) <= 1, "it is tried again now and then"
     assert len(accepted) > 40
+
+
+def test_throughput_takes_a_root_that_is_known_with_a_continuation_that_is_not():
+    """What a level costs may rule out reading it, but not what was read before: after a re-rooting, or ahead."""
+    model = constant(0.04, *[0.0001] * 4, 0.24, 0.24, 0.24, 0.24)
+    levels = {}
+    for known in (False, True):
+        policy = create_policy("throughput", {}, dear_draft())
+        tree = GrowingTree(TrieNode(LOOP[-1]), LOOP)
+        if known:
+            read(tree, ROOT, model, policy.breadth)
+        levels[known] = policy.start(tree)
+    assert levels == {False: [], True: [ROOT]}
 
 
 def test_throughput_gives_up_a_hostile_draft_and_tries_it_again():

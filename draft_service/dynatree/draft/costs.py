@@ -90,7 +90,7 @@ class Costs:
 
     Attributes:
         calibration: Of all sessions' nodes.
-        shares: What the model's best child of a read node, and all its children, last added, of the node's own value.
+        shares: What the best child of a read node, and all its children, were last worth, of the node's own value.
         pause: Rounds that a session last left the draft model out for, since asking it did not pay.
     """
 

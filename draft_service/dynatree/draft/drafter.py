@@ -190,7 +190,7 @@ class Drafter:
     ) -> None:
         """Give nodes their best `breadth` continuations, by the logits after each `[nodes, vocabulary]`."""
         sampling = session.sampling
-        logits = logits[:, : self._vocab_size].float()
+        logits = logits[:, : self._vocab_size].float().nan_to_num(nan=0.0)  # a guess may be bad; a tree must be finite
         histories = None
         if sampling.needs_history:
             paths = [[above.token for above in reversed(tree.path(node))] for node in nodes]

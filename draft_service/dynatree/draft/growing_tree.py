@@ -107,7 +107,7 @@ class GrowingTree:
 
         Its path probability (DySpec appendix D.1, equation 12), or where continuations are drawn, the probability that
         verification comes to this draw: its parent's path, and none of its earlier siblings (DySpec Algorithm 1).
-        Never above its parent's or its earlier siblings', so the best n nodes are always a tree.
+        Never above its parent's, and of draws never above the earlier siblings', so the best n nodes are always a tree.
         """
         return self._values[index]
 

@@ -76,9 +76,9 @@ class StaticBatch:
         self._arena.put(layer, self.shape.row, self._slots, key, value)
         keys, values = self._arena.read(layer, self.shape.row, self.shape.context)
         heads, tokens, dim = query.shape
-        groups = query.reshape(keys.shape[0], -1, dim)  # the heads that share a key, one below the other
-        scale = dim**-0.5 if scale is None else scale
-        scores = (groups @ keys.transpose(1, 2)).view(heads, tokens, -1).float() * scale + self._present
+        scale = dim**-0.5 if scale is None else scale  # of the queries, so that no score is too large for float16
+        groups = (query * scale).reshape(keys.shape[0], -1, dim)  # the heads that share a key, one below the other
+        scores = (groups @ keys.transpose(1, 2)).view(heads, tokens, -1).float() + self._present
         scores.index_add_(2, self._tail_slots, self._tail_bias.float().expand(heads, -1, -1))
         weights = scores.softmax(-1).to(values.dtype).view(keys.shape[0], -1, self.shape.context)
         return (weights @ values).view(heads, tokens, dim).transpose(0, 1)

@@ -12,9 +12,9 @@ from dynatree.draft.policies.base import check_range
 from dynatree.draft.policies.dyspec import BestFirst
 from dynatree.draft.policies.ngram import Lookup, NGramSettings
 
-READ_ALONG = 4  # tokens: with the root and an accepted token that was not read before it, a forward of six rows at most
+READ_ALONG = 4  # tokens: with the root, and an accepted token not read before it, a forward of six rows as a rule
 # how a continuation's token fared by its match and the model's probability, fitted by hand to text of the shipped pair
-USUAL_PROB = 0.3
+USUAL_PROB = 0.4
 MODELS_WORD = 1.9
 LEAST_PROB = 1e-4
 
@@ -48,7 +48,7 @@ class Hybrid(BestFirst):
 
     A continuation's tokens are as likely as such tokens have proved in this session, so long matches in looping text
     fill the budget, and poor ones leave it to the model. The first forward reads the likeliest continuation's beginning
-    with the root. Where the model has read what comes before a token of a continuation, its word counts too.
+    with the root; what it says there of the continuation counts, too.
     """
 
     takes_draws = False
@@ -67,14 +67,13 @@ class Hybrid(BestFirst):
             for proposal in continuation.proposals[: tree.max_depth]:
                 node = tree.add(node, proposal)
             self._matches += continuation.matches[: tree.max_depth]
-            along = along or min(READ_ALONG, len(tree), tree.max_depth - 1)
+            along = along or min(READ_ALONG, len(tree), min(tree.max_depth, self._max_depth) - 1)
         return [*super().start(tree), *range(along)]
 
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
         """Judge the continuations by what the model makes of them, then add the best of both."""
-        if (
-            ROOT in level
-        ):  # by what is read now: not by what happens to be known from earlier rounds, or from reading ahead
+        if ROOT in level:
+            # by what is read now, and not by what happens to be known from earlier rounds or from reading ahead
             tree.revalue(
                 [
                     self._judge_both(tree, node, match) if tree.parent(node) in level else tree.log_prob(node)
@@ -95,7 +94,7 @@ class Hybrid(BestFirst):
         return proposal.log_prob
 
     def added(self, node: int, proposal: Proposal) -> None:
-        """Called with each node that carries one of the model's proposals."""
+        """Called with each node that carries one of the model's proposals, once in a round."""
 
     def parameters(self) -> dict[str, float]:
         """How often continuations' tokens are right, by the match before them."""
@@ -107,13 +106,16 @@ class Hybrid(BestFirst):
         The odds after the match, times the model's odds over those that it gives such tokens as a rule; the longer the
         match, the less the model knows better.
         """
-        token = tree.node(node).token
-        proposals = tree.proposals(tree.parent(node))
-        probs = {proposal.token: math.exp(self.judge(proposal)) for proposal in proposals}
-        prob = probs.get(token, min(*probs.values(), max(1.0 - sum(probs.values()), 0.0)) / 2)
-        log_odds = _log_odds(math.exp(tree.log_prob(node))) + MODELS_WORD * match**-0.5 * (
-            _log_odds(prob) - USUAL_LOG_ODDS
-        )
+        proposals = {proposal.token: proposal for proposal in tree.proposals(tree.parent(node))}
+        proposal = proposals.get(tree.node(node).token)
+        if proposal is not None:
+            self.added(node, proposal)
+            prob = math.exp(self.judge(proposal))
+        else:  # less than any of these, and than what they leave
+            rest = 1.0 - sum(math.exp(each.log_prob) for each in proposals.values())
+            prob = min(rest, *(math.exp(self.judge(each)) for each in proposals.values())) / 2
+        models_word = MODELS_WORD * match**-0.5 * (_log_odds(prob) - USUAL_LOG_ODDS)
+        log_odds = _log_odds(math.exp(tree.log_prob(node))) + models_word
         return -math.log1p(math.exp(-log_odds))
 
 

@@ -16,7 +16,7 @@ MAX_PAUSE = 64  # rounds without the draft, at most, before it is tried again
 MAX_FIRST_PAUSE = 8  # the same at a session's start, where the sessions before it had little use for the draft
 SHARE_STEP = 0.1
 FORESIGHT = (1, 2, 4, 8, 15)  # how many more levels are considered before one is read
-LEAVES = 3  # of a level, the likeliest, whose descendants are considered
+LEAVES = 3  # of the nodes to read below the root, the likeliest, whose descendants are considered
 RATE_FADE = 0.9  # of the rounds that the session's rate is taken over
 
 
@@ -66,6 +66,8 @@ class Throughput(Hybrid):
         if self._costs.plain_is_due:
             return []
         reading = super().start(tree)
+        if tree.is_read(ROOT):  # and costs nothing: nor shall what is read along with it
+            reading = [node for node in reading if tree.is_read(node)]
         known = [tree.value(node) for node in self._ranked(tree)]
         missing = _missing(tree, reading)
         price = self._price(tree, reading)
@@ -89,7 +91,7 @@ class Throughput(Hybrid):
         if not candidates:
             return []
         values = [tree.value(node) for node in self._ranked(tree)]
-        likeliest = sorted((tree.value(node) for node in candidates), reverse=True)[:LEAVES]
+        likeliest = sorted(_missing(tree, candidates), reverse=True)[:LEAVES]
         bar = self._bar_if_read(values, likeliest, self._price(tree, candidates))
         return [] if bar is None else [node for node in candidates if tree.value(node) > bar]
 
@@ -118,7 +120,6 @@ class Throughput(Hybrid):
         seconds = outcome.draft_seconds + outcome.waited_seconds + outcome.verify_seconds
         self._tokens = RATE_FADE * self._tokens + len(outcome.accepted) + 1
         self._seconds = RATE_FADE * self._seconds + seconds
-        super().observe(outcome)
         accepted = {ROOT, *outcome.accepted}
         for node, parent in enumerate(outcome.tree.parents):
             raw = self._raw.get(self._sent[node])
