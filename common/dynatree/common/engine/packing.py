@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,8 @@ _SUPPORTED = {
 _BLOCKED_FOR = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 16}
 _SMALL = 2**18  # elements; a blocked float32 layer of no more is slower than torch's own: a call costs some 40 us
 _HALF_EXPONENT = 16  # the largest float16 is just below 2 to this power
-_ROWS_ALIKE = 3  # FBGEMM sums tiles of three rows and more in one order, and those of one and two in others
+_TILE = 6  # rows of FBGEMM's largest tile
+_MOST_TRIED = 20 * _TILE
 
 
 class PackedLinear(nn.Module):
@@ -48,7 +50,8 @@ class HalfLinear(nn.Module):
     FBGEMM multiplies float32 rows by float16 weights, which it packs: one reading of the weights serves several rows.
     A power of two brings the weights into float16's range, so bfloat16 weights keep every bit but those of weights
     below 2^-32 of the largest, which lose less than 2^-40 of it. As in 16-bit kernels products are summed in float32
-    and rounded once. Rows of zeros fill up the last tile, so a row's output does not depend on the rows beside it.
+    and rounded once. Rows of zeros fill up a tile of one or two rows, so a row's output does not depend on the rows
+    beside it.
 
     Args:
         weight: `[out_features, in_features]`.
@@ -67,10 +70,35 @@ class HalfLinear(nn.Module):
         """`[..., in_features]` to `[..., out_features]`."""
         inputs = rows.reshape(-1, self.in_features)
         count = len(inputs)
-        filled = torch.zeros(-(-count // _ROWS_ALIKE) * _ROWS_ALIKE, self.in_features)
+        filled = torch.zeros(_filled_up(count), self.in_features)
         filled[:count] = inputs
         output: Tensor = torch.ops.quantized.linear_dynamic_fp16(filled.div_(self._scale), self._packed)
         return output[:count].to(rows.dtype).view(*rows.shape[:-1], self.out_features)
+
+
+def _filled_up(rows: int) -> int:
+    """The least number of rows, not below this one, that FBGEMM sums as it sums whole tiles."""
+    if rows > _MOST_TRIED:
+        return -(-rows // _TILE) * _TILE
+    return next((each for each in _summed_alike() if each >= rows), rows)
+
+
+@cache
+def _summed_alike() -> tuple[int, ...]:
+    """Numbers of rows, up to `_MOST_TRIED`, found by trying; FBGEMM cuts them into tiles by a table of its own.
+
+    Tiles of three rows and more sum in one order, those of one and two in others.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight, rows = (torch.randn(count, 1024, generator=generator) for count in (256, _MOST_TRIED))
+    packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
+    tiles = (rows[start : start + _TILE] for start in range(0, _MOST_TRIED, _TILE))
+    whole = torch.cat([torch.ops.quantized.linear_dynamic_fp16(tile, packed) for tile in tiles])
+    return tuple(
+        count
+        for count in range(1, _MOST_TRIED + 1)
+        if torch.equal(torch.ops.quantized.linear_dynamic_fp16(rows[:count], packed), whole[:count])
+    )
 
 
 def can_pack(dtype: torch.dtype) -> bool:
