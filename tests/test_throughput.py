@@ -65,6 +65,38 @@ def test_before_a_plain_step_was_seen_its_cost_is_estimated_from_a_trees():
     assert 0.1 < costs.verify(0) < costs.verify(15) <= 0.4, "a tree costs no more than a larger one"
 
 
+@pytest.mark.parametrize(("verify", "draft"), [(2.2, 12.0), (2.2, 4.0), (8.0, 8.0)])
+def test_the_draft_is_back_soon_after_another_program_had_the_cores(verify, draft):
+    """A benchmark of the large pair lost it for the rest of a completion, to a program that ran for twenty seconds."""
+    costs = Costs(measured((1, 0.2), (2, 0.21), (4, 0.22), (8, 0.4), (16, 0.6)), measured((4, 0.012)))
+    policy = create_policy("throughput", {}, costs)
+    levels = []
+    for number in range(90):
+        slower = (verify, draft) if 30 <= number < 60 else (1.0, 1.0)
+        tree, selected, forwards = grow(policy, constant(0.7, 0.15, 0.05), context=(1000 + number,))
+        sent = tree.freeze(selected)
+        accepted = along(sent, [0] * (number % 5))
+        seconds = 0.2 + 0.02 * len(sent)
+        policy.observe(
+            outcome_of(sent, accepted, verify=slower[0] * seconds, draft=slower[1] * 0.012 * forwards, levels=forwards)
+        )
+        levels.append(forwards)
+    usual = sorted(levels[10:30])[10]
+    assert usual >= 2
+    assert sum(each >= usual - 1 for each in levels[66:]) >= 20
+
+
+def test_a_load_that_begins_is_not_blamed_on_the_draft():
+    costs = Costs()
+    for _ in range(8):
+        costs.observe(7, 0.2, 0, 0.0)
+    for _ in range(8):
+        costs.observe(0, 0.1, 0, 0.0)
+    for _ in range(8):
+        costs.observe(7, 0.5, 2, 0.01)
+    assert costs.wake == 0.0
+
+
 def test_what_a_verification_takes_longer_after_draft_forwards_is_theirs():
     costs = Costs()
     for _ in range(8):

@@ -14,6 +14,8 @@ from dynatree.v1 import tree_pb2
 MEMORY = 16  # rounds that count; older ones were measured under another load
 TRIALS = 2  # rounds of a size, until a slow one among them can no longer be a stall
 FRESH = 64  # rounds for which a figure can be compared with those of now
+TOGETHER = 8  # rounds within which a figure may be blamed for being larger than another
+MUCH_LESS = 0.6  # of the usual value: then what made it larger is over
 STALE = 256  # rounds after which a size that was not sent is worth another trial
 PRIOR_CURVE = ((1, 0.05), (9, 0.1))  # rows, seconds; where none were measured smaller trees are tried first
 PRIOR_CURVE_DOWN = ((1, 0.05), (65, 0.1))  # the same, from a tree that was tried to smaller ones: less is saved
@@ -24,7 +26,8 @@ PRIOR_SHARES = (0.6, 0.7)
 class Usual:
     """The median of the last `MEMORY` values, the lower of two: a stall hardly counts, and a lasting change does.
 
-    Values that nothing followed for `FRESH` rounds are forgotten when one comes: they were measured under another load.
+    Values are forgotten, since they were measured under another load, when one comes after `FRESH` rounds without any,
+    and when a much smaller one comes: a stall may hold a forward up, but nothing makes one fast.
     """
 
     def __init__(self) -> None:
@@ -37,7 +40,7 @@ class Usual:
 
     def add(self, value: float, round_: int) -> None:
         """Take in the value of a round, which is later than all before."""
-        if round_ - self.last > FRESH:
+        if round_ - self.last > FRESH or value < MUCH_LESS * self.value:
             self._values.clear()
         self.last = round_
         self._values.append(value)
@@ -126,7 +129,9 @@ class Costs:
             return
         size.drafted.add(verify_seconds, now)
         if size.alone.is_sure(now):
-            self._wake.add(verify_seconds - size.alone.value, now)
+            longer = verify_seconds - size.alone.value
+            if longer < self._wake.value or now - size.alone.last <= TOGETHER:
+                self._wake.add(longer, now)
         level = draft_seconds / levels
         if caught_up:
             self._level.add(level, now)
