@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from dynatree.cli.main import COMMANDS, main
 from dynatree.v1 import tree_pb2
 
 COMMAND = [sys.executable, "-m", "dynatree.cli.main"]
+GRPC_LOG = re.compile(r"E\d{4} [\d:.]+ +\d+ ev_epoll")  # gRPC's own, when a busy machine ends its poller late
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -261,7 +263,8 @@ def test_a_reader_that_goes_away_is_no_traceback(service: FakeDraftService) -> N
         assert process.stderr
         process.stdout.read(1)
         process.stdout.close()
-        assert process.stderr.read() == ""
+        ours = [line for line in process.stderr if not GRPC_LOG.match(line)]
+    assert ours == []
     assert process.returncode == 141
 
 
