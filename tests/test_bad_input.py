@@ -12,9 +12,8 @@ import grpc
 import pytest
 from model_zoo import CONTEXT, save_random_model
 from services import running_services
-from transformers import PreTrainedTokenizerFast
 
-from dynatree.client import AsyncClient, Client, InvalidRequestError, ModelMismatchError, ServerBusyError
+from dynatree.client import AsyncClient, Client, InvalidRequestError, ServerBusyError
 from dynatree.v1 import tree_pb2, verify_pb2, verify_pb2_grpc
 
 PROMPT = [5, 6, 7]
@@ -315,20 +314,6 @@ def test_an_id_that_only_the_target_has_is_served(tmp_path, policy):
             assert max(plain.token_ids) >= 2048
             completion = client.generate(PROMPT, max_new_tokens=30, policy=policy, ignore_eos=True, **options)
             assert completion.token_ids == plain.token_ids
-
-
-def test_a_draft_of_another_tokenizer_is_refused_when_a_session_opens(tmp_path):
-    target = save_random_model(tmp_path / "target", "llama", seed=1)
-    draft = save_random_model(tmp_path / "draft", "llama", seed=2)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(draft)
-    tokenizer.add_tokens(["something else"])
-    tokenizer.save_pretrained(draft)
-    with (
-        running_services(tmp_path, target, draft) as services,
-        Client(services.draft_address) as client,
-        pytest.raises(ModelMismatchError, match="draft model draft and target model target have different tokenizers"),
-    ):
-        client.generate(PROMPT, max_new_tokens=3)
 
 
 def test_a_tree_never_passes_what_the_verify_service_takes(tmp_path):

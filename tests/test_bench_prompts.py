@@ -171,8 +171,16 @@ def test_data_sets_that_have_no_such_prompts(
 
 def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(SystemExit, match=r"there is no file .*nowhere; .* pip install 'dynatree\[bench\]'"):
-        read_prompts(tmp_path / "nowhere", Selection(1, 1), encode)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=r"there is no file nowhere; .* pip install 'dynatree\[bench\]'"):
+        read_prompts(Path("nowhere"), Selection(1, 1), encode)
+
+
+@pytest.mark.parametrize("name", ["nofile.txt", "texts/nofile.jsonl", "/no/such", "../nowhere", "a/b/c"])
+def test_what_can_only_be_a_file_is_not_looked_for_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynatree.bench.prompts.load_data_set", lambda *_: pytest.fail("it was looked for"))
+    with pytest.raises(SystemExit, match=f"^there is no file {name}$"):
+        read_prompts(Path(name), Selection(1, 1), encode)
 
 
 def test_the_configuration_of_a_data_set(monkeypatch: pytest.MonkeyPatch) -> None:

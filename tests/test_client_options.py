@@ -162,12 +162,22 @@ def test_values_that_cannot_be_sent(client: Client, prompt: Any, options: dict[s
         ("Once", {"stop_token_ids": b"7"}),
         ("Once", {"stop": [b"END"]}),
         ("Once", {"policy": 3}),
-        ("Once", {"temprature": 1.0}),
+        ("Once", {"stop": 5}),
+        ("Once", {"stop": b"END"}),
+        ("Once", {"policy_settings": 5}),
+        ("Once", {"policy_settings": "depth"}),
     ],
 )
 def test_wrong_types(client: Client, prompt: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=r"must be|unexpected keyword"):
+    with pytest.raises(TypeError, match=f"{next(iter(options), 'prompt')}.* must be"):
         client.generate(prompt, **options)
+
+
+def test_an_option_that_does_not_exist(client: Client) -> None:
+    with pytest.raises(
+        TypeError, match="there is no option 'temprature'; the options are max_new_tokens, temperature,"
+    ):
+        client.generate("Once", temprature=1.0)  # type: ignore[call-arg]
 
 
 def test_a_request_too_large_for_any_server_is_refused_here(service: FakeDraftService) -> None:

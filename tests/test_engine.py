@@ -131,24 +131,47 @@ def test_a_moved_slot_overlapping_its_target_is_safe(tmp_path):
     assert torch.equal(after[:, :, :, :2], before[:, :, :, :2])
 
 
-@pytest.mark.parametrize("reads_further", ["to whole vectors", "to a static shape"])
-def test_a_row_that_broke_is_whole_again_for_its_next_session(tmp_path, reads_further, monkeypatch):
-    monkeypatch.setattr(engine_module, "lacks_kernels", lambda dtype: reads_further == "to whole vectors")
+BROKEN = 7  # a token whose keys and values are NaN, as where float16 overflows
+
+
+@pytest.fixture(name="breaking", params=["no further", "to whole vectors", "to a static shape"])
+def breaking_fixture(request, tmp_path, monkeypatch):
+    """An engine that gives NaN for one token, by how many keys it reads."""
+    monkeypatch.setattr(engine_module, "lacks_kernels", lambda dtype: request.param == "to whole vectors")
     path = save_random_model(tmp_path / "model", "llama", 1)
-    engine = Engine.load(ModelSettings(str(path), static_shapes=reads_further == "to a static shape"))
-    broken = 7  # a token whose keys and values are NaN, as where float16 overflows
+    engine = Engine.load(ModelSettings(str(path), static_shapes=request.param == "to a static shape"))
     with torch.inference_mode():
-        engine.model.get_input_embeddings().weight[broken] = float("nan")
+        engine.model.get_input_embeddings().weight[BROKEN] = float("nan")
+    return engine
+
+
+def test_a_session_that_broke_does_not_break_the_next(breaking):
     logits = []
-    for tokens in ([5] * 20, [broken] * 40, [5] * 20):
-        row = engine.arena.allocate()
+    for tokens in ([5] * 20, [BROKEN] * 40, [5] * 20):
+        row = breaking.arena.allocate()
         for start, stop in ((0, 19), (19, 20)):
-            last = engine.forward([Segment(row, start, tokens[start:stop], range(start, stop))])[0][-1]
+            last = breaking.forward([Segment(row, start, tokens[start:stop], range(start, stop))])[0][-1]
         logits.append(last.clone())
-        engine.forward([Segment(row, 20, tokens[20:] or [5], range(20, max(len(tokens), 21)))])
-        engine.arena.free(row)
+        breaking.forward([Segment(row, 20, tokens[20:] or [5], range(20, max(len(tokens), 21)))])
+        breaking.arena.free(row)
     assert logits[1].isnan().all(), "or the test tests nothing"
     torch.testing.assert_close(logits[2], logits[0])
+
+
+def test_a_token_that_broke_breaks_no_token_that_does_not_see_it(breaking):
+    """A guess that the target never makes must not reach its choices, neither in that tree's round nor in the next."""
+    logits = []
+    siblings = torch.eye(3, dtype=torch.bool)
+    for guess in (9, BROKEN):
+        row = breaking.arena.allocate()
+        breaking.forward([Segment(row, 0, [5] * 19, range(19))])
+        tree = breaking.forward([Segment(row, 19, [6, guess, 8], [19] * 3, mask=siblings)])[0].clone()
+        after = breaking.forward([Segment(row, 20, [5], [20])])[0].clone()
+        logits.append((tree[0], tree[2], after[0]))
+        breaking.arena.free(row)
+    assert tree[1].isnan().all(), "or the test tests nothing"
+    for broken, whole in zip(*reversed(logits), strict=True):
+        torch.testing.assert_close(broken, whole)
 
 
 @pytest.mark.parametrize(

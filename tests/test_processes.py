@@ -14,7 +14,7 @@ from model_zoo import save_random_model
 from transformers import PreTrainedTokenizerFast
 
 from dynatree.cli.service_pair import service_pair
-from dynatree.client import Client, DynaTreeError
+from dynatree.client import Client, DynaTreeError, ServerUnavailableError
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 COMMAND = [sys.executable, "-m", "dynatree.cli.main"]
@@ -66,6 +66,11 @@ def test_a_wrong_model_path():
     )
 
 
+def test_a_model_path_where_nothing_is_is_no_hub_name(tmp_path):
+    result = run("verify", "--target-model", f"{tmp_path}/none", "--listen", "localhost:0")
+    assert_one_clear_line(result, f"there is no model at {tmp_path}/none")
+
+
 def test_an_unknown_option_is_an_error():
     result = run("verify", "--target-model", "embedded", "--max-session", "3")
     assert_one_clear_line(result, "unrecognized arguments: --max-session", status=2)
@@ -111,11 +116,24 @@ def test_an_unreachable_verify_service(models, tmp_path):
     assert_one_clear_line(result, "no verify service answered at unix:", "within 1 s")
 
 
-def test_different_tokenizers(models, tmp_path, start):
-    other = save_random_model(tmp_path / "other", "gpt_neox", seed=2)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(other)
+def test_a_draft_service_where_the_verify_service_should_be(models, tmp_path, start):
+    verify, draft = f"unix:{tmp_path}/verify.sock", f"unix:{tmp_path}/draft.sock"
+    start("verify", "--target-model", str(models[0]), "--listen", verify)
+    start("draft", "--draft-model", str(models[1]), "--verify", verify, "--listen", draft)
+    result = run("draft", "--draft-model", str(models[1]), "--verify", draft, "--listen", f"unix:{tmp_path}/other.sock")
+    assert_one_clear_line(result, f"the service at {draft} is no verify service")
+
+
+def save_with_another_tokenizer(folder, family):
+    model = save_random_model(folder, family, seed=2)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
     tokenizer.add_tokens(["something else"])
-    tokenizer.save_pretrained(other)
+    tokenizer.save_pretrained(model)
+    return model
+
+
+def test_different_tokenizers(models, tmp_path, start):
+    other = save_with_another_tokenizer(tmp_path / "other", "gpt_neox")
     verify = f"unix:{tmp_path}/verify.sock"
     start("verify", "--target-model", str(models[0]), "--listen", verify)
     result = run("draft", "--draft-model", str(other), "--verify", verify, "--listen", f"unix:{tmp_path}/draft.sock")
@@ -180,6 +198,70 @@ def test_a_verify_service_that_dies_and_comes_back(models, tmp_path, start):
             except DynaTreeError:
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
+
+
+def test_a_verify_service_that_comes_back_with_another_model(models, tmp_path, start):
+    """Requests are checked against the model that is there, and so is what is learnt of it."""
+    verify, draft = f"unix:{tmp_path}/verify.sock", f"unix:{tmp_path}/draft.sock"
+
+    def serve(model):
+        return start("verify", "--target-model", str(model), "--listen", verify)
+
+    service = serve(models[0])
+    drafting = start("draft", "--draft-model", str(models[1]), "--verify", verify, "--listen", draft)
+    longer = save_random_model(tmp_path / "longer", "gpt2", seed=3, n_positions=400)
+    mismatched = save_with_another_tokenizer(tmp_path / "mismatched", "llama")
+    with Client(draft) as client:
+        assert client.model_info().target.name == "target"
+        client.generate("Hello", max_new_tokens=5)
+        service.kill()
+        service.wait()
+        assert client.model_info().target.name == "target"  # as far as is known
+        service = serve(longer)
+        wait_until(lambda: client.model_info().target.name == "longer")
+        assert client.model_info().target.context_length == 400
+        options = {"max_new_tokens": 60, "ignore_eos": True}
+        plain = client.generate("Hello", policy="autoregressive", **options)
+        assert client.generate("Hello", policy="linear", **options).token_ids == plain.token_ids
+        service.kill()
+        service.wait()
+        serve(mismatched)
+        with pytest.raises(DynaTreeError, match=r"out of reach|different tokenizers") as error:
+            client.generate("Hello", max_new_tokens=5)
+        wait_until(lambda: "different tokenizers" in failure(client))
+        assert "draft model draft and target model mismatched" in failure(client)
+        assert error.value.token_ids == ()
+    drafting.terminate()
+    drafting.wait()
+    (line,) = drafting.stderr.read().splitlines()
+    assert line.endswith("the verify service was started anew, with longer (float32)")
+
+
+def failure(client):
+    with pytest.raises(DynaTreeError) as error:
+        client.generate("Hello", max_new_tokens=5)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("stopped", ["draft", "verify"])
+def test_a_completion_that_outlasts_the_grace_is_ended_with_its_reason(models, tmp_path, start, stopped):
+    verify, draft = f"unix:{tmp_path}/verify.sock", f"unix:{tmp_path}/draft.sock"
+    grace = ["--grace", "0"]
+    processes = {
+        "verify": start("verify", "--target-model", str(models[0]), "--listen", verify, *grace),
+        "draft": start("draft", "--draft-model", str(models[1]), "--verify", verify, "--listen", draft, *grace),
+    }
+    with Client(draft) as client:
+        stream = client.stream("Hello", ignore_eos=True, policy="autoregressive", n=64)
+        next(stream)
+        processes[stopped].send_signal(signal.SIGTERM)
+        with pytest.raises(
+            ServerUnavailableError, match=r"the service is shutting down .tokens received: \d+"
+        ) as error:
+            list(stream)
+        assert len(error.value.token_ids) > 0
+    assert processes[stopped].wait(20) == 0
+    assert processes[stopped].stderr.read() == ""
 
 
 def test_services_end_with_the_command_that_started_them(tmp_path):

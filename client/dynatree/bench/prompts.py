@@ -16,6 +16,7 @@ Encode = Callable[[str], Sequence[int]]
 
 FIELDS = ("prompt", "prefix", "text", "turns", "question")  # of several entries, the first that the first one has
 _JSONL_SUFFIXES = (".jsonl", ".ndjson")
+_FILE_SUFFIXES = (*_JSONL_SUFFIXES, ".txt", ".md", ".json", ".csv")
 _BLANK_LINES = re.compile(r"(?:\A|\n)(?:[ \t\r]*\n)+")
 _MARGIN = 16  # tokens that the end of a cut text may spoil
 
@@ -79,9 +80,16 @@ def read_prompts(source: Path, selection: Selection, encode: Encode) -> Prompts:
     try:
         if source.exists() and not source.is_dir():
             return _of_file(source, selection, encode)
+        if not source.exists() and _can_only_be_a_file(source):
+            raise SystemExit(f"there is no file {source}")
         return _of_data_set(load_data_set(str(source), selection.split), selection, encode)
     except ValueError as error:
         raise SystemExit(f"{source}: {error}") from None
+
+
+def _can_only_be_a_file(source: Path) -> bool:
+    """Whether no data set has such a name (`NAME` or `OWNER/NAME`); without a network asking the hub takes long."""
+    return source.suffix in _FILE_SUFFIXES or source.is_absolute() or len(source.parts) > 2 or source.parts[0] == ".."
 
 
 def _of_file(path: Path, selection: Selection, encode: Encode) -> Prompts:

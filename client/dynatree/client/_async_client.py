@@ -120,7 +120,7 @@ class AsyncClient(BaseClient):
 
         Raises:
             DynaTreeError: one of its subclasses; see `dynatree.client`. It carries what was received.
-            TypeError: an option has the wrong type.
+            TypeError: there is no such option, or it has the wrong type.
         """
         async with self.stream(prompt, timeout=timeout, **options) as stream:
             async for _ in stream:

@@ -101,7 +101,7 @@ class Client(BaseClient):
 
         Raises:
             DynaTreeError: one of its subclasses; see `dynatree.client`. It carries what was received.
-            TypeError: an option has the wrong type.
+            TypeError: there is no such option, or it has the wrong type.
         """
         with self.stream(prompt, timeout=timeout, **options) as stream:
             for _ in stream:

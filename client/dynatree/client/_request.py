@@ -94,13 +94,16 @@ def build_request(
     trace: bool = False,
     policy: str | None = None,
     policy_settings: Mapping[str, float] | None = None,
+    **unknown: object,
 ) -> draft_pb2.GenerateRequest:
     """The message for one call; see `GenerateOptions` for what the options mean.
 
     Raises:
-        TypeError: an option has the wrong Python type.
+        TypeError: there is no such option, or it has the wrong Python type.
         InvalidRequestError: a value that the message cannot carry, such as a negative count.
     """
+    for option in unknown:
+        raise TypeError(f"there is no option {option!r}; the options are {', '.join(GenerateOptions.__annotations__)}")
     sampling = tree_pb2.SamplingOptions(
         temperature=_number("temperature", temperature),
         top_k=_integer("top_k", top_k, _UINT32_MAX),
@@ -161,10 +164,14 @@ def _scheme(name: str) -> tree_pb2.SamplingScheme:
 
 
 def _stop(stop: str | Sequence[str]) -> list[str]:
+    if isinstance(stop, (bytes, bytearray)) or not isinstance(stop, Iterable):
+        raise TypeError(f"stop must be a str or a sequence of them, not {type(stop).__name__}")
     return [_string("stop", text) for text in ([stop] if isinstance(stop, str) else stop)]
 
 
 def _policy(name: str | None, settings: Mapping[str, float] | None) -> draft_pb2.Policy | None:
+    if settings is not None and not isinstance(settings, Mapping):
+        raise TypeError(f"policy_settings must be a mapping, not {type(settings).__name__}")
     if name is None and not settings:
         return None
     return draft_pb2.Policy(

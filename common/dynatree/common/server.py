@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -30,6 +30,7 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),  # a peer that vanished without a word must not hold its session
     ("grpc.keepalive_timeout_ms", 10_000),
 )
+HELD_SECONDS = 24 * 3600.0  # gRPC itself ends no call of ours: it would not wait for what uses the model
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 20_000),  # not below the server's min_ping_interval_without_data_ms
@@ -48,7 +49,8 @@ class Server:
     """
 
     def __init__(self, service_names: Sequence[str]) -> None:
-        self._server = grpc.aio.server(interceptors=[ErrorMapping()], options=SERVER_OPTIONS)
+        self._calls = Calls()
+        self._server = grpc.aio.server(interceptors=[self._calls], options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         self._names = service_names
         self.address = ""
@@ -90,13 +92,26 @@ class Server:
         await self.stop(grace)
 
     async def stop(self, grace: float) -> None:
-        """Report NOT_SERVING, refuse new calls, and end open ones after `grace` seconds."""
+        """Report NOT_SERVING, refuse new calls, and end open ones after `grace` seconds; returns when they have ended.
+
+        So whatever they use may be closed then. A call that is ended so gets UNAVAILABLE.
+        """
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace)
+        refusing = asyncio.ensure_future(self._server.stop(grace + HELD_SECONDS))
+        await self._calls.end(grace)
+        await self._server.stop(None)  # health and reflection: streams that are watched have no end of their own
+        await refusing
 
 
-class ErrorMapping(grpc.aio.ServerInterceptor):
-    """Maps domain errors to their gRPC codes; anything else becomes INTERNAL with an id, its detail only in the log."""
+class Calls(grpc.aio.ServerInterceptor):
+    """The open calls of this package's services, each ended with the code that its error has.
+
+    Domain errors have their gRPC codes; anything else becomes INTERNAL with an id, its detail only in the log.
+    """
+
+    def __init__(self) -> None:
+        self._open: set[asyncio.Task[Any]] = set()
+        self._ending = False
 
     async def intercept_service(
         self,
@@ -111,42 +126,64 @@ class ErrorMapping(grpc.aio.ServerInterceptor):
         if handler is None or not handler_call_details.method.startswith("/dynatree."):
             return handler  # type: ignore[no-any-return]
         if handler.unary_unary:
-            return handler._replace(unary_unary=_map_awaited(handler.unary_unary))  # type: ignore[no-any-return]
+            return handler._replace(unary_unary=self._awaited(handler.unary_unary))  # type: ignore[no-any-return]
         if handler.unary_stream:
-            return handler._replace(unary_stream=_map_stream(handler.unary_stream))  # type: ignore[no-any-return]
-        return handler._replace(stream_stream=_map_awaited(handler.stream_stream))  # type: ignore[no-any-return]
+            return handler._replace(unary_stream=self._stream(handler.unary_stream))  # type: ignore[no-any-return]
+        return handler._replace(stream_stream=self._awaited(handler.stream_stream))  # type: ignore[no-any-return]
 
+    async def end(self, grace: float) -> None:
+        """Wait `grace` seconds for the open calls, then end those that are left, and wait for them to clean up."""
+        if self._open:
+            await asyncio.wait(self._open, timeout=grace)
+        self._ending = True
+        for task in self._open:
+            task.cancel()
+        while self._open:
+            await asyncio.wait(self._open)
 
-def _map_awaited(behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            return await behavior(request, context)
-        except Exception as error:
-            return await _abort(error, context)
+    def _awaited(self, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            self._begin()
+            try:
+                return await behavior(request, context)
+            except (Exception, asyncio.CancelledError) as error:
+                await self._abort(error, context)
 
-    return mapped
+        return mapped
 
+    def _stream(self, behavior: Callable[..., AsyncIterator[Any]]) -> Callable[..., Awaitable[Any]]:
+        """Written from here, not by gRPC, so that the generator is closed before the call ends, whatever ends it."""
 
-def _map_stream(behavior: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
-    async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        try:
+        async def written(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             async with aclosing(behavior(request, context)) as responses:  # type: ignore[type-var]
                 async for response in responses:
-                    yield response
-        except Exception as error:
-            await _abort(error, context)
+                    await context.write(response)
 
-    return mapped
+        return self._awaited(written)
 
+    def _begin(self) -> None:
+        """The task that runs a call is gRPC's own, and ends with it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+        if self._ending:
+            task.cancel()
 
-async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    if isinstance(error, ServiceError):
-        await context.abort(error.code, str(error))
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    request_id = uuid.uuid4().hex[:12]
-    log.error("request %s failed", request_id, exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, f"internal error; the service's log has it as request {request_id}")
+    async def _abort(self, error: BaseException, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+        if isinstance(error, asyncio.CancelledError):
+            if not self._ending or context.cancelled():
+                raise error
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
+        if isinstance(error, ServiceError):
+            await context.abort(error.code, str(error))
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        request_id = uuid.uuid4().hex[:12]
+        log.error("request %s failed", request_id, exc_info=error)
+        await context.abort(
+            grpc.StatusCode.INTERNAL, f"internal error; the service's log has it as request {request_id}"
+        )
 
 
 def check_address(address: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -16,11 +17,22 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     Raises:
         StartupError: There is none, or it cannot be read.
     """
+    check_folder(model)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and its backends' own types here
         raise StartupError(f"no tokenizer could be loaded for model {model!r}: {first_line(error)}") from error
     return tokenizer
+
+
+def check_folder(model: str) -> None:
+    """Refuse an absolute path at which nothing is, before it is taken for a name on the hub.
+
+    Raises:
+        StartupError: Nothing is there.
+    """
+    if Path(model).is_absolute() and not Path(model).exists():
+        raise StartupError(f"there is no model at {model}")
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -16,16 +16,16 @@ from dynatree.common.command import (
 )
 from dynatree.common.engine import Engine, ModelSettings, measure_forwards
 from dynatree.common.errors import FailedPreconditionError, StartupError
-from dynatree.common.model_info import check_same_tokenizer
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.server import Server
 from dynatree.draft.drafter import Drafter
 from dynatree.draft.policies import DEFAULT_POLICY, create_policy, policy_names
 from dynatree.draft.service import SERVICE_NAME, DefaultPolicy, DraftService
 from dynatree.draft.verify_client import VerifyClient
-from dynatree.v1 import draft_pb2_grpc, tree_pb2
+from dynatree.v1 import draft_pb2_grpc
 
 MEASURED_ROWS = 6  # a level of a tree has about so many
+AHEAD = {"auto": None, "on": True, "off": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--draft-ahead",
-        choices=["auto", "on", "off"],
+        choices=list(AHEAD),
         default="auto",
         help="read on while the verify service works; auto: if it has a device of its own (default: auto)",
     )
@@ -105,10 +105,12 @@ async def serve(
         engine = await thread.run(Engine.load, settings)
         target = await verify.target(verify_timeout)
         engine.info.forward_costs.extend(await thread.run(measure_forwards, engine, MEASURED_ROWS))
-        drafter = Drafter(engine, MAX_TREE_NODES, vocab_size=_shared_vocabulary(engine, target))
+        drafter = Drafter(engine, MAX_TREE_NODES, engine.info.vocab_size)
         server = Server([SERVICE_NAME])
-        ahead = draft_ahead == "on" or (draft_ahead == "auto" and engine.info.device_id != target.device_id)
-        service = DraftService(drafter, thread, verify, target, policy, ahead)
+        try:
+            service = DraftService(drafter, thread, verify, target, policy, AHEAD[draft_ahead])
+        except FailedPreconditionError as error:
+            raise StartupError(str(error)) from error
         draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]
         await server.start(address)
         info = engine.info
@@ -117,19 +119,6 @@ async def serve(
         thread.shutdown()
     finally:
         await verify.close()
-
-
-def _shared_vocabulary(engine: Engine, target: tree_pb2.ModelInfo) -> int:
-    """How many token ids may be proposed: those that the tokenizer has and both models embed.
-
-    Raises:
-        StartupError: The tokenizers differ.
-    """
-    try:
-        check_same_tokenizer(engine.info, target)
-    except FailedPreconditionError as error:
-        raise StartupError(str(error)) from error
-    return min(max(engine.tokenizer.get_vocab().values()) + 1, engine.info.vocab_size, target.vocab_size)
 
 
 def _setting(text: str) -> tuple[str, float]:

@@ -70,12 +70,15 @@ class Drafter:
         engine: The draft model; its arena needs `2 * max_tree_nodes` scratch slots a session.
         max_tree_nodes: The largest tree of any policy.
         vocab_size: Tokens that may be proposed: those that both models embed and the tokenizer has.
+
+    Attributes:
+        vocab_size: The same; another target may change it.
     """
 
     def __init__(self, engine: Engine, max_tree_nodes: int, vocab_size: int) -> None:
         self.engine = engine
         self._max_tree_nodes = max_tree_nodes
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._context = engine.info.context_length
 
     def open(self, prompt_ids: Sequence[int], sampling: Sampling) -> DraftSession:
@@ -190,7 +193,7 @@ class Drafter:
     ) -> None:
         """Give nodes their best `breadth` continuations, by the logits after each `[nodes, vocabulary]`."""
         sampling = session.sampling
-        logits = logits[:, : self._vocab_size].float().nan_to_num(nan=0.0)  # a guess may be bad; a tree must be finite
+        logits = logits[:, : self.vocab_size].float().nan_to_num(nan=0.0)  # a guess may be bad; a tree must be finite
         histories = None
         if sampling.needs_history:
             paths = [[above.token for above in reversed(tree.path(node))] for node in nodes]

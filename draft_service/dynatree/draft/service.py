@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 
-from dynatree.common.errors import InvalidArgumentError
-from dynatree.common.model_info import token_limit
+from dynatree.common.errors import InvalidArgumentError, ServiceError
+from dynatree.common.model_info import check_same_tokenizer, token_limit
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import check_token_ids
@@ -21,11 +23,14 @@ from dynatree.draft.policies import DRAWING_POLICY, create_policy, policies_that
 from dynatree.draft.verify_client import VerifyClient
 from dynatree.v1 import draft_pb2, draft_pb2_grpc, tree_pb2
 
+log = logging.getLogger(__name__)
+
 Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_COMPLETIONS = 64
+ASKING_SECONDS = 1.0  # for the target's name; the last known is told instead
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,16 @@ class DefaultPolicy:
 
 
 class DraftService(draft_pb2_grpc.DraftServiceServicer):
-    """Serves completions on one drafter and one verify service."""
+    """Serves completions on one drafter and one verify service.
+
+    The verify service may be started anew with another model: every completion asks for it.
+
+    Args:
+        ahead: Whether to read on while the verify service works; None: where it has a device of its own.
+
+    Raises:
+        FailedPreconditionError: The models' tokenizers differ.
+    """
 
     def __init__(
         self,
@@ -46,21 +60,48 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         verify: VerifyClient,
         target: tree_pb2.ModelInfo,
         default_policy: DefaultPolicy,
-        ahead: bool,
+        ahead: bool | None,
     ) -> None:
         self._drafter = drafter
         self._thread = thread
         self._tokenizer_thread = ModelThread("tokenizer")  # a long prompt takes seconds, and others are streaming
         self._verify = verify
-        self._target = target
         self._default_policy = default_policy
-        self._ahead = ahead
-        self._costs = Costs(target.forward_costs, drafter.engine.info.forward_costs)
+        self._ahead_option = ahead
+        self._adopt(target)
+
+    def _adopt(self, target: tree_pb2.ModelInfo) -> None:
+        """Work with this target from now on; what rounds cost with another is forgotten.
+
+        Raises:
+            FailedPreconditionError: Its tokenizer is not the draft's.
+        """
+        engine = self._drafter.engine
+        check_same_tokenizer(engine.info, target)
+        known_ids = max(engine.tokenizer.get_vocab().values()) + 1
+        self._drafter.vocab_size = min(known_ids, engine.info.vocab_size, target.vocab_size)
+        self._costs = Costs(target.forward_costs, engine.info.forward_costs)
+        apart = engine.info.device_id != target.device_id
+        self._ahead = apart if self._ahead_option is None else self._ahead_option
+        self._target = target
+
+    async def _ask_for_target(self, timeout: float | None) -> None:
+        """Adopt the verify service's model, if it is not the one that it had when it was asked last.
+
+        Raises:
+            ServiceError: The service cannot be reached, or its tokenizer is another one.
+        """
+        target = await self._verify.model_info(timeout)
+        if target != self._target:
+            self._adopt(target)
+            log.warning("the verify service was started anew, with %s (%s)", target.name, target.dtype)
 
     async def GetModelInfo(  # noqa: N802
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
         """Both models, and the policies with the default first."""
+        with suppress(ServiceError):
+            await self._ask_for_target(ASKING_SECONDS)
         default = self._default_policy.name
         others = [name for name in policy_names() if name != default]
         return draft_pb2.DraftServiceGetModelInfoResponse(
@@ -76,6 +117,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         prompt_ids = await self._prompt_ids(request)
         seed = request.sampling.seed if request.sampling.HasField("seed") else secrets.randbits(63)
         for index in range(count):
+            await self._ask_for_target(context.time_remaining())
             checked = self._checked(request, prompt_ids, (seed + index) % 2**64)
             generation = Generation(checked, self._drafter, self._thread, self._verify)
             async for response in generation.run(timeout=context.time_remaining()):

@@ -66,12 +66,29 @@ class VerifyClient:
             StartupError: It did not, or it refused.
         """
         try:
-            request = verify_pb2.VerifyServiceGetModelInfoRequest()
-            response = await self._stub.GetModelInfo(request, timeout=timeout, wait_for_ready=True)
+            return await self._ask(timeout, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise StartupError(f"no verify service answered at {self._address} within {timeout:g} s") from error
+            if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+                raise StartupError(f"the service at {self._address} is no verify service of DynaTree") from error
             raise StartupError(f"the verify service at {self._address} refused: {error.details()}") from error
+
+    async def model_info(self, timeout: float | None) -> tree_pb2.ModelInfo:
+        """The target model, of a service that is up.
+
+        Raises:
+            PeerUnavailableError: It is not.
+            ServiceError: It refused.
+        """
+        try:
+            return await self._ask(timeout)
+        except grpc.aio.AioRpcError as error:
+            raise translated(error.code(), error.details(), self._address) from error
+
+    async def _ask(self, timeout: float | None, *, wait_for_ready: bool = False) -> tree_pb2.ModelInfo:
+        request = verify_pb2.VerifyServiceGetModelInfoRequest()
+        response = await self._stub.GetModelInfo(request, timeout=timeout, wait_for_ready=wait_for_ready)
         model: tree_pb2.ModelInfo = response.model
         return model
 
@@ -122,17 +139,19 @@ class VerifySession:
             await self._call.write(request)
             response = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise self._translated(error.code(), error.details()) from error
+            raise translated(error.code(), error.details(), self._address) from error
         except asyncio.InvalidStateError as error:  # the stream was over before the write
-            raise self._translated(await self._call.code(), await self._call.details()) from error
+            raise translated(await self._call.code(), await self._call.details(), self._address) from error
         if response is grpc.aio.EOF:
-            raise self._translated(await self._call.code(), await self._call.details())
+            raise translated(await self._call.code(), await self._call.details(), self._address)
         assert isinstance(response, verify_pb2.VerifyResponse)
         return response
 
-    def _translated(self, code: grpc.StatusCode, details: str | None) -> ServiceError:
-        if code in PASSED_ON:
-            return PASSED_ON[code](details or code.name)
-        if code == grpc.StatusCode.UNAVAILABLE:
-            return PeerUnavailableError(f"the verify service at {self._address} is out of reach: {details}")
-        return PeerFailedError(f"the verify service at {self._address} ended the session with {code.name}: {details}")
+
+def translated(code: grpc.StatusCode, details: str | None, address: str) -> ServiceError:
+    """What a client is told of a status that the verify service at `address` ended a call with."""
+    if code in PASSED_ON:
+        return PASSED_ON[code](details or code.name)
+    if code == grpc.StatusCode.UNAVAILABLE:
+        return PeerUnavailableError(f"the verify service at {address} is out of reach: {details}")
+    return PeerFailedError(f"the verify service at {address} ended the session with {code.name}: {details}")

@@ -25,6 +25,9 @@ class KVArena:
 
     A session owns one row. Its first slots are its committed tokens in order; speculative tokens sit behind them.
     Keys carry their rotary position, so a slot may be moved without changing what it says.
+
+    Every number in it is finite. A mask keeps a slot's numbers out of attention, but no NaN, and in float16 a token
+    that is not accepted, or another session's, may overflow: then zeros are stored.
     """
 
     def __init__(self, shape: KVShape, sessions: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -33,7 +36,6 @@ class KVArena:
         # [layer, key or value, row, head, slot, dim]
         self._data = _zeros((shape.layers, 2, sessions, shape.kv_heads, capacity, shape.head_dim), dtype, device)
         self._free = list(reversed(range(sessions)))
-        self._written = [0] * sessions  # of each row, one past the last slot that may hold anything
 
     @property
     def free_rows(self) -> int:
@@ -44,27 +46,20 @@ class KVArena:
         """A free row, or None when every row is owned."""
         return self._free.pop() if self._free else None
 
-    @torch.inference_mode()
     def free(self, row: int) -> None:
-        """Give a row back, emptied: masks keep a slot's numbers out of attention, but no NaN a model has left there."""
-        # a graph that a GPU replays writes unseen; on a CPU zeros would take up memory that was never used
-        written = self._written[row] if self._data.device.type == "cpu" else self.capacity
-        self._data[:, :, row, :, :written] = 0
-        self._written[row] = 0
+        """Give a row back."""
         self._free.append(row)
 
     def write(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Store keys and values `[kv_heads, n, head_dim]` of one layer in slots `start` to `start + n`."""
         stop = start + keys.shape[1]
-        self._written[row] = max(self._written[row], stop)
-        self._data[layer, 0, row, :, start:stop] = keys
-        self._data[layer, 1, row, :, start:stop] = values
+        for slots, numbers in zip(self._data[layer, :, row, :, start:stop], (keys, values), strict=True):
+            torch.nan_to_num(numbers.to(slots.dtype), nan=0.0, posinf=0.0, neginf=0.0, out=slots)
 
     def put(self, layer: int, row: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values `[kv_heads, n, head_dim]` of one layer in the slots of an index tensor `[n]`."""
-        self._written[row] = self.capacity  # which slots these are would have to be asked of the device
-        self._data[layer, 0, row].index_copy_(1, slots, keys)
-        self._data[layer, 1, row].index_copy_(1, slots, values)
+        for held, numbers in zip(self._data[layer, :, row], (keys, values), strict=True):
+            held.index_copy_(1, slots, numbers.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
     def read(self, layer: int, row: int, stop: int) -> tuple[Tensor, Tensor]:
         """Views of one layer's keys and values in slots 0 to `stop`, each `[kv_heads, stop, head_dim]`."""
@@ -89,7 +84,7 @@ class KVArena:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros: static shapes read slots that were never written, and a mask keeps out numbers, but no NaN.
+    """Zeros: static shapes read slots that were never written.
 
     On a CPU, memory that is paid for page by page as it is first written; torch's own may come in huge pages.
     """

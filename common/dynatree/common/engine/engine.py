@@ -22,7 +22,7 @@ from dynatree.common.engine.packing import lacks_kernels, pack
 from dynatree.common.engine.static import StaticBatch, StaticForwards, StaticShape
 from dynatree.common.engine.support import check_config, check_outputs, record_attention
 from dynatree.common.errors import StartupError
-from dynatree.common.tokenizer import fingerprint, first_line, load_tokenizer
+from dynatree.common.tokenizer import check_folder, fingerprint, first_line, load_tokenizer
 from dynatree.common.version import version
 from dynatree.v1 import tree_pb2
 
@@ -196,6 +196,7 @@ def _step_bytes(model: PreTrainedModel) -> int:
 def _load_model(settings: ModelSettings, name: str) -> PreTrainedModel:
     if settings.dtype not in {"auto", *DTYPES}:
         raise StartupError(f"dtype is {settings.dtype!r}, expected auto, {', '.join(DTYPES)}")
+    check_folder(settings.model)
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
