@@ -134,7 +134,7 @@ def test_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--target-model", "/no/such/model"], "could not be loaded"),
+        (["--target-model", "/no/such/model"], "there is no model at /no/such/model"),
         (["--device", "nowhere"], "device nowhere cannot be used"),
         (["--out", "/no/such/folder/out.json"], "cannot be written"),
     ],

@@ -258,7 +258,7 @@ def test_a_measurement_can_go_to_a_pipe(tmp_path: Path) -> None:
         (["--policy", "none"], "unknown policy 'none'"),
         (["--max-new-tokens", "3000"], "do not fit into the context of embedded-"),
         (["--target-model", "/no/such/model"], "there is no model at /no/such/model"),
-        (["--target-model", "no/such/model"], "no tokenizer could be loaded for model 'no/such/model'"),
+        (["--target-model", "no such model"], "no tokenizer could be loaded for model 'no such model'"),
         (["--prompts", "/no/such/file"], "there is no file /no/such/file"),
         (["--prompts", "nofile"], "there is no file nofile, and no data set"),
         (["--count", "100"], "too short for 100 prompts"),

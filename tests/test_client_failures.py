@@ -217,8 +217,8 @@ def test_a_server_that_goes_away(tmp_path: Path) -> None:
             client.generate("Once")
 
 
-@pytest.mark.parametrize("address", ["", "localhost", "localhost:", "unix:"])
-def test_addresses_that_are_none(address: str) -> None:
+@pytest.mark.parametrize("address", ["", "localhost", "localhost:", "unix:", None, 5])
+def test_addresses_that_are_none(address: Any) -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(ValueError, match="host:port or unix:PATH"):
             kind(address)
@@ -229,6 +229,12 @@ def test_addresses_that_are_none(address: str) -> None:
 def test_timeouts_that_are_none(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be a positive number"):
         Client("localhost:1", **{name: value})
+
+
+@pytest.mark.parametrize("name", ["timeout", "connect_timeout"])
+def test_timeouts_of_another_type(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be a number of seconds, not str"):
+        Client("localhost:1", **{name: "5"})
 
 
 def test_a_proxy_of_the_web_is_not_for_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -62,13 +62,14 @@ def start(tmp_path):
 
 def test_a_wrong_model_path():
     assert_one_clear_line(
-        run("verify", "--target-model", "no/such/model", "--listen", "localhost:0"), "'no/such/model'"
+        run("verify", "--target-model", "no such model", "--listen", "localhost:0"), "'no such model'"
     )
 
 
-def test_a_model_path_where_nothing_is_is_no_hub_name(tmp_path):
-    result = run("verify", "--target-model", f"{tmp_path}/none", "--listen", "localhost:0")
-    assert_one_clear_line(result, f"there is no model at {tmp_path}/none")
+@pytest.mark.parametrize("path", ["/no/such", "./none", "../none", "no/such/model"])
+def test_a_model_path_where_nothing_is_is_no_hub_name(path):
+    result = run("verify", "--target-model", path, "--listen", "localhost:0")
+    assert_one_clear_line(result, f"there is no model at {path}")
 
 
 def test_an_unknown_option_is_an_error():
@@ -264,6 +265,42 @@ def test_a_completion_that_outlasts_the_grace_is_ended_with_its_reason(models, t
     assert processes[stopped].stderr.read() == ""
 
 
+@pytest.mark.parametrize(("stopped", "leaves"), [("draft", False), ("draft", True), ("verify", False)])
+def test_a_client_that_reads_nothing_holds_up_no_stop(tmp_path, start, stopped, leaves):
+    verify, draft = f"unix:{tmp_path}/verify.sock", f"unix:{tmp_path}/draft.sock"
+    grace = ["--grace", "0"]
+    processes = {
+        "verify": start("verify", "--target-model", "embedded", "--listen", verify, *grace),
+        "draft": start("draft", "--draft-model", "embedded", "--verify", verify, "--listen", draft, *grace),
+    }
+    small_window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    with Client(draft, channel_options=small_window) as client:
+        stream = client.stream("Once upon a time", policy="hybrid", trace=True, ignore_eos=True)
+        next(stream)
+        wait_until(lambda: is_idle(processes["verify"]))  # the stream is full
+        processes[stopped].send_signal(signal.SIGTERM)
+        if leaves:
+            time.sleep(0.3)
+            stream.close()
+        assert processes[stopped].wait(20) == 0
+        assert processes[stopped].stderr.read() == ""
+        if not leaves:
+            with pytest.raises(ServerUnavailableError):
+                list(stream)
+
+
+def is_idle(process):
+    """Whether a process uses less than a tenth of a processor."""
+    before = processor_seconds(process)
+    time.sleep(0.5)
+    return processor_seconds(process) - before < 0.05
+
+
+def processor_seconds(process):
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def test_services_end_with_the_command_that_started_them(tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("It was a dark and stormy night, and nobody was about. " * 40)
@@ -294,6 +331,14 @@ def test_services_end_with_a_command_that_is_killed():
         process.kill()
         process.wait()
     wait_until(lambda: not any(map(is_running, children)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no way to end the children of a killed parent")
+def test_a_service_ends_whose_command_was_killed_before_it_could_ask_for_that():
+    code = "from dynatree.cli.service_pair import _end_with_parent; _end_with_parent({}); print('it lives')"
+    own, dead = os.getpid(), 2**22 + 1  # larger than process ids are
+    results = [subprocess.run([sys.executable, "-c", code.format(pid)], capture_output=True) for pid in (own, dead)]
+    assert [(result.returncode, result.stdout) for result in results] == [(0, b"it lives\n"), (1, b"")]
 
 
 def test_an_interrupt_while_services_start_is_an_interrupt():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -88,7 +90,11 @@ def _child(folder: Path, name: str, arguments: Sequence[str]) -> Iterator[tuple[
     try:
         with log.open("wb") as output, _held_back(signal.SIGINT, signal.SIGTERM):
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=_end_with_parent
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                preexec_fn=partial(_end_with_parent, os.getpid()),
             )
         yield process, log
     finally:
@@ -113,10 +119,12 @@ def _held_back(*numbers: int) -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def _end_with_parent() -> None:
-    """Have Linux end a child whose parent was killed, which no handler could tell it."""
+def _end_with_parent(parent: int) -> None:
+    """Have Linux end a child whose parent was killed, which no handler could tell it; or end it, if that is over."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

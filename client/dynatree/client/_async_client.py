@@ -141,7 +141,7 @@ class AsyncClient(BaseClient):
         return AsyncCompletionStream(start, self._address, request.n)
 
     async def model_info(self, *, timeout: float | None = None) -> ServiceInfo:
-        """The models that the service runs, and its policies.
+        """The models that the service runs (the target as it was last, while its service is down), and its policies.
 
         Raises:
             DynaTreeError: one of its subclasses.

@@ -4,6 +4,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, TypedDict
 
 import grpc
@@ -65,7 +66,7 @@ class BaseClient:
         credentials: grpc.ChannelCredentials | None = None,
         channel_options: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        match = _ADDRESS.fullmatch(address)
+        match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
         if not match or int(match[1] or 0) > _LAST_PORT:
             raise ValueError(f"an address is host:port or unix:PATH, not {address!r}")
         self._address = address
@@ -119,6 +120,8 @@ def draft_stub(channel: grpc.Channel | grpc.aio.Channel) -> draft_pb2_grpc.Draft
 
 
 def _seconds(name: str, value: float) -> float:
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number of seconds, not {type(value).__name__}")
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be a positive number of seconds, not {value!r}")
     return value

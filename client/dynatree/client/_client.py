@@ -118,7 +118,7 @@ class Client(BaseClient):
         return CompletionStream(call, self._address, request.n)
 
     def model_info(self, *, timeout: float | None = None) -> ServiceInfo:
-        """The models that the service runs, and its policies.
+        """The models that the service runs (the target as it was last, while its service is down), and its policies.
 
         Raises:
             DynaTreeError: one of its subclasses.

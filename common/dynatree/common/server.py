@@ -30,6 +30,7 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),  # a peer that vanished without a word must not hold its session
     ("grpc.keepalive_timeout_ms", 10_000),
 )
+LAST_WORDS_SECONDS = 1.0
 HELD_SECONDS = 24 * 3600.0  # gRPC itself ends no call of ours: it would not wait for what uses the model
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -110,7 +111,9 @@ class Calls(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self) -> None:
-        self._open: set[asyncio.Task[Any]] = set()
+        self._open: dict[
+            asyncio.Task[Any], asyncio.Future[None]
+        ] = {}  # done where the handler is: the status may not be sent
         self._ending = False
 
     async def intercept_service(
@@ -132,22 +135,30 @@ class Calls(grpc.aio.ServerInterceptor):
         return handler._replace(stream_stream=self._awaited(handler.stream_stream))  # type: ignore[no-any-return]
 
     async def end(self, grace: float) -> None:
-        """Wait `grace` seconds for the open calls, then end those that are left, and wait for them to clean up."""
+        """Wait `grace` seconds for the open calls, then end those that are left, and wait for them to clean up.
+
+        Peers get a moment to take their statuses; one that reads nothing would never do so.
+        """
         if self._open:
             await asyncio.wait(self._open, timeout=grace)
         self._ending = True
-        for task in self._open:
-            task.cancel()
-        while self._open:
-            await asyncio.wait(self._open)
+        for task, handled in self._open.items():
+            if not handled.done():
+                task.cancel()
+        if self._open:
+            await asyncio.wait(self._open.values())
+            await asyncio.wait(self._open, timeout=LAST_WORDS_SECONDS)
 
     def _awaited(self, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            self._begin()
+            handled = self._begin()
             try:
                 return await behavior(request, context)
             except (Exception, asyncio.CancelledError) as error:
-                await self._abort(error, context)
+                failure = error
+            finally:
+                handled.set_result(None)
+            return await self._abort(failure, context)
 
         return mapped
 
@@ -161,20 +172,24 @@ class Calls(grpc.aio.ServerInterceptor):
 
         return self._awaited(written)
 
-    def _begin(self) -> None:
-        """The task that runs a call is gRPC's own, and ends with it."""
+    def _begin(self) -> asyncio.Future[None]:
+        """The task that runs a call is gRPC's own, and ends when the status is sent."""
         task = asyncio.current_task()
         assert task is not None
-        self._open.add(task)
-        task.add_done_callback(self._open.discard)
+        self._open[task] = asyncio.get_running_loop().create_future()
+        task.add_done_callback(self._open.pop)
         if self._ending:
             task.cancel()
+        return self._open[task]
 
     async def _abort(self, error: BaseException, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
         if isinstance(error, asyncio.CancelledError):
             if not self._ending or context.cancelled():
                 raise error
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
+            try:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
+            except Exception as told:
+                raise (told if isinstance(told, grpc.aio.AbortError) else error) from None  # or the peer has just left
         if isinstance(error, ServiceError):
             await context.abort(error.code, str(error))
         if isinstance(error, grpc.aio.AbortError):

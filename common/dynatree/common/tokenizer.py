@@ -26,12 +26,13 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 def check_folder(model: str) -> None:
-    """Refuse an absolute path at which nothing is, before it is taken for a name on the hub.
+    """Refuse a path at which nothing is, before it is taken for a name on the hub (`NAME` or `OWNER/NAME`).
 
     Raises:
         StartupError: Nothing is there.
     """
-    if Path(model).is_absolute() and not Path(model).exists():
+    path = Path(model)
+    if (path.is_absolute() or model.startswith((".", "~")) or len(path.parts) > 2) and not path.exists():
         raise StartupError(f"there is no model at {model}")
 
 
