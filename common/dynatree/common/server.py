@@ -100,7 +100,8 @@ class Server:
         await self._health.enter_graceful_shutdown()
         refusing = asyncio.ensure_future(self._server.stop(grace + HELD_SECONDS))
         await self._calls.end(grace)
-        await self._server.stop(None)  # health and reflection: streams that are watched have no end of their own
+        # time for peers to take their statuses; one that reads nothing, or watches the health, would never end
+        await self._server.stop(LAST_WORDS_SECONDS)
         await refusing
 
 
@@ -135,10 +136,7 @@ class Calls(grpc.aio.ServerInterceptor):
         return handler._replace(stream_stream=self._awaited(handler.stream_stream))  # type: ignore[no-any-return]
 
     async def end(self, grace: float) -> None:
-        """Wait `grace` seconds for the open calls, then end those that are left, and wait for them to clean up.
-
-        Peers get a moment to take their statuses; one that reads nothing would never do so.
-        """
+        """Wait `grace` seconds for the open calls, then end those that are left, and wait for them to clean up."""
         if self._open:
             await asyncio.wait(self._open, timeout=grace)
         self._ending = True
@@ -147,7 +145,6 @@ class Calls(grpc.aio.ServerInterceptor):
                 task.cancel()
         if self._open:
             await asyncio.wait(self._open.values())
-            await asyncio.wait(self._open, timeout=LAST_WORDS_SECONDS)
 
     def _awaited(self, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
