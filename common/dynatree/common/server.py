@@ -112,9 +112,8 @@ class Calls(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self) -> None:
-        self._open: dict[
-            asyncio.Task[Any], asyncio.Future[None]
-        ] = {}  # done where the handler is: the status may not be sent
+        # each call's task, which ends when its status is sent, and a future that is done when its handler is
+        self._open: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
         self._ending = False
 
     async def intercept_service(
