@@ -34,7 +34,7 @@ def save(model, folder):
 @pytest.mark.parametrize("without_kernels", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_forward_over_the_arena_equals_the_plain_model(tmp_path, architecture, without_kernels, monkeypatch):
-    monkeypatch.setattr(engine_module, "lacks_kernels", lambda dtype: without_kernels)
+    monkeypatch.setattr(engine_module, "sums_alike", lambda dtype: without_kernels)
     path = save_random_model(tmp_path / "model", architecture, seed=5)
     engine = Engine.load(ModelSettings(str(path)))
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
@@ -53,24 +53,47 @@ def test_a_forward_over_the_arena_equals_the_plain_model(tmp_path, architecture,
     assert (torch.cat(got) - expected).abs().max() < 1e-4
 
 
-# Asked of torch, not of lacks_kernels: were that to say no where it should not, the test would fail and not be skipped.
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX2",
-    reason="this processor has its own kernels for bfloat16, which promise no such thing",
+# Asked of torch, not of sums_alike: were that to say no where it should not, these tests would fail and not be skipped.
+equal_bits = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512") or torch.cpu._is_amx_tile_supported(),
+    reason="this processor's 16-bit kernels promise no such thing",
 )
+
+
+@equal_bits
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_bfloat16_without_kernels_gives_the_same_bits_however_many_tokens_are_read_at_once(tmp_path, architecture):
+def test_in_16_bits_a_token_has_the_same_bits_however_many_are_read_at_once(tmp_path, architecture, dtype):
     path = save_random_model(tmp_path / "model", architecture, seed=5)
-    engine = Engine.load(ModelSettings(str(path), dtype="bfloat16", sessions=2))
-    tokens = torch.randint(2, VOCAB_SIZE, (120,), generator=torch.Generator().manual_seed(0)).tolist()
-    row = engine.arena.allocate()
-    engine.forward([Segment(row, 0, tokens[:50], range(50))])
-    steps = [engine.forward([Segment(row, at, [tokens[at]], [at])])[0] for at in range(50, 120)]
+    check_equal_bits(Engine.load(ModelSettings(str(path), dtype=dtype, sessions=1)), 50)
+
+
+@equal_bits
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("start", [160, 340, 500])  # kernels cut sums over keys in halves, and at 512
+def test_in_16_bits_a_token_has_the_same_bits_in_a_wide_model_behind_a_long_context(tmp_path, start, dtype):
+    wide = {"hidden_size": 320, "intermediate_size": 4096, "max_position_embeddings": 1000}
+    path = save_random_model(tmp_path / "model", "gpt_neox", seed=5, **wide)
+    check_equal_bits(Engine.load(ModelSettings(str(path), dtype=dtype, sessions=1)), start)
+
+
+def check_equal_bits(engine, start):
+    """Chains of many lengths behind `start` tokens give the bits of single steps."""
+    longest = 70
+    tokens = torch.randint(2, VOCAB_SIZE, (start + longest,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def prefilled():
+        row = engine.arena.allocate()
+        engine.forward([Segment(row, 0, tokens[:start], range(start))])
+        return row
+
+    row = prefilled()
+    steps = [engine.forward([Segment(row, at, [tokens[at]], [at])])[0] for at in range(start, start + longest)]
     engine.arena.free(row)
-    row = engine.arena.allocate()
-    engine.forward([Segment(row, 0, tokens[:50], range(50))])
-    for count in (*range(1, 20), 31, 32, 33, 37, 64, 70):
-        (chain,) = engine.forward([Segment(row, 50, tokens[50 : 50 + count], range(50, 50 + count))])
+    row = prefilled()
+    for count in (*range(1, 20), 31, 32, 33, 37, 64, 65, 66, 67, 70):
+        stop = start + count
+        (chain,) = engine.forward([Segment(row, start, tokens[start:stop], range(start, stop))])
         assert torch.equal(chain, torch.cat(steps[:count])), count
 
 
@@ -144,7 +167,7 @@ BROKEN = 7  # a token whose keys and values are NaN, as where float16 overflows
 @pytest.fixture(name="breaking", params=["no further", "to whole vectors", "to a static shape"])
 def breaking_fixture(request, tmp_path, monkeypatch):
     """An engine that gives NaN for one token, by how many keys it reads."""
-    monkeypatch.setattr(engine_module, "lacks_kernels", lambda dtype: request.param == "to whole vectors")
+    monkeypatch.setattr(engine_module, "sums_alike", lambda dtype: request.param == "to whole vectors")
     path = save_random_model(tmp_path / "model", "llama", 1)
     engine = Engine.load(ModelSettings(str(path), static_shapes=request.param == "to a static shape"))
     with torch.inference_mode():

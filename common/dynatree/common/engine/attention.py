@@ -13,15 +13,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from dynatree.common.engine.alike import FEWEST_ROWS, filled_keys, filled_queries
 from dynatree.common.engine.arena import KVArena, KVShape
 from dynatree.common.errors import StartupError
 
 NAME = "dynatree"
-KEY_TILE = 16  # keys: whole vectors of any processor
-_QUERIES = 4
 
 
 class Attending(Protocol):
@@ -56,10 +55,8 @@ class Segment:
 class Batch:
     """Segments laid side by side in one row of tokens, with the attention bias of each, built once for all layers.
 
-    Where `alike`, a token behind a context attends the same to the last bit, whatever else is in its segment. torch's
-    16-bit attention on a CPU without kernels for it sums in an order that depends on the number of keys, and on whether
-    there are four queries, of which one also takes three times as long as two. So keys are filled up with masked ones,
-    and queries repeated.
+    Where `alike`, a token behind a context attends the same to the last bit, whatever else is in its segment: queries
+    and keys are filled up to what is summed alike, keys with masked ones.
     """
 
     def __init__(
@@ -72,24 +69,29 @@ class Batch:
     ) -> None:
         self.segments = segments
         self.arena = arena
-        self._filled = [alike and (segment.start > 0 or len(segment.token_ids) < _QUERIES) for segment in segments]
+        self._sizes = []  # of each segment: queries and keys
+        for segment in segments:
+            queries, keys = len(segment.token_ids), segment.stop
+            if alike and (segment.start > 0 or queries < FEWEST_ROWS):
+                queries, keys = filled_queries(queries), filled_keys(keys, arena.shape.head_dim, dtype)
+            self._sizes.append((queries, keys))
         self.biases = [
-            _bias(segment, filled, dtype, device) for segment, filled in zip(segments, self._filled, strict=True)
+            _bias(segment, sizes, dtype, device) for segment, sizes in zip(segments, self._sizes, strict=True)
         ]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Store the new keys and values, then attend: query `[heads, n, dim]` to output `[n, heads, dim]`."""
         outputs = []
         offset = 0
-        for segment, bias, filled in zip(self.segments, self.biases, self._filled, strict=True):
+        for segment, bias, (most, stop) in zip(self.segments, self.biases, self._sizes, strict=True):
             tokens = len(segment.token_ids)
             span = slice(offset, offset + tokens)
             offset = span.stop
             self.arena.write(layer, segment.row, segment.start, key[:, span], value[:, span])
-            keys, values = self.arena.read(layer, segment.row, _filled_up(segment.stop) if filled else segment.stop)
+            keys, values = self.arena.read(layer, segment.row, stop)
             queries = query[None, :, span]
-            if filled and tokens < _QUERIES:
-                queries = queries.repeat(1, 1, -(-_QUERIES // tokens), 1)
+            if most > tokens:
+                queries = pad(queries, (0, 0, 0, most - tokens))
             output = scaled_dot_product_attention(
                 queries,
                 keys[None],
@@ -103,27 +105,18 @@ class Batch:
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2))[0].transpose(0, 1)
 
 
-def _bias(segment: Segment, filled: bool, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """The additive attention bias, or None where plain causal or full attention will do.
-
-    `[n, stop]`; where `filled`, as many rows as there are queries, and a column for each key.
-    """
+def _bias(segment: Segment, sizes: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """The additive attention bias `[queries, keys]`, or None where plain causal or full attention will do."""
     tokens = len(segment.token_ids)
     mask = segment.mask
     if mask is None:
-        if not filled and (segment.start == 0 or tokens == 1):
+        if sizes == (tokens, segment.stop) and (segment.start == 0 or tokens == 1):
             return None
         mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    bias = torch.zeros(tokens, _filled_up(segment.stop) if filled else segment.stop, dtype=dtype)
-    bias[:, segment.stop - mask.shape[1] : segment.stop].masked_fill_(~mask, float("-inf"))
+    bias = torch.zeros(sizes, dtype=dtype)
+    bias[:tokens, segment.stop - mask.shape[1] : segment.stop].masked_fill_(~mask, float("-inf"))
     bias[:, segment.stop :] = float("-inf")
-    if filled and tokens < _QUERIES:
-        bias = bias.repeat(-(-_QUERIES // tokens), 1)
     return bias.to(device)
-
-
-def _filled_up(keys: int) -> int:
-    return -(-keys // KEY_TILE) * KEY_TILE
 
 
 @dataclass

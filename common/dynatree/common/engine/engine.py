@@ -16,9 +16,10 @@ from transformers.utils import logging as transformers_logging
 
 from dynatree.common import embedded
 from dynatree.common.device import device_id
+from dynatree.common.engine.alike import filled_keys, sums_alike
 from dynatree.common.engine.arena import KVArena
-from dynatree.common.engine.attention import KEY_TILE, NAME, Batch, Segment
-from dynatree.common.engine.packing import lacks_kernels, pack
+from dynatree.common.engine.attention import NAME, Batch, Segment
+from dynatree.common.engine.packing import pack
 from dynatree.common.engine.static import StaticBatch, StaticForwards, StaticShape
 from dynatree.common.engine.support import check_config, check_outputs, record_attention
 from dynatree.common.errors import StartupError
@@ -69,7 +70,7 @@ class Engine:
         self.info = info
         # transformers takes a four-dimensional mask as it is and builds none; the attention function ignores it
         self._placeholder = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
-        self._alike = self.device.type == "cpu" and lacks_kernels(model.dtype)
+        self._alike = _sums_alike(model)
         self._static = None
         if static_shapes:
             self._static = StaticForwards(self._forward_static, arena, model.dtype, model.device)
@@ -93,7 +94,9 @@ class Engine:
             shape = record_attention(model).kv_shape()
             context_length = context_length_of(model)
             check_config(model.config, context_length)
-        capacity = -(-(context_length + settings.scratch) // KEY_TILE) * KEY_TILE
+        capacity = context_length + settings.scratch
+        if _sums_alike(model):  # whatever is read then is within the arena
+            capacity = filled_keys(capacity, shape.head_dim, model.dtype)
         try:
             arena = KVArena(shape, settings.sessions, capacity, model.dtype, model.device)
         except (RuntimeError, MemoryError, OSError) as error:
@@ -191,6 +194,10 @@ def _step_bytes(model: PreTrainedModel) -> int:
     tied = output is not None and output.weight is table
     read = sum(weight.nbytes for weight in model.parameters())
     return int(read if tied else read - table.nbytes)
+
+
+def _sums_alike(model: PreTrainedModel) -> bool:
+    return model.device.type == "cpu" and sums_alike(model.dtype)
 
 
 def _load_model(settings: ModelSettings, name: str) -> PreTrainedModel:

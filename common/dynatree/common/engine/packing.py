@@ -13,8 +13,11 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from dynatree.common.engine.alike import FEWEST_ROWS, is_x86, sums_alike
 
 _SUPPORTED = {
     torch.bfloat16: "_is_mkldnn_bf16_supported",
@@ -30,16 +33,28 @@ _MOST_TRIED = 20 * _TILE
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight `[out_features, in_features]` is kept in oneDNN's blocked format alone."""
+    """A linear layer whose weight `[out_features, in_features]` is kept in oneDNN's blocked format alone.
+
+    In 16 bits fewer than four rows are filled up to four where that makes a row's output independent of the rows
+    beside it; it takes no longer.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else _parameter(bias)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _BLOCKED_FOR[weight.dtype])
+        self._fewest = FEWEST_ROWS if sums_alike(weight.dtype) else 0
 
     def forward(self, rows: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
+        count = rows.shape[:-1].numel()
+        if count >= self._fewest:
+            return self._multiply(rows)
+        filled = pad(rows.reshape(count, self.in_features), (0, 0, 0, self._fewest - count))
+        return self._multiply(filled)[:count].view(*rows.shape[:-1], self.out_features)
+
+    def _multiply(self, rows: Tensor) -> Tensor:
         output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
         return output
 
@@ -106,14 +121,14 @@ def can_pack(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.float32:
-        return _is_x86()
+        return is_x86()
     supported = _SUPPORTED.get(dtype)
     return supported is not None and bool(getattr(torch.ops.mkldnn, supported)())
 
 
-def lacks_kernels(dtype: torch.dtype) -> bool:
+def _lacks_kernels(dtype: torch.dtype) -> bool:
     """Whether 16-bit products run in torch's own fallbacks here: an x86 CPU before AVX-512."""
-    return dtype in _SUPPORTED and _is_x86() and not can_pack(dtype)
+    return dtype in _SUPPORTED and is_x86() and not can_pack(dtype)
 
 
 @torch.inference_mode()
@@ -121,7 +136,7 @@ def pack(model: PreTrainedModel) -> None:
     """Take a CPU model's weights out of the checkpoint's mapping, and its linear layers into the format of its CPU."""
     if can_pack(model.dtype):
         _replace_linear(model, PackedLinear)
-    elif lacks_kernels(model.dtype) and "fbgemm" in torch.backends.quantized.supported_engines:
+    elif _lacks_kernels(model.dtype) and "fbgemm" in torch.backends.quantized.supported_engines:
         _replace_linear(model, HalfLinear, torch.get_num_threads())  # the packing of one layer runs in one thread
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
@@ -161,7 +176,3 @@ def _parameter(values: Tensor) -> nn.Parameter:
     if isinstance(values, nn.Parameter):
         return values
     return nn.Parameter(values.contiguous(), requires_grad=False)
-
-
-def _is_x86() -> bool:
-    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
