@@ -2,6 +2,8 @@
 
 import asyncio
 import pickle
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -288,6 +290,13 @@ def test_close_from_another_thread_ends_the_loop(client: Client, service: FakeDr
     timer.start()
     assert [chunk.text for chunk in stream] == ["Hé"]
     timer.join()
+
+
+def test_an_interrupt_anywhere_leaves_a_client_that_answers_and_closes(service: FakeDraftService) -> None:
+    program = Path(__file__).with_name("interrupt_everywhere.py")
+    result = subprocess.run([sys.executable, program, service.address], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 100
 
 
 def test_closing_the_client_ends_its_streams_with_an_error(service: FakeDraftService) -> None:

@@ -5,6 +5,7 @@ from types import TracebackType
 from typing import Protocol, Self, Unpack
 
 import grpc
+from grpc.experimental import ChannelOptions
 
 from dynatree.client._accumulator import Accumulator
 from dynatree.client._base import MODEL_INFO_REQUEST, BaseClient, ClientSettings, Deadline, draft_stub
@@ -12,6 +13,10 @@ from dynatree.client._errors import error_from_rpc
 from dynatree.client._request import GenerateOptions, Prompt, build_request
 from dynatree.client._types import Chunk, Completion, ServiceInfo
 from dynatree.v1 import draft_pb2
+
+# gRPC's usual iterator waits on a condition that it shares with a thread of the channel. A KeyboardInterrupt in the
+# midst of that leaves a lock held or the thread waiting, and no close() returns. This one waits in gRPC's core.
+_READ_ON_THE_CALLERS_THREAD = ((ChannelOptions.SingleThreadedUnaryStream, 1),)
 
 
 class _Call(Protocol):
@@ -83,10 +88,11 @@ class Client(BaseClient):
             ValueError: the address, or a number of seconds, is not one.
         """
         super().__init__(address, **settings)
+        options = _READ_ON_THE_CALLERS_THREAD + self._channel_options
         if self._credentials is None:
-            self._channel = grpc.insecure_channel(address, self._channel_options)
+            self._channel = grpc.insecure_channel(address, options)
         else:
-            self._channel = grpc.secure_channel(address, self._credentials, self._channel_options)
+            self._channel = grpc.secure_channel(address, self._credentials, options)
         self._stub = draft_stub(self._channel)
 
     def generate(
