@@ -181,6 +181,11 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.endswith("has no measurement of dynatree bench (*.json)\n")
 
 
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=f"there is no folder {tmp_path}/none"):
+        read_records(tmp_path / "none")
+
+
 def test_a_folder_without_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(SystemExit, match=r"has no measurement of dynatree bench"):

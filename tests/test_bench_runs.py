@@ -299,6 +299,28 @@ def test_wrong_command_lines(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("measurement", "policy", "message"),
+    [
+        ("compare", "medusa", "--policy medusa: unknown policy 'medusa', expected one of autoregressive, "),
+        ("compare", "linear:depth=99", "--policy linear:depth=99: depth is 99, expected a number in [1, 64]"),
+        ("coupling", "fixed:dept=3", "--policy fixed:dept=3: policy fixed has no setting dept"),
+        ("sweep", "linear:depth=8/99", "--policy linear:depth=99: depth is 99"),
+    ],
+)
+def test_no_service_is_started_for_a_policy_that_it_would_refuse(
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    measurement: str,
+    policy: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(command, "service_pair", None)
+    assert main(["bench", measurement, "--prompts", str(text), *TINY, "--policy", policy]) == 1
+    assert message in capsys.readouterr().err
+
+
 def test_a_sweep_needs_a_policy(
     embedded_services: EmbeddedServices, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

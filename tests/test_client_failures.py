@@ -219,7 +219,7 @@ def test_a_server_that_goes_away(tmp_path: Path) -> None:
             client.generate("Once")
 
 
-@pytest.mark.parametrize("address", ["", "localhost", "localhost:", "unix:", None, 5])
+@pytest.mark.parametrize("address", ["", "localhost", "localhost:", "unix:", "http://localhost:50051", None, 5])
 def test_addresses_that_are_none(address: Any) -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(ValueError, match="host:port or unix:PATH"):
@@ -234,9 +234,16 @@ def test_timeouts_that_are_none(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["timeout", "connect_timeout"])
-def test_timeouts_of_another_type(name: str) -> None:
-    with pytest.raises(TypeError, match=f"^{name} must be a number of seconds, not str"):
-        Client("localhost:1", **{name: "5"})
+@pytest.mark.parametrize("value", ["5", True])
+def test_timeouts_of_another_type(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be a number of seconds, not {type(value).__name__}"):
+        Client("localhost:1", **{name: value})
+
+
+@pytest.mark.parametrize("value", [9e9, 1e300, 10**400])
+def test_a_timeout_beyond_what_grpc_can_count_is_none_that_has_passed(service: FakeDraftService, value: float) -> None:
+    with Client(service.address, timeout=value, connect_timeout=value) as client:
+        assert client.generate("Once").text == client.generate("Once", timeout=value).text == "Héllo"
 
 
 def test_a_proxy_of_the_web_is_not_for_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -166,6 +166,7 @@ def test_values_that_cannot_be_sent(client: Client, prompt: Any, options: dict[s
         ("Once", {"stop": b"END"}),
         ("Once", {"policy_settings": 5}),
         ("Once", {"policy_settings": "depth"}),
+        ("Once", {"policy_settings": {5: 1.0}}),
     ],
 )
 def test_wrong_types(client: Client, prompt: Any, options: dict[str, Any]) -> None:

@@ -117,7 +117,13 @@ def test_audit_reports_the_first_divergence(monkeypatch, capsys):
 def test_audit_of_prompts_that_are_not_there(tmp_path):
     result = run("audit", "--target-model", "embedded", "--draft-model", "embedded", "--prompts", str(tmp_path / "no"))
     assert result.returncode == 1
-    assert "the prompts cannot be read" in result.stderr
+    assert result.stderr == f"dynatree: error: {tmp_path}/no cannot be read: No such file or directory\n"
+
+
+def test_audit_of_prompts_that_are_not_utf_8(tmp_path):
+    (tmp_path / "latin").write_bytes("Café".encode("latin-1"))
+    with pytest.raises(SystemExit, match="latin is not UTF-8: unexpected end of data at byte 3"):
+        audit._prompts(tmp_path / "latin")
 
 
 def test_generate_json_through_real_processes(embedded_services):

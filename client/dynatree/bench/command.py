@@ -95,6 +95,20 @@ def _check(options: argparse.Namespace) -> None:
         options.usage_error("--baseline: baselines decode at temperature 0 only; expected --temperature 0 as well")
     if options.out and options.out.exists() and options.prompts.exists() and options.out.samefile(options.prompts):
         raise SystemExit(f"{options.out} holds the prompts; expected a file of its own for --out")
+    if options.server is None:
+        _check_policies(getattr(options, "policies", None) or ())
+
+
+def _check_policies(methods: Sequence[Method]) -> None:
+    """Refuse what the services would, before they are started for it."""
+    from dynatree.common.errors import InvalidArgumentError
+    from dynatree.draft.policies import create_policy
+
+    for method in methods:
+        try:
+            create_policy(method.policy or "", dict(method.settings))
+        except InvalidArgumentError as error:
+            raise SystemExit(f"--policy {method.label}: {error}") from None
 
 
 def _environment(options: argparse.Namespace) -> Environment:

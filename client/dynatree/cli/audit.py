@@ -132,8 +132,10 @@ def _prompts(file: Path | None) -> Sequence[str]:
         return PROMPTS
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise SystemExit(f"the prompts cannot be read: {error}") from error
+    except OSError as error:
+        raise SystemExit(f"{file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise SystemExit(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from None
     if not lines:
         raise SystemExit(f"{file} has no prompts; expected one on each line")
     return lines

@@ -14,8 +14,9 @@ from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 MODEL_INFO_REQUEST = draft_pb2.DraftServiceGetModelInfoRequest()
 
-_ADDRESS = re.compile(r"unix:.+|.+:(\d{1,5})")
+_ADDRESS = re.compile(r"unix:.+|(?!https?://).+:(\d{1,5})")
 _LAST_PORT = 65535
+_LONGEST = 1e9  # thirty years, in seconds: in gRPC's arithmetic a deadline a few times as far has passed already
 
 # gRPC ignores a name that it does not know, so each of these is in grpc_types.h.
 _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -120,8 +121,8 @@ def draft_stub(channel: grpc.Channel | grpc.aio.Channel) -> draft_pb2_grpc.Draft
 
 
 def _seconds(name: str, value: float) -> float:
-    if not isinstance(value, Real):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds, not {type(value).__name__}")
-    if not (value > 0 and math.isfinite(value)):
+    if not 0 < value < math.inf:
         raise ValueError(f"{name} must be a positive number of seconds, not {value!r}")
-    return value
+    return min(value, _LONGEST)

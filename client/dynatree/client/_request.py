@@ -151,7 +151,7 @@ def _logit_bias(biases: Mapping[int, float] | None) -> dict[int, float]:
     if not isinstance(biases, Mapping):
         raise TypeError(f"logit_bias must be a mapping, not {type(biases).__name__}")
     return {
-        _integer("logit_bias: a token id", key, _UINT32_MAX): _number("logit_bias", value)
+        _integer("logit_bias: a token id", key, _UINT32_MAX): _number(f"logit_bias[{key}]", value)
         for key, value in biases.items()
     }
 
@@ -176,7 +176,9 @@ def _policy(name: str | None, settings: Mapping[str, float] | None) -> draft_pb2
         return None
     return draft_pb2.Policy(
         name="" if name is None else _string("policy", name),
-        settings={_string("policy_settings", key): _number(key, value) for key, value in (settings or {}).items()},
+        settings={
+            _string("policy_settings: a name", key): _number(key, value) for key, value in (settings or {}).items()
+        },
     )
 
 

@@ -32,11 +32,11 @@ positive.__name__ = "whole number"  # argparse names the type in its message
 
 
 def seconds(text: str) -> float:
-    """An argparse type: a finite number of seconds, not negative."""
+    """An argparse type: a finite number of seconds, not negative; thirty years at most."""
     number = float(text)
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
-    return number
+    return min(number, 1e9)  # in gRPC's arithmetic a deadline a few times as far has passed already
 
 
 def network_address(text: str) -> str:

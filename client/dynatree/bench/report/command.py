@@ -62,8 +62,10 @@ def read_records(folder: Path) -> list[Record]:
     """The measurements of a folder, by name; other JSON, and copies, are left out with a remark on standard error.
 
     Raises:
-        SystemExit: There is none.
+        SystemExit: There is none, or no such folder.
     """
+    if not folder.is_dir():
+        raise SystemExit(f"there is no folder {folder}")
     records: list[Record] = []
     for path in sorted(folder.glob("*.json")):
         try:
