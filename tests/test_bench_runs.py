@@ -66,6 +66,11 @@ def test_compare_every_policy(
     # for each prompt and each repetition all methods in turn
     turns = [(run["prompt"], run["repetition"]) for run in all_runs]
     assert turns == sorted(turns)
+    # plain decoding first, what follows every second time in reverse
+    rows = [[run for run in all_runs if (run["prompt"], run["repetition"]) == turn] for turn in dict.fromkeys(turns)]
+    others = [[(run["label"], run["temperature"]) for run in row[2:]] for row in rows]
+    assert all(run["label"] == "autoregressive" for row in rows for run in row[:2])
+    assert others == [others[0], others[0][::-1]] * 2
     assert all(run["equal"] for run in all_runs)
     assert {(run["temperature"], run["scheme"], run["seed"]) for run in all_runs} == {
         (0.0, None, None),

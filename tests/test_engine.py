@@ -1,6 +1,6 @@
 """Which models are served: five architectures exactly, and the others refused by name at load."""
 
-from types import SimpleNamespace
+from collections import Counter
 
 import pytest
 import torch
@@ -220,8 +220,20 @@ def test_what_forwards_take_is_measured_within_the_context(tmp_path, length, mos
 def test_a_model_that_is_slow_is_not_measured_for_long(tmp_path, monkeypatch):
     engine = Engine.load(ModelSettings(str(save_random_model(tmp_path / "model", "gpt2", seed=5)), sessions=1))
     rows = []
-    monkeypatch.setattr(timing, "_seconds", lambda engine, row, context, count: rows.append(count) or 1.0)
-    clock = iter(range(0, 1000, 4))
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(timing, "_seconds", lambda engine, row, context, count: rows.append(count) or 3.0)
     assert [cost.rows for cost in measure_forwards(engine, 64)] == [1, 2, 4]
     assert rows == [1, 1, 2, 4], "the first warms up"
+
+
+def test_small_sizes_are_measured_more_often_and_the_least_counts(tmp_path, monkeypatch):
+    engine = Engine.load(ModelSettings(str(save_random_model(tmp_path / "model", "gpt2", seed=5)), sessions=1))
+    rows = []
+
+    def seconds(engine, row, context, count):
+        rows.append(count)
+        return 0.13 * count - 0.001 * rows.count(count)
+
+    monkeypatch.setattr(timing, "_seconds", seconds)
+    costs = {cost.rows: cost.seconds for cost in measure_forwards(engine, 6)}
+    assert Counter(rows[1:]) == {1: 5, 2: 3, 4: 2, 6: 1}
+    assert costs == pytest.approx({1: 0.13 - 0.006, 2: 0.26 - 0.003, 4: 0.52 - 0.002, 6: 0.78 - 0.001})

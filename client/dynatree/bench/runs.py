@@ -70,17 +70,21 @@ def warm_up(
 def measure(
     decoders: Decoders, memory: PeakMemory, prompts: Sequence[Prompt], cases: Sequence[Case], settings: RunSettings
 ) -> Iterator[Run]:
-    """Run the cases in turn, for each prompt and each repetition, plain decoding first: a slow minute hits them all.
+    """Run the cases in turn, for each prompt and each repetition: a slow minute hits them all.
+
+    Plain decoding is first; the others come every second time in reverse, so that none gains by its place in the row.
 
     Raises:
         DynaTreeError: A completion failed.
         SystemExit: A baseline failed.
     """
-    cases = sorted(cases, key=lambda case: case.method != PLAIN)  # the order is kept otherwise
+    plain_cases = [case for case in cases if case.method == PLAIN]
+    others = [case for case in cases if case.method != PLAIN]
     for number, prompt in enumerate(prompts):
         plain: dict[float, tuple[int, ...]] = {}
         for repetition in range(settings.repetitions):
-            for case in cases:
+            backwards = (number * settings.repetitions + repetition) % 2 == 1
+            for case in plain_cases + (others[::-1] if backwards else others):
                 memory.reset()
                 output = decoders.complete(
                     prompt,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 
 import torch
@@ -14,35 +13,35 @@ from dynatree.v1 import tree_pb2
 # Rows after which what a forward takes may step up: multiples of matrix kernels' tiles, which have 4, 6, 8 or 16 rows.
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
 CONTEXT = 128  # slots that the tokens attend to
-PASSES = 5
-ENOUGH_SECONDS = 3.0  # after which no further pass begins
-MOST_SECONDS = 10.0  # after which no larger size is tried
+MOST_PASSES = 5
+SIZE_SECONDS = 0.6  # on one size, after which it is not measured again
+ALL_SECONDS = 7.0  # on all sizes, after which no larger one is tried
 
 
 def measure_forwards(engine: Engine, most_rows: int) -> list[tree_pb2.ForwardCost]:
     """The seconds of a forward over each of `SIZES` up to `most_rows` tokens behind a context: the least of a few.
 
-    Large sizes are left out where they take long. The first forward, which also warms the device up, does not count. No
-    session may be open.
+    Large sizes are left out where they take long, and small ones measured again: those are what most rounds have. The
+    first forward, which also warms the device up, does not count. No session may be open.
     """
     context = min(CONTEXT, engine.info.context_length // 2)
     sizes = [rows for rows in SIZES if rows <= min(most_rows, engine.info.context_length - context)]
-    costs: dict[int, float] = {}
+    measured: dict[int, list[float]] = {}
     row = engine.arena.allocate()
     assert row is not None, "measured before any session is open"
     try:
         _seconds(engine, row, context, 1)
-        began = time.perf_counter()
-        for _ in range(PASSES):
-            for rows in sizes:
-                costs[rows] = min(costs.get(rows, math.inf), _seconds(engine, row, context, rows))
-                if time.perf_counter() - began > MOST_SECONDS:
-                    break
-            if time.perf_counter() - began > ENOUGH_SECONDS:
+        for rows in sizes:
+            measured[rows] = [_seconds(engine, row, context, rows)]
+            if sum(map(sum, measured.values())) > ALL_SECONDS:
                 break
+        for _ in range(MOST_PASSES - 1):
+            for rows, seconds in measured.items():
+                if sum(seconds) < SIZE_SECONDS:
+                    seconds.append(_seconds(engine, row, context, rows))
     finally:
         engine.arena.free(row)
-    return [tree_pb2.ForwardCost(rows=rows, seconds=seconds) for rows, seconds in costs.items()]
+    return [tree_pb2.ForwardCost(rows=rows, seconds=min(seconds)) for rows, seconds in measured.items()]
 
 
 def _seconds(engine: Engine, row: int, context: int, rows: int) -> float:
