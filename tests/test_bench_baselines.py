@@ -100,8 +100,8 @@ def test_baselines_beside_policies(embedded_services: EmbeddedServices, tmp_path
     server = ["--server", embedded_services.draft_address, "--prompts", str(tmp_path / "story.txt")]
     assert main(["bench", "compare", *server, *options]) == 0
     report = load(out)
-    turns = [*("autoregressive", "autoregressive"), *LABELS, *("linear", "linear")]  # at two temperatures, and at one
-    assert [run["label"] for run in report["runs"]] == 4 * turns
+    plain, others = 2 * ["autoregressive"], [*LABELS, *("linear", "linear")]  # at two temperatures; baselines at one
+    assert [run["label"] for run in report["runs"]] == 2 * [*plain, *others, *plain, *others[::-1]]
     for run in report["runs"]:
         if run["label"] in LABELS:
             assert (run["policy"], run["settings"], run["statistics"], run["temperature"]) == (None, {}, None, 0)
