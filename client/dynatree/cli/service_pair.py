@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from dynatree.cli.main import main
 from dynatree.client import Client, ServerUnavailableError
 
 STOP_SECONDS = 15.0
@@ -85,17 +85,12 @@ def _terminate(number: int, _: FrameType | None) -> NoReturn:
 @contextmanager
 def _child(folder: Path, name: str, arguments: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     log = folder / f"{name}.log"
-    command = [sys.executable, "-m", "dynatree.cli.main", name, *arguments]
+    # Not a preexec_fn: between fork and exec gRPC's fork handlers can break the child of a process that has channels.
+    command = [sys.executable, "-m", "dynatree.cli.service_pair", str(os.getpid()), name, *arguments]
     process: subprocess.Popen[bytes] | None = None
     try:
         with log.open("wb") as output, _held_back(signal.SIGINT, signal.SIGTERM):
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                preexec_fn=partial(_end_with_parent, os.getpid()),
-            )
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         yield process, log
     finally:
         if process is not None:
@@ -120,11 +115,11 @@ def _held_back(*numbers: int) -> Iterator[None]:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Have Linux end a child whose parent was killed, which no handler could tell it; or end it, if that is over."""
+    """Have Linux end this child if its parent is killed, which no handler could tell it; or end it, if that is over."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
-            os._exit(1)
+            sys.exit(1)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -155,3 +150,8 @@ def _wait(client: Client, children: Sequence[tuple[subprocess.Popen[bytes], Path
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines()
     return lines[-1].removeprefix("dynatree: error: ") if lines else ""
+
+
+if __name__ == "__main__":
+    _end_with_parent(int(sys.argv[1]))
+    sys.exit(main(sys.argv[2:]))

@@ -30,7 +30,7 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),  # a peer that vanished without a word must not hold its session
     ("grpc.keepalive_timeout_ms", 10_000),
 )
-LAST_WORDS_SECONDS = 1.0
+LAST_WORDS_SECONDS = 3.0
 HELD_SECONDS = 24 * 3600.0  # gRPC itself ends no call of ours: it would not wait for what uses the model
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
