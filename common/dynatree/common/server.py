@@ -30,7 +30,7 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),  # a peer that vanished without a word must not hold its session
     ("grpc.keepalive_timeout_ms", 10_000),
 )
-LAST_WORDS_SECONDS = 3.0
+LAST_WORDS_SECONDS = 1.0
 HELD_SECONDS = 24 * 3600.0  # gRPC itself ends no call of ours: it would not wait for what uses the model
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -148,13 +148,14 @@ class Calls(grpc.aio.ServerInterceptor):
     def _awaited(self, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             handled = self._begin()
+            whole = _WholeMessages(context)
             try:
-                return await behavior(request, context)
+                return await behavior(request, whole)
             except (Exception, asyncio.CancelledError) as error:
                 failure = error
             finally:
                 handled.set_result(None)
-            return await self._abort(failure, context)
+            return await self._abort(failure, whole)
 
         return mapped
 
@@ -178,7 +179,7 @@ class Calls(grpc.aio.ServerInterceptor):
             task.cancel()
         return self._open[task]
 
-    async def _abort(self, error: BaseException, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+    async def _abort(self, error: BaseException, context: _WholeMessages) -> NoReturn:
         if isinstance(error, asyncio.CancelledError):
             if not self._ending or context.cancelled():
                 raise error
@@ -195,6 +196,39 @@ class Calls(grpc.aio.ServerInterceptor):
         await context.abort(
             grpc.StatusCode.INTERNAL, f"internal error; the service's log has it as request {request_id}"
         )
+
+
+class _WholeMessages:
+    """A call's context whose messages are sent whole, even where the task that writes them is cancelled meanwhile.
+
+    gRPC notes that a call's initial metadata are sent when the first write returns. Where that write was cancelled it
+    would send them again with the status, which its core refuses: the call's client would not be told why it ended.
+    """
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._context = context
+        self._writing: asyncio.Future[None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, message: Any) -> None:
+        """As the context's own."""
+        self._writing = asyncio.ensure_future(self._context.write(message))
+        self._writing.add_done_callback(_retrieve_exception)
+        await asyncio.shield(self._writing)
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
+        """As the context's own, after the message that is on its way, if one is."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+        await self._context.abort(code, details)
+
+
+def _retrieve_exception(writing: asyncio.Future[None]) -> None:
+    """Where the task that waits is gone nobody else does, and asyncio would log it."""
+    if not writing.cancelled():
+        writing.exception()
 
 
 def check_address(address: str) -> None:

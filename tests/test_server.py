@@ -1,0 +1,80 @@
+"""The server that both services are built on, with handlers that only write, over a real socket."""
+
+import asyncio
+import time
+
+import grpc
+import pytest
+
+from dynatree.common.server import LAST_WORDS_SECONDS, Server
+
+METHOD = "/dynatree.v1.Example/Write"
+MESSAGE = bytes(32_000_000)  # more than goes out before the client reads
+KINDS = pytest.mark.parametrize("kind", ["unary-stream", "stream-stream"])
+
+
+class Handlers(grpc.GenericRpcHandler):
+    def __init__(self, kind):
+        self._kind = kind
+        self.writing = asyncio.Event()
+
+    def service(self, handler_call_details):
+        if self._kind == "unary-stream":
+            return grpc.unary_stream_rpc_method_handler(self._generate)
+        return grpc.stream_stream_rpc_method_handler(self._write)
+
+    async def _generate(self, request, context):
+        self.writing.set()
+        yield MESSAGE
+
+    async def _write(self, requests, context):
+        self.writing.set()
+        await context.write(MESSAGE)
+
+
+def start_call(channel, kind):
+    if kind == "unary-stream":
+        return channel.unary_stream(METHOD)(b"", wait_for_ready=True)
+    return channel.stream_stream(METHOD)(iter([b""]), wait_for_ready=True)
+
+
+async def stop_in_the_midst_of_a_message(address, kind, read_on):
+    """The status of a call that is ended while its first message is on its way, and the seconds of the stop."""
+    server = Server(["dynatree.v1.Example"])
+    handlers = Handlers(kind)
+    server.grpc_server.add_generic_rpc_handlers((handlers,))
+    await server.start(address)
+    with grpc.insecure_channel(address, [("grpc.max_receive_message_length", -1)]) as channel:
+        call = start_call(channel, kind)
+        await handlers.writing.wait()
+        await asyncio.sleep(0.2)  # the client reads nothing
+        began = time.monotonic()
+        stop = asyncio.ensure_future(server.stop(grace=0))
+        if read_on:
+            await asyncio.sleep(0.2)
+        else:
+            await stop
+        seconds = time.monotonic() - began
+
+        def read():
+            with pytest.raises(grpc.RpcError) as error:
+                list(call)
+            return error.value.code(), error.value.details()
+
+        status = await asyncio.to_thread(read)
+        await stop
+    return status, seconds
+
+
+@KINDS
+def test_a_call_that_is_ended_while_a_message_is_on_its_way_is_told_why(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("dynatree.common.server.LAST_WORDS_SECONDS", 60)  # however busy this machine is
+    status, _ = asyncio.run(stop_in_the_midst_of_a_message(f"unix:{tmp_path}/socket", kind, read_on=True))
+    assert status == (grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
+
+
+@KINDS
+def test_a_client_that_reads_nothing_does_not_hold_up_a_stop(tmp_path, kind):
+    status, seconds = asyncio.run(stop_in_the_midst_of_a_message(f"unix:{tmp_path}/socket", kind, read_on=False))
+    assert status[0] is grpc.StatusCode.UNAVAILABLE
+    assert LAST_WORDS_SECONDS <= seconds < LAST_WORDS_SECONDS + 10
