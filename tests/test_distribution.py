@@ -19,6 +19,7 @@ from dynatree.verify.verifier import Verifier
 
 VOCABULARY = 50
 DRAWS = 20_000
+BATCH = 50  # of which the target verifies the trees together
 LEAST_P = 1e-4  # the seeds are fixed, so a test that passes once passes always
 PROMPT = (3, 14, 15, 9, 26, 5)
 TEMPERATURE = 0.8
@@ -39,8 +40,8 @@ def pair(tmp_path_factory):
             parameter += 0.04 * torch.randn_like(parameter)
     model.save_pretrained(draft)
     return (
-        Engine.load(ModelSettings(str(target), sessions=1, scratch=32)),
-        Engine.load(ModelSettings(str(draft), sessions=1, scratch=64)),
+        Engine.load(ModelSettings(str(target), sessions=BATCH, scratch=32)),
+        Engine.load(ModelSettings(str(draft), sessions=BATCH, scratch=64)),
     )
 
 
@@ -60,33 +61,43 @@ def exact(target):
 
 
 class Toy:
-    """Draws from the pair, each with a seed of its own; the prompt is read once, and its rows serve every draw."""
+    """Draws from the pair, each with a seed of its own; the prompts are read once, and their rows serve every draw."""
 
     def __init__(self, target, draft):
         self._verifier = Verifier(target, 32)
         self._drafter = Drafter(draft, 32, VOCABULARY)
-        self._row = self._verifier.open(SessionRequest(PROMPT, 100, frozenset(), Sampling()))[0].row
-        reading = self._drafter.open(PROMPT, Sampling())
-        self._drafter.read(reading, create_policy(*SINGLE))
-        self._draft_row = reading.row
+        self._rows = [self._read() for _ in range(BATCH)]
 
-    def first(self, count, sampling, policy_name, settings):
-        """The first tokens that rounds commit after the prompt, and how many nodes were accepted."""
-        session = Session(self._row, SessionRequest(PROMPT, 100, frozenset(), sampling), list(PROMPT))
+    def _read(self):
+        verifying = self._verifier.open(SessionRequest(PROMPT, 100, frozenset(), Sampling()))[0]
+        drafting = self._drafter.open(PROMPT, Sampling())
+        self._drafter.read(drafting, create_policy(*SINGLE))
+        return verifying.row, drafting.row
+
+    def first(self, count, samplings, policy):
+        """The first tokens that rounds commit after the prompt, for each of a batch; how many nodes were accepted."""
+        draws = [Draw(*rows, sampling, policy) for rows, sampling in zip(self._rows, samplings, strict=True)]
+        accepted = 0
+        while growing := [draw for draw in draws if len(draw.tokens) < count]:
+            trees = [self._drafter.grow(draw.drafting, draw.policy, 8, 32).tree for draw in growing]
+            pairs = [(draw.verifying, tree) for draw, tree in zip(growing, trees, strict=True)]
+            for draw, verdict in zip(growing, self._verifier.verify(pairs)[0], strict=True):
+                self._drafter.commit(draw.drafting, verdict.token_ids)
+                draw.tokens += verdict.token_ids
+                accepted += len(verdict.accepted)
+        return [draw.tokens[:count] for draw in draws], accepted
+
+
+class Draw:
+    def __init__(self, row, draft_row, sampling, policy):
         read = len(PROMPT) - 1
-        drafting = DraftSession(self._draft_row, list(PROMPT), sampling, rows=read, used=read)
-        policy = create_policy(policy_name, settings)
-        tokens, accepted = [], 0
-        while len(tokens) < count:
-            tree = self._drafter.grow(drafting, policy, 8, 32).tree
-            (verdict,), _ = self._verifier.verify([(session, tree)])
-            self._drafter.commit(drafting, verdict.token_ids)
-            tokens += verdict.token_ids
-            accepted += len(verdict.accepted)
-        return tokens[:count], accepted
+        self.verifying = Session(row, SessionRequest(PROMPT, 100, frozenset(), sampling), list(PROMPT))
+        self.drafting = DraftSession(draft_row, list(PROMPT), sampling, rows=read, used=read)
+        self.policy = create_policy(*policy)
+        self.tokens = []
 
 
-@pytest.mark.timeout(600)  # against a hang: on two slow cores, among other tests, the draws took 198 s
+@pytest.mark.timeout(600)  # against a hang: on two slow cores, among other tests, the draws take minutes
 @pytest.mark.parametrize("scheme", [Scheme.GUMBEL, Scheme.RESIDUAL], ids=lambda scheme: scheme.name.lower())
 @pytest.mark.parametrize("policy", [SINGLE, BRANCHING], ids=["single", "branching"])
 def test_committed_tokens_follow_the_targets_softmax(pair, toy, scheme, policy):
@@ -94,12 +105,13 @@ def test_committed_tokens_follow_the_targets_softmax(pair, toy, scheme, policy):
     places = 2 if scheme is Scheme.RESIDUAL else 1
     counts = torch.zeros(places, VOCABULARY, dtype=torch.double)
     accepted = 0
-    for seed in range(DRAWS):
-        sampling = Sampling(temperature=TEMPERATURE, seed=seed, scheme=scheme)
-        tokens, path = toy.first(places, sampling, *policy)
-        accepted += path
-        for place, token in enumerate(tokens):
-            counts[place, token] += 1
+    for start in range(0, DRAWS, BATCH):
+        samplings = [Sampling(temperature=TEMPERATURE, seed=start + n, scheme=scheme) for n in range(BATCH)]
+        draws, paths = toy.first(places, samplings, policy)
+        accepted += paths
+        for tokens in draws:
+            for place, token in enumerate(tokens):
+                counts[place, token] += 1
     assert accepted > 0.2 * DRAWS, "nothing is shown where nothing is accepted"
     for count, expected in zip(counts, (first, first @ following), strict=False):
         assert p_value(count, expected) > LEAST_P

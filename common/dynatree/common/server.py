@@ -240,7 +240,7 @@ def check_address(address: str) -> None:
     if address.startswith("unix:") and len(address) > len("unix:"):
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    if not host or "://" in host or not port.isdecimal() or int(port) > 65535:
         raise StartupError(f"{address!r} is not an address; expected host:port or unix:PATH")
 
 
