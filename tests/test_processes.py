@@ -77,10 +77,14 @@ def test_an_unknown_option_is_an_error():
     assert_one_clear_line(result, "unrecognized arguments: --max-session", status=2)
 
 
-@pytest.mark.parametrize("address", ["localhost", "http://localhost:50052"])
-def test_an_address_that_is_none(address):
-    result = run("draft", "--draft-model", "embedded", "--verify", address)
-    assert_one_clear_line(result, f"'{address}' is not an address", status=2)
+def test_an_address_that_is_none(models):
+    result = run("verify", "--target-model", str(models[0]), "--listen", "localhost")
+    assert_one_clear_line(result, "'localhost' is not an address", status=2)
+
+
+def test_an_address_of_the_web():
+    result = run("draft", "--draft-model", "embedded", "--verify", "http://localhost:50052")
+    assert_one_clear_line(result, "'http://localhost:50052' is not an address", status=2)
 
 
 def test_a_busy_port(models):
