@@ -106,6 +106,23 @@ def test_the_threshold_of_the_last_node_gives_the_same_tree(model, nodes, drawn)
         assert sum(again.value(node) > worst for node in chosen) < nodes
 
 
+@pytest.mark.parametrize(
+    ("name", "settings_"),
+    [("dyspec", {"max_nodes": 2, "max_depth": 2}), ("dyspec-threshold", {"threshold": 0.46, "max_depth": 2})],
+)
+def test_a_worse_proposal_does_not_hide_a_better_one_behind_it(name, settings_):
+    """With noise of its own the draft ranks proposals by the noise, so their probabilities are in no order."""
+    policy = create_policy(name, settings_)
+    tree = GrowingTree(TrieNode(99), (99,), max_depth=2)
+    level = policy.start(tree)
+    for probabilities in ((0.45, 0.5), (0.02, 0.97)):
+        for node in level:
+            tree.node(node).proposals = tuple(Proposal(token, math.log(p)) for token, p in enumerate(probabilities))
+        level = policy.grow(tree, level)
+    tokens = [[above.token for above in reversed(tree.path(node))] for node in policy.select(tree)]
+    assert tokens == [[1], [1, 1]]
+
+
 def test_drawn_children_are_judged_before_they_are_known():
     """Algorithm 1: the value of a draw is the chance that verification comes to it."""
     tree = GrowingTree(TrieNode(99), (99,), drawn=True)

@@ -43,9 +43,8 @@ class BestFirst(Policy):
     def add_children(self, tree: GrowingTree, node: int, bar: float) -> None:
         """Add the children of a node whose value is above the bar."""
         for proposal in tree.proposals(node):
-            if tree.next_value(node, proposal.log_prob) <= bar:
-                break
-            tree.add(node, proposal)
+            if tree.next_value(node, proposal.log_prob) > bar:
+                tree.add(node, proposal)
 
     def select(self, tree: GrowingTree) -> Sequence[int]:
         """The best nodes."""
@@ -128,9 +127,8 @@ class DySpecThreshold(Policy):
         for node in level:
             for proposal in tree.proposals(node):
                 full = len(tree) == min(self._settings.max_nodes, tree.max_nodes)
-                if full or tree.next_value(node, proposal.log_prob) < self._settings.threshold:
-                    break
-                added.append(tree.add(node, proposal))
+                if not full and tree.next_value(node, proposal.log_prob) >= self._settings.threshold:
+                    added.append(tree.add(node, proposal))
         return [node for node in added if self._expands(tree, node)]
 
     def _expands(self, tree: GrowingTree, node: int) -> bool:
