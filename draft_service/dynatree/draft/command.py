@@ -16,14 +16,11 @@ from dynatree.common.command import (
     seconds,
 )
 from dynatree.common.engine import Engine, ModelSettings, measure_forwards
-from dynatree.common.errors import FailedPreconditionError, StartupError
 from dynatree.common.model_thread import ModelThread
-from dynatree.common.server import Server
-from dynatree.draft.drafter import Drafter
 from dynatree.draft.policies import DEFAULT_POLICY, create_policy, policy_names
-from dynatree.draft.service import SERVICE_NAME, DefaultPolicy, DraftService
+from dynatree.draft.service import DefaultPolicy
+from dynatree.draft.serving import start_draft
 from dynatree.draft.verify_client import VerifyClient
-from dynatree.v1 import draft_pb2_grpc
 
 MEASURED_ROWS = 6  # a level of a tree has about so many
 AHEAD = {"auto": None, "on": True, "off": False}
@@ -107,14 +104,7 @@ async def serve(
         target = await verify.target(verify_timeout)
         costs = await thread.run(measure_forwards, engine, MEASURED_ROWS)
         engine.info = replace(engine.info, forward_costs=costs)
-        drafter = Drafter(engine, MAX_TREE_NODES, engine.info.vocab_size)
-        server = Server([SERVICE_NAME])
-        try:
-            service = DraftService(drafter, thread, verify, target, policy, AHEAD[draft_ahead])
-        except FailedPreconditionError as error:
-            raise StartupError(str(error)) from error
-        draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]
-        await server.start(address)
+        server = await start_draft(engine, thread, verify, target, address, policy, AHEAD[draft_ahead])
         info = engine.info
         announce(f"dynatree draft: {info.name} ({info.dtype}, {info.device}) for {target.name} on {server.address}")
         await server.wait(grace)

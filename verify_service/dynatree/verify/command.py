@@ -16,10 +16,7 @@ from dynatree.common.command import (
 )
 from dynatree.common.engine import Engine, ModelSettings, measure_forwards
 from dynatree.common.model_thread import ModelThread
-from dynatree.common.server import Server
-from dynatree.v1 import verify_pb2_grpc
-from dynatree.verify.service import SERVICE_NAME, VerifyService
-from dynatree.verify.verifier import Verifier
+from dynatree.verify.serving import start_verify
 
 MEASURED_ROWS = 64  # larger trees seldom pay
 
@@ -51,10 +48,7 @@ async def serve(settings: ModelSettings, address: str, max_tree_nodes: int, grac
     engine = await thread.run(Engine.load, settings)
     costs = await thread.run(measure_forwards, engine, min(MEASURED_ROWS, max_tree_nodes + 1))
     engine.info = replace(engine.info, forward_costs=costs)
-    server = Server([SERVICE_NAME])
-    service = VerifyService(Verifier(engine, max_tree_nodes), thread)
-    verify_pb2_grpc.add_VerifyServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]
-    await server.start(address)
+    server = await start_verify(engine, thread, address, max_tree_nodes)
     info = engine.info
     announce(f"dynatree verify: {info.name} ({info.dtype}, {info.device}) on {server.address}")
     await server.wait(grace)
