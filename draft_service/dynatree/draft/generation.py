@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
-from transformers import PreTrainedTokenizerBase
-
+from dynatree.common.engine import Engine
 from dynatree.common.messages import Commit, FinishReason, OpenSession, SessionOpened
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.model_thread import ModelThread
@@ -36,8 +35,7 @@ log = logging.getLogger(__name__)
 class Backend:
     """What completions run on: the draft model, the thread on which it runs, and the way to the verify service."""
 
-    info: ModelInfo
-    tokenizer: PreTrainedTokenizerBase
+    engine: Engine
     drafter: Drafter
     thread: ModelThread
     verify: VerifyClient
@@ -108,13 +106,13 @@ class Generation:
         self._request = request
         self._drafter = backend.drafter
         self._thread = backend.thread
-        self._tokenizer = backend.tokenizer
+        self._tokenizer = backend.engine.tokenizer
         self._session = session
         self._stream = stream
         self._opened = opened
         self._prompt_read = prompt_read
         self._recorder = StatisticsRecorder(arrival)
-        self._text = TextStream(Detokenizer(backend.tokenizer, request.prompt_ids), StopStrings(request.stop))
+        self._text = TextStream(Detokenizer(backend.engine.tokenizer, request.prompt_ids), StopStrings(request.stop))
         new_tokens = request.max_new_tokens
         self._limit = opened.target.context_length if new_tokens is None else len(request.prompt_ids) + new_tokens
 
@@ -134,7 +132,7 @@ class Generation:
             read_prompt = partial(thread.run, drafter.read, session, request.policy)
             # on one device the two would only slow each other down, and the target has the first token
             reading = read_prompt() if request.target.ahead else None
-            opened = await stream.open(_open_session(request, backend.info))
+            opened = await stream.open(_open_session(request, backend.engine.info))
             yield cls(request, backend, session, stream, opened, reading or read_prompt(), arrival)
 
     @property

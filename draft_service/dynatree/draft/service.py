@@ -64,11 +64,11 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._tokenizer_thread = ModelThread("tokenizer")  # a long prompt takes seconds, and others are streaming
         self._default_policy = default_policy
         self._ahead = ahead
-        self._known_ids = max(backend.tokenizer.get_vocab().values()) + 1
+        self._known_ids = max(backend.engine.tokenizer.get_vocab().values()) + 1
         self._target = self._new_target(target)
 
     def _new_target(self, info: ModelInfo) -> Target:
-        return Target.of(info, self._backend.info, self._known_ids, self._ahead)
+        return Target.of(info, self._backend.engine.info, self._known_ids, self._ahead)
 
     def _adopt(self, info: ModelInfo) -> None:
         """Draft for this target from now on; what rounds cost with another is forgotten.
@@ -89,7 +89,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         default = self._default_policy.name
         others = [name for name in policy_names() if name != default]
         return draft_pb2.DraftServiceGetModelInfoResponse(
-            draft=model_info_to_pb(self._backend.info),
+            draft=model_info_to_pb(self._backend.engine.info),
             target=model_info_to_pb(self._target.info),
             policies=[default, *others],
         )
@@ -132,8 +132,8 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         """
         new_tokens = message.max_new_tokens if message.HasField("max_new_tokens") else None
         if new_tokens is not None:
-            token_limit(len(prompt_ids), new_tokens, self._backend.info)
-        check_token_ids(prompt_ids, self._backend.info.vocab_size, "token_ids")
+            token_limit(len(prompt_ids), new_tokens, self._backend.engine.info)
+        check_token_ids(prompt_ids, self._backend.engine.info.vocab_size, "token_ids")
         sampling = replace(sampling_from_pb(message.sampling, default_seed=seed), seed=seed)
         name = message.policy.name or self._default_name(sampling)
         inherited = self._default_policy.settings if name == self._default_policy.name else {}
@@ -174,7 +174,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         return prompt_ids
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._backend.tokenizer(text, verbose=False)["input_ids"])
+        return tuple(self._backend.engine.tokenizer(text, verbose=False)["input_ids"])
 
 
 def _count(message: draft_pb2.GenerateRequest) -> int:

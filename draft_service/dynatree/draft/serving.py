@@ -33,7 +33,7 @@ async def start_draft(
         StartupError: The models do not fit together, or the address cannot be used.
     """
     drafter = Drafter(EngineDraftModel(engine), MAX_TREE_NODES)
-    backend = Backend(engine.info, engine.tokenizer, drafter, thread, verify)
+    backend = Backend(engine, drafter, thread, verify)
     server = Server([SERVICE_NAME])
     try:
         service = DraftService(backend, target, policy, ahead)
