@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from dynatree.common.command import MAX_TREE_NODES
 from dynatree.common.engine import Engine, ModelSettings
+from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.server import Server
 from dynatree.draft.drafter import Drafter

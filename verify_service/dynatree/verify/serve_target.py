@@ -5,33 +5,15 @@ from __future__ import annotations
 import argparse
 
 from dynatree.common import embedded
-from dynatree.common.command import (
-    MAX_TREE_NODES,
-    add_service_arguments,
-    announce,
-    model_settings,
-    positive,
-    run_service,
-)
 from dynatree.common.engine import Engine, ModelSettings, measure_forwards
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.server import Server
+from dynatree.common.service_process import announce, model_settings, run_service
 from dynatree.v1 import verify_pb2_grpc
 from dynatree.verify.service import SERVICE_NAME, VerifyService
 from dynatree.verify.verifier import Verifier
 
 MEASURED_ROWS = 64  # larger trees seldom pay
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dynatree verify`."""
-    parser.add_argument(
-        "--target-model", required=True, metavar="embedded|PATH|HUB_ID", help="the large model, whose text is produced"
-    )
-    add_service_arguments(parser, default_port=50052)
-    parser.add_argument(
-        "--max-tree-nodes", type=positive, default=MAX_TREE_NODES, help="largest tree accepted (default: %(default)s)"
-    )
 
 
 def run(options: argparse.Namespace) -> int:
