@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 from growing import LOOP, along, constant, frozen, grow, outcome_of, read
 
+from dynatree.common.model_info import ForwardCost
 from dynatree.common.tree import ROOT
 from dynatree.draft.costs import Costs, largest_tree
 from dynatree.draft.growing_tree import GrowingTree, TrieNode
 from dynatree.draft.policies import create_policy
 from dynatree.draft.verify_client import Answer
-from dynatree.v1 import tree_pb2, verify_pb2
+from dynatree.v1 import verify_pb2
 
 
 def test_costs_are_learnt_for_each_size_that_fills_tiles():
@@ -27,7 +28,7 @@ def test_costs_are_learnt_for_each_size_that_fills_tiles():
 
 def measured(*points):
     """What a service says that its forwards took when it started."""
-    return [tree_pb2.ForwardCost(rows=rows, seconds=seconds) for rows, seconds in points]
+    return [ForwardCost(rows, seconds) for rows, seconds in points]
 
 
 def test_sizes_never_tried_are_to_the_nearest_tried_as_they_were_at_the_start():

@@ -249,6 +249,7 @@ def _measure_costs(options: argparse.Namespace) -> Report:
     from dynatree.bench.costs import ARENA_ROWS, CostBench, fill, places
     from dynatree.common.engine import Engine, ModelSettings
     from dynatree.common.errors import StartupError
+    from dynatree.common.wire import model_info_to_pb
 
     measured_on = _environment(options)
     device, dtype = options.device or "auto", options.dtype or "auto"
@@ -263,8 +264,8 @@ def _measure_costs(options: argparse.Namespace) -> Report:
     report = new_report(
         options.measurement,
         measured_on,
-        ModelInfo.from_pb(target.info),
-        ModelInfo.from_pb(draft.info),
+        ModelInfo.from_pb(model_info_to_pb(target.info)),
+        ModelInfo.from_pb(model_info_to_pb(draft.info)),
         prompts={"file": "random tokens", "data_set": "random tokens", "count": 0, "tokens": []},
         options={"max_nodes": options.max_nodes, "repetitions": options.repetitions},
     )

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from dynatree.common.engine import SIZES
+from dynatree.common.model_info import ForwardCost
 from dynatree.draft.calibration import Calibration
-from dynatree.v1 import tree_pb2
 
 MEMORY = 16  # rounds that count; older ones were measured under another load
 TRIALS = 2  # rounds of a size, until a slow one among them can no longer be a stall
@@ -97,7 +97,7 @@ class Costs:
         pause: Rounds that a session last left the draft model out for, since asking it did not pay.
     """
 
-    def __init__(self, target: Iterable[tree_pb2.ForwardCost] = (), draft: Iterable[tree_pb2.ForwardCost] = ()) -> None:
+    def __init__(self, target: Iterable[ForwardCost] = (), draft: Iterable[ForwardCost] = ()) -> None:
         self.calibration = Calibration()
         self.shares = PRIOR_SHARES
         self.pause = 1
@@ -191,7 +191,7 @@ class Costs:
         return self._sizes[nearest].value * _on(curve, place) / _on(curve, nearest)
 
 
-def _curve(costs: Iterable[tree_pb2.ForwardCost]) -> Sequence[tuple[int, float]]:
+def _curve(costs: Iterable[ForwardCost]) -> Sequence[tuple[int, float]]:
     """Rows and seconds, fewest rows first; no forward takes longer than one over more rows."""
     seconds_by_rows = {cost.rows: cost.seconds for cost in costs if cost.rows and 0.0 < cost.seconds < math.inf}
     points = sorted(seconds_by_rows.items())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import TokenTree
+from dynatree.common.wire import model_info_to_pb
 from dynatree.draft.ahead import DraftingAhead
 from dynatree.draft.detokenizer import Detokenizer
 from dynatree.draft.drafter import Drafter, DraftSession, Growth
@@ -237,7 +238,7 @@ class Generation:
             max_new_tokens=request.limit - len(request.prompt_ids) if request.bounded else None,
             ignore_eos=request.ignore_eos,
             sampling=request.sampling.to_pb(),
-            draft=self._drafter.engine.info,
+            draft=model_info_to_pb(self._drafter.engine.info),
             stop_token_ids=request.stop_token_ids,
             log_probs=request.log_probs,
         )

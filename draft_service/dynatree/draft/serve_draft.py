@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from dynatree.common import embedded
 from dynatree.common.engine import Engine, ModelSettings, measure_forwards
@@ -56,7 +57,8 @@ async def serve(
         thread = ModelThread("draft-model")
         engine = await thread.run(Engine.load, settings)
         target = await verify.target(verify_timeout)
-        engine.info.forward_costs.extend(await thread.run(measure_forwards, engine, MEASURED_ROWS))
+        costs = await thread.run(measure_forwards, engine, MEASURED_ROWS)
+        engine.info = replace(engine.info, forward_costs=costs)
         drafter = Drafter(engine, MAX_TREE_NODES, engine.info.vocab_size)
         server = Server([SERVICE_NAME])
         try:

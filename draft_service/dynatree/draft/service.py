@@ -12,16 +12,17 @@ from typing import Any
 import grpc
 
 from dynatree.common.errors import InvalidArgumentError, ServiceError
-from dynatree.common.model_info import check_same_tokenizer, token_limit
+from dynatree.common.model_info import ModelInfo, check_same_tokenizer, token_limit
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import check_token_ids
+from dynatree.common.wire import model_info_to_pb
 from dynatree.draft.costs import Costs
 from dynatree.draft.drafter import Drafter
 from dynatree.draft.generation import Generation, GenerationRequest
 from dynatree.draft.policies import DRAWING_POLICY, create_policy, policies_that_take_draws, policy_names
 from dynatree.draft.verify_client import VerifyClient
-from dynatree.v1 import draft_pb2, draft_pb2_grpc, tree_pb2
+from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         drafter: Drafter,
         thread: ModelThread,
         verify: VerifyClient,
-        target: tree_pb2.ModelInfo,
+        target: ModelInfo,
         default_policy: DefaultPolicy,
         ahead: bool | None,
     ) -> None:
@@ -70,7 +71,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._ahead_option = ahead
         self._adopt(target)
 
-    def _adopt(self, target: tree_pb2.ModelInfo) -> None:
+    def _adopt(self, target: ModelInfo) -> None:
         """Work with this target from now on; what rounds cost with another is forgotten.
 
         Raises:
@@ -105,7 +106,9 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         default = self._default_policy.name
         others = [name for name in policy_names() if name != default]
         return draft_pb2.DraftServiceGetModelInfoResponse(
-            draft=self._drafter.engine.info, target=self._target, policies=[default, *others]
+            draft=model_info_to_pb(self._drafter.engine.info),
+            target=model_info_to_pb(self._target),
+            policies=[default, *others],
         )
 
     async def Generate(  # noqa: N802

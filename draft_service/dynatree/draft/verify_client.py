@@ -21,9 +21,11 @@ from dynatree.common.errors import (
     ServiceError,
     StartupError,
 )
+from dynatree.common.model_info import ModelInfo
 from dynatree.common.server import CHANNEL_OPTIONS
 from dynatree.common.tree import TokenTree
-from dynatree.v1 import tree_pb2, verify_pb2, verify_pb2_grpc
+from dynatree.common.wire import model_info_from_pb
+from dynatree.v1 import verify_pb2, verify_pb2_grpc
 
 # Errors that the verify service blames on the request keep their code; it was the client's request.
 PASSED_ON = {
@@ -59,7 +61,7 @@ class VerifyClient:
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = verify_pb2_grpc.VerifyServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
-    async def target(self, timeout: float) -> tree_pb2.ModelInfo:
+    async def target(self, timeout: float) -> ModelInfo:
         """The target model, waiting up to `timeout` seconds for the service to come up.
 
         Raises:
@@ -74,7 +76,7 @@ class VerifyClient:
                 raise StartupError(f"the service at {self._address} is no verify service of DynaTree") from error
             raise StartupError(f"the verify service at {self._address} refused: {error.details()}") from error
 
-    async def model_info(self, timeout: float | None) -> tree_pb2.ModelInfo:
+    async def model_info(self, timeout: float | None) -> ModelInfo:
         """The target model, of a service that is up.
 
         Raises:
@@ -86,11 +88,10 @@ class VerifyClient:
         except grpc.aio.AioRpcError as error:
             raise translated(error.code(), error.details(), self._address) from error
 
-    async def _ask(self, timeout: float | None, *, wait_for_ready: bool = False) -> tree_pb2.ModelInfo:
+    async def _ask(self, timeout: float | None, *, wait_for_ready: bool = False) -> ModelInfo:
         request = verify_pb2.VerifyServiceGetModelInfoRequest()
         response = await self._stub.GetModelInfo(request, timeout=timeout, wait_for_ready=wait_for_ready)
-        model: tree_pb2.ModelInfo = response.model
-        return model
+        return model_info_from_pb(response.model)
 
     @asynccontextmanager
     async def session(self, timeout: float | None) -> AsyncIterator[VerifySession]:

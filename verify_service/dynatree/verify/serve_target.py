@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from dynatree.common import embedded
 from dynatree.common.engine import Engine, ModelSettings, measure_forwards
@@ -30,7 +31,8 @@ async def serve(settings: ModelSettings, address: str, max_tree_nodes: int, grac
     """
     thread = ModelThread("verify-model")
     engine = await thread.run(Engine.load, settings)
-    engine.info.forward_costs.extend(await thread.run(measure_forwards, engine, min(MEASURED_ROWS, max_tree_nodes + 1)))
+    costs = await thread.run(measure_forwards, engine, min(MEASURED_ROWS, max_tree_nodes + 1))
+    engine.info = replace(engine.info, forward_costs=costs)
     server = Server([SERVICE_NAME])
     service = VerifyService(Verifier(engine, max_tree_nodes), thread)
     verify_pb2_grpc.add_VerifyServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ import grpc
 from dynatree.common.errors import InvalidArgumentError, RoundInFlightError
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.tree import TokenTree
+from dynatree.common.wire import model_info_to_pb
 from dynatree.v1 import verify_pb2, verify_pb2_grpc
 from dynatree.verify.accept import Verdict
 from dynatree.verify.session import Session, SessionRequest
@@ -35,7 +36,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         self, request: verify_pb2.VerifyServiceGetModelInfoRequest, context: Context
     ) -> verify_pb2.VerifyServiceGetModelInfoResponse:
         """The target model."""
-        return verify_pb2.VerifyServiceGetModelInfoResponse(model=self._verifier.target)
+        return verify_pb2.VerifyServiceGetModelInfoResponse(model=model_info_to_pb(self._verifier.target))
 
     async def Verify(self, request_iterator: Requests, context: Context) -> None:  # noqa: N802
         """Open a session, then answer each tree with its commit.

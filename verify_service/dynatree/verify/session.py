@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatree.common.errors import FailedPreconditionError, InvalidArgumentError
-from dynatree.common.model_info import check_same_tokenizer, token_limit
+from dynatree.common.model_info import ModelInfo, check_same_tokenizer, token_limit
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import TokenTree, check_token_ids
-from dynatree.v1 import tree_pb2, verify_pb2
+from dynatree.common.wire import model_info_from_pb
+from dynatree.v1 import verify_pb2
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class SessionRequest:
     def from_pb(
         cls,
         message: verify_pb2.OpenSession,
-        target: tree_pb2.ModelInfo,
+        target: ModelInfo,
         end_tokens: frozenset[int],
         default_seed: int,
     ) -> SessionRequest:
@@ -37,7 +38,7 @@ class SessionRequest:
             InvalidArgumentError: No prompt, a token outside the vocabulary, or an option out of range.
             OutOfRangeError: The prompt with its new tokens does not fit the target's context.
         """
-        check_same_tokenizer(message.draft, target)
+        check_same_tokenizer(model_info_from_pb(message.draft), target)
         if not message.prompt_ids:
             raise InvalidArgumentError("prompt_ids is empty; a session needs at least one prompt token")
         new_tokens = message.max_new_tokens if message.HasField("max_new_tokens") else None

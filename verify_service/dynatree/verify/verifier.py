@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dynatree.common.engine import Engine, Segment
 from dynatree.common.errors import ServiceBusyError
+from dynatree.common.model_info import ModelInfo
 from dynatree.common.sampling import Histories, Stream, adjusted, choose, random_generator, warped
 from dynatree.common.tree import TokenTree
 from dynatree.v1 import tree_pb2
@@ -41,7 +42,7 @@ class Verifier:
         self.max_tree_nodes = max_tree_nodes
 
     @property
-    def target(self) -> tree_pb2.ModelInfo:
+    def target(self) -> ModelInfo:
         """What the target model is."""
         return self.engine.info
 
