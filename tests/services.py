@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from dynatree.common.command import MAX_TREE_NODES
 from dynatree.common.engine import Engine, ModelSettings
+from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.server import Server
 from dynatree.draft.policies import DEFAULT_POLICY
+from dynatree.draft.serve_draft import start_draft
 from dynatree.draft.service import DefaultPolicy
-from dynatree.draft.serving import start_draft
 from dynatree.draft.verify_client import VerifyClient
-from dynatree.verify.serving import start_verify
+from dynatree.verify.serve_target import start_verify
 
 T = TypeVar("T")
 

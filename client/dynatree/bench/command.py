@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynatree.bench.arguments import EMBEDDED, MEASUREMENTS, add_arguments
+from dynatree.bench.arguments import EMBEDDED, MEASUREMENTS
 from dynatree.bench.decoding import Baseline, Decoders
 from dynatree.bench.environment import Environment, environment
 from dynatree.bench.memory import PeakMemory
@@ -23,8 +23,6 @@ from dynatree.bench.tables import print_report, unequal
 from dynatree.cli.service_pair import service_pair
 from dynatree.client import Client, ModelInfo, ServiceInfo
 from dynatree.common import embedded
-
-__all__ = ["add_arguments", "run"]
 
 SERVICE_OPTIONS = ("draft_model", "dtype", "device", "threads")  # of the services that are started here
 

@@ -17,6 +17,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from dynatree.common.address import check_address
 from dynatree.common.errors import ServiceError, StartupError
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,10 @@ class Server:
         Raises:
             StartupError: The address is taken or makes no sense.
         """
-        check_address(address)
+        try:
+            check_address(address)
+        except ValueError as error:
+            raise StartupError(str(error)) from None
         if address.startswith("unix:"):
             _prepare_socket(Path(address.removeprefix("unix:")))
         try:
@@ -229,19 +233,6 @@ def _retrieve_exception(writing: asyncio.Future[None]) -> None:
     """Where the task that waits is gone nobody else does, and asyncio would log it."""
     if not writing.cancelled():
         writing.exception()
-
-
-def check_address(address: str) -> None:
-    """Refuse what is neither `host:port` nor `unix:PATH`; gRPC would try to resolve it.
-
-    Raises:
-        StartupError: With both forms.
-    """
-    if address.startswith("unix:") and len(address) > len("unix:"):
-        return
-    host, _, port = address.rpartition(":")
-    if not host or "://" in host or not port.isdecimal() or int(port) > 65535:
-        raise StartupError(f"{address!r} is not an address; expected host:port or unix:PATH")
 
 
 def _prepare_socket(path: Path) -> None:
