@@ -19,9 +19,9 @@ from dynatree.common.errors import (
     ServiceError,
     StartupError,
 )
+from dynatree.common.grpc_options import CHANNEL_OPTIONS
 from dynatree.common.messages import Commit, OpenSession, SessionOpened
 from dynatree.common.model_info import ModelInfo
-from dynatree.common.server import CHANNEL_OPTIONS
 from dynatree.common.tree import TokenTree
 from dynatree.common.wire import (
     commit_from_pb,
