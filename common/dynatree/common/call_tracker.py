@@ -112,9 +112,9 @@ class CallTracker(grpc.aio.ServerInterceptor):
 class _WholeMessages:
     """A call's context whose messages are sent whole, even where the task that writes them is cancelled meanwhile.
 
-    gRPC notes that a call's initial metadata are sent when the first write returns (grpc/grpc pull request 21232). After
-    a write that was cancelled it would send them again with the status, which its core refuses: the client would not
-    be told why its call ended.
+    gRPC notes that a call's initial metadata are sent when the first write returns (grpc/grpc pull request 21232).
+    After a write that was cancelled it would send them again with the status, which its core refuses: the client would
+    not be told why its call ended.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
