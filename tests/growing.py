@@ -2,7 +2,7 @@
 
 import math
 
-from dynatree.common.tree import ROOT, Candidates
+from dynatree.common.tree import ROOT, DraftDistribution
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.draft.policies import Outcome
 
@@ -28,7 +28,7 @@ def read(tree, node, model, breadth):
     ranked = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
     tree.node(node).proposals = tuple(Proposal(token, math.log(probabilities[token])) for token in ranked[:breadth])
     if tree.sampled:
-        tree.node(node).candidates = Candidates(tuple(ranked), tuple(probabilities[token] for token in ranked))
+        tree.node(node).candidates = DraftDistribution(tuple(ranked), tuple(probabilities[token] for token in ranked))
 
 
 def frozen(policy, model, **options):

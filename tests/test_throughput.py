@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 from growing import LOOP, along, constant, frozen, grow, outcome_of, read
 
+from dynatree.common.model_info import ForwardCost
 from dynatree.common.tree import ROOT
 from dynatree.draft.growing_tree import GrowingTree, TrieNode
 from dynatree.draft.policies import create_policy
 from dynatree.draft.round_costs import Costs, RoundCost
-from dynatree.draft.verify_client import Answer
 from dynatree.draft.verify_cost import largest_tree
-from dynatree.v1 import tree_pb2, verify_pb2
 
 
 def test_costs_are_learnt_for_each_size_that_fills_tiles():
@@ -28,7 +27,7 @@ def test_costs_are_learnt_for_each_size_that_fills_tiles():
 
 def measured(*points):
     """What a service says that its forwards took when it started."""
-    return [tree_pb2.ForwardCost(rows=rows, seconds=seconds) for rows, seconds in points]
+    return [ForwardCost(rows, seconds) for rows, seconds in points]
 
 
 def test_sizes_never_tried_are_to_the_nearest_tried_as_they_were_at_the_start():
@@ -383,14 +382,6 @@ def test_waiting_for_other_sessions_is_no_cost_of_a_trees_size():
         policy.observe(replace(outcome, waited_seconds=0.9))
     assert costs.verify(0) == 0.2
     assert policy.parameters()["rate"] == pytest.approx(5.0), "never less than plain decoding's"
-
-
-def test_what_a_tree_waited_for_at_the_verify_service():
-    timings = verify_pb2.VerifyTimings(forward_seconds=0.2, accept_seconds=0.02, commit_seconds=0.01, total_seconds=0.9)
-    answer = Answer(verify_pb2.Commit(timings=timings), seconds=1.0)
-    assert answer.waited_seconds == pytest.approx(0.67)
-    assert answer.wire_seconds == pytest.approx(0.1)
-    assert Answer(verify_pb2.Commit(), seconds=1.0).waited_seconds == 0.0, "a service that names no times"
 
 
 def gpu(step):

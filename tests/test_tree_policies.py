@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynatree.common.errors import InvalidArgumentError
-from dynatree.common.tree import ROOT, Candidates, TokenTree
+from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.draft.policies import create_policy, policy_names, residual_policies
 from dynatree.draft.policies.sequoia import best_shape
@@ -142,7 +142,7 @@ def test_policies_keep_or_drop_no_draw_for_its_token(name):
         def read_in_order(tree, node, breadth, order=order, probabilities=probabilities):
             draws = [Proposal(token, math.log(probabilities[token])) for token in order]
             tree.node(node).proposals = tuple(draws[:breadth])
-            tree.node(node).candidates = Candidates((0, 1, 2), probabilities)
+            tree.node(node).candidates = DraftDistribution((0, 1, 2), probabilities)
 
         policy = create_policy(name, {})
         tree = GrowingTree(TrieNode(99), (99,), sampled=True)

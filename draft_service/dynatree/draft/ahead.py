@@ -9,7 +9,8 @@ does not depend on it. (PEARL, Liu et al. 2025; Saguaro, Kumar et al. 2026, keep
 from __future__ import annotations
 
 from dynatree.common.tree import ROOT
-from dynatree.draft.drafter import Drafter, DraftSession
+from dynatree.draft.draft_session import DraftSession
+from dynatree.draft.drafter import Drafter
 from dynatree.draft.policies.best_first import BestFirst
 
 NODES = 64  # the likeliest, of which those that are not read yet are

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from dynatree.common.tree import ROOT, Candidates, TokenTree
+from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TrieNode:
     token: int
     slot: int | None = None
     proposals: tuple[Proposal, ...] | None = None
-    candidates: Candidates | None = None
+    candidates: DraftDistribution | None = None
     children: dict[int, TrieNode] = field(default_factory=dict)
 
     def child(self, token: int) -> TrieNode:
@@ -210,7 +210,7 @@ class GrowingTree:
             candidates=self._candidates(self.sent, set(parents)) if self.sampled and self.sent else (),
         )
 
-    def _candidates(self, sent: Sequence[int], parents: set[int]) -> tuple[Candidates | None, ...]:
+    def _candidates(self, sent: Sequence[int], parents: set[int]) -> tuple[DraftDistribution | None, ...]:
         """What the children of the root and of each sent node were drawn from; None where none is sent."""
         return tuple(
             self.node(node).candidates if place in parents else None
