@@ -100,6 +100,16 @@ def test_residual_sampling_without_a_policy_gets_one_that_can_draw(client):
     assert unnamed.stats.nodes_per_round > 20, "dyspec's trees"
 
 
+def test_a_setting_that_is_a_number_and_a_list_is_refused(services):
+    policy = draft_pb2.Policy(name="specinfer", settings={"widths": 2})
+    policy.list_settings["widths"].values.extend([1, 1])
+    request = draft_pb2.GenerateRequest(token_ids=draft_pb2.TokenIds(ids=PROMPT), policy=policy)
+    with grpc.insecure_channel(services.draft_address) as channel, pytest.raises(grpc.RpcError) as error:
+        list(draft_pb2_grpc.DraftServiceStub(channel).Generate(request, timeout=20))
+    assert error.value.code() == Code.INVALID_ARGUMENT
+    assert error.value.details() == "setting widths is given twice, as a number and as a list"
+
+
 @pytest.mark.parametrize(
     ("policy", "settings", "message"),
     [
@@ -112,16 +122,24 @@ def test_residual_sampling_without_a_policy_gets_one_that_can_draw(client):
         ("dyspec-threshold", {"threshold": 1.5}, "threshold is 1.5, expected a number in (0, 1]"),
         ("dyspec-threshold", {"threshold": nan}, "threshold is nan, expected a number in (0, 1]"),
         ("dyspec-threshold", {"breadth": 65}, "breadth is 65, expected a number in [1, 64]"),
-        ("specinfer", {"k1": 0}, "k1 is 0, expected a number in [1, 64]"),
-        ("specinfer", {"k16": 65}, "k16 is 65, expected a number in [0, 64]"),
-        ("specinfer", {"k2": -1}, "k2 is -1, expected a number in [0, 64]"),
-        ("specinfer", {"k3": 1.5}, "k3 is 1.5, expected a whole number"),
+        ("specinfer", {"widths": [0]}, "widths[0] is 0, expected a number in [1, 64]"),
+        ("specinfer", {"widths": [1] * 15 + [65]}, "widths[15] is 65, expected a number in [1, 64]"),
+        ("specinfer", {"widths": (1, -1)}, "widths[1] is -1, expected a number in [1, 64]"),
+        ("specinfer", {"widths": [1, 1, 1.5]}, "widths[2] is 1.5, expected a whole number"),
+        ("specinfer", {"widths": 0}, "widths[0] is 0, expected a number in [1, 64]"),
+        ("specinfer", {"widths": []}, "widths has 0 numbers, expected 1 to 64"),
+        ("specinfer", {"widths": [1] * 65}, "widths has 65 numbers, expected 1 to 64"),
+        ("specinfer", {"widths": [1] * 100_000}, "widths has 100000 numbers, expected 1 to 64"),
+        ("specinfer", {"k1": 1}, "has no setting k1; its settings: widths, max_nodes"),
+        ("specinfer", {"max_nodes": [8]}, "max_nodes is a list, expected one number"),
         ("specinfer", {"max_nodes": 257}, "max_nodes is 257, expected a number in [1, 256]"),
-        ("sequoia", {f"p{rank}": 0.25 for rank in range(1, 9)}, "p1 to p8 sum to 2, expected at most 1"),
-        ("sequoia", {"p8": -0.1}, "p8 is -0.1, expected a number in [0, 1]"),
-        ("sequoia", {"p1": nan}, "p1 is nan, expected a number in [0, 1]"),
+        ("sequoia", {"rates": [0.25] * 8}, "rates sum to 2, expected at most 1"),
+        ("sequoia", {"rates": [0.1] * 7 + [-0.1]}, "rates[7] is -0.1, expected a number in [0, 1]"),
+        ("sequoia", {"rates": [nan]}, "rates[0] is nan, expected a number in [0, 1]"),
+        ("sequoia", {"rates": []}, "rates has 0 numbers, expected 1 to 8"),
+        ("sequoia", {"rates": [0.1] * 9}, "rates has 9 numbers, expected 1 to 8"),
         ("sequoia", {"max_depth": 33}, "max_depth is 33, expected a number in [1, 32]"),
-        ("sequoia", {"p9": 0.1}, "has no setting p9"),
+        ("sequoia", {"p1": 0.1}, "has no setting p1; its settings: max_nodes, max_depth, rates"),
         ("opt-tree", {"width": 0}, "width is 0, expected a number in [1, 64]"),
         ("opt-tree", {"delta": 1.5}, "delta is 1.5, expected a number in [0, 1]"),
         ("opt-tree", {"delta": nan}, "delta is nan, expected a number in [0, 1]"),

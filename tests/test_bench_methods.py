@@ -6,7 +6,7 @@ import pytest
 
 from dynatree.bench import runs
 from dynatree.bench.methods import PLAIN, Case, Method, parse_method, parse_methods
-from dynatree.bench.ranks import add_ranks, count_ranks, sequoia_settings
+from dynatree.bench.ranks import add_ranks, count_ranks, sequoia_rates
 from dynatree.cli.main import main
 from dynatree.client import RoundTrace
 
@@ -18,6 +18,15 @@ def test_methods_are_named_as_they_were_given() -> None:
         "fixed:depth=5,tau=0.5", "fixed", (("depth", 5.0), ("tau", 0.5))
     )
     assert parse_method("linear") == Method("linear", "linear")
+
+
+def test_an_item_without_a_name_continues_the_list_before_it() -> None:
+    text = "specinfer:widths=1,1,3,max_nodes=8"
+    assert parse_method(text) == Method(text, "specinfer", (("widths", (1.0, 1.0, 3.0)), ("max_nodes", 8.0)))
+    assert parse_methods(text) == [parse_method(text)]
+    assert [method.label for method in parse_methods("specinfer:widths=1,1,3/2,2/4,max_nodes=4/8")] == [
+        f"specinfer:widths={widths},max_nodes={nodes}" for widths in ("1,1,3", "2,2", "4") for nodes in (4, 8)
+    ]
 
 
 def test_alternatives_are_combined() -> None:
@@ -32,13 +41,16 @@ def test_alternatives_are_combined() -> None:
 
 
 @pytest.mark.parametrize("measurement", ["compare", "sweep"])
-@pytest.mark.parametrize("text", ["", ":a=1", "fixed:", "fixed:depth", "fixed:depth=x", "fixed:=1", "fixed:a=1,a=2"])
+@pytest.mark.parametrize(
+    "text",
+    ["", ":a=1", "fixed:", "fixed:depth", "fixed:depth=x", "fixed:=1", "fixed:a=1,a=2", "fixed:1,a=2", "fixed:a=1,,2"],
+)
 def test_methods_that_are_none(measurement: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", measurement, "--prompts", "x", "--policy", text]) == 2
     assert "argument --policy:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["fixed:depth=1/", "fixed:depth=1/x", "fixed:depth=1/2,depth=3"])
+@pytest.mark.parametrize("text", ["fixed:depth=1/", "fixed:depth=1/x", "fixed:depth=1/2,depth=3", "fixed:widths=1,/2"])
 def test_alternatives_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "sweep", "--prompts", "x", "--policy", text]) == 2
     assert "argument --policy:" in capsys.readouterr().err
@@ -82,7 +94,7 @@ def test_ranks_are_places_among_siblings() -> None:
     assert counts == {"trials": 5, "hits": [1, 2, 0]}
     both = add_ranks([counts, {"trials": 1, "hits": [0, 1, 0]}])
     assert both == {"trials": 6, "hits": [1, 3, 0]}
-    assert sequoia_settings(both) == {"p1": 0.1666, "p2": 0.5, "p3": 0.0}
+    assert sequoia_rates(both) == [0.1666, 0.5, 0.0]
 
 
 # agreement

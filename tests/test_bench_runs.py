@@ -197,7 +197,7 @@ def test_ranks_on_services_of_its_own(text: Path, tmp_path: Path, capsys: pytest
     accepted = sum(run["statistics"]["draft_n_accepted"] for run in load(out)["runs"])
     assert sum(counts["hits"]) == accepted
     assert counts["hits"][0] == max(counts["hits"]) > 0
-    assert "--policy sequoia --set p1=0." in capsys.readouterr().out
+    assert "--policy sequoia --set rates=0." in capsys.readouterr().out
 
 
 def test_what_was_measured_before_a_failure_is_kept(

@@ -69,8 +69,8 @@ def test_the_table_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     print_report(new_report("ranks", runs))
     out = capsys.readouterr().out
-    assert "--policy sequoia --set p1=0.5 --set p2=0.125" in out
-    assert "--policy sequoia:p1=0.5,p2=0.125" in out
+    assert "--policy sequoia --set rates=0.5,0.125\n" in out
+    assert "--policy sequoia:rates=0.5,0.125\n" in out
 
 
 def test_the_table_of_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,7 @@ def test_json_is_one_object_and_nothing_else(service: FakeDraftService, capsys: 
 
 def test_every_option_reaches_the_server(service: FakeDraftService) -> None:
     options = "--max-new-tokens 7 --temperature 0.5 --top-k 3 --top-p 0.75 --seed 9 --stop a --stop b --ignore-eos"
-    policy = "--policy linear --set depth=8 --set width=2 --timeout 30"
+    policy = "--policy linear --set depth=8 --set widths=1,1,3 --timeout 30"
     new = "--min-p 0.25 --repetition-penalty 1.5 --logit-bias 5=-2 --logit-bias 6=0.5 --scheme independent"
     ends = "--stop-token-id 4 --stop-token-id 8"
     words = " ".join((options, policy, new, ends)).split()
@@ -99,7 +99,8 @@ def test_every_option_reaches_the_server(service: FakeDraftService) -> None:
     assert list(request.stop_token_ids) == [4, 8]
     assert (request.n, request.log_probs, request.trace) == (1, False, False)
     assert request.ignore_eos
-    assert (request.policy.name, dict(request.policy.settings)) == ("linear", {"depth": 8.0, "width": 2.0})
+    assert (request.policy.name, dict(request.policy.settings)) == ("linear", {"depth": 8.0})
+    assert list(request.policy.list_settings["widths"].values) == [1.0, 1.0, 3.0]
 
 
 def test_several_completions_have_a_heading_each(service: FakeDraftService, capsys: pytest.CaptureFixture[str]) -> None:
@@ -402,6 +403,8 @@ def test_choices_are_what_the_services_take() -> None:
         ["generate", "Once", "--set", "depth"],
         ["generate", "Once", "--set", "=8"],
         ["generate", "Once", "--set", "depth=deep"],
+        ["generate", "Once", "--set", "widths=1,"],
+        ["generate", "Once", "--set", "widths=1,x"],
         ["generate", "Once", "--set", "depth=8", "--set", "depth=8"],
         ["generate", "Once", "--logit-bias", "5=1", "--logit-bias", "5=2"],
         ["generate", "Once", "--timeout", "0"],

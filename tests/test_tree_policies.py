@@ -205,7 +205,7 @@ def test_sequoia_sends_its_shape_whatever_the_draft_says():
 def test_specinfer_follows_its_configuration():
     tree = frozen(create_policy("specinfer", {}), constant(0.5, 0.3, 0.2))
     assert [tree.depths.count(d) for d in range(1, 10)] == [1, 1, 3, 3, 3, 3, 3, 3, 0]
-    short = frozen(create_policy("specinfer", {"k1": 2, "k2": 2, "k3": 0}), constant(0.5, 0.3, 0.2))
+    short = frozen(create_policy("specinfer", {"widths": (2, 2)}), constant(0.5, 0.3, 0.2))
     assert [short.depths.count(d) for d in range(1, 4)] == [2, 4, 0]
 
 
@@ -238,8 +238,8 @@ def test_every_policy_keeps_the_sessions_limits(name, model, max_nodes, max_dept
 
 
 def test_contradicting_settings_are_refused():
-    with pytest.raises(InvalidArgumentError, match="p1 to p8 sum to"):
-        create_policy("sequoia", {"p1": 0.9, "p2": 0.9})
+    with pytest.raises(InvalidArgumentError, match="rates sum to"):
+        create_policy("sequoia", {"rates": [0.9, 0.9]})
     with pytest.raises(InvalidArgumentError, match="shortest is 5 and longest is 4"):
         create_policy("ngram", {"shortest": 5})
     with pytest.raises(InvalidArgumentError, match=r"dynamic_breadth is 2, expected 0 \(off\) or 1 \(on\)"):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
+from dynatree.cli.arguments import numbers
+
 if TYPE_CHECKING:
     from dynatree.client import SamplingScheme
 
@@ -17,7 +19,7 @@ class Method:
 
     label: str
     policy: str | None
-    settings: tuple[tuple[str, float], ...] = ()
+    settings: tuple[tuple[str, float | tuple[float, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ ABLATION = (PLAIN, LINEAR, FIXED, SMALL_FIXED, BACKBONE, DYNAMIC, DYNATREE)
 COUPLING = (LINEAR, FIXED, Method("dynatree", "dynatree"), Method("dyspec", "dyspec"))
 SCHEMES: tuple[SamplingScheme, ...] = ("gumbel", "independent", "residual")
 
-RANKS = 8  # of the settings p1 to p8 of policy `sequoia`
+RANKS = 8  # of the setting `rates` of policy `sequoia`
 GUESSES = Method(
     f"the draft's {RANKS} first guesses", "fixed", (("depth", 1.0), ("breadth", float(RANKS)), ("tau", 0.0))
 )
@@ -76,30 +78,44 @@ BASELINES = {
 
 
 def parse_method(text: str) -> Method:
-    """An argparse type: `NAME[:setting=number,...]`."""
-    name, colon, rest = text.partition(":")
-    settings: dict[str, float] = {}
-    for part in rest.split(",") if colon else ():
+    """An argparse type: `NAME[:setting=number,...]`; an item without `=` continues the list of the one before."""
+    name, parts = _split(text)
+    settings: dict[str, float | tuple[float, ...]] = {}
+    for part in parts:
         key, _, value = part.partition("=")
         try:
-            number = float(value)
+            setting = numbers(value)
         except ValueError:
             key = ""
         if not key or key in settings:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is not NAME[:setting=value,...] with a number for each setting, and each setting once"
+                f"{text!r} is not NAME[:setting=value,...] with one or more numbers a setting, and each setting once"
             )
-        settings[key] = number
-    if not name:
-        raise argparse.ArgumentTypeError(f"{text!r} names no policy")
+        settings[key] = setting
     return Method(text, name, tuple(settings.items()))
 
 
 def parse_methods(text: str) -> list[Method]:
     """An argparse type: `NAME[:setting=number/number...,...]`, every combination of the settings' alternatives."""
+    name, parts = _split(text)
+    if not parts:
+        return [parse_method(text)]
+    combinations = product(*map(_alternatives, parts))
+    return [parse_method(f"{name}:{','.join(combination)}") for combination in combinations]
+
+
+def _split(text: str) -> tuple[str, list[str]]:
+    """`NAME:a=1,2,b=3` as NAME and [`a=1,2`, `b=3`]."""
     name, colon, rest = text.partition(":")
-    settings = [_alternatives(part) for part in rest.split(",")] if colon else []
-    return [parse_method(name + colon + ",".join(combination)) for combination in product(*settings)]
+    if not name:
+        raise argparse.ArgumentTypeError(f"{text!r} names no policy")
+    parts: list[str] = []
+    for item in rest.split(",") if colon else ():
+        if "=" in item or not parts:
+            parts.append(item)
+        else:
+            parts[-1] += "," + item
+    return name, parts
 
 
 def _alternatives(setting: str) -> list[str]:

@@ -41,11 +41,9 @@ def add_ranks(counts: Sequence[RankCounts]) -> RankCounts:
     return RankCounts(trials=sum(each["trials"] for each in counts), hits=hits)
 
 
-def sequoia_settings(counts: RankCounts) -> dict[str, float]:
-    """The settings p1, p2 ... of policy `sequoia`: p_k = hits of rank k / trials.
+def sequoia_rates(counts: RankCounts) -> list[float]:
+    """The setting `rates` of policy `sequoia`: for each rank its hits / trials.
 
     Rounded down to four decimals, so that they never sum to more than 1.
     """
-    return {
-        f"p{rank}": math.floor(1e4 * hits / counts["trials"]) / 1e4 for rank, hits in enumerate(counts["hits"], start=1)
-    }
+    return [math.floor(1e4 * hits / counts["trials"]) / 1e4 for hits in counts["hits"]]

@@ -20,9 +20,9 @@ Schema, version 2; one object:
     options         {"max_new_tokens", "prompt_tokens", "seed", "repetitions", "warmup", "ignore_eos"}
     skipped         [{"label", "scheme", "reason"}]: methods that the server refused under a sampling scheme
     runs            one object for each completion, in the order in which they were made:
-        label, policy, settings      the method; settings by name, without those left to the server. The baselines,
-                                     labelled "transformers", "transformers assisted" and "transformers prompt
-                                     lookup", have policy null
+        label, policy, settings      the method; settings by name, numbers or lists, without those left to the server.
+                                     The baselines, labelled "transformers", "transformers assisted" and
+                                     "transformers prompt lookup", have policy null
         temperature                  0 is greedy
         scheme, seed                 null where the temperature is 0; otherwise --seed + the prompt's number
         prompt, repetition           their numbers, from 0
@@ -58,6 +58,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -79,7 +80,7 @@ class Run(TypedDict):
 
     label: str
     policy: str | None
-    settings: dict[str, float]
+    settings: dict[str, float | Sequence[float]]
     temperature: float
     scheme: str | None
     seed: int | None
@@ -306,7 +307,10 @@ def _is_flag(value: object) -> bool:
 
 
 def _is_settings(value: object) -> bool:
-    return isinstance(value, dict) and all(type(number) in (int, float) for number in value.values())
+    if not isinstance(value, dict):
+        return False
+    numbers = [each if isinstance(each, list) else [each] for each in value.values()]
+    return all(type(number) in (int, float) for each in numbers for number in each)
 
 
 def _is_arrival(value: object) -> bool:

@@ -45,7 +45,7 @@ class Keyed(argparse.Action):
 
 
 def add_policy_settings(parser: argparse.ArgumentParser) -> None:
-    """The option `--set`, which makes `policy_settings`: a dict of numbers by name."""
+    """The option `--set`, which makes `policy_settings`: a dict by name of numbers, and of tuples of numbers."""
     parser.add_argument(
         "--set",
         dest="policy_settings",
@@ -53,16 +53,26 @@ def add_policy_settings(parser: argparse.ArgumentParser) -> None:
         action=Keyed,
         default={},
         metavar="NAME=VALUE",
-        help="a setting of the policy, such as depth=8; may be repeated",
+        help="a setting of the policy, such as depth=8, or widths=1,1,3 where it is a list; may be repeated",
     )
 
 
-def _setting(text: str) -> tuple[str, float]:
+def _setting(text: str) -> tuple[str, float | tuple[float, ...]]:
     name, _, value = text.partition("=")
     try:
-        number = float(value)
+        setting = numbers(value)
     except ValueError:
         name = ""
     if not name:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE with a number")
-    return name, number
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE with a number, or NAME=VALUE,VALUE,...")
+    return name, setting
+
+
+def numbers(text: str) -> float | tuple[float, ...]:
+    """A number, or a tuple of those between the commas.
+
+    Raises:
+        ValueError: One of them is no number.
+    """
+    values = tuple(map(float, text.split(",")))
+    return values if len(values) > 1 else values[0]

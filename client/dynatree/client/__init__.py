@@ -33,7 +33,7 @@ from dynatree.client._errors import (
     ServerError,
     ServerUnavailableError,
 )
-from dynatree.client._request import GenerateOptions, Prompt, SamplingScheme
+from dynatree.client._request import GenerateOptions, PolicySettings, Prompt, SamplingScheme
 from dynatree.client._types import (
     Chunk,
     Completion,
@@ -60,6 +60,7 @@ __all__ = [
     "InvalidRequestError",
     "ModelInfo",
     "ModelMismatchError",
+    "PolicySettings",
     "Prompt",
     "RequestCancelledError",
     "RoundPart",

@@ -18,6 +18,7 @@ _MAX_REQUEST_BYTES = 4 * 2**20  # the servers' limit, and gRPC's own
 _UINT64_MAX = 2**64 - 1
 
 Prompt = str | Sequence[int]
+PolicySettings = Mapping[str, float | Sequence[float]]
 SamplingScheme = Literal["gumbel", "independent", "residual"]
 
 _SCHEMES: dict[str, tree_pb2.SamplingScheme] = {
@@ -52,7 +53,8 @@ class GenerateOptions(TypedDict, total=False):
         log_probs: whether to return the tokens' log-probabilities.
         trace: whether to return a `RoundTrace` for each round.
         policy: how trees are grown, one of `ServiceInfo.policies`; None (the default) is the service's default.
-        policy_settings: the policy's settings by name, for example {"depth": 8}; the others keep their defaults.
+        policy_settings: the policy's settings by name, each a number or a sequence of numbers, for example {"depth": 8}
+            or {"widths": [1, 1, 3]}; the others keep their defaults.
     """
 
     max_new_tokens: int | None
@@ -71,7 +73,7 @@ class GenerateOptions(TypedDict, total=False):
     log_probs: bool
     trace: bool
     policy: str | None
-    policy_settings: Mapping[str, float] | None
+    policy_settings: PolicySettings | None
 
 
 def build_request(
@@ -93,7 +95,7 @@ def build_request(
     log_probs: bool = False,
     trace: bool = False,
     policy: str | None = None,
-    policy_settings: Mapping[str, float] | None = None,
+    policy_settings: PolicySettings | None = None,
     **unknown: object,
 ) -> draft_pb2.GenerateRequest:
     """The message for one call; see `GenerateOptions` for what the options mean.
@@ -169,17 +171,22 @@ def _stop(stop: str | Sequence[str]) -> list[str]:
     return [_string("stop", text) for text in ([stop] if isinstance(stop, str) else stop)]
 
 
-def _policy(name: str | None, settings: Mapping[str, float] | None) -> draft_pb2.Policy | None:
+def _policy(name: str | None, settings: PolicySettings | None) -> draft_pb2.Policy | None:
     if settings is not None and not isinstance(settings, Mapping):
         raise TypeError(f"policy_settings must be a mapping, not {type(settings).__name__}")
     if name is None and not settings:
         return None
-    return draft_pb2.Policy(
-        name="" if name is None else _string("policy", name),
-        settings={
-            _string("policy_settings: a name", key): _number(key, value) for key, value in (settings or {}).items()
-        },
-    )
+    message = draft_pb2.Policy(name="" if name is None else _string("policy", name))
+    for key, value in (settings or {}).items():
+        setting = f"policy_settings: {_string('policy_settings: a name', key)}"
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
+            numbers = [_number(f"{setting}[{index}]", number) for index, number in enumerate(value)]
+            message.list_settings[key].values.extend(numbers)
+        elif isinstance(value, Real):
+            message.settings[key] = _number(setting, value)
+        else:
+            raise TypeError(f"{setting} must be a number or a sequence of numbers, not {type(value).__name__}")
+    return message
 
 
 def _token_ids(name: str, what: str, token_ids: Iterable[int]) -> list[int]:

@@ -19,9 +19,9 @@ from dynatree.common.sampling import Sampling
 from dynatree.common.tree import check_token_ids
 from dynatree.common.wire import model_info_to_pb, sampling_from_pb
 from dynatree.draft.generation import Backend, Generation, GenerationRequest
-from dynatree.draft.policies import RESIDUAL_POLICY, create_policy, policy_names, residual_policies
+from dynatree.draft.policies import RESIDUAL_POLICY, Setting, create_policy, policy_names, residual_policies
 from dynatree.draft.target import Target
-from dynatree.draft.wire import response_to_pb
+from dynatree.draft.wire import policy_settings_from_pb, response_to_pb
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class DefaultPolicy:
     """The policy of requests that name none."""
 
     name: str
-    settings: dict[str, float]
+    settings: dict[str, Setting]
 
 
 class DraftService(draft_pb2_grpc.DraftServiceServicer):
@@ -137,7 +137,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         sampling = replace(sampling_from_pb(message.sampling, default_seed=seed), seed=seed)
         name = message.policy.name or self._default_name(sampling)
         inherited = self._default_policy.settings if name == self._default_policy.name else {}
-        policy = create_policy(name, {**inherited, **message.policy.settings}, self._target.costs)
+        policy = create_policy(name, {**inherited, **policy_settings_from_pb(message.policy)}, self._target.costs)
         if sampling.residual and not policy.supports_residual:
             raise InvalidArgumentError(
                 f"policy {name} chooses nodes by their tokens, which scheme residual does not allow; "

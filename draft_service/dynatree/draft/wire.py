@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from math import exp
 
+from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.wire import finish_reason_to_pb
 from dynatree.draft.generation import Chunk, Completion, TracedRound
+from dynatree.draft.policies import Setting
 from dynatree.draft.statistics import Statistics
 from dynatree.v1 import draft_pb2
+
+
+def policy_settings_from_pb(message: draft_pb2.Policy) -> dict[str, Setting]:
+    """The settings of both maps.
+
+    Raises:
+        InvalidArgumentError: A name is in both.
+    """
+    numbers = dict(message.settings)
+    lists = {name: tuple(numbers.values) for name, numbers in message.list_settings.items()}
+    for name in sorted(numbers.keys() & lists.keys()):
+        raise InvalidArgumentError(f"setting {name} is given twice, as a number and as a list")
+    return {**numbers, **lists}
 
 
 def response_to_pb(event: Chunk | TracedRound | Completion, *, index: int) -> draft_pb2.GenerateResponse:

@@ -36,13 +36,14 @@ def _sweep_charts(samples: Iterable[Sample]) -> Iterator[Block]:
 
 
 def _varying_settings(samples: Iterable[Sample]) -> list[str]:
-    values = by((item for sample in samples for item in sample.run["settings"].items()), lambda item: item[0])
+    """The settings that are numbers and vary; a list has no place on an axis."""
+    values = by((item for sample in samples for item in _numbers(sample).items()), lambda item: item[0])
     return [name for name, items in values.items() if len(set(items)) > 1]
 
 
 def _tree_maps(policy: str, samples: Sequence[Sample]) -> Iterator[HeatMap]:
     """A map of depth x breadth for each choice of the other settings."""
-    shaped = [sample for sample in samples if {"depth", "breadth"} <= set(sample.run["settings"])]
+    shaped = [sample for sample in samples if {"depth", "breadth"} <= set(_numbers(sample))]
     for others, group in by(shaped, _other_settings).items():
         cells = {}
         for shape, each in by(group, _shape).items():
@@ -53,18 +54,21 @@ def _tree_maps(policy: str, samples: Sequence[Sample]) -> Iterator[HeatMap]:
         yield HeatMap(f"{title}: speedup", "depth", "breadth", cells)
 
 
+def _numbers(sample: Sample) -> dict[str, float]:
+    """The settings that are numbers."""
+    return {name: value for name, value in sample.run["settings"].items() if isinstance(value, (int, float))}
+
+
 def _shape(sample: Sample) -> tuple[float, float]:
-    return sample.run["settings"]["depth"], sample.run["settings"]["breadth"]
+    return _numbers(sample)["depth"], _numbers(sample)["breadth"]
 
 
 def _other_settings(sample: Sample) -> tuple[tuple[str, float], ...]:
-    return tuple(item for item in sorted(sample.run["settings"].items()) if item[0] not in ("depth", "breadth"))
+    return tuple(item for item in sorted(_numbers(sample).items()) if item[0] not in ("depth", "breadth"))
 
 
 def _setting_chart(title: str, setting: str, samples: Sequence[Sample]) -> Lines:
-    values = by(
-        (sample for sample in samples if setting in sample.run["settings"]), lambda s: s.run["settings"][setting]
-    )
+    values = by((sample for sample in samples if setting in _numbers(sample)), lambda s: _numbers(s)[setting])
     points = ((value, spread(sample.speedup for sample in each)) for value, each in sorted(values.items()))
     line = [(value, speedups) for value, speedups in points if speedups is not None]
     return Lines(title, setting, "speedup", {title: line}, small=True)

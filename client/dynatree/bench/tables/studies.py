@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 
 from dynatree.bench.figures import by, rate
 from dynatree.bench.methods import BACKBONE, DYNAMIC, DYNATREE, FIXED, LINEAR, PLAIN, SMALL_FIXED
-from dynatree.bench.ranks import add_ranks, sequoia_settings
+from dynatree.bench.ranks import add_ranks, sequoia_rates
 from dynatree.bench.record import Report, Run
 from dynatree.bench.tables.cells import equal, mean, sampling
 from dynatree.bench.tables.table import NONE, Table
@@ -94,10 +94,10 @@ def ranks(report: Report) -> Iterator[Table]:
         rows = [[name, str(each), f"{each / trials:.4f}" if trials else NONE] for name, each in hits]
         notes = []
         if trials:
-            settings = [f"{name}={rate:g}" for name, rate in sequoia_settings(counts).items()]
+            rates = ",".join(f"{rate:g}" for rate in sequoia_rates(counts))
             notes = [
-                "to use them: --policy sequoia " + " ".join(f"--set {each}" for each in settings),
-                "in dynatree bench: --policy sequoia:" + ",".join(settings),
+                f"to use them: --policy sequoia --set rates={rates}",
+                f"in dynatree bench: --policy sequoia:rates={rates}",
             ]
         yield Table(f"Acceptance by rank, {sampling(temperature, group)}", ["guess", "chosen", "share"], rows, notes)
 

@@ -4,6 +4,7 @@ from dynatree.draft.policies.base import Outcome, Policy
 from dynatree.draft.policies.registry import (
     DEFAULT_POLICY,
     RESIDUAL_POLICY,
+    Setting,
     create_policy,
     policy_names,
     residual_policies,
@@ -14,6 +15,7 @@ __all__ = [
     "RESIDUAL_POLICY",
     "Outcome",
     "Policy",
+    "Setting",
     "create_policy",
     "policy_names",
     "residual_policies",

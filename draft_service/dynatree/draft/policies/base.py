@@ -69,6 +69,19 @@ class Policy(ABC):
         return {}
 
 
+MAX_NUMBERS = 64  # of a setting that is a list
+
+
+def check_length(name: str, values: Sequence[float], high: int = MAX_NUMBERS) -> None:
+    """Refuse a list without numbers, or with more than `high`.
+
+    Raises:
+        InvalidArgumentError: The message names the setting, its length and the limit.
+    """
+    if not 1 <= len(values) <= high:
+        raise InvalidArgumentError(f"{name} has {len(values)} numbers, expected 1 to {high}")
+
+
 def check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     """Refuse a setting out of its range.
 

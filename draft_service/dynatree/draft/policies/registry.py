@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.draft.control import DEFAULT_CONTROL, ControlSettings
 from dynatree.draft.policies.autoregressive import Autoregressive, AutoregressiveSettings
-from dynatree.draft.policies.base import Policy
+from dynatree.draft.policies.base import MAX_NUMBERS, Policy, check_length
 from dynatree.draft.policies.dynatree import DynaTree, DynaTreeSettings
 from dynatree.draft.policies.dyspec import DySpec, DySpecSettings, DySpecThreshold, DySpecThresholdSettings
 from dynatree.draft.policies.fixed import Fixed, FixedSettings, LinearSettings, linear
@@ -21,6 +21,8 @@ from dynatree.draft.policies.sequoia import Sequoia, SequoiaSettings
 from dynatree.draft.policies.specinfer import SpecInfer, SpecInferSettings
 from dynatree.draft.policies.throughput import Throughput, ThroughputSettings
 from dynatree.draft.round_costs import Costs
+
+Setting = float | Sequence[float]
 
 DEFAULT_POLICY = "throughput"
 RESIDUAL_POLICY = "dyspec"  # the default under residual sampling, which the other does not support
@@ -62,7 +64,7 @@ def residual_policies() -> tuple[str, ...]:
 
 def create_policy(
     name: str,
-    settings: Mapping[str, float],
+    settings: Mapping[str, Setting],
     costs: Costs | None = None,
     *,
     control: ControlSettings = DEFAULT_CONTROL,
@@ -71,7 +73,8 @@ def create_policy(
 
     Args:
         name: One of `policy_names`.
-        settings: The policy's settings by name; the others keep their defaults.
+        settings: The policy's settings by name, each a number or a sequence of numbers; the others keep their
+            defaults. A number for a list stands for a list of one.
         costs: What all sessions of the service have learnt.
         control: The tuned constants; those of `costs` are its own.
 
@@ -81,7 +84,7 @@ def create_policy(
     entry = _REGISTRY.get(name)
     if entry is None:
         raise InvalidArgumentError(f"unknown policy {name!r}, expected one of {', '.join(policy_names())}")
-    types = {field.name: field.type for field in fields(entry.settings)}
+    types = {field.name: str(field.type) for field in fields(entry.settings)}
     unknown = sorted(set(settings) - set(types))
     if unknown:
         known = ", ".join(types) or "none"
@@ -90,8 +93,21 @@ def create_policy(
     return entry.create(checked, costs or Costs(control=control), control)
 
 
-def _typed(name: str, value: float, kind: object) -> float:
-    """The wire carries every setting as a double; whole numbers must be whole, and switches 0 or 1."""
+def _typed(name: str, value: Setting, kind: str) -> Any:
+    """The value as the setting's type: a number or a switch, or a tuple of numbers."""
+    if not kind.startswith("tuple["):
+        if isinstance(value, Sequence):
+            raise InvalidArgumentError(f"{name} is a list, expected one number")
+        return _number(name, value, kind)
+    values = value if isinstance(value, Sequence) else (value,)
+    if len(values) > MAX_NUMBERS:  # before each of them is looked at
+        check_length(name, values)
+    element = kind.removeprefix("tuple[").removesuffix(", ...]")
+    return tuple(_number(f"{name}[{index}]", each, element) for index, each in enumerate(values))
+
+
+def _number(name: str, value: float, kind: str) -> float:
+    """The wire carries every number as a double; whole numbers must be whole, and switches 0 or 1."""
     if kind == "float":
         return value
     if kind == "bool":

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
-
-import numpy as np
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.tree import ROOT
 from dynatree.draft.growing_tree import GrowingTree
-from dynatree.draft.policies.base import Policy, check_range
+from dynatree.draft.policies.base import Policy, check_length, check_range
 
-RANKS = 8
+MAX_RANKS = 8  # the programme's time grows with the ranks
 
 
 @dataclass(frozen=True)
 class SequoiaSettings:
-    """Node budget, depth, and `p1` to `p8`: how often the target chooses the draft's first, second ... guess.
+    """Node budget, depth, and the rates at which the target chooses the draft's first, second ... guess.
 
     `dynatree bench ranks` measures the rates on a pair; the defaults are the embedded pair's, greedy, on a book that it
     was not trained on.
@@ -27,26 +25,16 @@ class SequoiaSettings:
 
     max_nodes: int = 64
     max_depth: int = 12
-    p1: float = 0.732
-    p2: float = 0.146
-    p3: float = 0.054
-    p4: float = 0.017
-    p5: float = 0.015
-    p6: float = 0.006
-    p7: float = 0.005
-    p8: float = 0.005
+    rates: tuple[float, ...] = (0.732, 0.146, 0.054, 0.017, 0.015, 0.006, 0.005, 0.005)
 
     def __post_init__(self) -> None:
         check_range("max_nodes", self.max_nodes, 1, 256)
         check_range("max_depth", self.max_depth, 1, 32)
-        for field in fields(self)[2:]:
-            check_range(field.name, getattr(self, field.name), 0.0, 1.0)
-        if sum(self.rates()) > 1.0 + 1e-6:
-            raise InvalidArgumentError(f"p1 to p{RANKS} sum to {sum(self.rates()):g}, expected at most 1")
-
-    def rates(self) -> tuple[float, ...]:
-        """The rates, best rank first."""
-        return tuple(getattr(self, field.name) for field in fields(self)[2:])
+        check_length("rates", self.rates, MAX_RANKS)
+        for rank, rate in enumerate(self.rates):
+            check_range(f"rates[{rank}]", rate, 0.0, 1.0)
+        if sum(self.rates) > 1.0 + 1e-6:
+            raise InvalidArgumentError(f"rates sum to {sum(self.rates):g}, expected at most 1")
 
 
 @dataclass(frozen=True)
@@ -68,7 +56,7 @@ class Sequoia(Policy):
     supports_residual = True
 
     def __init__(self, settings: SequoiaSettings) -> None:
-        self._shape = best_shape(settings.rates(), settings.max_nodes, settings.max_depth)
+        self._shape = best_shape(settings.rates, settings.max_nodes, settings.max_depth)
         self.breadth = max(1, *self._shape.widths)
         self._places: dict[int, int] = {}
 
@@ -95,6 +83,8 @@ def best_shape(rates: tuple[float, ...], max_nodes: int, max_depth: int) -> Shap
         F(d, k, m): the best forest of at most m nodes and d levels whose trees have the ranks k, k + 1, ...
                   = max(0, max over 1 <= j <= m of rates[k] * (1 + F(d - 1, 0, j - 1)) + F(d, k + 1, m - j))
     """
+    import numpy as np  # takes a tenth of a second, which no other policy's help or errors should wait for
+
     below = np.zeros(max_nodes + 1)  # F(d - 1, 0, m) by m
     sizes: list[list[list[int]]] = []  # [level][rank][m]: nodes in the tree of that rank; 0 ends the forest
     for _ in range(max_depth):
