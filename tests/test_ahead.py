@@ -15,7 +15,7 @@ from dynatree.common.sampling import Sampling, Scheme
 from dynatree.draft.ahead import DraftingAhead
 from dynatree.draft.draft_model import EngineDraftModel
 from dynatree.draft.drafter import Drafter
-from dynatree.draft.policies import create_policy, policies_that_take_draws, policy_names
+from dynatree.draft.policies import create_policy, policy_names, residual_policies
 
 PROMPT = [5, 6, 7, 8]
 SETTINGS = {"ngram": {"shortest": 1}, "throughput": {"shortest": 1}, "hybrid": {"shortest": 1}}
@@ -156,7 +156,7 @@ def test_outputs_are_those_of_plain_decoding(ahead_client, policy, options, monk
         assert any(read)
 
 
-@pytest.mark.parametrize("policy", policies_that_take_draws())
+@pytest.mark.parametrize("policy", residual_policies())
 def test_residual_sampling_repeats_with_and_without(ahead_client, policy):
     options = {"temperature": 1.0, "seed": 4, "scheme": "residual", "policy": policy, "max_new_tokens": 30}
     assert ahead_client.generate(PROMPT, **options).token_ids == ahead_client.generate(PROMPT, **options).token_ids

@@ -22,7 +22,7 @@ from dynatree.common.sampling import Sampling, Scheme
 from dynatree.common.tree import Candidates
 from dynatree.draft.drafter import Drafter, DraftSession
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
-from dynatree.draft.policies import create_policy, policies_that_take_draws
+from dynatree.draft.policies import create_policy, residual_policies
 from dynatree.verify.residual import accept_residual
 from dynatree.verify.session import Session, SessionRequest
 from dynatree.verify.verifier import Verifier
@@ -137,7 +137,7 @@ class Drawing:
 
 
 def test_every_policy_that_draws_is_here():
-    assert tuple(sorted(SMALL)) == policies_that_take_draws()
+    assert tuple(sorted(SMALL)) == residual_policies()
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -107,17 +107,17 @@ class Drafter:
             session.committed,
             max_nodes=min(max_nodes, self._max_tree_nodes),
             max_depth=max_depth,
-            drawn=session.sampling.residual,
+            sampled=session.sampling.residual,
         )
 
     def has_room(self, session: DraftSession, tree: GrowingTree, level: Sequence[int]) -> bool:
         """Whether the session's arena row has slots for a level's unread nodes."""
-        unread = sum(not tree.is_read(node) for node in level if node != ROOT)
+        unread = sum(not tree.is_expanded(node) for node in level if node != ROOT)
         return session.speculative_slots + unread <= 2 * self._max_tree_nodes
 
     def expand(self, session: DraftSession, tree: GrowingTree, level: Sequence[int], breadth: int) -> float:
         """Read the nodes of a level that have no proposals yet, in one forward; returns its seconds."""
-        unread = [node for node in level if not tree.is_read(node)]
+        unread = [node for node in level if not tree.is_expanded(node)]
         if not unread:
             return 0.0
         start = session.num_used + len(session.committed) - session.num_cached if ROOT in unread else session.num_used

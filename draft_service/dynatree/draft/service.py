@@ -19,7 +19,7 @@ from dynatree.common.sampling import Sampling
 from dynatree.common.tree import check_token_ids
 from dynatree.common.wire import model_info_to_pb, sampling_from_pb
 from dynatree.draft.generation import Backend, Generation, GenerationRequest
-from dynatree.draft.policies import DRAWING_POLICY, create_policy, policies_that_take_draws, policy_names
+from dynatree.draft.policies import RESIDUAL_POLICY, create_policy, policy_names, residual_policies
 from dynatree.draft.target import Target
 from dynatree.draft.wire import response_to_pb
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
@@ -138,10 +138,10 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         name = message.policy.name or self._default_name(sampling)
         inherited = self._default_policy.settings if name == self._default_policy.name else {}
         policy = create_policy(name, {**inherited, **message.policy.settings}, self._target.costs)
-        if sampling.residual and not policy.takes_draws:
+        if sampling.residual and not policy.supports_residual:
             raise InvalidArgumentError(
                 f"policy {name} chooses nodes by their tokens, which scheme residual does not allow; "
-                f"expected one of {', '.join(policies_that_take_draws())}"
+                f"expected one of {', '.join(residual_policies())}"
             )
         return GenerationRequest(
             prompt_ids=prompt_ids,
@@ -159,7 +159,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     def _default_name(self, sampling: Sampling) -> str:
         """The policy of a request that names none: the service's, or one that can, where that cannot draw at random."""
         name = self._default_policy.name
-        return name if not sampling.residual or name in policies_that_take_draws() else DRAWING_POLICY
+        return name if not sampling.residual or name in residual_policies() else RESIDUAL_POLICY
 
     async def _prompt_ids(self, message: draft_pb2.GenerateRequest) -> tuple[int, ...]:
         kind = message.WhichOneof("prompt")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynatree.common.model_info import ModelInfo, check_same_tokenizer
-from dynatree.draft.costs import Costs
+from dynatree.draft.round_costs import Costs
 
 
 @dataclass(frozen=True)
