@@ -10,7 +10,7 @@ import torch
 from model_zoo import save_random_model
 from transformers import AutoModelForCausalLM
 
-from dynatree.common.engine import Engine, ModelSettings
+from dynatree.common.engine import ModelSettings, load_engine
 from dynatree.common.sampling import Sampling, Scheme, warped
 from dynatree.draft.drafter import Drafter, DraftSession
 from dynatree.draft.policies import create_policy
@@ -40,8 +40,8 @@ def pair(tmp_path_factory):
             parameter += 0.04 * torch.randn_like(parameter)
     model.save_pretrained(draft)
     return (
-        Engine.load(ModelSettings(str(target), sessions=BATCH, scratch=32)),
-        Engine.load(ModelSettings(str(draft), sessions=BATCH, scratch=64)),
+        load_engine(ModelSettings(str(target), sessions=BATCH, speculative_slots=32)),
+        load_engine(ModelSettings(str(draft), sessions=BATCH, speculative_slots=64)),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 
 from dynatree.common import embedded
 from dynatree.common.command import (
@@ -15,7 +14,7 @@ from dynatree.common.command import (
     run_service,
     seconds,
 )
-from dynatree.common.engine import Engine, ModelSettings, measure_forwards
+from dynatree.common.engine import ModelSettings, load_engine, with_forward_costs
 from dynatree.common.errors import FailedPreconditionError, StartupError
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.server import Server
@@ -72,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         create_policy(policy.name, policy.settings)
     except Exception as error:
         raise SystemExit(str(error)) from error
-    settings = model_settings(options, options.draft_model, embedded.draft_path(), scratch=2 * MAX_TREE_NODES)
+    settings = model_settings(options, options.draft_model, embedded.draft_path(), speculative_slots=2 * MAX_TREE_NODES)
     return run_service(
         lambda: serve(
             settings,
@@ -103,10 +102,10 @@ async def serve(
     verify = VerifyClient(verify_address)
     try:
         thread = ModelThread("draft-model")
-        engine = await thread.run(Engine.load, settings)
+        engine = await thread.run(load_engine, settings)
         target = await verify.target(verify_timeout)
-        costs = await thread.run(measure_forwards, engine, MEASURED_ROWS)
-        engine.info = replace(engine.info, forward_costs=costs)
+        # measured when the verify service has measured its own: on one machine they would slow each other down
+        engine = await thread.run(with_forward_costs, engine, MEASURED_ROWS)
         drafter = Drafter(engine, MAX_TREE_NODES, engine.info.vocab_size)
         server = Server([SERVICE_NAME])
         try:

@@ -7,8 +7,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from dynatree.common.engine import SIZES
-from dynatree.common.model_info import ForwardCost
+from dynatree.common.model_info import SIZES, ForwardCost
 from dynatree.draft.calibration import Calibration
 
 MEMORY = 16  # rounds that count; older ones were measured under another load

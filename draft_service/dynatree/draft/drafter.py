@@ -67,7 +67,7 @@ class Drafter:
     Not thread-safe: one thread calls everything but `open`, which only takes a free row.
 
     Args:
-        engine: The draft model; its arena needs `2 * max_tree_nodes` scratch slots a session.
+        engine: The draft model; its arena needs `2 * max_tree_nodes` speculative slots a session.
         max_tree_nodes: The largest tree of any policy.
         vocab_size: Tokens that may be proposed: those that both models embed and the tokenizer has.
 

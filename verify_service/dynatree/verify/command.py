@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 
 from dynatree.common import embedded
 from dynatree.common.command import (
@@ -14,7 +13,7 @@ from dynatree.common.command import (
     positive,
     run_service,
 )
-from dynatree.common.engine import Engine, ModelSettings, measure_forwards
+from dynatree.common.engine import ModelSettings, load_engine
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.server import Server
 from dynatree.v1 import verify_pb2_grpc
@@ -37,7 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal."""
-    settings = model_settings(options, options.target_model, embedded.target_path(), scratch=options.max_tree_nodes)
+    settings = model_settings(
+        options,
+        options.target_model,
+        embedded.target_path(),
+        speculative_slots=options.max_tree_nodes,
+        measured_rows=min(MEASURED_ROWS, options.max_tree_nodes + 1),
+    )
     return run_service(lambda: serve(settings, options.listen, options.max_tree_nodes, options.grace))
 
 
@@ -48,9 +53,7 @@ async def serve(settings: ModelSettings, address: str, max_tree_nodes: int, grac
         StartupError: The model or the address cannot be used.
     """
     thread = ModelThread("verify-model")
-    engine = await thread.run(Engine.load, settings)
-    costs = await thread.run(measure_forwards, engine, min(MEASURED_ROWS, max_tree_nodes + 1))
-    engine.info = replace(engine.info, forward_costs=costs)
+    engine = await thread.run(load_engine, settings)
     server = Server([SERVICE_NAME])
     service = VerifyService(Verifier(engine, max_tree_nodes), thread)
     verify_pb2_grpc.add_VerifyServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]
