@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from dynatree.common.errors import FailedPreconditionError, InvalidArgumentError, OutOfRangeError
 
+# Rows of the forwards that are measured. The time of a forward steps up at multiples of the tiles of matrix kernels,
+# which have 4, 6, 8 or 16 rows.
+SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
+
 
 @dataclass(frozen=True)
 class ForwardCost:
