@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from dynatree.client import Client
 from dynatree.common.sampling import Sampling, Scheme
-from dynatree.common.tree import Candidates
+from dynatree.common.tree import DraftDistribution
 from dynatree.draft.drafter import Drafter, DraftSession
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.draft.policies import create_policy, residual_policies
@@ -112,12 +112,12 @@ class Drawing:
         self._random = np.random.default_rng(seed)
         probs = softmax(DRAFT).numpy()
         self._log_probs = np.log(probs)
-        self._candidates = [Candidates(tuple(range(VOCABULARY)), tuple(row.tolist())) for row in probs]
+        self._candidates = [DraftDistribution(tuple(range(VOCABULARY)), tuple(row.tolist())) for row in probs]
         self._noise = iter(())
 
     def tree(self, policy, last):
         """A tree of the policy below the token `last`."""
-        tree = GrowingTree(TrieNode(last), [last], max_nodes=64, max_depth=8, drawn=True)
+        tree = GrowingTree(TrieNode(last), [last], max_nodes=64, max_depth=8, sampled=True)
         level = policy.start(tree)
         while level:
             for index in level:
