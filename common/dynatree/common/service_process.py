@@ -18,7 +18,12 @@ from dynatree.common.errors import StartupError
 
 
 def model_settings(
-    options: argparse.Namespace, model: str, embedded_path: Path, speculative_slots: int, measured_rows: int = 0
+    options: argparse.Namespace,
+    model: str,
+    embedded_path: Path,
+    speculative_slots: int,
+    measured_rows: int = 0,
+    chooses_tokens: bool = True,
 ) -> ModelSettings:
     """Settings from parsed options; the name "embedded" means the shipped model at `embedded_path`."""
     if options.threads:
@@ -31,6 +36,7 @@ def model_settings(
         speculative_slots=speculative_slots,
         static_shapes=options.static_shapes,
         measured_rows=measured_rows,
+        chooses_tokens=chooses_tokens,
     )
 
 

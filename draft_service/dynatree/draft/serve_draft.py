@@ -26,7 +26,13 @@ AHEAD = {"auto": None, "on": True, "off": False}
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal."""
     policy = DefaultPolicy(options.policy, options.policy_settings)
-    settings = model_settings(options, options.draft_model, embedded.draft_path(), speculative_slots=2 * MAX_TREE_NODES)
+    settings = model_settings(
+        options,
+        options.draft_model,
+        embedded.draft_path(),
+        speculative_slots=2 * MAX_TREE_NODES,
+        chooses_tokens=False,
+    )
     return run_service(
         lambda: serve(
             settings,
