@@ -125,7 +125,7 @@ def test_a_penalty_that_no_request_may_have_is_refused(penalty):
 
 
 def test_every_field_of_a_generation_config_is_accounted_for():
-    """A new version of transformers may bring fields; until somebody has looked at one it is refused where it is set."""
+    """A field that a new version of transformers brings is refused where it is set, until somebody has looked at it."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     assert fields - ADOPTED - WITHOUT_EFFECT == set(REFUSED) & fields
 

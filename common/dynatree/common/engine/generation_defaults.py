@@ -1,7 +1,7 @@
 """The part of a checkpoint's generation_config that decides tokens: adopted, or refused by name.
 
-`generate()` without arguments follows the generation_config. DynaTree's target equals it under greedy decoding, so every
-field that changes greedy tokens is either adopted or refused. Three groups need neither:
+`generate()` without arguments follows the generation_config, and DynaTree's greedy output equals it. So every field that
+changes greedy tokens is either adopted or refused. Three groups need neither:
 
 - Fields that take part only in sampling, beam search or assistance (`do_sample`, `temperature`, `top_k`, ...). Requests
   are greedy unless they say otherwise: a checkpoint never makes a request sample.
@@ -73,9 +73,8 @@ class GenerationDefaults:
         """
         if config is None:
             return cls()
-        refused = sorted(
-            name for name in vars(GenerationConfig()) if _changes_tokens(name, getattr(config, name, None))
-        )
+        known = vars(GenerationConfig())  # type: ignore[no-untyped-call]
+        refused = sorted(name for name in known if _changes_tokens(name, getattr(config, name, None)))
         if refused:
             raise StartupError(
                 f"its generation_config sets {', '.join(refused)}, which changes the tokens of generate() and which "
@@ -95,7 +94,7 @@ class GenerationDefaults:
 
 
 def _changes_tokens(name: str, value: object) -> bool:
-    """Whether a field at this value changes greedy tokens in a way that is not adopted; unknown fields count as such."""
+    """Whether a field at this value changes greedy tokens in a way that is not adopted; a field unknown here does."""
     if name.startswith("_") or name in ADOPTED or name in WITHOUT_EFFECT:
         return False
     neutral = value is None or value is False or value == [] or (name in NEUTRAL and value == NEUTRAL[name])
