@@ -70,7 +70,9 @@ def running_services(
     """Serve the pair on sockets in `folder` for as long as the context lives."""
     shared = {"dtype": dtype, "sessions": sessions, "static_shapes": static_shapes}
     target = load_engine(ModelSettings(str(target_model), speculative_slots=max_tree_nodes, **shared))
-    draft = load_engine(ModelSettings(str(draft_model), speculative_slots=2 * MAX_TREE_NODES, **shared))
+    draft = load_engine(
+        ModelSettings(str(draft_model), speculative_slots=2 * MAX_TREE_NODES, chooses_tokens=False, **shared)
+    )
     threads = ModelThread("verify-model"), ModelThread("draft-model")
     loop = _Loop()
 

@@ -259,7 +259,9 @@ def _measure_costs(options: argparse.Namespace) -> Report:
         target = load_engine(
             ModelSettings(_path(options.target_model, embedded.target_path()), device, dtype, ARENA_ROWS)
         )
-        draft = load_engine(ModelSettings(_path(options.draft_model, embedded.draft_path()), device, dtype, 1))
+        draft = load_engine(
+            ModelSettings(_path(options.draft_model, embedded.draft_path()), device, dtype, 1, chooses_tokens=False)
+        )
         bench = CostBench(target, draft, options.max_nodes)
     except (StartupError, ValueError) as error:
         raise SystemExit(str(error)) from None

@@ -74,9 +74,9 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
 
 
 def model_settings(
-    options: argparse.Namespace, model: str, embedded_path: Path, speculative_slots: int, measured_rows: int = 0
+    options: argparse.Namespace, model: str, embedded_path: Path, speculative_slots: int, **others: Any
 ) -> ModelSettings:
-    """Settings from parsed options; the name "embedded" means the shipped model at `embedded_path`."""
+    """Settings from parsed options and `others`; the name "embedded" means the shipped model at `embedded_path`."""
     if options.threads:
         torch.set_num_threads(options.threads)
     return ModelSettings(
@@ -86,7 +86,7 @@ def model_settings(
         sessions=options.max_sessions,
         speculative_slots=speculative_slots,
         static_shapes=options.static_shapes,
-        measured_rows=measured_rows,
+        **others,
     )
 
 

@@ -95,8 +95,15 @@ class Sampling:
         return self.repetition_penalty != 1.0
 
     @classmethod
-    def from_pb(cls, message: tree_pb2.SamplingOptions, *, vocab_size: int, default_seed: int) -> Sampling:
-        """Options from a message; `default_seed` where it names none.
+    def from_pb(
+        cls,
+        message: tree_pb2.SamplingOptions,
+        *,
+        vocab_size: int,
+        default_seed: int,
+        default_penalty: float = 1.0,
+    ) -> Sampling:
+        """Options from a message; the default seed and repetition penalty where it names none.
 
         Raises:
             InvalidArgumentError: An option is out of its range, or a biased token is outside the vocabulary.
@@ -117,7 +124,9 @@ class Sampling:
             top_k=message.top_k,
             top_p=message.top_p if message.HasField("top_p") else 1.0,
             min_p=message.min_p,
-            repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+            repetition_penalty=message.repetition_penalty
+            if message.HasField("repetition_penalty")
+            else default_penalty,
             logit_bias=MappingProxyType(dict(message.logit_bias)),
             seed=message.seed if message.HasField("seed") else default_seed,
             scheme=schemes[message.scheme],

@@ -21,6 +21,7 @@ def model_info_to_pb(info: ModelInfo) -> tree_pb2.ModelInfo:
         device_id=info.device_id,
         step_bytes=info.step_bytes,
         forward_costs=[tree_pb2.ForwardCost(rows=cost.rows, seconds=cost.seconds) for cost in info.forward_costs],
+        repetition_penalty=info.repetition_penalty,
     )
 
 
@@ -39,4 +40,5 @@ def model_info_from_pb(message: tree_pb2.ModelInfo) -> ModelInfo:
         device_id=message.device_id,
         step_bytes=message.step_bytes,
         forward_costs=tuple(ForwardCost(cost.rows, cost.seconds) for cost in message.forward_costs),
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
     )

@@ -71,7 +71,13 @@ def run(options: argparse.Namespace) -> int:
         create_policy(policy.name, policy.settings)
     except Exception as error:
         raise SystemExit(str(error)) from error
-    settings = model_settings(options, options.draft_model, embedded.draft_path(), speculative_slots=2 * MAX_TREE_NODES)
+    settings = model_settings(
+        options,
+        options.draft_model,
+        embedded.draft_path(),
+        speculative_slots=2 * MAX_TREE_NODES,
+        chooses_tokens=False,
+    )
     return run_service(
         lambda: serve(
             settings,

@@ -135,7 +135,12 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         check_token_ids(prompt_ids, self._target.vocab_size, "token_ids")
         check_token_ids(prompt_ids, self._drafter.engine.info.vocab_size, "token_ids")
         check_token_ids(message.stop_token_ids, self._target.vocab_size, "stop_token_ids")
-        sampling = Sampling.from_pb(message.sampling, vocab_size=self._target.vocab_size, default_seed=seed)
+        sampling = Sampling.from_pb(
+            message.sampling,
+            vocab_size=self._target.vocab_size,
+            default_seed=seed,
+            default_penalty=self._target.repetition_penalty,
+        )
         name = message.policy.name or self._default_name(sampling)
         inherited = self._default_policy.settings if name == self._default_policy.name else {}
         policy = create_policy(name, {**inherited, **message.policy.settings}, self._costs)

@@ -49,7 +49,12 @@ class SessionRequest:
             prompt_ids=tuple(message.prompt_ids),
             limit=limit,
             end_tokens=frozenset(message.stop_token_ids) | (frozenset() if message.ignore_eos else end_tokens),
-            sampling=Sampling.from_pb(message.sampling, vocab_size=target.vocab_size, default_seed=default_seed),
+            sampling=Sampling.from_pb(
+                message.sampling,
+                vocab_size=target.vocab_size,
+                default_seed=default_seed,
+                default_penalty=target.repetition_penalty,
+            ),
             log_probs=message.log_probs,
         )
 

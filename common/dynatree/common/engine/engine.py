@@ -29,6 +29,7 @@ class Engine:
     arena: KVArena
     tokenizer: PreTrainedTokenizerBase
     info: ModelInfo
+    eos_token_ids: frozenset[int]
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[Tensor]:
@@ -42,12 +43,3 @@ class Engine:
     def synchronize(self) -> None:
         """Wait until the device has done what was asked of it, so that a clock read next is true."""
         synchronize(self.arena.device)
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The tokens at which `generate()` would stop."""
-        config = self.model.generation_config
-        ids = config.eos_token_id if config is not None else None
-        if ids is None:
-            return frozenset()
-        return frozenset(ids) if isinstance(ids, list) else frozenset({ids})

@@ -21,6 +21,7 @@ from dynatree.common.engine.batch_invariance import is_batch_invariant, padded_k
 from dynatree.common.engine.eager import EagerRunner
 from dynatree.common.engine.engine import Engine
 from dynatree.common.engine.flat_forward import FlatForward
+from dynatree.common.engine.generation_defaults import GenerationDefaults
 from dynatree.common.engine.packing import pack
 from dynatree.common.engine.runner import Runner
 from dynatree.common.engine.static import StaticRunner
@@ -46,6 +47,8 @@ class ModelSettings:
         speculative_slots: KV slots of each session for tokens that are not committed.
         static_shapes: Whether all forwards but prompts are padded to a few sizes, and on a GPU captured as CUDA graphs.
         measured_rows: Rows of the largest forward whose cost is measured; 0: none is.
+        chooses_tokens: Whether the model is a target, whose generation_config is adopted or refused. A draft only
+            guesses, so its generation_config does not matter.
     """
 
     model: str
@@ -55,6 +58,7 @@ class ModelSettings:
     speculative_slots: int = 256
     static_shapes: bool = False
     measured_rows: int = 0
+    chooses_tokens: bool = True
 
 
 @torch.inference_mode()
@@ -74,6 +78,7 @@ def load_engine(settings: ModelSettings) -> Engine:
         shape = record_kv_shape(model)
         context_length = _context_length(model)
         check_config(model.config, context_length)
+        defaults = GenerationDefaults.of(model.generation_config if settings.chooses_tokens else None)
     batch_invariant = model.device.type == "cpu" and is_batch_invariant(model.dtype)
     capacity = context_length + settings.speculative_slots
     if batch_invariant:
@@ -91,8 +96,10 @@ def load_engine(settings: ModelSettings) -> Engine:
         version=version(),
         device_id=device_id(model.device),
         step_bytes=step_bytes,
+        repetition_penalty=defaults.repetition_penalty,
     )
-    engine = Engine(model, _runner(model, arena, batch_invariant, settings.static_shapes), arena, tokenizer, info)
+    runner = _runner(model, arena, batch_invariant, settings.static_shapes)
+    engine = Engine(model, runner, arena, tokenizer, info, defaults.eos_token_ids)
     with _explained(name):
         check_outputs(engine)
     return with_forward_costs(engine, settings.measured_rows)
