@@ -1,0 +1,134 @@
+"""The draft service's drafter with a recorded run in the model's place."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from dynatree.bench.replay.machines import Machine, seconds_on
+from dynatree.bench.replay.recording import RecordedRun
+from dynatree.common.sampling import Sampling
+from dynatree.common.tree import ROOT
+from dynatree.draft.drafter import Drafter, DraftSession
+from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
+
+CONTEXT_LENGTH = 2**20  # no run is as long
+FIRST_TAIL_TOKEN = 2**32  # no vocabulary has it
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A recorded node, and whether it is that of the context that was asked about; otherwise it stands in for it."""
+
+    node: int
+    recorded: bool
+
+
+class TableDrafter(Drafter):
+    """Grows and commits as the service does; a node's proposals are the recorded ones, and a forward takes what it took.
+
+    A context off the true path that was not recorded gets the proposals of the recorded one off the path whose last
+    token was as likely, as nearly as there is one. Nodes below those are looked up below them. Verification comes to
+    neither, since the true path is recorded whole: they have a say in a tree's shape and in nothing else.
+
+    A node off the true path has all proposals that were likely enough, and at least four. A policy that asks for more
+    gets, of what they leave of the probability, a half, a quarter and so on, under tokens that no vocabulary has.
+
+    Attributes:
+        expanded: Nodes that policies had expanded.
+        stood_in: Those among them that another node stood in for.
+    """
+
+    def __init__(self, run: RecordedRun, machine: Machine, max_tree_nodes: int) -> None:
+        super().__init__(_no_engine(), max_tree_nodes, vocab_size=0)
+        self._run = run
+        self._machine = machine
+        self._places: dict[TrieNode, _Place] = {}
+        self._off_path = sorted(_off_path_log_probs(run))
+        self.expanded = 0
+        self.stood_in = 0
+
+    def session(self) -> DraftSession:
+        """A session on the run's prompt."""
+        run = self._run
+        return DraftSession(0, list(run.prompt_ids), Sampling(temperature=run.temperature, seed=run.seed or 0))
+
+    def expand(self, session: DraftSession, tree: GrowingTree, level: Sequence[int], breadth: int) -> float:
+        """Look up the nodes of a level that have no proposals yet; returns the seconds of a forward over them."""
+        unread = [node for node in level if not tree.is_read(node)]
+        if not unread:
+            return 0.0
+        for node in unread:
+            place = self._place(session, tree, node)
+            self._places[tree.node(node)] = place
+            tree.node(node).proposals = self._proposals(place.node, breadth)
+            self.stood_in += not place.recorded
+        self.expanded += len(unread)
+        below = [node for node in unread if node != ROOT]
+        behind = len(session.committed) - session.rows if unread[0] == ROOT else 0
+        first = session.used + behind
+        for slot, node in enumerate(below, start=first):
+            tree.node(node).slot = slot
+        session.rows = len(session.committed)
+        session.used = first + len(below)
+        return seconds_on(self._machine.draft, behind + len(below))
+
+    def _place(self, session: DraftSession, tree: GrowingTree, node: int) -> _Place:
+        if node == ROOT:
+            return _Place(len(session.committed) - len(self._run.prompt_ids), recorded=True)
+        above = self._places[tree.node(tree.parent(node))]
+        token = tree.node(node).token
+        found = self._run.children.get((above.node, token))
+        if found is not None:
+            return _Place(found, above.recorded)
+        return _Place(self._nearest(_log_prob(self._run, above.node, token)), recorded=False)
+
+    def _nearest(self, log_prob: float) -> int:
+        """The node off the true path whose token has the nearest log-probability; of equals the first recorded."""
+        if not self._off_path:
+            return 0
+        after = bisect_left(self._off_path, (log_prob,))
+        low = self._off_path[max(after - 1, 0)]
+        high = self._off_path[min(after, len(self._off_path) - 1)]
+        nearest = low if log_prob - low[0] < high[0] - log_prob else high
+        return self._off_path[bisect_left(self._off_path, (nearest[0],))][1]
+
+    def _proposals(self, node: int, breadth: int) -> tuple[Proposal, ...]:
+        proposals = self._run.nodes[node].proposals
+        if len(proposals) >= breadth:
+            return proposals[:breadth]
+        return (*proposals, *_tail(proposals, breadth - len(proposals)))
+
+
+def _tail(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
+    """What may come after the recorded proposals: none likelier than the last of them."""
+    rest = max(1.0 - sum(math.exp(proposal.log_prob) for proposal in proposals), 1e-7)
+    most = proposals[-1].log_prob if proposals else 0.0
+    return [
+        Proposal(FIRST_TAIL_TOKEN + place, min(most, math.log(rest / 2 ** (place + 1)))) for place in range(count)
+    ]
+
+
+def _off_path_log_probs(run: RecordedRun) -> list[tuple[float, int]]:
+    """The recorded log-probability of each node off the true path, and the node."""
+    found = [
+        (_log_prob(run, node.parent, node.token), place)
+        for place, node in enumerate(run.nodes)
+        if place >= len(run.completion)
+    ]
+    return [each for each in found if each[0] > -math.inf]
+
+
+def _log_prob(run: RecordedRun, node: int, token: int) -> float:
+    """What the draft gives a token after a node; minus infinity where it is none of its proposals."""
+    return next((each.log_prob for each in run.nodes[node].proposals if each.token == token), -math.inf)
+
+
+def _no_engine() -> Any:
+    """What the drafter asks of an engine outside of `expand`: a context length, and an arena whose slots hold nothing."""
+    arena = SimpleNamespace(move=lambda row, slots, start: None)
+    return SimpleNamespace(info=SimpleNamespace(context_length=CONTEXT_LENGTH), arena=arena)
