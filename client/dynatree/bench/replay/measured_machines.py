@@ -1,6 +1,6 @@
 """Makes the machines file out of saved measurements of `dynatree bench`.
 
-    python -m dynatree.bench.replay.measured_machines benchmarks --out benchmarks/replay/costs.json
+python -m dynatree.bench.replay.measured_machines benchmarks --out benchmarks/replay/costs.json
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def expected_gpu() -> Machine:
         name="2.8b-h100-expected",
         measured=False,
         sources={
-            "verify": "expected, not measured: design notes on a GPU, column 'after': plain step 2.8 ms less 1.0 of the "
-            "host, 64 rows 2.3 to 2.6 ms, 0.45 ms of arithmetic for each 64 rows",
+            "verify": "expected, not measured: design notes on a GPU, column 'after': plain step 2.8 ms less 1.0 of "
+            "the host, 64 rows 2.3 to 2.6 ms, 0.45 ms of arithmetic for each 64 rows",
             "draft": "expected, not measured: the same, one level 0.2 ms",
             "round_seconds": "expected, not measured: the same, host and gRPC 1.0 to 1.5 ms",
             "level_seconds": "expected, not measured: none, levels are grown in one graph",
@@ -86,13 +86,14 @@ def embedded_machine(benchmarks: Path) -> Machine:
             sizes.append((round(median(map(_nodes, same))) + 1, median(_part(run, "verify_forward") for run in same)))
     chains = [run for run in runs if run["label"] in CHAINS]
     round_, level = overheads(runs)
-    origin = f"benchmarks/{EMBEDDED_RUNS}, commit {_commit([report])}, Intel Xeon with AMX, embedded pair, float32, 2 threads"
+    source = f"benchmarks/{EMBEDDED_RUNS}, commit {_commit([report])}"
+    origin = f"{source}, Intel Xeon with AMX, embedded pair, float32, 2 threads"
     return Machine(
         name="embedded-amx",
         measured=True,
         sources={
-            "verify": f"{origin}: for each policy whose trees have about one size, 1 + nodes per round, and the median over "
-            "runs of round_parts.verify_forward / rounds; a smaller size is never dearer than a larger one",
+            "verify": f"{origin}: for each policy whose trees have about one size, 1 + nodes per round, and the median "
+            "over runs of round_parts.verify_forward / rounds; a smaller size is never dearer than a larger one",
             "draft": f"{origin}: median over runs of chains of round_parts.draft_forward / levels",
             "round_seconds": f"{origin}: {ROUND}",
             "level_seconds": f"{origin}: {LEVEL}",
@@ -104,9 +105,7 @@ def embedded_machine(benchmarks: Path) -> Machine:
     )
 
 
-ROUND = (
-    "median over runs of plain decoding of (last arrival - first) / rounds - round_parts.verify_forward / rounds"
-)
+ROUND = "median over runs of plain decoding of (last arrival - first) / rounds - round_parts.verify_forward / rounds"
 LEVEL = (
     "median over runs of chains (a level each node) of ((last arrival - first) / rounds - "
     "(round_parts.verify_forward + round_parts.draft_forward) / rounds - round_seconds) / nodes per round"
@@ -115,9 +114,7 @@ LEVEL = (
 
 def overheads(runs: Iterable[Run]) -> tuple[float, float]:
     """`round_seconds` and `level_seconds`, by `ROUND` and `LEVEL`."""
-    beside = by(
-        ((run["label"], run, _beside(run)) for run in runs if run["statistics"]), lambda measured: measured[0]
-    )
+    beside = by(((run["label"], run, _beside(run)) for run in runs if run["statistics"]), lambda measured: measured[0])
     plain = median(seconds for _, _, seconds in beside[PLAIN.label])
     chains = [(run, seconds) for label in CHAINS for _, run, seconds in beside.get(label, ())]
     level = median(max(seconds - plain, 0.0) / _nodes(run) for run, seconds in chains)

@@ -1,4 +1,4 @@
-"""What the draft proposes along plain decoding's completions, and below it: the file that `dynatree bench replay` reads.
+"""What the draft proposes along plain decoding's completions and off them: the file that `bench replay` reads.
 
 A run is one completion of one prompt at one temperature. Its nodes are the contexts that the draft was asked about:
 
@@ -10,10 +10,10 @@ of the next position: nothing is stored twice.
 
 File, version 1: a NumPy archive (`.npz`, compressed) of these arrays, the runs one after the other in each:
 
-    header               JSON in UTF-8, uint8: "version", "models" (target and draft: name, dtype), "prompts" (file, data_set, sha256),
-                         "commit", "dynatree" (version), "breadth" (proposals of a node on the true path),
-                         "least_expanded" and "least_proposed" (path probabilities, see `recorder`), and "runs":
-                         [{"prompt", "temperature", "seed", "prompt_tokens", "new_tokens", "nodes"}], "seed" null when greedy
+    header               JSON in UTF-8, uint8: "version", "models" and "git" as in a report (`dynatree.bench.record`),
+                         "texts" [{"file", "data_set", "sha256", "field"}], "options" of the recorder, and "runs"
+                         [{"text", "prompt", "temperature", "seed", "prompt_tokens", "new_tokens", "nodes"}]:
+                         the number of the text, the prompt's in it, and a seed that is null when greedy
     token_ids            of each run: the prompt's and the completion's
     parents              of each node off the true path: how many places before itself its parent is, uint32
     tokens               of each node off the true path: the token that leads to it
@@ -27,8 +27,9 @@ Token ids are uint16, or uint32 where a vocabulary has more than 65,536 of them.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from dynatree.common.sampling import Sampling
 from dynatree.draft.growing_tree import Proposal
 
 VERSION = 1
@@ -66,7 +68,8 @@ class RecordedRun:
     """One completion of plain decoding, and what the draft proposes along it and off it.
 
     Attributes:
-        prompt: The prompt's number in its file.
+        text: The number of the text that the prompt is of.
+        prompt: The prompt's number in it.
         temperature: 0 is greedy.
         seed: None when greedy.
         prompt_ids: The prompt, `[prompt_tokens]`.
@@ -74,17 +77,44 @@ class RecordedRun:
         nodes: Those on the true path first, one for each token of the completion; parents before children.
     """
 
+    text: int
     prompt: int
     temperature: float
     seed: int | None
     prompt_ids: tuple[int, ...]
     completion: tuple[int, ...]
-    nodes: Sequence[Node]
-    children: dict[tuple[int, int], int] = field(init=False, repr=False)
+    nodes: list[Node] = field(default_factory=list, repr=False)
+    _children: dict[tuple[int, int], int] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        children = {(node.parent, node.token): place for place, node in enumerate(self.nodes)}
-        object.__setattr__(self, "children", children)
+        if not self.nodes:
+            tokens = (self.prompt_ids[-1], *self.completion[:-1])
+            self.nodes.extend(Node(place - 1, token, ()) for place, token in enumerate(tokens))
+        self._children.update({(node.parent, node.token): place for place, node in enumerate(self.nodes)})
+
+    @property
+    def sampling(self) -> Sampling:
+        """The options that it was decoded with."""
+        return Sampling(temperature=self.temperature, seed=self.seed or 0)
+
+    def child(self, node: int, token: int) -> int | None:
+        """The node of a context and one more token, where it was recorded."""
+        return self._children.get((node, token))
+
+    def add(self, parent: int, token: int, proposals: tuple[Proposal, ...]) -> int:
+        """Record a context off the true path; returns its node."""
+        self._children[parent, token] = len(self.nodes)
+        self.nodes.append(Node(parent, token, proposals))
+        return len(self.nodes) - 1
+
+    def set_proposals(self, node: int, proposals: tuple[Proposal, ...]) -> None:
+        """Record what the draft proposes after a context on the true path."""
+        self.nodes[node] = replace(self.nodes[node], proposals=proposals)
+
+    def log_prob(self, node: int, token: int) -> float:
+        """What the draft gives a token after a node; minus infinity where it is none of its proposals."""
+        proposals = self.nodes[node].proposals if node >= 0 else ()
+        return next((each.log_prob for each in proposals if each.token == token), -math.inf)
 
 
 @dataclass(frozen=True)
@@ -93,11 +123,6 @@ class Recording:
 
     header: dict[str, Any]
     runs: tuple[RecordedRun, ...]
-
-    @property
-    def data_set(self) -> str:
-        """The name of the prompts."""
-        return str(self.header["prompts"]["data_set"])
 
 
 def save(recording: Recording, path: Path) -> None:
@@ -132,7 +157,7 @@ def save(recording: Recording, path: Path) -> None:
     }
     try:
         with path.open("wb") as file:
-            np.savez_compressed(file, **arrays)
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # no array is named allow_pickle
     except OSError as error:
         raise SystemExit(f"{path} cannot be written: {error.strerror}") from None
 
@@ -158,6 +183,7 @@ def load(path: Path) -> Recording:
 
 def _describe(run: RecordedRun) -> dict[str, Any]:
     return {
+        "text": run.text,
         "prompt": run.prompt,
         "temperature": run.temperature,
         "seed": run.seed,
@@ -181,9 +207,7 @@ def _runs(described: Sequence[dict[str, Any]], arrays: dict[str, Ints]) -> list[
         prompt_ids, completion = text[: run["prompt_tokens"]], text[run["prompt_tokens"] :]
         on_path = len(completion)
         ends = [0, *np.cumsum(counts, dtype=int).tolist()]
-        proposals = [
-            tuple(map(Proposal, guesses[start:stop], chances[start:stop])) for start, stop in pairwise(ends)
-        ]
+        proposals = [tuple(map(Proposal, guesses[start:stop], chances[start:stop])) for start, stop in pairwise(ends)]
         places = [
             *zip(range(-1, on_path - 1), [prompt_ids[-1], *completion[:-1]], strict=True),
             *((place - back, token) for place, (back, token) in enumerate(zip(steps, edges, strict=True), on_path)),
@@ -192,6 +216,7 @@ def _runs(described: Sequence[dict[str, Any]], arrays: dict[str, Ints]) -> list[
             raise ValueError("a node stands before its parent")
         runs.append(
             RecordedRun(
+                text=run["text"],
                 prompt=run["prompt"],
                 temperature=run["temperature"],
                 seed=run["seed"],

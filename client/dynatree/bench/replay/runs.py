@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from dynatree.bench.figures import by
 from dynatree.bench.methods import PLAIN, Method
 from dynatree.bench.replay.machines import Machine, seconds_on
-from dynatree.bench.replay.recording import RecordedRun, Recording
+from dynatree.bench.replay.recording import RecordedRun
 from dynatree.bench.replay.session import Noise, Replayed, replay
+from dynatree.bench.replay.table_drafter import Ask
 from dynatree.common.engine import SIZES
 from dynatree.draft.costs import Costs
 from dynatree.draft.policies import create_policy
@@ -29,6 +30,11 @@ class Group:
     temperature: float
     new_tokens: int
     runs: tuple[RecordedRun, ...] = field(repr=False)
+
+    @property
+    def name(self) -> tuple[float, int]:
+        """What no other group has."""
+        return self.temperature, self.new_tokens
 
 
 @dataclass(frozen=True)
@@ -80,11 +86,6 @@ class Result:
         return median(self.speedups)
 
     @property
-    def rate(self) -> float:
-        """Tokens a second, the median over runs."""
-        return self.speedup / self.task.machine.plain_seconds
-
-    @property
     def tokens_per_round(self) -> float:
         """Tokens of all runs / their rounds."""
         return self._total("tokens") / self._total("rounds")
@@ -112,9 +113,8 @@ class Result:
         return sum(getattr(run, name) for run in self.runs)
 
 
-def groups(recordings: Iterable[Recording]) -> list[Group]:
-    """The runs of all recordings by temperature and length, shortest and coldest first."""
-    runs = [run for recording in recordings for run in recording.runs]
+def groups(runs: Iterable[RecordedRun]) -> list[Group]:
+    """Runs by temperature and length, shortest and coldest first."""
     sorted_ = sorted(by(runs, lambda run: (len(run.completion), run.temperature)).items())
     return [Group(temperature, new_tokens, tuple(same)) for (new_tokens, temperature), same in sorted_]
 
@@ -124,12 +124,28 @@ def replay_all(tasks: Sequence[Task], processes: int) -> Iterator[Result]:
     if processes == 1 or len(tasks) == 1:
         yield from map(replay_group, tasks)
         return
-    with ProcessPoolExecutor(processes) as pool:
-        yield from pool.map(replay_group, tasks)
+    with ProcessPoolExecutor(processes, initializer=_take, initargs=(tasks,)) as pool:
+        yield from pool.map(_replay_taken, range(len(tasks)))
 
 
-def replay_group(task: Task) -> Result:
-    """Decode a group's runs, one after the other, with what the service learns of one kept for the next."""
+_taken: Sequence[Task] = ()  # in a process of the pool: all tasks, handed over once, since they hold the recordings
+
+
+def _take(tasks: Sequence[Task]) -> None:
+    global _taken
+    _taken = tasks
+
+
+def _replay_taken(place: int) -> Result:
+    result = replay_group(_taken[place])
+    return replace(result, task=replace(result.task, group=replace(result.task.group, runs=())))
+
+
+def replay_group(task: Task, ask: Callable[[RecordedRun], Ask] | None = None) -> Result:
+    """Decode a group's runs, one after the other, with what the service learns of one kept for the next.
+
+    `ask` gives what is asked of contexts that a run lacks; see `TableDrafter`.
+    """
     machine, settings = task.machine, task.settings
     costs = starting_costs(machine)
     noise = _noise(settings)
@@ -138,7 +154,7 @@ def replay_group(task: Task) -> Result:
         if settings.fresh:
             costs = starting_costs(machine)
         policy = create_policy(task.method.policy or PLAIN.label, dict(task.method.settings), costs)
-        replayed.append(replay(run, policy, machine, noise))
+        replayed.append(replay(run, policy, machine, noise, ask and ask(run)))
     return Result(task, tuple(replayed))
 
 

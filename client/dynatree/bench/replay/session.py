@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dynatree.bench.replay.machines import Machine, seconds_on
 from dynatree.bench.replay.recording import RecordedRun
-from dynatree.bench.replay.table_drafter import TableDrafter
+from dynatree.bench.replay.table_drafter import Ask, TableDrafter
 from dynatree.common.command import MAX_TREE_NODES
 from dynatree.common.tree import TokenTree
 from dynatree.draft.policies import Outcome, Policy
@@ -39,7 +39,9 @@ class Replayed:
     stood_in: int
 
 
-def replay(run: RecordedRun, policy: Policy, machine: Machine, noise: Noise = lambda: 1.0) -> Replayed:
+def replay(
+    run: RecordedRun, policy: Policy, machine: Machine, noise: Noise = lambda: 1.0, ask: Ask | None = None
+) -> Replayed:
     """Run one policy on one run.
 
     Args:
@@ -47,8 +49,9 @@ def replay(run: RecordedRun, policy: Policy, machine: Machine, noise: Noise = la
         policy: A fresh policy.
         machine: What forwards and rounds take.
         noise: A factor for the next measured time.
+        ask: As in `TableDrafter`.
     """
-    drafter = TableDrafter(run, machine, MAX_TREE_NODES)
+    drafter = TableDrafter(run, machine, MAX_TREE_NODES, ask)
     session = drafter.session()
     drafter.read(session, policy)
     drafter.commit(session, run.completion[:1])

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from dynatree.bench.replay.machines import Machine, seconds_on
 from dynatree.bench.replay.recording import RecordedRun
-from dynatree.common.sampling import Sampling
 from dynatree.common.tree import ROOT
 from dynatree.draft.drafter import Drafter, DraftSession
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 
 CONTEXT_LENGTH = 2**20  # no run is as long
 FIRST_TAIL_TOKEN = 2**32  # no vocabulary has it
+
+# The proposals after the first so many tokens of the completion and the tokens of a path.
+Ask = Callable[[int, Sequence[int]], tuple[Proposal, ...]]
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class _Place:
 
 
 class TableDrafter(Drafter):
-    """Grows and commits as the service does; a node's proposals are the recorded ones, and a forward takes what it took.
+    """Grows and commits as the service does; proposals are the recorded ones, and forwards take the machine's time.
 
     A context off the true path that was not recorded gets the proposals of the recorded one off the path whose last
     token was as likely, as nearly as there is one. Nodes below those are looked up below them. Verification comes to
@@ -41,21 +43,27 @@ class TableDrafter(Drafter):
     Attributes:
         expanded: Nodes that policies had expanded.
         stood_in: Those among them that another node stood in for.
+
+    Args:
+        run: The recorded run.
+        machine: What forwards take.
+        max_tree_nodes: The largest tree of any policy.
+        ask: What to record of a context that was not; None: another stands in for it.
     """
 
-    def __init__(self, run: RecordedRun, machine: Machine, max_tree_nodes: int) -> None:
+    def __init__(self, run: RecordedRun, machine: Machine, max_tree_nodes: int, ask: Ask | None = None) -> None:
         super().__init__(_no_engine(), max_tree_nodes, vocab_size=0)
         self._run = run
         self._machine = machine
         self._places: dict[TrieNode, _Place] = {}
+        self._ask = ask
         self._off_path = sorted(_off_path_log_probs(run))
         self.expanded = 0
         self.stood_in = 0
 
     def session(self) -> DraftSession:
         """A session on the run's prompt."""
-        run = self._run
-        return DraftSession(0, list(run.prompt_ids), Sampling(temperature=run.temperature, seed=run.seed or 0))
+        return DraftSession(0, list(self._run.prompt_ids), self._run.sampling)
 
     def expand(self, session: DraftSession, tree: GrowingTree, level: Sequence[int], breadth: int) -> float:
         """Look up the nodes of a level that have no proposals yet; returns the seconds of a forward over them."""
@@ -78,14 +86,18 @@ class TableDrafter(Drafter):
         return seconds_on(self._machine.draft, behind + len(below))
 
     def _place(self, session: DraftSession, tree: GrowingTree, node: int) -> _Place:
+        position = len(session.committed) - len(self._run.prompt_ids)
         if node == ROOT:
-            return _Place(len(session.committed) - len(self._run.prompt_ids), recorded=True)
+            return _Place(position, recorded=True)
         above = self._places[tree.node(tree.parent(node))]
         token = tree.node(node).token
-        found = self._run.children.get((above.node, token))
+        found = self._run.child(above.node, token)
         if found is not None:
             return _Place(found, above.recorded)
-        return _Place(self._nearest(_log_prob(self._run, above.node, token)), recorded=False)
+        if self._ask is not None and token < FIRST_TAIL_TOKEN and above.recorded:
+            path = [each.token for each in reversed(tree.path(node))]
+            return _Place(self._run.add(above.node, token, self._ask(position, path)), recorded=True)
+        return _Place(self._nearest(self._run.log_prob(above.node, token)), recorded=False)
 
     def _nearest(self, log_prob: float) -> int:
         """The node off the true path whose token has the nearest log-probability; of equals the first recorded."""
@@ -108,27 +120,20 @@ def _tail(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
     """What may come after the recorded proposals: none likelier than the last of them."""
     rest = max(1.0 - sum(math.exp(proposal.log_prob) for proposal in proposals), 1e-7)
     most = proposals[-1].log_prob if proposals else 0.0
-    return [
-        Proposal(FIRST_TAIL_TOKEN + place, min(most, math.log(rest / 2 ** (place + 1)))) for place in range(count)
-    ]
+    return [Proposal(FIRST_TAIL_TOKEN + place, min(most, math.log(rest / 2 ** (place + 1)))) for place in range(count)]
 
 
 def _off_path_log_probs(run: RecordedRun) -> list[tuple[float, int]]:
     """The recorded log-probability of each node off the true path, and the node."""
     found = [
-        (_log_prob(run, node.parent, node.token), place)
+        (run.log_prob(node.parent, node.token), place)
         for place, node in enumerate(run.nodes)
         if place >= len(run.completion)
     ]
     return [each for each in found if each[0] > -math.inf]
 
 
-def _log_prob(run: RecordedRun, node: int, token: int) -> float:
-    """What the draft gives a token after a node; minus infinity where it is none of its proposals."""
-    return next((each.log_prob for each in run.nodes[node].proposals if each.token == token), -math.inf)
-
-
 def _no_engine() -> Any:
-    """What the drafter asks of an engine outside of `expand`: a context length, and an arena whose slots hold nothing."""
+    """What the drafter asks of an engine outside of `expand`: a context length, and an arena with nothing in it."""
     arena = SimpleNamespace(move=lambda row, slots, start: None)
     return SimpleNamespace(info=SimpleNamespace(context_length=CONTEXT_LENGTH), arena=arena)
