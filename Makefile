@@ -30,6 +30,7 @@ check: $(READY)  ## Check style, format and types
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-cache
 
 protos: $(PROTOS_READY)  ## Regenerate the code of protos/
 	$(PROTOS_VENV)/bin/python -m grpc_tools.protoc -I protos \

@@ -2,17 +2,17 @@
 
 import math
 
-from dynatree.common.tree import ROOT, Candidates
+from dynatree.common.tree import ROOT, DraftDistribution
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.draft.policies import Outcome
 
 LOOP = (5, 6, 7, 8) * 5
 
 
-def grow(policy, model, *, context=(99,), drawn=False, max_nodes=256, max_depth=64, root=None):
+def grow(policy, model, *, context=(99,), sampled=False, max_nodes=256, max_depth=64, root=None):
     """The growing tree of a policy, and what it selects, on a scripted draft: `model(path)` gives probabilities."""
     root = root or TrieNode(context[-1])
-    tree = GrowingTree(root, context, max_nodes=max_nodes, max_depth=max_depth, drawn=drawn)
+    tree = GrowingTree(root, context, max_nodes=max_nodes, max_depth=max_depth, sampled=sampled)
     level, forwards = policy.start(tree), 0
     while level:
         forwards += 1
@@ -27,8 +27,8 @@ def read(tree, node, model, breadth):
     probabilities = model(path)
     ranked = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
     tree.node(node).proposals = tuple(Proposal(token, math.log(probabilities[token])) for token in ranked[:breadth])
-    if tree.drawn:
-        tree.node(node).candidates = Candidates(tuple(ranked), tuple(probabilities[token] for token in ranked))
+    if tree.sampled:
+        tree.node(node).candidates = DraftDistribution(tuple(ranked), tuple(probabilities[token] for token in ranked))
 
 
 def frozen(policy, model, **options):

@@ -10,19 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from dynatree.common.command import MAX_TREE_NODES
 from dynatree.common.engine import Engine, ModelSettings
+from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.server import Server
-from dynatree.draft.drafter import Drafter
 from dynatree.draft.policies import DEFAULT_POLICY
-from dynatree.draft.service import SERVICE_NAME as DRAFT
-from dynatree.draft.service import DefaultPolicy, DraftService
+from dynatree.draft.serve_draft import start_draft
+from dynatree.draft.service import DefaultPolicy
 from dynatree.draft.verify_client import VerifyClient
-from dynatree.v1 import draft_pb2_grpc, verify_pb2_grpc
-from dynatree.verify.service import SERVICE_NAME as VERIFY
-from dynatree.verify.service import VerifyService
-from dynatree.verify.verifier import Verifier
+from dynatree.verify.serve_target import start_verify
 
 T = TypeVar("T")
 
@@ -75,16 +71,11 @@ def running_services(
     loop = _Loop()
 
     async def start() -> tuple[Server, Server, VerifyClient]:
-        verify_server, draft_server = Server([VERIFY]), Server([DRAFT])
-        verify_pb2_grpc.add_VerifyServiceServicer_to_server(
-            VerifyService(Verifier(target, max_tree_nodes), threads[0]), verify_server.grpc_server
-        )
-        await verify_server.start(f"unix:{folder}/verify.sock")
+        verify_server = await start_verify(target, threads[0], f"unix:{folder}/verify.sock", max_tree_nodes)
         client = VerifyClient(verify_server.address)
-        drafter = Drafter(draft, MAX_TREE_NODES, min(target.info.vocab_size, draft.info.vocab_size))
-        service = DraftService(drafter, threads[1], client, target.info, DefaultPolicy(DEFAULT_POLICY, {}), ahead)
-        draft_pb2_grpc.add_DraftServiceServicer_to_server(service, draft_server.grpc_server)
-        await draft_server.start(f"unix:{folder}/draft.sock")
+        default = DefaultPolicy(DEFAULT_POLICY, {})
+        address = f"unix:{folder}/draft.sock"
+        draft_server = await start_draft(draft, threads[1], client, target.info, address, default, ahead)
         return verify_server, draft_server, client
 
     verify_server, draft_server, client = loop.run(start())

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import random_trees
 
+from dynatree.common.messages import FinishReason
 from dynatree.common.tree import ROOT, TokenTree
-from dynatree.v1 import tree_pb2
 from dynatree.verify.accept import Verdict, accept, cut
 
 
@@ -30,17 +30,17 @@ def test_nothing_accepted_commits_one_token():
 
 def test_the_first_end_token_cuts_and_counts():
     verdict = Verdict((0, 1, 2), (5, 0, 6, 7))
-    assert cut(verdict, 10, {0}) == Verdict((0, 1), (5, 0), tree_pb2.FINISH_REASON_STOP)
+    assert cut(verdict, 10, {0}) == Verdict((0, 1), (5, 0), FinishReason.STOP)
     assert cut(verdict, 10, set()) == verdict
 
 
 def test_the_length_limit_cuts_inside_the_accepted_run():
     verdict = Verdict((0, 1, 2), (5, 0, 6, 7))
-    assert cut(verdict, 3, set()) == Verdict((0, 1, 2), (5, 0, 6), tree_pb2.FINISH_REASON_LENGTH)
-    assert cut(verdict, 4, set()) == Verdict((0, 1, 2), (5, 0, 6, 7), tree_pb2.FINISH_REASON_LENGTH)
+    assert cut(verdict, 3, set()) == Verdict((0, 1, 2), (5, 0, 6), FinishReason.LENGTH)
+    assert cut(verdict, 4, set()) == Verdict((0, 1, 2), (5, 0, 6, 7), FinishReason.LENGTH)
     assert cut(verdict, 5, set()) == verdict
 
 
 def test_an_end_token_beyond_the_limit_is_never_seen():
-    assert cut(Verdict((0,), (5, 0)), 1, {0}) == Verdict((0,), (5,), tree_pb2.FINISH_REASON_LENGTH)
-    assert cut(Verdict((0,), (5, 0)), 2, {0}) == Verdict((0,), (5, 0), tree_pb2.FINISH_REASON_STOP)
+    assert cut(Verdict((0,), (5, 0)), 1, {0}) == Verdict((0,), (5,), FinishReason.LENGTH)
+    assert cut(Verdict((0,), (5, 0)), 2, {0}) == Verdict((0,), (5, 0), FinishReason.STOP)

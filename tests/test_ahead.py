@@ -13,8 +13,9 @@ from dynatree.common.device import device_id
 from dynatree.common.engine import Engine, ModelSettings, Segment
 from dynatree.common.sampling import Sampling, Scheme
 from dynatree.draft.ahead import DraftingAhead
+from dynatree.draft.draft_model import EngineDraftModel
 from dynatree.draft.drafter import Drafter
-from dynatree.draft.policies import create_policy, policies_that_take_draws, policy_names
+from dynatree.draft.policies import create_policy, policy_names, residual_policies
 
 PROMPT = [5, 6, 7, 8]
 SETTINGS = {"ngram": {"shortest": 1}, "throughput": {"shortest": 1}, "hybrid": {"shortest": 1}}
@@ -54,14 +55,14 @@ def read_ahead(drafter, session, *, steps=100, max_depth=20, breadth=3):
 
 def test_a_hit_needs_no_forward(engine, truth):
     """The draft is the target: the whole chain is accepted, and the bonus token was read ahead."""
-    drafter = Drafter(engine, 256, 2048)
+    drafter = Drafter(EngineDraftModel(engine), 256)
     policy = create_policy("linear", {"depth": 4})
-    session = drafter.open(PROMPT, Sampling())
-    assert drafter.grow(session, policy, 8, 256).levels == 4
+    session = drafter.open(PROMPT, Sampling(), 2048)
+    assert drafter.grow(session, policy, 8, 256).draft_forwards == 4
     assert read_ahead(drafter, session) > 4
     drafter.commit(session, truth[:5])
     growth = drafter.grow(session, policy, 8, 256)
-    assert growth.levels == 0
+    assert growth.draft_forwards == 0
     assert list(growth.tree.token_ids) == truth[5:9]
     drafter.close(session)
 
@@ -69,9 +70,9 @@ def test_a_hit_needs_no_forward(engine, truth):
 @pytest.mark.parametrize("policy", ["linear", "fixed", "dynatree", "dyspec", "opt-tree"])
 @pytest.mark.parametrize("steps", [0, 1, 3, 100])
 def test_the_next_tree_is_the_tree_of_a_fresh_start(engine, truth, policy, steps):
-    drafter = Drafter(engine, 256, 2048)
+    drafter = Drafter(EngineDraftModel(engine), 256)
     policy = create_policy(policy, {})
-    session = drafter.open(PROMPT, Sampling())
+    session = drafter.open(PROMPT, Sampling(), 2048)
     committed = list(PROMPT)
     # inside the tree, past it, and off it: a token that nobody guessed
     for tokens in (truth[:2], truth[2:8], [*truth[8:10], 77], [91]):
@@ -80,7 +81,7 @@ def test_the_next_tree_is_the_tree_of_a_fresh_start(engine, truth, policy, steps
         drafter.commit(session, tokens)
         committed += tokens
         reused = drafter.grow(session, policy, 8, 256).tree
-        fresh_session = drafter.open(committed, Sampling())
+        fresh_session = drafter.open(committed, Sampling(), 2048)
         fresh = drafter.grow(fresh_session, policy, 8, 256).tree
         drafter.close(fresh_session)
         assert (reused.token_ids, reused.parents) == (fresh.token_ids, fresh.parents)
@@ -89,8 +90,8 @@ def test_the_next_tree_is_the_tree_of_a_fresh_start(engine, truth, policy, steps
 
 
 def test_nothing_is_read_once_stopped_or_without_a_model_that_was_asked(engine):
-    drafter = Drafter(engine, 256, 2048)
-    session = drafter.open(PROMPT, Sampling())
+    drafter = Drafter(EngineDraftModel(engine), 256)
+    session = drafter.open(PROMPT, Sampling(), 2048)
     assert read_ahead(drafter, session) == 0, "the root was not read: the policy did without the model"
     drafter.grow(session, create_policy("linear", {}), 8, 256)
     ahead = DraftingAhead(drafter, session, 20, 1)
@@ -101,20 +102,20 @@ def test_nothing_is_read_once_stopped_or_without_a_model_that_was_asked(engine):
 
 
 def test_draws_are_not_read_ahead(engine):
-    drafter = Drafter(engine, 256, 2048)
+    drafter = Drafter(EngineDraftModel(engine), 256)
     sampling = Sampling(temperature=1.0, seed=1, scheme=Scheme.RESIDUAL)
-    session = drafter.open(PROMPT, sampling)
+    session = drafter.open(PROMPT, sampling, 2048)
     drafter.grow(session, create_policy("linear", {}), 8, 256)
     assert read_ahead(drafter, session) == 0
     drafter.close(session)
 
 
 def test_reading_stays_within_the_rows_slots(engine):
-    drafter = Drafter(engine, 8, 2048)  # 16 scratch slots
-    session = drafter.open(PROMPT, Sampling())
+    drafter = Drafter(EngineDraftModel(engine), 8)  # 16 scratch slots
+    session = drafter.open(PROMPT, Sampling(), 2048)
     drafter.grow(session, create_policy("fixed", {"depth": 3, "breadth": 3, "tau": 0}), 8, 8)
     read_ahead(drafter, session)
-    assert session.used - session.rows <= 16
+    assert session.speculative_slots <= 16
     drafter.close(session)
 
 
@@ -155,7 +156,7 @@ def test_outputs_are_those_of_plain_decoding(ahead_client, policy, options, monk
         assert any(read)
 
 
-@pytest.mark.parametrize("policy", policies_that_take_draws())
+@pytest.mark.parametrize("policy", residual_policies())
 def test_residual_sampling_repeats_with_and_without(ahead_client, policy):
     options = {"temperature": 1.0, "seed": 4, "scheme": "residual", "policy": policy, "max_new_tokens": 30}
     assert ahead_client.generate(PROMPT, **options).token_ids == ahead_client.generate(PROMPT, **options).token_ids

@@ -14,6 +14,7 @@ from model_zoo import CONTEXT, save_random_model
 from services import running_services
 
 from dynatree.client import AsyncClient, Client, InvalidRequestError, ServerBusyError
+from dynatree.common.wire import model_info_to_pb
 from dynatree.v1 import tree_pb2, verify_pb2, verify_pb2_grpc
 
 PROMPT = [5, 6, 7]
@@ -55,7 +56,7 @@ def nothing_leaks(services):
 
 
 def opening(services, **changes):
-    fields = {"prompt_ids": PROMPT, "max_new_tokens": 20, "draft": services.draft.info} | changes
+    fields = {"prompt_ids": PROMPT, "max_new_tokens": 20, "draft": model_info_to_pb(services.draft.info)} | changes
     return verify_pb2.VerifyRequest(open=verify_pb2.OpenSession(**fields))
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import grpc
 import pytest
@@ -20,7 +21,12 @@ from fake_draft_service import (  # noqa: F401
     traced,
 )
 
+from dynatree.bench import methods
+from dynatree.bench.arguments import MEASUREMENTS
+from dynatree.cli.arguments import DTYPES, SCHEMES
 from dynatree.cli.main import COMMANDS, main
+from dynatree.client import SamplingScheme
+from dynatree.common.engine import engine
 from dynatree.v1 import tree_pb2
 
 COMMAND = [sys.executable, "-m", "dynatree.cli.main"]
@@ -265,11 +271,112 @@ def test_a_reader_that_goes_away_is_no_traceback(service: FakeDraftService) -> N
     assert process.returncode == 141
 
 
-def test_generate_runs_without_torch() -> None:
-    code = "import sys; from dynatree.cli.main import main; main(['generate', '--help']); print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "dynatree.cli.generate" in loaded
-    assert not {"torch", "transformers", "numpy", "dynatree.common"} & set(loaded)
+# What takes time to import
+
+
+SLOW = {"torch", "transformers", "numpy"}
+# Each command line by itself, in a fork of a process that has imported nothing but the command.
+ANSWERS = """
+import json, os, sys
+from dynatree.cli.main import main
+
+answers = []
+for line in json.load(sys.stdin):
+    read, write = os.pipe()
+    if os.fork() == 0:
+        for output in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+        status = main(line)
+        with open(write, "w") as answer:
+            json.dump([status, list(sys.modules)], answer)
+        os._exit(0)
+    os.close(write)
+    with open(read) as answer:
+        answers.append(json.load(answer))
+    os.wait()
+print(json.dumps(answers))
+"""
+PAIR = ["--target-model", "embedded", "--draft-model", "embedded"]
+DRAFT = ["draft", "--draft-model", "embedded", "--verify", "localhost:1"]
+VERIFY = ["verify", "--target-model", "embedded"]
+COMPARE = ["bench", "compare", "--prompts", "book.txt"]
+HELP = [
+    ["--help"],
+    *([name, "--help"] for name in COMMANDS),
+    *(["bench", name, "--help"] for name in (*MEASUREMENTS, "costs", "show", "report")),
+]
+WRONG = [
+    ["--nope"],
+    *([name, "--nope"] for name in COMMANDS),
+    *(["bench", name, "--nope"] for name in (*MEASUREMENTS, "costs", "show", "report")),
+    [*VERIFY, "--nope"],
+    [*VERIFY, "--dtype", "x"],
+    [*VERIFY, "--threads", "0"],
+    [*VERIFY, "--grace", "long"],
+    [*VERIFY, "--listen", "localhost"],
+    [*VERIFY, "--max-tree-nodes", "many"],
+    [*DRAFT, "--dtype", "x"],
+    [*DRAFT, "--verify", "http://localhost:50052"],
+    [*DRAFT, "--policy", "nope"],
+    [*DRAFT, "--set", "depth=x"],
+    [*DRAFT, "--set", "depth=8", "--set", "depth=4"],
+    [*DRAFT, "--draft-ahead", "maybe"],
+    [*DRAFT, "--verify-timeout", "nan"],
+    ["audit", *PAIR, "--dtype", "x"],
+    ["audit", *PAIR, "--max-new-tokens", "0"],
+    ["demo", "--max-new-tokens", "1"],
+    ["demo", "--set", "depth=x"],
+    ["generate", "Once", "--scheme", "nope"],
+    ["trace", "rounds.jsonl"],
+    [*COMPARE, "--dtype", "x"],
+    [*COMPARE, "--policy", "linear:depth=x"],
+    [*COMPARE, "--scheme", "nope"],
+    [*COMPARE, "--server", "localhost:1", "--threads", "2"],
+    ["bench", "costs", "--repetitions", "0"],
+]
+REFUSED = [
+    [*DRAFT, "--policy", "linear", "--set", "depth=99"],
+    [*DRAFT, "--policy", "linear", "--set", "dept=8"],
+    ["audit", *PAIR, "--prompts", "/no/such/file"],
+    ["generate", "Once", "--server", "localhost"],
+    [*COMPARE, "--policy", "nope"],
+    [*COMPARE, "--policy", "linear:depth=99"],
+    ["trace", "/no/such/file", "--html", "page.html"],
+]
+STATUSES = [*((line, 0) for line in HELP), *((line, 2) for line in WRONG), *((line, 1) for line in REFUSED)]
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[tuple[int, list[str]]]:
+    """For each command line of `STATUSES` its exit status, and the modules that it has imported."""
+    lines = json.dumps([line for line, _ in STATUSES])
+    command = [sys.executable, "-c", ANSWERS]
+    output = subprocess.run(command, input=lines, capture_output=True, text=True, check=True).stdout
+    return [(status, modules) for status, modules in json.loads(output)]
+
+
+@pytest.mark.parametrize("number", range(len(STATUSES)), ids=[" ".join(line) for line, _ in STATUSES])
+def test_help_and_mistakes_are_answered_without_torch(answers: list[tuple[int, list[str]]], number: int) -> None:
+    status, modules = answers[number]
+    assert status == STATUSES[number][1]
+    assert SLOW.isdisjoint(modules)
+
+
+def test_generate_needs_no_package_of_the_services(answers: list[tuple[int, list[str]]]) -> None:
+    for (line, _), (_, modules) in zip(STATUSES, answers, strict=True):
+        if line[:1] == ["generate"]:
+            assert "dynatree.cli.generate" in modules
+            assert "dynatree.common" not in modules
+
+
+def test_help_needs_no_grpc_but_where_it_lists_the_policies(answers: list[tuple[int, list[str]]]) -> None:
+    for (line, status), (_, modules) in zip(STATUSES, answers, strict=True):
+        assert status or line[0] == "draft" or "grpc" not in modules
+
+
+def test_choices_are_what_the_services_take() -> None:
+    assert tuple(DTYPES) == tuple(engine.DTYPES)
+    assert get_args(SamplingScheme) == SCHEMES == methods.SCHEMES
 
 
 # The command line

@@ -8,9 +8,9 @@ import pytest
 from dynatree.common import embedded
 from dynatree.common.engine import Engine, ModelSettings
 from dynatree.common.errors import StartupError
-from dynatree.draft import command as draft
+from dynatree.draft import serve_draft as draft
 from dynatree.draft.service import DefaultPolicy
-from dynatree.verify import command as verify
+from dynatree.verify import serve_target as verify
 
 SETTINGS = ModelSettings(str(embedded.draft_path()))
 

@@ -9,7 +9,7 @@ from dynatree.common.tree import ROOT
 from dynatree.draft.growing_tree import GrowingTree, TrieNode
 from dynatree.draft.ngram_index import NGramIndex
 from dynatree.draft.policies import create_policy
-from dynatree.draft.policies.ngram import Lookup, NGramSettings
+from dynatree.draft.policies.lookup import Lookup, NGramSettings
 
 
 def test_the_ngram_index_finds_the_longest_and_latest_match():

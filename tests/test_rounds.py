@@ -13,6 +13,7 @@ from trees import random_trees
 from dynatree.common.engine import Engine, ModelSettings, Segment
 from dynatree.common.sampling import Sampling, Scheme
 from dynatree.common.tree import TokenTree
+from dynatree.draft.draft_model import EngineDraftModel
 from dynatree.draft.drafter import Drafter
 from dynatree.draft.policies import create_policy
 from dynatree.verify.session import SessionRequest
@@ -115,11 +116,11 @@ def test_the_arena_equals_a_fresh_prefill_after_every_round(engines, prompt, tre
 def test_the_drafts_rows_are_the_committed_tokens(engines, accepting, policy, options):
     target, hostile, same = engines
     draft = same if accepting else hostile
-    verifier, drafter = Verifier(target, 256), Drafter(draft, 256, 2048)
+    verifier, drafter = Verifier(target, 256), Drafter(EngineDraftModel(draft), 256)
     policy = create_policy(policy, options)
     prompt = random.Random(7).choices(range(2, 2048), k=9)
     session, verdict, _ = verifier.open(SessionRequest(tuple(prompt), 60, frozenset(), Sampling()))
-    drafting = drafter.open(prompt, Sampling())
+    drafting = drafter.open(prompt, Sampling(), 2048)
     drafter.read(drafting, policy)
     drafter.commit(drafting, verdict.token_ids)
     committed = [*prompt, *verdict.token_ids]
@@ -128,14 +129,14 @@ def test_the_drafts_rows_are_the_committed_tokens(engines, accepting, policy, op
         tree = drafter.grow(drafting, policy, session.remaining - 1, 256).tree
         assert drafting.committed == committed
         if len(tree):
-            assert drafting.rows == len(committed)
-            assert_rows(draft, drafting.row, committed)
+            assert drafting.num_cached == len(committed)
+            assert_rows(draft, drafting.kv_row, committed)
         (verdict,), _ = verifier.verify([(session, tree)])
         assert_rows(target, session.row, [*committed, *verdict.token_ids][:-1])
         committed.extend(verdict.token_ids)
         drafter.commit(drafting, verdict.token_ids)
-        assert drafting.rows <= len(committed)
-        assert_rows(draft, drafting.row, committed[: drafting.rows])
+        assert drafting.num_cached <= len(committed)
+        assert_rows(draft, drafting.kv_row, committed[: drafting.num_cached])
         accepted += len(verdict.accepted)
         drafted += tree.depth
     assert accepted == drafted if accepting else accepted <= drafted / 4
@@ -145,18 +146,18 @@ def test_the_drafts_rows_are_the_committed_tokens(engines, accepting, policy, op
 
 def test_a_tree_after_re_rooting_is_the_tree_of_a_fresh_start(engines):
     target, _, same = engines
-    drafter = Drafter(same, 256, 2048)
+    drafter = Drafter(EngineDraftModel(same), 256)
     policy = create_policy("fixed", {"depth": 4, "breadth": 2, "tau": 0})
     prompt = [5, 6, 7, 8]
     truth = greedy(target, prompt, 30)
-    session = drafter.open(prompt, Sampling())
+    session = drafter.open(prompt, Sampling(), 2048)
     produced = 0
     for step in (1, 2, 1, 3, 5):  # commits inside the tree, and one past it
         drafter.grow(session, policy, 8, 256)
         drafter.commit(session, truth[produced : produced + step])
         produced += step
         reused = drafter.grow(session, policy, 8, 256).tree
-        fresh_session = drafter.open([*prompt, *truth[:produced]], Sampling())
+        fresh_session = drafter.open([*prompt, *truth[:produced]], Sampling(), 2048)
         fresh = drafter.grow(fresh_session, policy, 8, 256).tree
         assert (reused.token_ids, reused.parents) == (fresh.token_ids, fresh.parents)
         assert torch.allclose(torch.tensor(reused.log_probs), torch.tensor(fresh.log_probs), atol=1e-4)
@@ -171,9 +172,9 @@ def test_growth_takes_one_forward_a_level_and_none_for_what_is_known(engines, mo
     monkeypatch.setattr(
         draft, "forward", lambda segments: forwards.append(len(segments[0].token_ids)) or forward(segments)
     )
-    drafter = Drafter(draft, 256, 2048)
+    drafter = Drafter(EngineDraftModel(draft), 256)
     policy = create_policy("fixed", {"depth": 4, "breadth": 2, "tau": 0})
-    session = drafter.open([5, 6, 7, 8], Sampling())
+    session = drafter.open([5, 6, 7, 8], Sampling(), 2048)
     tree = drafter.grow(session, policy, 8, 256).tree
     assert forwards == [4, 2, 4, 8]  # the prompt, then every level but the leaves
     forwards.clear()
@@ -213,10 +214,10 @@ def test_two_sessions_in_one_forward_are_each_alone(engines):
 def test_what_is_read_together_says_what_it_says_one_by_one(engines):
     """With the root: committed tokens that were not read, and a continuation's beginning; later, nodes of both."""
     draft = engines[1]
-    drafter = Drafter(draft, 256, 2048)
+    drafter = Drafter(EngineDraftModel(draft), 256)
     policy = create_policy("hybrid", {"breadth": 3, "max_nodes": 40})
     prompt = [*range(50, 60)] * 3
-    session = drafter.open(prompt, Sampling())
+    session = drafter.open(prompt, Sampling(), 2048)
     checked = []
     for committed in ([60, 61, *range(50, 53)], [53], [54, 55, 70], [*range(50, 54)]):
         drafter.commit(session, committed)  # some of it on the path that was read, some not
@@ -233,7 +234,7 @@ def test_what_is_read_together_says_what_it_says_one_by_one(engines):
             assert [p.log_prob for p in node.proposals] == pytest.approx(best.values.tolist(), abs=1e-4)
             nodes += [(below, [*path, below.token]) for below in node.children.values() if below.slot is not None]
             checked.append(len(path))
-        assert_rows(draft, session.row, session.committed)
+        assert_rows(draft, session.kv_row, session.committed)
     drafter.close(session)
     assert max(checked) >= 4
     assert len(checked) > 20
@@ -253,9 +254,9 @@ def test_a_draft_that_overflows_only_guesses_badly(tmp_path, policy, sampling):
     path = save_random_model(tmp_path / "draft", "llama", seed=2)
     draft = Engine.load(ModelSettings(str(path), scratch=512))
     draft.model.get_input_embeddings().weight[7] = float("nan")
-    drafter = Drafter(draft, 256, 2048)
+    drafter = Drafter(EngineDraftModel(draft), 256)
     policy = create_policy(policy, {})
-    session = drafter.open([5, 6, 7, 5, 6], sampling)
+    session = drafter.open([5, 6, 7, 5, 6], sampling, 2048)
     for token in (7, 5):
         drafter.commit(session, [token])
         tree = drafter.grow(session, policy, 6, 40).tree

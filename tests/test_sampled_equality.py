@@ -20,7 +20,7 @@ from transformers import (
 
 from dynatree.client import Client
 from dynatree.common.sampling import gumbel
-from dynatree.draft.policies import policies_that_take_draws, policy_names
+from dynatree.draft.policies import policy_names, residual_policies
 
 PLAIN = "autoregressive"
 CASES = 26  # for each of the four pairs
@@ -131,7 +131,7 @@ def test_shared_noise_is_worth_a_good_deal(pair):
     assert shared > (2 if pair.close else 1) * own
 
 
-@pytest.mark.parametrize("policy", policies_that_take_draws())
+@pytest.mark.parametrize("policy", residual_policies())
 def test_residual_sampling_repeats_itself(pair, policy):
     accepted = 0
     for prompt, options in pair.cases[FEW_CASES]:

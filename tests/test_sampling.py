@@ -22,6 +22,7 @@ from dynatree.common.sampling import (
     random_generator,
     scores,
 )
+from dynatree.common.wire import sampling_from_pb, sampling_to_pb
 from dynatree.v1 import tree_pb2
 
 
@@ -133,9 +134,9 @@ def test_options_survive_the_wire():
         seed=2**64 - 1,
         scheme=Scheme.RESIDUAL,
     )
-    assert Sampling.from_pb(sampling.to_pb(), vocab_size=6, default_seed=0) == sampling
-    assert Sampling.from_pb(Sampling().to_pb(), vocab_size=6, default_seed=7) == Sampling()
-    assert Sampling.from_pb(tree_pb2.SamplingOptions(), vocab_size=6, default_seed=7) == Sampling(seed=7)
+    assert sampling_from_pb(sampling_to_pb(sampling), default_seed=0) == sampling
+    assert sampling_from_pb(sampling_to_pb(Sampling()), default_seed=7) == Sampling()
+    assert sampling_from_pb(tree_pb2.SamplingOptions(), default_seed=7) == Sampling(seed=7)
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-38, 1e-45])

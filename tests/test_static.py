@@ -9,7 +9,7 @@ from services import running_services
 from transformers import AutoModelForCausalLM
 
 from dynatree.client import Client
-from dynatree.common.engine import Engine, ModelSettings, Segment
+from dynatree.common.engine import Engine, ModelSettings, Segment, ancestor_mask
 from dynatree.common.engine import static as static_module
 from dynatree.common.engine.static import StaticShape
 from dynatree.common.tree import TokenTree
@@ -38,7 +38,7 @@ def test_trees_of_every_size_give_the_same_logits_and_slots(engines):
         tree = random_tree(generator, nodes)
         root = len(prompt)
         positions = [root, *(root + depth for depth in tree.depths)]
-        segment = Segment(1, root, [9, *tree.token_ids], positions, mask=tree.ancestor_mask() if nodes else None)
+        segment = Segment(1, root, [9, *tree.token_ids], positions, mask=ancestor_mask(tree.parents) if nodes else None)
         (own,), (static,) = (engine.forward([segment]) for engine in engines)
         torch.testing.assert_close(static, own, rtol=1e-4, atol=1e-4)
         slots = [engine.arena.slots(1, segment.stop) for engine in engines]
@@ -68,7 +68,7 @@ def test_a_mask_may_reach_back_before_the_segment(engines):
     results = []
     for engine in engines:
         engine.forward([Segment(0, 0, prompt, range(12), keep=[])])
-        engine.forward([Segment(0, 12, above.token_ids, [12, 12, 13], mask=above.ancestor_mask()[1:, 1:])])
+        engine.forward([Segment(0, 12, above.token_ids, [12, 12, 13], mask=ancestor_mask(above.parents)[1:, 1:])])
         results.append(engine.forward([Segment(0, 15, [3, 4], [14, 13], mask=mask, keep=[1])])[0])
     assert results[0].shape == (1, 2048)
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)

@@ -7,27 +7,27 @@ from dataclasses import replace
 import pytest
 from growing import LOOP, along, constant, frozen, grow, outcome_of, read
 
+from dynatree.common.model_info import ForwardCost
 from dynatree.common.tree import ROOT
-from dynatree.draft.costs import Costs, largest_tree
 from dynatree.draft.growing_tree import GrowingTree, TrieNode
 from dynatree.draft.policies import create_policy
-from dynatree.draft.verify_client import Answer
-from dynatree.v1 import tree_pb2, verify_pb2
+from dynatree.draft.round_costs import Costs, RoundCost
+from dynatree.draft.verify_cost import largest_tree
 
 
 def test_costs_are_learnt_for_each_size_that_fills_tiles():
     costs = Costs()
     for nodes, seconds in ((0, 0.2), (12, 0.21), (15, 0.23), (13, 0.22), (16, 0.3), (23, 0.32), (20, 0.31)) * 8:
-        costs.observe(nodes, seconds, 4 if nodes else 0, 0.02)
+        costs.observe(RoundCost(nodes, seconds, 4 if nodes else 0, 0.02))
     assert costs.verify(0) == 0.2
     assert costs.verify(12) == costs.verify(15) in (0.21, 0.22)
     assert costs.verify(16) == costs.verify(23) in (0.3, 0.31)
-    assert costs.level == pytest.approx(0.005)
+    assert costs.draft_forward_seconds == pytest.approx(0.005)
 
 
 def measured(*points):
     """What a service says that its forwards took when it started."""
-    return [tree_pb2.ForwardCost(rows=rows, seconds=seconds) for rows, seconds in points]
+    return [ForwardCost(rows, seconds) for rows, seconds in points]
 
 
 def test_sizes_never_tried_are_to_the_nearest_tried_as_they_were_at_the_start():
@@ -36,12 +36,12 @@ def test_sizes_never_tried_are_to_the_nearest_tried_as_they_were_at_the_start():
     )
     assert [costs.verify(nodes) for nodes in (0, 3, 5, 15, 63)] == pytest.approx([0.1, 0.11, 0.115, 0.2, 0.8])
     assert costs.verify(127) == pytest.approx(1.6), "on the line through the last two"
-    assert costs.level == pytest.approx(0.003)
-    costs.observe(15, 0.3, 2, 0.01)
+    assert costs.draft_forward_seconds == pytest.approx(0.003)
+    costs.observe(RoundCost(15, 0.3, 2, 0.01))
     assert costs.verify(0) == pytest.approx(0.15), "the machine is slower now"
     assert costs.verify(63) == pytest.approx(1.2)
     assert not costs.plain_is_due
-    costs.observe(0, 0.2, 0, 0.0)
+    costs.observe(RoundCost(0, 0.2, 0, 0.0))
     assert costs.verify(1) == pytest.approx(0.2)
 
 
@@ -61,7 +61,7 @@ def test_a_forward_that_was_disturbed_at_the_start_is_no_dearer_than_a_larger_on
 
 def test_before_a_plain_step_was_seen_its_cost_is_estimated_from_a_trees():
     costs = Costs()
-    costs.observe(63, 0.4, 2, 0.01)
+    costs.observe(RoundCost(63, 0.4, 2, 0.01))
     assert 0.1 < costs.verify(0) < costs.verify(15) <= 0.4, "a tree costs no more than a larger one"
 
 
@@ -89,99 +89,99 @@ def test_the_draft_is_back_soon_after_another_program_had_the_cores(verify, draf
 def test_a_load_that_begins_is_not_blamed_on_the_draft():
     costs = Costs()
     for _ in range(8):
-        costs.observe(7, 0.2, 0, 0.0)
+        costs.observe(RoundCost(7, 0.2, 0, 0.0))
     for _ in range(8):
-        costs.observe(0, 0.1, 0, 0.0)
+        costs.observe(RoundCost(0, 0.1, 0, 0.0))
     for _ in range(8):
-        costs.observe(7, 0.5, 2, 0.01)
-    assert costs.wake == 0.0
+        costs.observe(RoundCost(7, 0.5, 2, 0.01))
+    assert costs.draft_contention == 0.0
 
 
 def test_what_a_verification_takes_longer_after_draft_forwards_is_theirs():
     costs = Costs()
     for _ in range(8):
-        costs.observe(7, 0.2, 0, 0.0)
+        costs.observe(RoundCost(7, 0.2, 0, 0.0))
     for _ in range(8):
-        costs.observe(7, 0.25, 2, 0.01)
+        costs.observe(RoundCost(7, 0.25, 2, 0.01))
     assert costs.verify(7) == pytest.approx(0.2)
-    assert costs.wake == pytest.approx(0.05)
+    assert costs.draft_contention == pytest.approx(0.05)
     for _ in range(20):
-        costs.observe(7, 0.15, 2, 0.01)
+        costs.observe(RoundCost(7, 0.15, 2, 0.01))
     assert costs.verify(7) == 0.15, "without the draft it would take no longer than that"
-    assert costs.wake == 0.0
+    assert costs.draft_contention == 0.0
 
 
 @pytest.mark.parametrize("first", [0.199, 2.0], ids=["none", "a stall"])
 def test_the_first_round_after_a_forward_does_not_settle_what_is_taken_longer(first):
     costs = Costs()
     for _ in range(8):
-        costs.observe(7, 0.2, 0, 0.0)
-    costs.observe(7, first, 2, 0.01)
+        costs.observe(RoundCost(7, 0.2, 0, 0.0))
+    costs.observe(RoundCost(7, first, 2, 0.01))
     for _ in range(8):
-        costs.observe(7, 0.25, 2, 0.01)
-    assert costs.wake == pytest.approx(0.05)
+        costs.observe(RoundCost(7, 0.25, 2, 0.01))
+    assert costs.draft_contention == pytest.approx(0.05)
 
 
 def test_forwards_that_also_catch_up_bound_what_a_forward_costs():
     costs = Costs()
-    costs.observe(7, 0.2, 2, 2.0)  # a stall
-    costs.observe(7, 0.2, 1, 0.05, caught_up=False)
-    assert costs.level == 0.05
-    costs.observe(7, 0.2, 1, 0.08, caught_up=False)
-    assert costs.level == 0.05
+    costs.observe(RoundCost(7, 0.2, 2, 2.0))  # a stall
+    costs.observe(RoundCost(7, 0.2, 1, 0.05, caught_up=False))
+    assert costs.draft_forward_seconds == 0.05
+    costs.observe(RoundCost(7, 0.2, 1, 0.08, caught_up=False))
+    assert costs.draft_forward_seconds == 0.05
 
 
 def test_a_plain_step_is_due_until_it_was_seen_and_again_after_long():
     costs = Costs()
     assert not costs.plain_is_due, "the first rounds may be trees"
     for _ in range(2):
-        costs.observe(15, 1.2, 2, 0.01)
+        costs.observe(RoundCost(15, 1.2, 2, 0.01))
     for _ in range(2):
         assert costs.plain_is_due
-        costs.observe(0, 0.3, 0, 0.0)
+        costs.observe(RoundCost(0, 0.3, 0, 0.0))
     assert not costs.plain_is_due
     for _ in range(257):
-        costs.observe(15, 1.2, 2, 0.01)
+        costs.observe(RoundCost(15, 1.2, 2, 0.01))
     assert costs.plain_is_due
 
 
 def test_a_plain_step_costs_no_more_than_any_tree():
     costs = Costs()
-    costs.observe(0, 1.9, 0, 0.0)  # a stall
-    costs.observe(15, 0.3, 2, 0.01)
+    costs.observe(RoundCost(0, 1.9, 0, 0.0))  # a stall
+    costs.observe(RoundCost(15, 0.3, 2, 0.01))
     assert costs.verify(0) == 0.3
 
 
 def test_a_size_that_was_only_verified_after_draft_forwards_costs_what_it_took():
     costs = Costs()
     for _ in range(20):
-        costs.observe(7, 0.25, 2, 0.01)
-    assert (costs.verify(7), costs.wake) == (pytest.approx(0.25), 0.0)
+        costs.observe(RoundCost(7, 0.25, 2, 0.01))
+    assert (costs.verify(7), costs.draft_contention) == (pytest.approx(0.25), 0.0)
 
 
 def test_a_stall_in_the_only_round_of_a_size_does_not_rule_it_out():
     costs = Costs(measured((1, 0.2), (8, 0.21), (16, 0.22), (32, 0.23)))
     for _ in range(8):
-        costs.observe(0, 0.2, 0, 0.0)
-        costs.observe(7, 0.21, 2, 0.01)
-    costs.observe(15, 2.0, 2, 0.01)
+        costs.observe(RoundCost(0, 0.2, 0, 0.0))
+        costs.observe(RoundCost(7, 0.21, 2, 0.01))
+    costs.observe(RoundCost(15, 2.0, 2, 0.01))
     assert costs.verify(15) < 0.23
     for _ in range(3):
-        costs.observe(15, 0.5, 2, 0.01)
+        costs.observe(RoundCost(15, 0.5, 2, 0.01))
     assert costs.verify(15) > 0.4, "tried often enough"
     for _ in range(300):
-        costs.observe(7, 0.21, 2, 0.01)
+        costs.observe(RoundCost(7, 0.21, 2, 0.01))
     assert costs.verify(15) < 0.23, "worth another trial"
 
 
 def test_a_stall_hardly_counts_and_a_lasting_change_does():
     costs = Costs()
     for _ in range(20):
-        costs.observe(15, 0.2, 2, 0.01)
-    costs.observe(15, 20.0, 2, 0.01)
+        costs.observe(RoundCost(15, 0.2, 2, 0.01))
+    costs.observe(RoundCost(15, 20.0, 2, 0.01))
     assert costs.verify(15) == 0.2
     for _ in range(9):
-        costs.observe(15, 0.6, 2, 0.01)
+        costs.observe(RoundCost(15, 0.6, 2, 0.01))
     assert costs.verify(15) == 0.6
 
 
@@ -193,14 +193,14 @@ def test_the_largest_tree_of_a_price_fills_the_tiles():
 def expensive_nodes():
     costs = Costs()
     for nodes in (0, 4, 8, 16) * 16:
-        costs.observe(nodes, 0.01 * (1 + nodes), 2 if nodes else 0, 0.002)
+        costs.observe(RoundCost(nodes, 0.01 * (1 + nodes), 2 if nodes else 0, 0.002))
     return costs
 
 
 def free_nodes():
     costs = Costs()
     for nodes in (0, 4, 8, 16, 32, 64) * 16:
-        costs.observe(nodes, 0.2, 2 if nodes else 0, 0.0002)
+        costs.observe(RoundCost(nodes, 0.2, 2 if nodes else 0, 0.0002))
     return costs
 
 
@@ -215,7 +215,7 @@ def test_throughput_sends_more_where_nodes_are_cheaper():
 def test_throughput_fills_the_rows_that_cost_nothing_and_stops_before_those_that_do():
     costs = Costs()
     for nodes, seconds in ((0, 0.2), (15, 0.21), (31, 0.4)) * 16:
-        costs.observe(nodes, seconds, 2 if nodes else 0, 0.0002)
+        costs.observe(RoundCost(nodes, seconds, 2 if nodes else 0, 0.0002))
     assert len(frozen(create_policy("throughput", {}, costs), constant(0.5, 0.2, 0.1))) == 15
 
 
@@ -251,8 +251,8 @@ def test_throughput_takes_a_root_that_is_known_with_a_continuation_that_is_not()
 def test_throughput_gives_up_a_hostile_draft_and_tries_it_again():
     costs = free_nodes()
     for _ in range(200):
-        costs.observe(0, 0.01, 0, 0.0)
-        costs.observe(8, 0.02, 4, 0.02)  # a level costs half a plain step
+        costs.observe(RoundCost(0, 0.01, 0, 0.0))
+        costs.observe(RoundCost(8, 0.02, 4, 0.02))  # a level costs half a plain step
     policy = create_policy("throughput", {}, costs)
     drafted = []
     for _ in range(300):
@@ -270,8 +270,8 @@ def dear_draft():
     """A draft forward takes twice as long as a plain step."""
     costs = Costs()
     for _ in range(20):
-        costs.observe(0, 0.01, 0, 0.0)
-        costs.observe(3, 0.01, 1, 0.02)
+        costs.observe(RoundCost(0, 0.01, 0, 0.0))
+        costs.observe(RoundCost(3, 0.01, 1, 0.02))
     return costs
 
 
@@ -307,7 +307,7 @@ def test_what_a_forward_takes_to_catch_up_after_a_pause_is_not_its_usual_cost():
         tree, selected, forwards = grow(policy, constant(0.4, 0.3, 0.3))
         seconds = forwards * (0.009 if not paused else 0.05)
         policy.observe(outcome_of(tree.freeze(selected), (), verify=0.01, draft=seconds, levels=forwards))
-    assert costs.level == pytest.approx(0.009)
+    assert costs.draft_forward_seconds == pytest.approx(0.009)
 
 
 def ten_ms(_, forwards):
@@ -384,14 +384,6 @@ def test_waiting_for_other_sessions_is_no_cost_of_a_trees_size():
     assert policy.parameters()["rate"] == pytest.approx(5.0), "never less than plain decoding's"
 
 
-def test_what_a_tree_waited_for_at_the_verify_service():
-    timings = verify_pb2.VerifyTimings(forward_seconds=0.2, accept_seconds=0.02, commit_seconds=0.01, total_seconds=0.9)
-    answer = Answer(verify_pb2.Commit(timings=timings), seconds=1.0)
-    assert answer.waited_seconds == pytest.approx(0.67)
-    assert answer.wire_seconds == pytest.approx(0.1)
-    assert Answer(verify_pb2.Commit(), seconds=1.0).waited_seconds == 0.0, "a service that names no times"
-
-
 def gpu(step):
     """Rows are nearly free, and a draft forward takes a fiftieth of a plain step of so many seconds."""
     return lambda nodes, _: step * (1 + nodes / 1000), lambda _, forwards: step / 50 * forwards
@@ -400,8 +392,8 @@ def gpu(step):
 def test_a_stall_after_a_forward_is_forgotten_though_no_other_round_can_be_compared():
     costs = Costs()
     for _ in range(4):
-        costs.observe(0, 0.02, 0, 0.0)
-    costs.observe(0, 1.0, 1, 0.0004)
+        costs.observe(RoundCost(0, 0.02, 0, 0.0))
+    costs.observe(RoundCost(0, 1.0, 1, 0.0004))
     asked, _ = text_of(0.8, *gpu(0.02), costs)
     assert len(asked) > 290
 
@@ -413,8 +405,8 @@ def test_a_machine_that_becomes_slower_does_not_leave_a_good_draft_off(times, lo
     costs = Costs()
     _, before = text_of(0.6, *gpu(0.02), costs)
     for _ in range(40 if loops else 0):
-        costs.observe(63, 0.0212, 0, 0.0)
-        costs.observe(0, 0.02, 0, 0.0)
+        costs.observe(RoundCost(63, 0.0212, 0, 0.0))
+        costs.observe(RoundCost(0, 0.02, 0, 0.0))
     for _ in range(3):
         _, after = text_of(0.6, *gpu(0.02 * times), costs)
     assert after > 0.9 * before / times

@@ -8,9 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import random_trees
 
+from dynatree.common.engine import ancestor_mask
 from dynatree.common.errors import InvalidArgumentError
-from dynatree.common.tree import ROOT, Candidates, TokenTree
+from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
+from dynatree.common.wire import tree_from_pb, tree_to_pb
 from dynatree.v1 import tree_pb2
+from dynatree.verify.layout import depth_first
 
 LIMITS = {"max_nodes": 4, "max_depth": 2, "vocab_size": 10}
 
@@ -45,13 +48,13 @@ def test_malformed_trees_are_refused(token_ids, parents, log_probs, message):
 )
 def test_messages_beyond_a_limit_are_refused(message, expected):
     with pytest.raises(InvalidArgumentError, match=expected):
-        TokenTree.from_pb(message, **LIMITS)
+        tree_from_pb(message, **LIMITS)
 
 
 def test_a_huge_message_is_refused_before_anything_is_built():
     message = tree_pb2.TokenTree(token_ids=[0] * 1_000_000, parents=[-1] * 1_000_000)
     with pytest.raises(InvalidArgumentError, match="at most 4"):
-        TokenTree.from_pb(message, **LIMITS)
+        tree_from_pb(message, **LIMITS)
 
 
 def test_siblings_of_different_parents_may_share_a_token():
@@ -63,7 +66,7 @@ def test_siblings_of_different_parents_may_share_a_token():
 
 @given(random_trees())
 def test_the_mask_shows_each_node_its_path(tree):
-    mask = tree.ancestor_mask()
+    mask = ancestor_mask(tree.parents)
     assert mask.shape == (len(tree) + 1, len(tree) + 1)
     assert torch.equal(mask[0].nonzero().flatten(), torch.tensor([0]))
     for node in range(len(tree)):
@@ -74,17 +77,17 @@ def test_the_mask_shows_each_node_its_path(tree):
 
 @given(random_trees())
 def test_a_tree_survives_the_wire(tree):
-    message = tree.to_pb(round_=3, base_length=5)
+    message = tree_to_pb(tree, round_=3, base_length=5)
     parsed = tree_pb2.TokenTree.FromString(message.SerializeToString())
     assert (parsed.round, parsed.base_length) == (3, 5)
-    assert TokenTree.from_pb(parsed, max_nodes=64, max_depth=64, vocab_size=2048) == tree
+    assert tree_from_pb(parsed, max_nodes=64, max_depth=64, vocab_size=2048) == tree
 
 
 @given(random_trees(), st.booleans(), st.randoms(use_true_random=False))
 def test_depth_first_is_the_same_tree_with_likeliest_children_next(tree, rated, generator):
     if rated:
         tree = replace(tree, log_probs=tuple(-generator.random() for _ in range(len(tree))))
-    laid_out, order = tree.depth_first()
+    laid_out, order = depth_first(tree)
     assert sorted(order) == list(range(len(tree)))
     for place, node in enumerate(order):
         assert laid_out.token_ids[place] == tree.token_ids[node]
@@ -99,11 +102,11 @@ def test_depth_first_is_the_same_tree_with_likeliest_children_next(tree, rated, 
 
 
 def test_depth_first_keeps_the_order_of_draws():
-    drawn_from = Candidates((7, 8, 9), (0.2, 0.5, 0.3))
+    drawn_from = DraftDistribution((7, 8, 9), (0.2, 0.5, 0.3))
     tree = TokenTree(
         (7, 8, 9, 8), (-1, -1, 0, 2), (-1.6, -0.7, -1.2, -0.7), (drawn_from, drawn_from, None, drawn_from, None)
     )
-    laid_out, order = tree.depth_first()
+    laid_out, order = depth_first(tree)
     assert order == (0, 2, 3, 1)
     assert laid_out == TokenTree(
         (7, 9, 8, 8), (-1, 0, 1, -1), (-1.6, -1.2, -0.7, -0.7), (drawn_from, drawn_from, drawn_from, None, None)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynatree.common.errors import InvalidArgumentError
-from dynatree.common.tree import ROOT, Candidates, TokenTree
+from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
-from dynatree.draft.policies import create_policy, policies_that_take_draws, policy_names
+from dynatree.draft.policies import create_policy, policy_names, residual_policies
 from dynatree.draft.policies.sequoia import best_shape
 
 VOCABULARY = 3
@@ -91,31 +91,48 @@ def test_dyspec_needs_no_more_forwards_than_levels_and_equals_the_heap(model, no
 
 
 @settings(max_examples=60, deadline=None)
-@given(model=scripted_models(), nodes=st.integers(1, 20), drawn=st.booleans())
-def test_the_threshold_of_the_last_node_gives_the_same_tree(model, nodes, drawn):
+@given(model=scripted_models(), nodes=st.integers(1, 20), sampled=st.booleans())
+def test_the_threshold_of_the_last_node_gives_the_same_tree(model, nodes, sampled):
     """DySpec section 4.3 and appendix A.1: Algorithm 2 with the threshold that Algorithm 1 ended at."""
     one = create_policy("dyspec", {"max_nodes": nodes, "breadth": VOCABULARY, "max_depth": 6})
-    tree, selected, _ = grow(one, model, drawn=drawn)
+    tree, selected, _ = grow(one, model, sampled=sampled)
     worst = min(tree.value(node) for node in selected)
     other = create_policy("dyspec-threshold", {"threshold": worst, "breadth": VOCABULARY, "max_depth": 6})
-    greedy, layered = tree.freeze(selected), frozen(other, model, drawn=drawn)
+    greedy, layered = tree.freeze(selected), frozen(other, model, sampled=sampled)
     assert len(layered) >= len(greedy), "equal values may let in more"
     assert edges(greedy) <= edges(layered)
     if len(layered) > len(greedy):
-        again, chosen, _ = grow(other, model, drawn=drawn)
+        again, chosen, _ = grow(other, model, sampled=sampled)
         assert sum(again.value(node) > worst for node in chosen) < nodes
+
+
+@pytest.mark.parametrize(
+    ("name", "settings_"),
+    [("dyspec", {"max_nodes": 2, "max_depth": 2}), ("dyspec-threshold", {"threshold": 0.46, "max_depth": 2})],
+)
+def test_a_worse_proposal_does_not_hide_a_better_one_behind_it(name, settings_):
+    """With noise of its own the draft ranks proposals by the noise, so their probabilities are in no order."""
+    policy = create_policy(name, settings_)
+    tree = GrowingTree(TrieNode(99), (99,), max_depth=2)
+    level = policy.start(tree)
+    for probabilities in ((0.45, 0.5), (0.02, 0.97)):
+        for node in level:
+            tree.node(node).proposals = tuple(Proposal(token, math.log(p)) for token, p in enumerate(probabilities))
+        level = policy.grow(tree, level)
+    tokens = [[above.token for above in reversed(tree.path(node))] for node in policy.select(tree)]
+    assert tokens == [[1], [1, 1]]
 
 
 def test_drawn_children_are_judged_before_they_are_known():
     """Algorithm 1: the value of a draw is the chance that verification comes to it."""
-    tree = GrowingTree(TrieNode(99), (99,), drawn=True)
+    tree = GrowingTree(TrieNode(99), (99,), sampled=True)
     first = tree.add(ROOT, Proposal(1, math.log(0.2)))
     second = tree.add(ROOT, Proposal(0, math.log(0.7)))
     below = tree.add(second, Proposal(2, math.log(0.5)))
     assert [tree.value(n) for n in (first, second, below)] == pytest.approx([1.0, 0.8, 0.7])
 
 
-@pytest.mark.parametrize("name", policies_that_take_draws())
+@pytest.mark.parametrize("name", residual_policies())
 def test_policies_keep_or_drop_no_draw_for_its_token(name):
     """Whatever the k-th draw below the root is, the decision to have it is the same."""
     sizes = set()
@@ -125,10 +142,10 @@ def test_policies_keep_or_drop_no_draw_for_its_token(name):
         def read_in_order(tree, node, breadth, order=order, probabilities=probabilities):
             draws = [Proposal(token, math.log(probabilities[token])) for token in order]
             tree.node(node).proposals = tuple(draws[:breadth])
-            tree.node(node).candidates = Candidates((0, 1, 2), probabilities)
+            tree.node(node).candidates = DraftDistribution((0, 1, 2), probabilities)
 
         policy = create_policy(name, {})
-        tree = GrowingTree(TrieNode(99), (99,), drawn=True)
+        tree = GrowingTree(TrieNode(99), (99,), sampled=True)
         if not policy.breadth:
             continue
         read_in_order(tree, ROOT, policy.breadth)

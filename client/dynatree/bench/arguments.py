@@ -6,10 +6,9 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
-from dynatree.bench.methods import BASELINES, parse_method, parse_methods
-from dynatree.client import SamplingScheme
+from dynatree.bench.methods import BASELINES, SCHEMES, parse_method, parse_methods
+from dynatree.cli.arguments import DTYPES
 
 EMBEDDED = "embedded"
 
@@ -76,6 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--title", default="DynaTree: measurements", help="default: %(default)s")
 
 
+def run(options: argparse.Namespace) -> int:
+    """Measure, print and keep it, or print what was kept; the exit status."""
+    from dynatree.bench.command import run
+
+    return run(options)
+
+
 def _add_services(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "models", "both services are started for the measurement, unless --server names one that runs"
@@ -92,7 +98,7 @@ def _add_services(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_hardware(group: argparse._ActionsContainer) -> None:
-    group.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], help="default: the checkpoint's")
+    group.add_argument("--dtype", choices=["auto", *DTYPES], help="default: the checkpoint's")
     group.add_argument("--device", help="torch device (default: a GPU if any)")
     group.add_argument("--threads", type=_at_least(1), metavar="N", help="CPU threads of each model")
 
@@ -267,7 +273,7 @@ def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None
         group.add_argument(
             "--scheme",
             default="gumbel",
-            choices=get_args(SamplingScheme),
+            choices=SCHEMES,
             help="how draft and target draw (default: %(default)s)",
         )
     if measurement.takes_repetitions:

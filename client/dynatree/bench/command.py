@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynatree.bench.arguments import EMBEDDED, MEASUREMENTS, add_arguments
+from dynatree.bench.arguments import EMBEDDED, MEASUREMENTS
 from dynatree.bench.decoding import Baseline, Decoders
 from dynatree.bench.environment import Environment, environment
 from dynatree.bench.memory import PeakMemory
@@ -23,8 +23,6 @@ from dynatree.bench.tables import print_report, unequal
 from dynatree.cli.service_pair import service_pair
 from dynatree.client import Client, ModelInfo, ServiceInfo
 from dynatree.common import embedded
-
-__all__ = ["add_arguments", "run"]
 
 SERVICE_OPTIONS = ("draft_model", "dtype", "device", "threads")  # of the services that are started here
 
@@ -255,6 +253,7 @@ def _measure_costs(options: argparse.Namespace) -> Report:
     from dynatree.bench.costs import ARENA_ROWS, CostBench, fill, places
     from dynatree.common.engine import Engine, ModelSettings
     from dynatree.common.errors import StartupError
+    from dynatree.common.wire import model_info_to_pb
 
     measured_on = _environment(options)
     device, dtype = options.device or "auto", options.dtype or "auto"
@@ -269,8 +268,8 @@ def _measure_costs(options: argparse.Namespace) -> Report:
     report = new_report(
         options.measurement,
         measured_on,
-        ModelInfo.from_pb(target.info),
-        ModelInfo.from_pb(draft.info),
+        ModelInfo.from_pb(model_info_to_pb(target.info)),
+        ModelInfo.from_pb(model_info_to_pb(draft.info)),
         prompts={"file": "random tokens", "data_set": "random tokens", "count": 0, "tokens": []},
         options={"max_nodes": options.max_nodes, "repetitions": options.repetitions},
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from itertools import product
+from typing import TYPE_CHECKING
 
-from dynatree.client import SamplingScheme
+if TYPE_CHECKING:
+    from dynatree.client import SamplingScheme
 
 
 @dataclass(frozen=True)

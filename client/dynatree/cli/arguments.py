@@ -1,10 +1,24 @@
-"""Options that several commands have."""
+"""Options that several commands have, and their types; imports nothing that takes time."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from typing import Any
+
+DTYPES = ("float32", "bfloat16", "float16")
+SCHEMES = ("gumbel", "independent", "residual")
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+positive.__name__ = "whole number"  # argparse names the type in its message
 
 
 class Keyed(argparse.Action):

@@ -1,5 +1,7 @@
 """`dynatree generate`: complete one prompt, as text while it is made or as one JSON object."""
 
+from __future__ import annotations
+
 import argparse
 import io
 import json
@@ -7,10 +9,12 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import get_args
+from typing import TYPE_CHECKING
 
-from dynatree.cli.arguments import Keyed, add_policy_settings
-from dynatree.client import Chunk, Client, CompletionStream, GenerateOptions, SamplingScheme
+from dynatree.cli.arguments import SCHEMES, Keyed, add_policy_settings
+
+if TYPE_CHECKING:
+    from dynatree.client import Chunk, Client, CompletionStream, GenerateOptions
 
 _STDIN = "-"
 
@@ -46,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same tokens; default: random")
     parser.add_argument(
         "--scheme",
-        choices=get_args(SamplingScheme),
+        choices=SCHEMES,
         metavar="NAME",
         help="how draft and target draw: gumbel (the default), independent or residual",
     )
@@ -101,6 +105,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _client(options: argparse.Namespace) -> Client:
+    from dynatree.client import Client
+
     try:
         return Client(options.server, timeout=options.timeout)
     except ValueError as error:
@@ -108,6 +114,8 @@ def _client(options: argparse.Namespace) -> Client:
 
 
 def _request(options: argparse.Namespace) -> GenerateOptions:
+    from dynatree.client import GenerateOptions
+
     return GenerateOptions(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,

@@ -1,7 +1,8 @@
 """The `dynatree` command: a table of subcommands, of which only the chosen one is imported.
 
 A subcommand is a module with `add_arguments(parser)` and `run(options) -> exit status`. For a failure that a user can
-expect, `run` raises `SystemExit("what is wrong")`, which is printed as one line.
+expect, `run` raises `SystemExit("what is wrong")`, which is printed as one line. What takes time to import, above all
+torch, `run` imports once the arguments are right, so that help and mistakes are answered at once.
 """
 
 import argparse
@@ -13,17 +14,15 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol, cast
 
-from dynatree.client import DynaTreeError
-
-# Name -> help line, module. The services' modules need torch; `dynatree generate` must run without it.
+# Name -> help line, module.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "verify": ("serve the target model", "dynatree.verify.command"),
-    "draft": ("serve the draft model, and the completions that clients ask for", "dynatree.draft.command"),
+    "verify": ("serve the target model", "dynatree.cli.verify"),
+    "draft": ("serve the draft model, and the completions that clients ask for", "dynatree.cli.draft"),
     "generate": ("complete a prompt", "dynatree.cli.generate"),
     "demo": ("run both services on the shipped models, and one completion", "dynatree.cli.demo"),
     "audit": ("prove that the output equals transformers' own generate()", "dynatree.cli.audit"),
     "trace": ("draw a trace as a page", "dynatree.cli.trace"),
-    "bench": ("measure and compare decoders", "dynatree.bench.command"),
+    "bench": ("measure and compare decoders", "dynatree.bench.arguments"),
 }
 
 # The command lines that run models as the services do. Baselines of `bench compare` run as they would without DynaTree.
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except SystemExit as exit_:
         status = _exit_status(exit_)
-    except DynaTreeError as error:
+    except _client_errors() as error:
         status = _fail(str(error))
     except KeyboardInterrupt:
         status = _INTERRUPTED
@@ -75,6 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         status = _fail(f"cannot write the output: {error.strerror}")
     return status
+
+
+def _client_errors() -> tuple[type[Exception], ...]:
+    """The client library's errors; none before a command has imported it, and gRPC with it."""
+    client = sys.modules.get("dynatree.client")
+    return (client.DynaTreeError,) if client else ()
 
 
 def _run(argv: Sequence[str]) -> int:

@@ -1,12 +1,54 @@
-"""What two models must share to work together, and what fits into one."""
+"""What a service tells of its model, what two models must share to work together, and what fits into one."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from dynatree.common.errors import FailedPreconditionError, InvalidArgumentError, OutOfRangeError
-from dynatree.v1 import tree_pb2
 
 
-def token_limit(prompt_tokens: int, max_new_tokens: int | None, model: tree_pb2.ModelInfo) -> int:
+@dataclass(frozen=True)
+class ForwardCost:
+    """The seconds that one forward over `rows` tokens of one session took."""
+
+    rows: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a service runs; both services tell it of their model.
+
+    Attributes:
+        name: The hub name, or the last component of the local path.
+        architecture: The transformers architecture, for example "GPTNeoXForCausalLM".
+        parameters: Their number.
+        vocab_size: Rows of the embedding; may be padded beyond the tokenizer.
+        context_length: Tokens of the longest sequence, prompt and new tokens together.
+        dtype: For example "float32".
+        device: For example "cuda:0".
+        tokenizer_fingerprint: Equal for two models exactly where they can work together.
+        version: The version of DynaTree that runs the model.
+        device_id: Opaque; equal where two services compute on one device.
+        step_bytes: Bytes of the weights that a forward over one token reads.
+        forward_costs: Measured when the service started, fewest rows first; empty where none was measured.
+    """
+
+    name: str
+    architecture: str
+    parameters: int
+    vocab_size: int
+    context_length: int
+    dtype: str
+    device: str
+    tokenizer_fingerprint: str
+    version: str
+    device_id: str
+    step_bytes: int
+    forward_costs: tuple[ForwardCost, ...] = ()
+
+
+def token_limit(prompt_tokens: int, max_new_tokens: int | None, model: ModelInfo) -> int:
     """Tokens, prompt included, at which a session on `model` finishes.
 
     Raises:
@@ -28,7 +70,7 @@ def token_limit(prompt_tokens: int, max_new_tokens: int | None, model: tree_pb2.
     return prompt_tokens + max_new_tokens
 
 
-def check_same_tokenizer(draft: tree_pb2.ModelInfo, target: tree_pb2.ModelInfo) -> None:
+def check_same_tokenizer(draft: ModelInfo, target: ModelInfo) -> None:
     """Refuse a draft that speaks of other tokens than the target.
 
     Raises:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -37,6 +38,24 @@ class ModelThread:
         self._unfinished += 1
         future.add_done_callback(self._finished)  # before anybody who waits for it
         return asyncio.shield(future)
+
+    @asynccontextmanager
+    async def held(self, open_: Callable[[], T], close: Callable[[T], None]) -> AsyncIterator[T]:
+        """What `open_` returns, for as long as the context lives; both run on the thread, `close` behind all else.
+
+        A caller that is cancelled while `open_` runs has it closed, too.
+        """
+        opened: list[T] = []
+
+        def close_opened() -> None:
+            for each in opened:
+                close(each)
+
+        try:
+            await self.run(lambda: opened.append(open_()))
+            yield opened[0]
+        finally:
+            await self.run(close_opened)
 
     def _finished(self, _: asyncio.Future[T]) -> None:
         self._unfinished -= 1

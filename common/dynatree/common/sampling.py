@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from dynatree.common.errors import InvalidArgumentError
-from dynatree.v1 import tree_pb2
 
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 100.0
@@ -30,11 +29,11 @@ MAX_BIASES = 1024
 
 
 class Scheme(Enum):
-    """How draft and target draw when the temperature is above 0; see `SamplingScheme` in tree.proto."""
+    """How draft and target draw when the temperature is above 0; values as in `SamplingScheme` of tree.proto."""
 
-    GUMBEL = tree_pb2.SAMPLING_SCHEME_GUMBEL
-    INDEPENDENT = tree_pb2.SAMPLING_SCHEME_INDEPENDENT
-    RESIDUAL = tree_pb2.SAMPLING_SCHEME_RESIDUAL
+    GUMBEL = 1
+    INDEPENDENT = 2
+    RESIDUAL = 3
 
 
 class Stream(IntEnum):
@@ -94,47 +93,17 @@ class Sampling:
         """Whether the choice depends on which tokens came before."""
         return self.repetition_penalty != 1.0
 
-    @classmethod
-    def from_pb(cls, message: tree_pb2.SamplingOptions, *, vocab_size: int, default_seed: int) -> Sampling:
-        """Options from a message; `default_seed` where it names none.
+    def check_tokens(self, vocab_size: int) -> None:
+        """Refuse a bias of a token that the model does not have.
 
         Raises:
-            InvalidArgumentError: An option is out of its range, or a biased token is outside the vocabulary.
+            InvalidArgumentError: `logit_bias` names an id that is not in [0, vocab_size).
         """
-        schemes = {scheme.value: scheme for scheme in Scheme} | {
-            tree_pb2.SAMPLING_SCHEME_UNSPECIFIED: Scheme.GUMBEL  # proto3 enums are open: any number may arrive
-        }
-        if message.scheme not in schemes:
-            known = ", ".join(f"{scheme.value} ({scheme.name.lower()})" for scheme in Scheme)
-            raise InvalidArgumentError(f"scheme is {message.scheme}, expected one of {known}")
-        for token in message.logit_bias:
+        for token in self.logit_bias:
             if token >= vocab_size:
                 raise InvalidArgumentError(
                     f"logit_bias names token {token}, the model's vocabulary is [0, {vocab_size})"
                 )
-        return cls(
-            temperature=message.temperature,
-            top_k=message.top_k,
-            top_p=message.top_p if message.HasField("top_p") else 1.0,
-            min_p=message.min_p,
-            repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
-            logit_bias=MappingProxyType(dict(message.logit_bias)),
-            seed=message.seed if message.HasField("seed") else default_seed,
-            scheme=schemes[message.scheme],
-        )
-
-    def to_pb(self) -> tree_pb2.SamplingOptions:
-        """The message that carries these options."""
-        return tree_pb2.SamplingOptions(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=dict(self.logit_bias),
-            seed=self.seed,
-            scheme=self.scheme.value,
-        )
 
 
 @dataclass(frozen=True)

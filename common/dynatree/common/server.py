@@ -1,45 +1,26 @@
-"""A gRPC server with health, reflection, message limits, error mapping and a draining stop."""
+"""A gRPC server with health, reflection, message limits and a draining stop."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import signal
-import socket
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from dynatree.common.errors import ServiceError, StartupError
+from dynatree.common.address import check_address
+from dynatree.common.call_tracker import CallTracker
+from dynatree.common.errors import StartupError
+from dynatree.common.grpc_options import SERVER_OPTIONS
+from dynatree.common.unix_socket import prepare_socket
 
-log = logging.getLogger(__name__)
-
-MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),  # two servers must not bind one port silently
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.keepalive_time_ms", 20_000),  # a peer that vanished without a word must not hold its session
-    ("grpc.keepalive_timeout_ms", 10_000),
-)
-LAST_WORDS_SECONDS = 1.0
-HELD_SECONDS = 24 * 3600.0  # gRPC itself ends no call of ours: it would not wait for what uses the model
-CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 20_000),  # not below the server's min_ping_interval_without_data_ms
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),  # a service that comes back is found within a second
-    ("grpc.enable_http_proxy", 0),  # the two services are neighbours, whatever the environment says of the web
-)
+LAST_WORDS_SECONDS = 1.0  # for statuses on their way
+# gRPC ends no call itself: its stop returns before the handlers that it cancels have ended (grpc/grpc issue 37239), and
+# those may still use the model.
+HELD_SECONDS = 24 * 3600.0
 
 
 class Server:
@@ -50,7 +31,7 @@ class Server:
     """
 
     def __init__(self, service_names: Sequence[str]) -> None:
-        self._calls = Calls()
+        self._calls = CallTracker()
         self._server = grpc.aio.server(interceptors=[self._calls], options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         self._names = service_names
@@ -71,9 +52,12 @@ class Server:
         Raises:
             StartupError: The address is taken or makes no sense.
         """
-        check_address(address)
+        try:
+            check_address(address)
+        except ValueError as error:
+            raise StartupError(str(error)) from None
         if address.startswith("unix:"):
-            _prepare_socket(Path(address.removeprefix("unix:")))
+            prepare_socket(Path(address.removeprefix("unix:")))
         try:
             port = self._server.add_insecure_port(address)
         except RuntimeError as error:
@@ -103,158 +87,3 @@ class Server:
         # time for peers to take their statuses; one that reads nothing, or watches the health, would never end
         await self._server.stop(LAST_WORDS_SECONDS)
         await refusing
-
-
-class Calls(grpc.aio.ServerInterceptor):
-    """The open calls of this package's services, each ended with the code that its error has.
-
-    Domain errors have their gRPC codes; anything else becomes INTERNAL with an id, its detail only in the log.
-    """
-
-    def __init__(self) -> None:
-        # each call's task, which ends when its status is sent, and a future that is done when its handler is
-        self._open: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
-        self._ending = False
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Wrap the handlers of this package; health and reflection map their own errors.
-
-        Its bidirectional handlers read and write through the context, so they are awaited like unary ones.
-        """
-        handler: Any = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith("/dynatree."):
-            return handler  # type: ignore[no-any-return]
-        if handler.unary_unary:
-            return handler._replace(unary_unary=self._awaited(handler.unary_unary))  # type: ignore[no-any-return]
-        if handler.unary_stream:
-            return handler._replace(unary_stream=self._stream(handler.unary_stream))  # type: ignore[no-any-return]
-        return handler._replace(stream_stream=self._awaited(handler.stream_stream))  # type: ignore[no-any-return]
-
-    async def end(self, grace: float) -> None:
-        """Wait `grace` seconds for the open calls, then end those that are left, and wait for them to clean up."""
-        if self._open:
-            await asyncio.wait(self._open, timeout=grace)
-        self._ending = True
-        for task, handled in self._open.items():
-            if not handled.done():
-                task.cancel()
-        if self._open:
-            await asyncio.wait(self._open.values())
-
-    def _awaited(self, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            handled = self._begin()
-            whole = _WholeMessages(context)
-            try:
-                return await behavior(request, whole)
-            except (Exception, asyncio.CancelledError) as error:
-                failure = error
-            finally:
-                handled.set_result(None)
-            return await self._abort(failure, whole)
-
-        return mapped
-
-    def _stream(self, behavior: Callable[..., AsyncIterator[Any]]) -> Callable[..., Awaitable[Any]]:
-        """Written from here, not by gRPC, so that the generator is closed before the call ends, whatever ends it."""
-
-        async def written(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            async with aclosing(behavior(request, context)) as responses:  # type: ignore[type-var]
-                async for response in responses:
-                    await context.write(response)
-
-        return self._awaited(written)
-
-    def _begin(self) -> asyncio.Future[None]:
-        """The task that runs a call is gRPC's own, and ends when the status is sent."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._open[task] = asyncio.get_running_loop().create_future()
-        task.add_done_callback(self._open.pop)
-        if self._ending:
-            task.cancel()
-        return self._open[task]
-
-    async def _abort(self, error: BaseException, context: _WholeMessages) -> NoReturn:
-        if isinstance(error, asyncio.CancelledError):
-            if not self._ending or context.cancelled():
-                raise error
-            try:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
-            except Exception as told:
-                raise (told if isinstance(told, grpc.aio.AbortError) else error) from None  # or the peer has just left
-        if isinstance(error, ServiceError):
-            await context.abort(error.code, str(error))
-        if isinstance(error, grpc.aio.AbortError):
-            raise error
-        request_id = uuid.uuid4().hex[:12]
-        log.error("request %s failed", request_id, exc_info=error)
-        await context.abort(
-            grpc.StatusCode.INTERNAL, f"internal error; the service's log has it as request {request_id}"
-        )
-
-
-class _WholeMessages:
-    """A call's context whose messages are sent whole, even where the task that writes them is cancelled meanwhile.
-
-    gRPC notes that a call's initial metadata are sent when the first write returns. Where that write was cancelled it
-    would send them again with the status, which its core refuses: the call's client would not be told why it ended.
-    """
-
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        self._context = context
-        self._writing: asyncio.Future[None] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-    async def write(self, message: Any) -> None:
-        """As the context's own."""
-        self._writing = asyncio.ensure_future(self._context.write(message))
-        self._writing.add_done_callback(_retrieve_exception)
-        await asyncio.shield(self._writing)
-
-    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
-        """As the context's own, after the message that is on its way, if one is."""
-        if self._writing is not None:
-            await asyncio.wait([self._writing])
-        await self._context.abort(code, details)
-
-
-def _retrieve_exception(writing: asyncio.Future[None]) -> None:
-    """Where the task that waits is gone nobody else does, and asyncio would log it."""
-    if not writing.cancelled():
-        writing.exception()
-
-
-def check_address(address: str) -> None:
-    """Refuse what is neither `host:port` nor `unix:PATH`; gRPC would try to resolve it.
-
-    Raises:
-        StartupError: With both forms.
-    """
-    if address.startswith("unix:") and len(address) > len("unix:"):
-        return
-    host, _, port = address.rpartition(":")
-    if not host or "://" in host or not port.isdecimal() or int(port) > 65535:
-        raise StartupError(f"{address!r} is not an address; expected host:port or unix:PATH")
-
-
-def _prepare_socket(path: Path) -> None:
-    """Make a missing folder, private to this user, and refuse a socket on which another server answers."""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise StartupError(f"cannot listen on unix:{path}: {error.strerror}") from error
-    if not os.path.lexists(path):
-        return
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return  # left behind by a server that is gone; gRPC replaces it
-    raise StartupError(f"cannot listen on unix:{path}: another server answers there")

@@ -1,6 +1,6 @@
 """The token tree: flat, immutable, valid once constructed.
 
-DynaTree section 3.3 (the tree) and section 3.4 (serialisation and the tree attention mask).
+DynaTree section 3.3.
 """
 
 from __future__ import annotations
@@ -9,20 +9,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
-
-import torch
-from torch import Tensor
 
 from dynatree.common.errors import InvalidArgumentError
-from dynatree.v1 import tree_pb2
 
 ROOT = -1
 MAX_CANDIDATES = 64
 
 
 @dataclass(frozen=True)
-class Candidates:
+class DraftDistribution:
     """A truncated draft distribution: what the children of one node were drawn from, without replacement.
 
     Raises:
@@ -66,7 +61,7 @@ class TokenTree:
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
-    candidates: tuple[Candidates | None, ...] = ()
+    candidates: tuple[DraftDistribution | None, ...] = ()
 
     def __post_init__(self) -> None:
         nodes = len(self.token_ids)
@@ -135,99 +130,6 @@ class TokenTree:
             path.append(node)
             node = self.parents[node]
         return tuple(reversed(path))
-
-    def depth_first(self) -> tuple[TokenTree, tuple[int, ...]]:
-        """The same tree in depth-first order, and which node of this one each of its nodes is.
-
-        A node's likeliest child comes right behind it, so the path of likeliest children stands as it would without
-        branches. Draws keep their order.
-        """
-        below: dict[int, list[int]] = {}
-        for node, parent in enumerate(self.parents):
-            below.setdefault(parent, []).append(node)
-        if self.log_probs and not self.candidates:
-            for siblings in below.values():
-                siblings.sort(key=lambda node: -self.log_probs[node])
-        order: list[int] = []
-        pending = below.get(ROOT, [])[::-1]
-        while pending:
-            order.append(pending.pop())
-            pending += below.get(order[-1], [])[::-1]
-        if order == list(range(len(self))):
-            return self, tuple(order)
-        place = {ROOT: ROOT} | {node: place for place, node in enumerate(order)}
-        tree = TokenTree(
-            token_ids=tuple(self.token_ids[node] for node in order),
-            parents=tuple(place[self.parents[node]] for node in order),
-            log_probs=tuple(self.log_probs[node] for node in order) if self.log_probs else (),
-            candidates=tuple(self.candidates[node + 1] for node in (ROOT, *order)) if self.candidates else (),
-        )
-        return tree, tuple(order)
-
-    def ancestor_mask(self) -> Tensor:
-        """Whom each token may attend to, root first: bool `[1 + nodes, 1 + nodes]`, row and column 0 the root.
-
-        True where the column is the row's node itself or one of its ancestors (DynaTree section 3.4, matrix A without
-        its prefix columns).
-        """
-        size = len(self) + 1
-        mask = torch.eye(size, dtype=torch.bool)
-        rows = mask.numpy()  # shares memory; row assignment is cheaper there
-        for node, parent in enumerate(self.parents, start=1):
-            rows[node] |= rows[parent + 1]
-        return mask
-
-    @classmethod
-    def from_pb(cls, message: tree_pb2.TokenTree, *, max_nodes: int, max_depth: int, vocab_size: int) -> TokenTree:
-        """The tree in a message, refused before anything is built where it passes a limit.
-
-        Raises:
-            InvalidArgumentError: More than `max_nodes` nodes or `max_depth` levels, a token outside `vocab_size`, or
-                arrays that do not form a tree.
-        """
-        nodes = max(len(message.token_ids), len(message.parents), len(message.log_probs))
-        if nodes > max_nodes:
-            raise InvalidArgumentError(f"the tree has {nodes} nodes, at most {max_nodes} are accepted (max_tree_nodes)")
-        check_token_ids(message.token_ids, vocab_size, "token_ids")
-        tree = cls(
-            tuple(message.token_ids),
-            tuple(message.parents),
-            tuple(message.log_probs),
-            _candidates_from_pb(message, vocab_size),
-        )
-        if tree.depth > max_depth:
-            raise InvalidArgumentError(
-                f"the tree is {tree.depth} levels deep, at most {max_depth} fit before the length or context limit"
-            )
-        return tree
-
-    def to_pb(self, *, round_: int, base_length: int) -> tree_pb2.TokenTree:
-        """The message for round `round_` of a session with `base_length` committed tokens."""
-        return tree_pb2.TokenTree(
-            round=round_,
-            base_length=base_length,
-            token_ids=self.token_ids,
-            parents=self.parents,
-            log_probs=self.log_probs,
-            candidate_counts=[0 if each is None else len(each.token_ids) for each in self.candidates],
-            candidate_ids=[token for each in self.candidates if each for token in each.token_ids],
-            candidate_probs=[prob for each in self.candidates if each for prob in each.probs],
-        )
-
-
-def _candidates_from_pb(message: tree_pb2.TokenTree, vocab_size: int) -> tuple[Candidates | None, ...]:
-    counts = message.candidate_counts
-    expected = sum(counts) if len(counts) <= len(message.token_ids) + 1 else -1
-    if not len(message.candidate_ids) == len(message.candidate_probs) == expected:
-        raise InvalidArgumentError(
-            f"{len(counts)} candidate_counts for {len(message.token_ids)} nodes, {len(message.candidate_ids)} "
-            f"candidate_ids and {len(message.candidate_probs)} candidate_probs do not fit together"
-        )
-    check_token_ids(message.candidate_ids, vocab_size, "candidate_ids")
-    ids, probs = iter(message.candidate_ids), iter(message.candidate_probs)
-    return tuple(
-        Candidates(tuple(islice(ids, count)), tuple(islice(probs, count))) if count else None for count in counts
-    )
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, name: str) -> None:

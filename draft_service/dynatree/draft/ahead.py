@@ -9,8 +9,9 @@ does not depend on it. (PEARL, Liu et al. 2025; Saguaro, Kumar et al. 2026, keep
 from __future__ import annotations
 
 from dynatree.common.tree import ROOT
-from dynatree.draft.drafter import Drafter, DraftSession
-from dynatree.draft.policies.dyspec import BestFirst
+from dynatree.draft.draft_session import DraftSession
+from dynatree.draft.drafter import Drafter
+from dynatree.draft.policies.best_first import BestFirst
 
 NODES = 64  # the likeliest, of which those that are not read yet are
 
@@ -21,7 +22,8 @@ class DraftingAhead:
     def __init__(self, drafter: Drafter, session: DraftSession, max_depth: int, breadth: int) -> None:
         self._drafter = drafter
         self._session = session
-        self._policy = BestFirst(NODES, max_depth, breadth)
+        self._breadth = breadth
+        self._growth = BestFirst(NODES, max_depth)
         self._tree = drafter.new_tree(session, NODES, max_depth)
         self._level = [ROOT]
         self._stopped = False
@@ -35,11 +37,11 @@ class DraftingAhead:
 
         Of draws, and below a root that the policy chose not to read, there are none.
         """
-        if self._stopped or self._session.sampling.residual or not self._tree.is_read(ROOT):
+        if self._stopped or self._session.sampling.residual or not self._tree.is_expanded(ROOT):
             return False
-        while self._level and all(map(self._tree.is_read, self._level)):
-            self._level = self._policy.grow(self._tree, self._level)
+        while self._level and all(map(self._tree.is_expanded, self._level)):
+            self._level = self._growth.grow(self._tree, self._level)
         if not self._level or not self._drafter.has_room(self._session, self._tree, self._level):
             return False
-        self._drafter.expand(self._session, self._tree, self._level, self._policy.breadth)
+        self._drafter.expand(self._session, self._tree, self._level, self._breadth)
         return True

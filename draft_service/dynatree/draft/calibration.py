@@ -5,34 +5,37 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 
-BIN_EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
-PRIOR_TRIALS = 8.0
-FADE = 0.998
+from dynatree.draft.control import DEFAULT_CONTROL, ControlSettings
 
 
 class Calibration:
-    """The share of nodes accepted, by bins of the probability that the draft gave them.
+    """The share of nodes that the target accepted, by bins of the probability that the draft gave them.
 
-    Only nodes whose parent was accepted say anything about themselves. Begins with `experience`, which counts as much
-    as a few trials, or else with the draft's own word.
+        q(p) = accepted nodes of p's bin / tried nodes of p's bin
+
+    A node is tried where its parent was accepted. Each bin starts with `calibration_prior_trials` trials, of which the
+    share in `prior`, another calibration, was accepted; without one it is the bin's centre, the draft's own word.
     """
 
-    def __init__(self, experience: Calibration | None = None) -> None:
-        middles = [(low + high) / 2 for low, high in zip((0.0, *BIN_EDGES), (*BIN_EDGES, 1.0), strict=True)]
-        shares = middles if experience is None else experience._shares()
-        self._accepted = [PRIOR_TRIALS * share for share in shares]
-        self._tried = [PRIOR_TRIALS] * len(shares)
+    def __init__(self, prior: Calibration | None = None, control: ControlSettings = DEFAULT_CONTROL) -> None:
+        self._edges = control.calibration_edges
+        self._fade = control.calibration_fade
+        self._floor = control.calibration_floor
+        centres = [(low + high) / 2 for low, high in zip((0.0, *self._edges), (*self._edges, 1.0), strict=True)]
+        shares = centres if prior is None else prior._shares()
+        self._accepted = [control.calibration_prior_trials * share for share in shares]
+        self._tried = [control.calibration_prior_trials] * len(shares)
 
     def log_prob(self, log_prob: float) -> float:
-        """The calibrated log-probability."""
-        place = bisect_right(BIN_EDGES, math.exp(log_prob))
-        return min(0.0, math.log(self._accepted[place] / self._tried[place]))
+        """The calibrated natural log-probability, log q(p)."""
+        bucket = bisect_right(self._edges, math.exp(log_prob))
+        return min(0.0, math.log(self._accepted[bucket] / self._tried[bucket]))
 
     def observe(self, log_prob: float, accepted: bool) -> None:
         """Take in one node whose parent was accepted."""
-        place = bisect_right(BIN_EDGES, math.exp(log_prob))
-        self._accepted[place] = max(self._accepted[place] * FADE + accepted, 1e-3)
-        self._tried[place] = self._tried[place] * FADE + 1.0
+        bucket = bisect_right(self._edges, math.exp(log_prob))
+        self._accepted[bucket] = max(self._accepted[bucket] * self._fade + accepted, self._floor)
+        self._tried[bucket] = self._tried[bucket] * self._fade + 1.0
 
     def _shares(self) -> list[float]:
         return [accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True)]

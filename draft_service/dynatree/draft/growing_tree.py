@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from dynatree.common.tree import ROOT, Candidates, TokenTree
+from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A token that may follow a node, with the draft's natural log-probability that the target chooses it there."""
+    """A token that may follow a node, with a natural log-probability that the target chooses it there.
+
+    `draft_log_prob` is what the draft model said, where `log_prob` is its calibrated value; else None.
+    """
 
     token: int
     log_prob: float
+    draft_log_prob: float | None = None
 
 
 @dataclass(eq=False)
 class TrieNode:
     """What the draft model knows of one token in its context; kept across rounds for as long as the context stands.
 
-    `slot` is its place in the session's arena row and `proposals` its likeliest continuations, best first; both are set
-    by the forward that reads the token. Where continuations are drawn, `proposals` are in the order of the draws and
-    `candidates` is what they were drawn from. `children` are the continuations that some tree has used.
+    `slot` is its place in the session's arena row and `proposals` its likeliest continuations, best first. The forward
+    that reads the token sets both. Where continuations are drawn, `proposals` are in the order of the draws and
+    `candidates` is the distribution that they were drawn from. `children` are the continuations that a tree has used.
     """
 
     token: int
     slot: int | None = None
     proposals: tuple[Proposal, ...] | None = None
-    candidates: Candidates | None = None
+    candidates: DraftDistribution | None = None
     children: dict[int, TrieNode] = field(default_factory=dict)
 
     def child(self, token: int) -> TrieNode:
@@ -37,7 +41,7 @@ class TrieNode:
         return self.children.setdefault(token, TrieNode(token))
 
     def descendants(self) -> Iterator[TrieNode]:
-        """Every node below this one that has been read, parents first."""
+        """Every node below this one that has a slot, parents first."""
         for child in self.children.values():
             if child.slot is not None:
                 yield child
@@ -53,7 +57,9 @@ class GrowingTree:
         context: The committed tokens, the root last.
         max_nodes: The largest tree that may be sent.
         max_depth: The deepest node that may be sent.
-        drawn: Whether continuations are random draws, which nothing may keep or leave out for the token they carry.
+        sampled: Whether continuations are random draws (residual sampling). Whether a draw is kept may then depend on
+            its ancestors, its earlier siblings and the distribution it is drawn from, never on its own token.
+        sent: The nodes of the frozen tree, in its order; empty before `freeze`.
     """
 
     def __init__(
@@ -63,17 +69,20 @@ class GrowingTree:
         *,
         max_nodes: int = 256,
         max_depth: int = 256,
-        drawn: bool = False,
+        sampled: bool = False,
     ) -> None:
         self.context = context
         self.max_nodes = max_nodes
         self.max_depth = max_depth
-        self.drawn = drawn
+        self.sampled = sampled
+        self.sent: Sequence[int] = ()
         self._root = root
+        self._calibrated: Callable[[float], float] | None = None
         self._nodes: list[TrieNode] = []
         self._parents: list[int] = []
         self._depths: list[int] = []
         self._log_probs: list[float] = []
+        self._draft_log_probs: list[float | None] = []
         self._path_log_probs: list[float] = []
         self._values: list[float] = []
         self._spent: dict[int, float] = {}  # by node: the probability of the children that it has
@@ -81,6 +90,10 @@ class GrowingTree:
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    def calibrate(self, calibrated: Callable[[float], float]) -> None:
+        """Go by calibrated log-probabilities from now on: `calibrated(log_prob)` in place of the draft's own."""
+        self._calibrated = calibrated
 
     def node(self, index: int) -> TrieNode:
         """What the draft model knows of a node."""
@@ -94,46 +107,61 @@ class GrowingTree:
         """A node's distance from the root, d(u) in DynaTree section 3.3."""
         return 0 if index == ROOT else self._depths[index]
 
+    def log_prob(self, index: int) -> float:
+        """The log-probability of a node given its parent."""
+        return self._log_probs[index]
+
+    def draft_log_prob(self, index: int) -> float | None:
+        """What the draft model said of a node whose log-probability is calibrated; None for all others."""
+        return self._draft_log_probs[index]
+
     def path_log_prob(self, index: int) -> float:
         """The cumulative log-probability of a node, log p(u) in DynaTree section 3.3; 0 for the root."""
         return 0.0 if index == ROOT else self._path_log_probs[index]
 
-    def log_prob(self, index: int) -> float:
-        """The log-probability of a node where its parent is right."""
-        return self._log_probs[index]
-
     def value(self, index: int) -> float:
         """What a node is expected to add to the accepted length, as far as a policy may know it.
 
-        Its path probability (DySpec appendix D.1, equation 12), or where continuations are drawn, the probability that
-        verification comes to this draw: its parent's path, and none of its earlier siblings (DySpec Algorithm 1).
-        Never above its parent's, and of draws never above the earlier siblings', so the best n nodes are always a tree.
+            v(u) = p(u)
+
+        the path probability (DySpec appendix D.1, equation 12), or where continuations are drawn
+
+            v(u) = p(parent) (1 - sum of p(s | parent) over the earlier siblings s)
+
+        the probability that verification comes to the draw, whatever it turns out to be (DySpec Algorithm 1).
+        A value is never above the parent's and, of draws, never above an earlier sibling's. So the best n nodes are
+        always a tree.
         """
         return self._values[index]
 
     def next_value(self, parent: int, log_prob: float) -> float:
         """The `value` that the next child of a node would have."""
         path = self.path_log_prob(parent)
-        if self.drawn:
+        if self.sampled:
             return math.exp(path) * max(0.0, 1.0 - self._spent.get(parent, 0.0))
         return math.exp(path + log_prob)
 
-    def proposals(self, index: int) -> tuple[Proposal, ...]:
-        """The likeliest continuations of an expanded node, best first; or the draws, in their order."""
+    def proposals(self, index: int) -> Sequence[Proposal]:
+        """The continuations of an expanded node, the draft's likeliest first; or the draws, in their order."""
         proposals = self.node(index).proposals
         assert proposals is not None, "the growth loop expands a node before a policy sees it"
-        return proposals
+        if self._calibrated is None:
+            return proposals
+        return [Proposal(each.token, self._calibrated(each.log_prob), each.log_prob) for each in proposals]
 
-    def is_read(self, index: int) -> bool:
+    def is_expanded(self, index: int) -> bool:
         """Whether a node has proposals already, so that expanding it takes no forward."""
         return self.node(index).proposals is not None
 
     def confidence(self, index: int) -> float:
         """The highest next-token probability after an expanded node, c(u) in DynaTree section 3.3."""
-        candidates = self.node(index).candidates
-        if candidates is not None:
-            return max(candidates.probs)
-        return math.exp(max(proposal.log_prob for proposal in self.proposals(index)))
+        node = self.node(index)
+        assert node.proposals is not None, "the growth loop expands a node before a policy sees it"
+        if node.candidates is not None:
+            highest = max(node.candidates.probs)
+        else:
+            highest = math.exp(max(proposal.log_prob for proposal in node.proposals))
+        return highest if self._calibrated is None else math.exp(self._calibrated(math.log(highest)))
 
     def has_child(self, parent: int, token: int) -> bool:
         """Whether a node already has a child that carries a token."""
@@ -142,21 +170,23 @@ class GrowingTree:
     def add(self, parent: int, proposal: Proposal) -> int:
         """Add a child below a node; returns its index."""
         value = self.next_value(parent, proposal.log_prob)
-        self._values.append(value if parent == ROOT else min(value, self._values[parent]))  # rounding, not rule
+        self._values.append(value if parent == ROOT else min(value, self._values[parent]))  # against rounding
         self._nodes.append(self.node(parent).child(proposal.token))
         self._parents.append(parent)
         self._depths.append(self.depth(parent) + 1)
         self._log_probs.append(proposal.log_prob)
+        self._draft_log_probs.append(proposal.draft_log_prob)
         self._path_log_probs.append(self.path_log_prob(parent) + proposal.log_prob)
         self._edges.add((parent, proposal.token))
         self._spent[parent] = self._spent.get(parent, 0.0) + math.exp(proposal.log_prob)
         return len(self._nodes) - 1
 
-    def revalue(self, log_probs: Sequence[float]) -> None:
-        """Give every node, in order, another log-probability; not where continuations are drawn."""
-        for index, (parent, log_prob) in enumerate(zip(self._parents, log_probs, strict=True)):
-            path = self.path_log_prob(parent) + log_prob
-            self._log_probs[index] = log_prob
+    def revalue(self, proposals: Sequence[Proposal]) -> None:
+        """Give every node, in order, the log-probability of another proposal of its token; not where they are drawn."""
+        for index, (parent, proposal) in enumerate(zip(self._parents, proposals, strict=True)):
+            path = self.path_log_prob(parent) + proposal.log_prob
+            self._log_probs[index] = proposal.log_prob
+            self._draft_log_probs[index] = proposal.draft_log_prob
             self._path_log_probs[index] = path
             self._values[index] = math.exp(path) if parent == ROOT else min(math.exp(path), self._values[parent])
 
@@ -170,17 +200,17 @@ class GrowingTree:
 
     def freeze(self, nodes: Sequence[int]) -> TokenTree:
         """The immutable tree to send: these nodes, parents first, as far as the limits allow."""
-        sent = [node for node in nodes if self._depths[node] <= self.max_depth][: self.max_nodes]
-        index = {ROOT: ROOT} | {node: place for place, node in enumerate(sent)}
-        parents = tuple(index[self._parents[node]] for node in sent)
+        self.sent = [node for node in nodes if self._depths[node] <= self.max_depth][: self.max_nodes]
+        index = {ROOT: ROOT} | {node: place for place, node in enumerate(self.sent)}
+        parents = tuple(index[self._parents[node]] for node in self.sent)
         return TokenTree(
-            token_ids=tuple(self._nodes[node].token for node in sent),
+            token_ids=tuple(self._nodes[node].token for node in self.sent),
             parents=parents,
-            log_probs=tuple(self._log_probs[node] for node in sent),
-            candidates=self._candidates(sent, set(parents)) if self.drawn and sent else (),
+            log_probs=tuple(self._log_probs[node] for node in self.sent),
+            candidates=self._candidates(self.sent, set(parents)) if self.sampled and self.sent else (),
         )
 
-    def _candidates(self, sent: Sequence[int], parents: set[int]) -> tuple[Candidates | None, ...]:
+    def _candidates(self, sent: Sequence[int], parents: set[int]) -> tuple[DraftDistribution | None, ...]:
         """What the children of the root and of each sent node were drawn from; None where none is sent."""
         return tuple(
             self.node(node).candidates if place in parents else None

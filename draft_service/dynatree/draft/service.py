@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import grpc
 
 from dynatree.common.errors import InvalidArgumentError, ServiceError
-from dynatree.common.model_info import check_same_tokenizer, token_limit
+from dynatree.common.model_info import ModelInfo, token_limit
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import check_token_ids
-from dynatree.draft.costs import Costs
-from dynatree.draft.drafter import Drafter
-from dynatree.draft.generation import Generation, GenerationRequest
-from dynatree.draft.policies import DRAWING_POLICY, create_policy, policies_that_take_draws, policy_names
-from dynatree.draft.verify_client import VerifyClient
-from dynatree.v1 import draft_pb2, draft_pb2_grpc, tree_pb2
+from dynatree.common.wire import model_info_to_pb, sampling_from_pb
+from dynatree.draft.generation import Backend, Generation, GenerationRequest
+from dynatree.draft.policies import RESIDUAL_POLICY, create_policy, policy_names, residual_policies
+from dynatree.draft.target import Target
+from dynatree.draft.wire import response_to_pb
+from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +43,14 @@ class DefaultPolicy:
 
 
 class DraftService(draft_pb2_grpc.DraftServiceServicer):
-    """Serves completions on one drafter and one verify service.
+    """Serves completions on one draft model and one verify service.
 
-    The verify service may be started anew with another model: every completion asks for it.
+    The verify service may be started anew with another model: every session that it opens says which one it has.
 
     Args:
+        backend: The draft model and the way to the verify service.
+        target: The model that the verify service had at the start.
+        default_policy: The policy of requests that name none.
         ahead: Whether to read on while the verify service works; None: where it has a device of its own.
 
     Raises:
@@ -54,58 +58,40 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     """
 
     def __init__(
-        self,
-        drafter: Drafter,
-        thread: ModelThread,
-        verify: VerifyClient,
-        target: tree_pb2.ModelInfo,
-        default_policy: DefaultPolicy,
-        ahead: bool | None,
+        self, backend: Backend, target: ModelInfo, default_policy: DefaultPolicy, ahead: bool | None = None
     ) -> None:
-        self._drafter = drafter
-        self._thread = thread
+        self._backend = backend
         self._tokenizer_thread = ModelThread("tokenizer")  # a long prompt takes seconds, and others are streaming
-        self._verify = verify
         self._default_policy = default_policy
-        self._ahead_option = ahead
-        self._adopt(target)
+        self._ahead = ahead
+        self._known_ids = max(backend.engine.tokenizer.get_vocab().values()) + 1
+        self._target = self._new_target(target)
 
-    def _adopt(self, target: tree_pb2.ModelInfo) -> None:
-        """Work with this target from now on; what rounds cost with another is forgotten.
+    def _new_target(self, info: ModelInfo) -> Target:
+        return Target.of(info, self._backend.engine.info, self._known_ids, self._ahead)
+
+    def _adopt(self, info: ModelInfo) -> None:
+        """Draft for this target from now on; what rounds cost with another is forgotten.
 
         Raises:
             FailedPreconditionError: Its tokenizer is not the draft's.
         """
-        engine = self._drafter.engine
-        check_same_tokenizer(engine.info, target)
-        known_ids = max(engine.tokenizer.get_vocab().values()) + 1
-        self._drafter.vocab_size = min(known_ids, engine.info.vocab_size, target.vocab_size)
-        self._costs = Costs(target.forward_costs, engine.info.forward_costs)
-        apart = engine.info.device_id != target.device_id
-        self._ahead = apart if self._ahead_option is None else self._ahead_option
-        self._target = target
-
-    async def _ask_for_target(self, timeout: float | None) -> None:
-        """Adopt the verify service's model, if it is not the one that it had when it was asked last.
-
-        Raises:
-            ServiceError: The service cannot be reached, or its tokenizer is another one.
-        """
-        target = await self._verify.model_info(timeout)
-        if target != self._target:
-            self._adopt(target)
-            log.warning("the verify service was started anew, with %s (%s)", target.name, target.dtype)
+        if info != self._target.info:
+            self._target = self._new_target(info)
+            log.warning("the verify service was started anew, with %s (%s)", info.name, info.dtype)
 
     async def GetModelInfo(  # noqa: N802
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
-        """Both models, and the policies with the default first."""
+        """Both models, and the policies with the default first; the last known target where none answers."""
         with suppress(ServiceError):
-            await self._ask_for_target(ASKING_SECONDS)
+            self._adopt(await self._backend.verify.model_info(ASKING_SECONDS))
         default = self._default_policy.name
         others = [name for name in policy_names() if name != default]
         return draft_pb2.DraftServiceGetModelInfoResponse(
-            draft=self._drafter.engine.info, target=self._target, policies=[default, *others]
+            draft=model_info_to_pb(self._backend.engine.info),
+            target=model_info_to_pb(self._target.info),
+            policies=[default, *others],
         )
 
     async def Generate(  # noqa: N802
@@ -117,48 +103,63 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         prompt_ids = await self._prompt_ids(request)
         seed = request.sampling.seed if request.sampling.HasField("seed") else secrets.randbits(63)
         for index in range(count):
-            await self._ask_for_target(context.time_remaining())
-            checked = self._checked(request, prompt_ids, (seed + index) % 2**64)
-            generation = Generation(checked, self._drafter, self._thread, self._verify)
-            async for response in generation.run(timeout=context.time_remaining()):
-                response.index = index
-                yield response
+            new_request = partial(self._checked, request, prompt_ids, (seed + index) % 2**64)
+            async with (
+                self._opened(new_request, context.time_remaining()) as generation,
+                aclosing(generation.rounds()) as events,
+            ):
+                async for event in events:
+                    yield response_to_pb(event, index=index)
+
+    @asynccontextmanager
+    async def _opened(
+        self, new_request: Callable[[], GenerationRequest], timeout: float | None
+    ) -> AsyncIterator[Generation]:
+        """An open completion, whose request was made for the target that the verify service has now."""
+        while True:
+            request = new_request()
+            async with Generation.open(request, self._backend, timeout) as generation:
+                if generation.target == request.target.info:
+                    yield generation
+                    return
+            self._adopt(generation.target)
 
     def _checked(self, message: draft_pb2.GenerateRequest, prompt_ids: tuple[int, ...], seed: int) -> GenerationRequest:
+        """The request for a completion, as far as the draft side can check it; the verify service checks its own part.
+
+        Raises:
+            ServiceError: It asks for what there is not.
+        """
         new_tokens = message.max_new_tokens if message.HasField("max_new_tokens") else None
-        limit = token_limit(len(prompt_ids), new_tokens, self._target)
         if new_tokens is not None:
-            token_limit(len(prompt_ids), new_tokens, self._drafter.engine.info)
-        check_token_ids(prompt_ids, self._target.vocab_size, "token_ids")
-        check_token_ids(prompt_ids, self._drafter.engine.info.vocab_size, "token_ids")
-        check_token_ids(message.stop_token_ids, self._target.vocab_size, "stop_token_ids")
-        sampling = Sampling.from_pb(message.sampling, vocab_size=self._target.vocab_size, default_seed=seed)
+            token_limit(len(prompt_ids), new_tokens, self._backend.engine.info)
+        check_token_ids(prompt_ids, self._backend.engine.info.vocab_size, "token_ids")
+        sampling = replace(sampling_from_pb(message.sampling, default_seed=seed), seed=seed)
         name = message.policy.name or self._default_name(sampling)
         inherited = self._default_policy.settings if name == self._default_policy.name else {}
-        policy = create_policy(name, {**inherited, **message.policy.settings}, self._costs)
-        if sampling.residual and not policy.takes_draws:
+        policy = create_policy(name, {**inherited, **message.policy.settings}, self._target.costs)
+        if sampling.residual and not policy.supports_residual:
             raise InvalidArgumentError(
                 f"policy {name} chooses nodes by their tokens, which scheme residual does not allow; "
-                f"expected one of {', '.join(policies_that_take_draws())}"
+                f"expected one of {', '.join(residual_policies())}"
             )
         return GenerationRequest(
             prompt_ids=prompt_ids,
-            limit=limit,
-            bounded=new_tokens is not None,
-            sampling=replace(sampling, seed=seed),
+            max_new_tokens=new_tokens,
+            sampling=sampling,
             stop=tuple(message.stop),
             stop_token_ids=tuple(message.stop_token_ids),
             ignore_eos=message.ignore_eos,
             log_probs=message.log_probs,
             trace=message.trace,
             policy=policy,
-            ahead=self._ahead,
+            target=self._target,
         )
 
     def _default_name(self, sampling: Sampling) -> str:
         """The policy of a request that names none: the service's, or one that can, where that cannot draw at random."""
         name = self._default_policy.name
-        return name if not sampling.residual or name in policies_that_take_draws() else DRAWING_POLICY
+        return name if not sampling.residual or name in residual_policies() else RESIDUAL_POLICY
 
     async def _prompt_ids(self, message: draft_pb2.GenerateRequest) -> tuple[int, ...]:
         kind = message.WhichOneof("prompt")
@@ -173,7 +174,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         return prompt_ids
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._drafter.engine.tokenizer(text, verbose=False)["input_ids"])
+        return tuple(self._backend.engine.tokenizer(text, verbose=False)["input_ids"])
 
 
 def _count(message: draft_pb2.GenerateRequest) -> int:

@@ -7,13 +7,44 @@ import time
 from dataclasses import dataclass, field
 
 from dynatree.common.tree import TokenTree
-from dynatree.draft.drafter import Growth
-from dynatree.draft.verify_client import Answer
-from dynatree.v1 import draft_pb2
+from dynatree.draft.round import Round
+
+
+@dataclass(frozen=True)
+class RoundPart:
+    """The seconds that one part of the rounds took: all of them, and the median round."""
+
+    name: str
+    total_seconds: float
+    p50_seconds: float
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The figures of one completion; each is defined in draft.proto, under the same name."""
+
+    generated_tokens: int
+    rounds: int
+    draft_n: int
+    draft_n_accepted: int
+    acceptance_rate: float
+    tokens_per_round: float
+    mean_path_length: float
+    nodes_per_round: float
+    acceptance_by_depth: tuple[float, ...]
+    time_to_first_token_seconds: float
+    time_per_output_token_seconds: float
+    total_seconds: float
+    round_parts: tuple[RoundPart, ...]
+    seed: int
+    committed_per_level: float
+    draft_seconds: float
+    wire_seconds: float
+    verify_seconds: float
 
 
 @dataclass
-class Recorder:
+class StatisticsRecorder:
     """Collects one completion's rounds; times are seconds of `time.perf_counter`."""
 
     arrival: float
@@ -23,7 +54,7 @@ class Recorder:
     round_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    levels: int = 0  # summed depths of the trees
+    depth_sum: int = 0  # of the trees
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     reached: list[int] = field(default_factory=list)  # rounds whose tree reached depth i + 1
@@ -31,42 +62,42 @@ class Recorder:
     parts: dict[str, list[float]] = field(default_factory=dict)
 
     def count(self, tokens: int) -> None:
-        """Tokens that were handed to the client now."""
+        """Count tokens that are handed to the client now."""
         self.last_token = time.perf_counter()
         if self.tokens == 0:
             self.first_token = self.last_token
         self.tokens += tokens
 
-    def round(self, growth: Growth, answer: Answer, draft_commit_seconds: float, kept: int) -> None:
-        """One tree, and what became of it; `kept` of the committed tokens belong to the completion."""
-        commit = answer.commit
-        accepted = min(len(commit.accepted_nodes), kept)
+    def round(self, done: Round, kept: int) -> None:
+        """Take in one round; `kept` of its committed tokens belong to the completion."""
+        growth, timings = done.growth, done.commit.timings
+        accepted = min(len(done.accepted), kept)
         self.round_tokens += kept
-        self.drafted += len(growth.tree)
+        self.drafted += len(done.tree)
         self.accepted += accepted
-        self.levels += growth.tree.depth
-        self.draft_seconds += growth.seconds + draft_commit_seconds
-        self.verify_seconds += commit.timings.total_seconds
-        self._depths(growth.tree, accepted)
+        self.depth_sum += done.tree.depth
+        self.draft_seconds += done.draft_seconds
+        self.verify_seconds += timings.total
+        self._depths(done.tree, accepted)
         times = {
             "draft_forward": growth.forward_seconds,
             "grow": growth.seconds - growth.forward_seconds,
-            "verify_forward": commit.timings.forward_seconds,
-            "accept": commit.timings.accept_seconds,
-            "commit": commit.timings.commit_seconds + draft_commit_seconds,
-            "wire": answer.wire_seconds,
+            "verify_forward": timings.forward,
+            "accept": timings.accept,
+            "commit": timings.commit + growth.commit_seconds,
+            "wire": done.wire_seconds,
         }
         for name, seconds in times.items():
             self.part(name, seconds)
 
     def part(self, name: str, seconds: float) -> None:
-        """Time that one part of one round took."""
+        """Take in the time that one part of one round took."""
         self.parts.setdefault(name, []).append(seconds)
 
-    def to_pb(self, seed: int) -> draft_pb2.GenerationStatistics:
-        """The figures, as the last message of a completion carries them."""
+    def result(self, seed: int) -> Statistics:
+        """The figures so far; `seed` is the one in force, 0 for greedy decoding."""
         rounds = len(self.parts.get("wire", ()))
-        return draft_pb2.GenerationStatistics(
+        return Statistics(
             generated_tokens=self.tokens,
             rounds=rounds,
             draft_n=self.drafted,
@@ -75,16 +106,16 @@ class Recorder:
             tokens_per_round=_ratio(self.round_tokens, rounds),
             mean_path_length=_ratio(self.accepted, rounds),
             nodes_per_round=_ratio(self.drafted, rounds),
-            acceptance_by_depth=[_ratio(*pair) for pair in zip(self.survived, self.reached, strict=True)],
+            acceptance_by_depth=tuple(_ratio(*pair) for pair in zip(self.survived, self.reached, strict=True)),
             time_to_first_token_seconds=max(0.0, self.first_token - self.arrival),
             time_per_output_token_seconds=_ratio(self.last_token - self.first_token, self.tokens - 1),
             total_seconds=max(0.0, self.last_token - self.arrival),
-            round_parts=[
-                draft_pb2.RoundPart(name=name, total_seconds=sum(times), p50_seconds=statistics.median(times))
+            round_parts=tuple(
+                RoundPart(name, total_seconds=sum(times), p50_seconds=statistics.median(times))
                 for name, times in self.parts.items()
-            ],
+            ),
             seed=seed,
-            committed_per_level=_ratio(self.round_tokens, self.levels),
+            committed_per_level=_ratio(self.round_tokens, self.depth_sum),
             draft_seconds=self.draft_seconds,
             wire_seconds=sum(self.parts.get("wire", ())),
             verify_seconds=self.verify_seconds,

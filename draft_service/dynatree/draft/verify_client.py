@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -21,34 +19,23 @@ from dynatree.common.errors import (
     ServiceError,
     StartupError,
 )
-from dynatree.common.server import CHANNEL_OPTIONS
+from dynatree.common.grpc_options import CHANNEL_OPTIONS
+from dynatree.common.messages import Commit, OpenSession, SessionOpened
+from dynatree.common.model_info import ModelInfo
 from dynatree.common.tree import TokenTree
-from dynatree.v1 import tree_pb2, verify_pb2, verify_pb2_grpc
+from dynatree.common.wire import (
+    commit_from_pb,
+    model_info_from_pb,
+    open_session_to_pb,
+    session_opened_from_pb,
+    tree_to_pb,
+)
+from dynatree.v1 import verify_pb2, verify_pb2_grpc
 
 # Errors that the verify service blames on the request keep their code; it was the client's request.
 PASSED_ON = {
     error.code: error for error in (InvalidArgumentError, OutOfRangeError, FailedPreconditionError, ServiceBusyError)
 }
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A commit, and the seconds from sending the tree to having it."""
-
-    commit: verify_pb2.Commit
-    seconds: float
-
-    @property
-    def wire_seconds(self) -> float:
-        """Of those, what the stream took to carry both: all but the verify service's own time."""
-        return self.seconds - self.commit.timings.total_seconds
-
-    @property
-    def waited_seconds(self) -> float:
-        """Of the verify service's time, what was no work on the tree: other sessions' forwards, hand-overs."""
-        timings = self.commit.timings
-        worked = timings.forward_seconds + timings.accept_seconds + timings.commit_seconds
-        return min(max(timings.total_seconds - worked, 0.0), self.seconds)
 
 
 class VerifyClient:
@@ -59,7 +46,7 @@ class VerifyClient:
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = verify_pb2_grpc.VerifyServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
-    async def target(self, timeout: float) -> tree_pb2.ModelInfo:
+    async def target(self, timeout: float) -> ModelInfo:
         """The target model, waiting up to `timeout` seconds for the service to come up.
 
         Raises:
@@ -74,7 +61,7 @@ class VerifyClient:
                 raise StartupError(f"the service at {self._address} is no verify service of DynaTree") from error
             raise StartupError(f"the verify service at {self._address} refused: {error.details()}") from error
 
-    async def model_info(self, timeout: float | None) -> tree_pb2.ModelInfo:
+    async def model_info(self, timeout: float | None) -> ModelInfo:
         """The target model, of a service that is up.
 
         Raises:
@@ -86,11 +73,10 @@ class VerifyClient:
         except grpc.aio.AioRpcError as error:
             raise translated(error.code(), error.details(), self._address) from error
 
-    async def _ask(self, timeout: float | None, *, wait_for_ready: bool = False) -> tree_pb2.ModelInfo:
+    async def _ask(self, timeout: float | None, *, wait_for_ready: bool = False) -> ModelInfo:
         request = verify_pb2.VerifyServiceGetModelInfoRequest()
         response = await self._stub.GetModelInfo(request, timeout=timeout, wait_for_ready=wait_for_ready)
-        model: tree_pb2.ModelInfo = response.model
-        return model
+        return model_info_from_pb(response.model)
 
     @asynccontextmanager
     async def session(self, timeout: float | None) -> AsyncIterator[VerifySession]:
@@ -113,26 +99,25 @@ class VerifySession:
         self._call = call
         self._address = address
 
-    async def open(self, request: verify_pb2.OpenSession) -> verify_pb2.SessionOpened:
-        """Open the session; the answer carries the first commit.
+    async def open(self, request: OpenSession) -> SessionOpened:
+        """Open the session; the answer carries the target and the first commit.
 
         Raises:
             ServiceError: As `verify`.
         """
-        response = await self._exchange(verify_pb2.VerifyRequest(open=request))
-        return response.opened
+        response = await self._exchange(verify_pb2.VerifyRequest(open=open_session_to_pb(request)))
+        return session_opened_from_pb(response.opened)
 
-    async def verify(self, tree: TokenTree, last: verify_pb2.Commit) -> Answer:
+    async def verify(self, tree: TokenTree, last: Commit) -> Commit:
         """Send the tree that follows the commit `last`; returns its own commit.
 
         Raises:
             PeerUnavailableError: The service went away.
             ServiceError: It refused the request; the code is its own where the request was at fault.
         """
-        message = tree.to_pb(round_=last.next_round, base_length=last.base_length)
-        started = time.perf_counter()
+        message = tree_to_pb(tree, round_=last.next_round, base_length=last.base_length)
         response = await self._exchange(verify_pb2.VerifyRequest(tree=message))
-        return Answer(response.commit, time.perf_counter() - started)
+        return commit_from_pb(response.commit)
 
     async def _exchange(self, request: verify_pb2.VerifyRequest) -> verify_pb2.VerifyResponse:
         try:

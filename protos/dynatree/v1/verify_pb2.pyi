@@ -52,16 +52,18 @@ class VerifyResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
-    __slots__ = ("max_tree_nodes", "context_length", "commit", "seed")
+    __slots__ = ("max_tree_nodes", "context_length", "commit", "seed", "target")
     MAX_TREE_NODES_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
     max_tree_nodes: int
     context_length: int
     commit: Commit
     seed: int
-    def __init__(self, max_tree_nodes: _Optional[int] = ..., context_length: _Optional[int] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+    target: _tree_pb2.ModelInfo
+    def __init__(self, max_tree_nodes: _Optional[int] = ..., context_length: _Optional[int] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., seed: _Optional[int] = ..., target: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("next_round", "base_length", "token_ids", "accepted_nodes", "acceptance", "timings", "finish_reason", "log_probs")

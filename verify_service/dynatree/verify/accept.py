@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from dynatree.common.messages import FinishReason
 from dynatree.common.tree import ROOT, TokenTree
-from dynatree.v1 import tree_pb2
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Verdict:
 
     accepted: tuple[int, ...]
     token_ids: tuple[int, ...]
-    finish_reason: tree_pb2.FinishReason = tree_pb2.FINISH_REASON_UNSPECIFIED
+    finish_reason: FinishReason | None = None
     log_probs: tuple[float, ...] = ()
 
 
@@ -51,11 +51,11 @@ def cut(verdict: Verdict, remaining: int, end_tokens: Set[int]) -> Verdict:
     """End the commit at its first end-of-sequence token, or after `remaining` tokens (at least 1)."""
     for count, token in enumerate(verdict.token_ids[:remaining], start=1):
         if token in end_tokens:
-            return _shorten(verdict, count, tree_pb2.FINISH_REASON_STOP)
+            return _shorten(verdict, count, FinishReason.STOP)
     if len(verdict.token_ids) >= remaining:
-        return _shorten(verdict, remaining, tree_pb2.FINISH_REASON_LENGTH)
+        return _shorten(verdict, remaining, FinishReason.LENGTH)
     return verdict
 
 
-def _shorten(verdict: Verdict, count: int, reason: tree_pb2.FinishReason) -> Verdict:
+def _shorten(verdict: Verdict, count: int, reason: FinishReason) -> Verdict:
     return Verdict(verdict.accepted[:count], verdict.token_ids[:count], reason)

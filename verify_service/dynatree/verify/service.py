@@ -6,13 +6,22 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
 
 from dynatree.common.errors import InvalidArgumentError, RoundInFlightError
+from dynatree.common.messages import Commit, SessionOpened, VerifyTimings
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.tree import TokenTree
+from dynatree.common.wire import (
+    commit_to_pb,
+    model_info_to_pb,
+    open_session_from_pb,
+    session_opened_to_pb,
+    tree_from_pb,
+)
 from dynatree.v1 import verify_pb2, verify_pb2_grpc
 from dynatree.verify.accept import Verdict
 from dynatree.verify.session import Session, SessionRequest
@@ -35,7 +44,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         self, request: verify_pb2.VerifyServiceGetModelInfoRequest, context: Context
     ) -> verify_pb2.VerifyServiceGetModelInfoResponse:
         """The target model."""
-        return verify_pb2.VerifyServiceGetModelInfoResponse(model=self._verifier.target)
+        return verify_pb2.VerifyServiceGetModelInfoResponse(model=model_info_to_pb(self._verifier.target))
 
     async def Verify(self, request_iterator: Requests, context: Context) -> None:  # noqa: N802
         """Open a session, then answer each tree with its commit.
@@ -45,46 +54,49 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         first, arrival = await _read(context)
         if first is None:
             return
-        opening = self._thread.run(self._verifier.open, self._check_open(first))
-        try:
-            session, verdict, timings = await asyncio.shield(opening)
-            commit = _commit_to_pb(session, TokenTree(), verdict, timings, arrival)
-            await context.write(verify_pb2.VerifyResponse(opened=self._opened(session, commit)))
+        opening = partial(self._verifier.open, self._check_open(first))
+        async with self._thread.held(opening, self._close) as (session, verdict, timings):
+            opened = self._opened(session, _commit(session, TokenTree(), verdict, timings, arrival))
+            await context.write(verify_pb2.VerifyResponse(opened=session_opened_to_pb(opened)))
             request, arrival = await _read(context)
             while request is not None:
                 following = asyncio.ensure_future(_read(context))
                 try:
                     commit = await self._round(session, request, following, arrival)
-                    await context.write(verify_pb2.VerifyResponse(commit=commit))
+                    await context.write(verify_pb2.VerifyResponse(commit=commit_to_pb(commit)))
                     request, arrival = await following
                 finally:
                     following.cancel()
-        finally:
-            # gRPC may cancel a handler more than once; the session is closed all the same
-            await asyncio.shield(self._close(opening))
 
-    async def _close(self, opening: asyncio.Future[tuple[Session, Verdict, Timings]]) -> None:
-        """Close the session behind any forward that still runs for it; `opening` may not have come to its end."""
-        await asyncio.wait([opening])
-        if not opening.cancelled() and opening.exception() is None:
-            await self._thread.run(self._verifier.close, opening.result()[0])
+    def _close(self, opened: tuple[Session, Verdict, Timings]) -> None:
+        self._verifier.close(opened[0])
 
     def _check_open(self, message: verify_pb2.VerifyRequest) -> SessionRequest:
         if message.WhichOneof("request") != "open":
             raise InvalidArgumentError("the first request of a stream opens the session; expected the field `open`")
-        return SessionRequest.from_pb(
-            message.open,
-            self._verifier.target,
-            self._verifier.engine.eos_token_ids,
-            default_seed=secrets.randbits(63),
-        )
+        request = open_session_from_pb(message.open, default_seed=secrets.randbits(63))
+        return SessionRequest.checked(request, self._verifier.target, self._verifier.engine.eos_token_ids)
 
-    def _opened(self, session: Session, commit: verify_pb2.Commit) -> verify_pb2.SessionOpened:
-        return verify_pb2.SessionOpened(
+    def _check_tree(self, session: Session, request: verify_pb2.VerifyRequest) -> TokenTree:
+        if request.WhichOneof("request") != "tree":
+            raise InvalidArgumentError("a session that is open takes trees; expected the field `tree`")
+        session.check_place(request.tree.round, request.tree.base_length)
+        tree = tree_from_pb(
+            request.tree,
+            max_nodes=self._verifier.max_tree_nodes,
+            max_depth=session.remaining,
+            vocab_size=self._verifier.target.vocab_size,
+        )
+        session.check_distributions(tree)
+        return tree
+
+    def _opened(self, session: Session, commit: Commit) -> SessionOpened:
+        sampling = session.request.sampling
+        return SessionOpened(
+            target=self._verifier.target,
             max_tree_nodes=self._verifier.max_tree_nodes,
-            context_length=self._verifier.target.context_length,
+            seed=0 if sampling.greedy else sampling.seed,
             commit=commit,
-            seed=0 if session.request.sampling.greedy else session.request.sampling.seed,
         )
 
     async def _round(
@@ -93,20 +105,20 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         request: verify_pb2.VerifyRequest,
         following: asyncio.Future[Arrival],
         arrival: float,
-    ) -> verify_pb2.Commit:
+    ) -> Commit:
         """Verify one tree while watching for a request that comes too early.
 
         Raises:
             RoundInFlightError: A second request came before this one was answered.
         """
-        tree = session.check_tree(request, self._verifier.max_tree_nodes, self._verifier.target.vocab_size)
+        tree = self._check_tree(session, request)
         verifying = self._thread.run(self._verifier.verify, [(session, tree)])
         both: set[asyncio.Future[Any]] = {verifying, following}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if following.done() and following.result()[0] is not None:
             raise RoundInFlightError("a request came before the round was answered; expected one round at a time")
         verdicts, timings = await verifying
-        return _commit_to_pb(session, tree, verdicts[0], timings, arrival)
+        return _commit(session, tree, verdicts[0], timings, arrival)
 
 
 async def _read(context: Context) -> Arrival:
@@ -114,23 +126,16 @@ async def _read(context: Context) -> Arrival:
     return None if request is grpc.aio.EOF else request, time.perf_counter()
 
 
-def _commit_to_pb(
-    session: Session, tree: TokenTree, verdict: Verdict, timings: Timings, arrival: float
-) -> verify_pb2.Commit:
-    return verify_pb2.Commit(
+def _commit(session: Session, tree: TokenTree, verdict: Verdict, timings: Timings, arrival: float) -> Commit:
+    """What a session's client is told of a round, or of the prompt's forward, whose request came at `arrival`."""
+    return Commit(
         next_round=session.round,
         base_length=session.length,
         token_ids=verdict.token_ids,
         accepted_nodes=verdict.accepted,
-        acceptance=verify_pb2.AcceptanceStatistics(
-            drafted=len(tree), accepted=len(verdict.accepted), tree_depth=tree.depth
-        ),
-        timings=verify_pb2.VerifyTimings(
-            forward_seconds=timings.forward,
-            accept_seconds=timings.accept,
-            commit_seconds=timings.commit,
-            total_seconds=time.perf_counter() - arrival,
-        ),
+        drafted=len(tree),
+        tree_depth=tree.depth,
+        timings=VerifyTimings(timings.forward, timings.accept, timings.commit, total=time.perf_counter() - arrival),
         finish_reason=verdict.finish_reason,
         log_probs=verdict.log_probs,
     )

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatree.common.errors import FailedPreconditionError, InvalidArgumentError
-from dynatree.common.model_info import check_same_tokenizer, token_limit
+from dynatree.common.messages import OpenSession
+from dynatree.common.model_info import ModelInfo, check_same_tokenizer, token_limit
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import TokenTree, check_token_ids
-from dynatree.v1 import tree_pb2, verify_pb2
 
 
 @dataclass(frozen=True)
@@ -23,33 +23,27 @@ class SessionRequest:
     log_probs: bool = False
 
     @classmethod
-    def from_pb(
-        cls,
-        message: verify_pb2.OpenSession,
-        target: tree_pb2.ModelInfo,
-        end_tokens: frozenset[int],
-        default_seed: int,
-    ) -> SessionRequest:
-        """Check a request against the target.
+    def checked(cls, request: OpenSession, target: ModelInfo, end_tokens: frozenset[int]) -> SessionRequest:
+        """Check a request against the target, whose end-of-sequence tokens are `end_tokens`.
 
         Raises:
             FailedPreconditionError: The draft's tokenizer is not the target's.
-            InvalidArgumentError: No prompt, a token outside the vocabulary, or an option out of range.
+            InvalidArgumentError: No prompt, or a token outside the vocabulary.
             OutOfRangeError: The prompt with its new tokens does not fit the target's context.
         """
-        check_same_tokenizer(message.draft, target)
-        if not message.prompt_ids:
+        check_same_tokenizer(request.draft, target)
+        if not request.prompt_ids:
             raise InvalidArgumentError("prompt_ids is empty; a session needs at least one prompt token")
-        new_tokens = message.max_new_tokens if message.HasField("max_new_tokens") else None
-        limit = token_limit(len(message.prompt_ids), new_tokens, target)
-        check_token_ids(message.prompt_ids, target.vocab_size, "prompt_ids")
-        check_token_ids(message.stop_token_ids, target.vocab_size, "stop_token_ids")
+        limit = token_limit(len(request.prompt_ids), request.max_new_tokens, target)
+        check_token_ids(request.prompt_ids, target.vocab_size, "prompt_ids")
+        check_token_ids(request.stop_token_ids, target.vocab_size, "stop_token_ids")
+        request.sampling.check_tokens(target.vocab_size)
         return cls(
-            prompt_ids=tuple(message.prompt_ids),
+            prompt_ids=request.prompt_ids,
             limit=limit,
-            end_tokens=frozenset(message.stop_token_ids) | (frozenset() if message.ignore_eos else end_tokens),
-            sampling=Sampling.from_pb(message.sampling, vocab_size=target.vocab_size, default_seed=default_seed),
-            log_probs=message.log_probs,
+            end_tokens=frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else end_tokens),
+            sampling=request.sampling,
+            log_probs=request.log_probs,
         )
 
 
@@ -82,30 +76,31 @@ class Session:
         """New tokens until the limit."""
         return self.request.limit - self.length
 
-    def check_tree(self, message: verify_pb2.VerifyRequest, max_nodes: int, vocab_size: int) -> TokenTree:
-        """The tree in a request, checked against this session.
+    def check_place(self, round_: int, base_length: int) -> None:
+        """Refuse a tree that does not follow the last commit.
 
         Raises:
             FailedPreconditionError: The session has finished, or the tree is for another round or length.
-            InvalidArgumentError: The request has no tree, or a malformed one.
         """
-        if message.WhichOneof("request") != "tree":
-            raise InvalidArgumentError("a session that is open takes trees; expected the field `tree`")
-        tree = message.tree
         if self.finished:
             raise FailedPreconditionError("the session has finished; expected no further tree")
-        if tree.round != self.round:
-            raise FailedPreconditionError(f"the tree is for round {tree.round}, expected round {self.round}")
-        if tree.base_length != self.length:
-            raise FailedPreconditionError(f"the tree's base_length is {tree.base_length}, expected {self.length}")
-        checked = TokenTree.from_pb(tree, max_nodes=max_nodes, max_depth=self.remaining, vocab_size=vocab_size)
-        drawn = self.request.sampling.residual
-        if (checked.candidates and not drawn) or (checked and drawn and not checked.candidates):
+        if round_ != self.round:
+            raise FailedPreconditionError(f"the tree is for round {round_}, expected round {self.round}")
+        if base_length != self.length:
+            raise FailedPreconditionError(f"the tree's base_length is {base_length}, expected {self.length}")
+
+    def check_distributions(self, tree: TokenTree) -> None:
+        """Refuse a tree whose draft distributions are missing, or have no use.
+
+        Raises:
+            InvalidArgumentError: The tree carries them, and the session does not need them; or the other way round.
+        """
+        residual = self.request.sampling.residual
+        if (tree.candidates and not residual) or (tree and residual and not tree.candidates):
             raise InvalidArgumentError(
                 "a tree carries draft distributions (candidate_counts, candidate_ids, candidate_probs) when, and only "
                 "when, the session samples by SAMPLING_SCHEME_RESIDUAL"
             )
-        return checked
 
     def commit(self, token_ids: Sequence[int], finished: bool) -> None:
         """Append committed tokens; the last becomes the next root."""

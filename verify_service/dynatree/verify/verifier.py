@@ -12,10 +12,11 @@ from torch import Tensor
 
 from dynatree.common.engine import Engine, Segment
 from dynatree.common.errors import ServiceBusyError
+from dynatree.common.model_info import ModelInfo
 from dynatree.common.sampling import Histories, Stream, adjusted, choose, random_generator, warped
 from dynatree.common.tree import TokenTree
-from dynatree.v1 import tree_pb2
 from dynatree.verify.accept import Verdict, accept, cut
+from dynatree.verify.layout import depth_first, tree_segment
 from dynatree.verify.residual import Distribution, accept_residual
 from dynatree.verify.session import Session, SessionRequest
 
@@ -41,7 +42,7 @@ class Verifier:
         self.max_tree_nodes = max_tree_nodes
 
     @property
-    def target(self) -> tree_pb2.ModelInfo:
+    def target(self) -> ModelInfo:
         """What the target model is."""
         return self.engine.info
 
@@ -67,15 +68,11 @@ class Verifier:
         return session, verdict[0], timings
 
     def verify(self, batch: Sequence[tuple[Session, TokenTree]]) -> tuple[list[Verdict], Timings]:
-        """One round for each session: one target forward over all trees, then each session's commit.
-
-        Trees are read depth first, so that the keys of the likeliest path stand as in plain decoding: in low precision
-        attention's sums depend on where they stand.
-        """
+        """One round for each session: one target forward over all trees, then each session's commit."""
         began = time.perf_counter()
-        orders = [tree.depth_first() for _, tree in batch]
+        orders = [depth_first(tree) for _, tree in batch]
         laid_out = [(session, tree) for (session, _), (tree, _) in zip(batch, orders, strict=True)]
-        segments = [_segment(session, tree) for session, tree in laid_out]
+        segments = [tree_segment(session, tree) for session, tree in laid_out]
         started = time.perf_counter()
         logits = self.engine.forward(segments)
         verdicts, timings = self._commit(laid_out, logits, started)
@@ -101,18 +98,9 @@ class Verifier:
         for (session, _), verdict in zip(batch, verdicts, strict=True):
             # the root sits in slot length - 1 and node i in slot length + i; the path follows the root
             self.engine.arena.move(session.row, [session.length + n for n in verdict.accepted], session.length)
-            finished = verdict.finish_reason != tree_pb2.FINISH_REASON_UNSPECIFIED
-            session.commit(verdict.token_ids, finished)
+            session.commit(verdict.token_ids, finished=verdict.finish_reason is not None)
         done = time.perf_counter()
         return verdicts, Timings(forwarded - started, accepted - forwarded, done - accepted)
-
-
-def _segment(session: Session, tree: TokenTree) -> Segment:
-    """The root and the tree behind the session's committed slots; a token's position is its distance from the start."""
-    root = session.length - 1
-    positions = [root, *(root + depth for depth in tree.depths)]
-    mask = tree.ancestor_mask() if tree else None
-    return Segment(session.row, root, [session.pending, *tree.token_ids], positions, mask=mask)
 
 
 def _judge(session: Session, tree: TokenTree, logits: Tensor) -> Verdict:

@@ -1,5 +1,5 @@
 """`dynatree trace`: draw the rounds of a trace as one HTML page that needs nothing else."""
 
-from dynatree.cli.trace.command import add_arguments, run
+from dynatree.cli.trace.draw import add_arguments, run
 
 __all__ = ["add_arguments", "run"]

@@ -23,9 +23,9 @@ from dynatree.common.engine.packing import pack
 from dynatree.common.engine.static import StaticBatch, StaticForwards, StaticShape
 from dynatree.common.engine.support import check_config, check_outputs, record_attention
 from dynatree.common.errors import StartupError
+from dynatree.common.model_info import ModelInfo
 from dynatree.common.tokenizer import check_folder, fingerprint, first_line, load_tokenizer
 from dynatree.common.version import version
-from dynatree.v1 import tree_pb2
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -60,7 +60,7 @@ class Engine:
         model: PreTrainedModel,
         arena: KVArena,
         tokenizer: PreTrainedTokenizerBase,
-        info: tree_pb2.ModelInfo,
+        info: ModelInfo,
         static_shapes: bool = False,
     ) -> None:
         self.model = model
@@ -102,7 +102,7 @@ class Engine:
         except (RuntimeError, MemoryError, OSError) as error:
             room = f"{settings.sessions} sessions of {capacity} tokens"
             raise StartupError(f"the KV cache of {name} for {room} does not fit into the device's memory") from error
-        info = tree_pb2.ModelInfo(
+        info = ModelInfo(
             name=name,
             architecture=type(model).__name__,
             parameters=parameters,

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dynatree.common.engine.attention import NAME, Recorder, Segment
+from dynatree.common.engine.tree_mask import ancestor_mask
 from dynatree.common.errors import StartupError
 from dynatree.common.tree import TokenTree
 
@@ -78,7 +79,7 @@ def check_outputs(engine: Engine) -> None:
         root = PROBE_TOKENS - 1
         positions = [root, *(root + depth for depth in tree.depths)]
         tokens = [prefix[-1], *tree.token_ids]
-        (ours,) = engine.forward([Segment(row, root, tokens, positions, mask=tree.ancestor_mask())])
+        (ours,) = engine.forward([Segment(row, root, tokens, positions, mask=ancestor_mask(tree.parents))])
     finally:
         engine.arena.free(row)
     theirs = _reference(engine.model, [[*prefix, *(tree.token_ids[n] for n in tree.path(leaf))] for leaf in (2, 3)])

@@ -8,7 +8,7 @@ import torch
 
 from dynatree.common.engine.attention import Segment
 from dynatree.common.engine.engine import Engine
-from dynatree.v1 import tree_pb2
+from dynatree.common.model_info import ForwardCost
 
 # Rows after which what a forward takes may step up: multiples of matrix kernels' tiles, which have 4, 6, 8 or 16 rows.
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
@@ -18,7 +18,7 @@ SIZE_SECONDS = 0.6  # on one size, after which it is not measured again
 ALL_SECONDS = 7.0  # on all sizes, after which no larger one is tried
 
 
-def measure_forwards(engine: Engine, most_rows: int) -> list[tree_pb2.ForwardCost]:
+def measure_forwards(engine: Engine, most_rows: int) -> tuple[ForwardCost, ...]:
     """The seconds of a forward over each of `SIZES` up to `most_rows` tokens behind a context: the least of a few.
 
     Large sizes are left out where they take long, and small ones measured again: those are what most rounds have. The
@@ -41,7 +41,7 @@ def measure_forwards(engine: Engine, most_rows: int) -> list[tree_pb2.ForwardCos
                     seconds.append(_seconds(engine, row, context, rows))
     finally:
         engine.arena.free(row)
-    return [tree_pb2.ForwardCost(rows=rows, seconds=min(seconds)) for rows, seconds in measured.items()]
+    return tuple(ForwardCost(rows, min(seconds)) for rows, seconds in measured.items())
 
 
 def _seconds(engine: Engine, row: int, context: int, rows: int) -> float:

@@ -1,20 +1,20 @@
-"""How a tree grows: one small class for each policy, and their registry."""
+"""How a tree grows: one class for each policy, the components they are made of, and their registry."""
 
 from dynatree.draft.policies.base import Outcome, Policy
 from dynatree.draft.policies.registry import (
     DEFAULT_POLICY,
-    DRAWING_POLICY,
+    RESIDUAL_POLICY,
     create_policy,
-    policies_that_take_draws,
     policy_names,
+    residual_policies,
 )
 
 __all__ = [
     "DEFAULT_POLICY",
-    "DRAWING_POLICY",
+    "RESIDUAL_POLICY",
     "Outcome",
     "Policy",
     "create_policy",
-    "policies_that_take_draws",
     "policy_names",
+    "residual_policies",
 ]

@@ -15,16 +15,13 @@ class AutoregressiveSettings:
 
 
 class Autoregressive(Policy):
-    """Plain decoding, through the same services: the baseline of every speedup."""
+    """Plain decoding through the same services: the baseline of every speedup."""
 
     breadth = 0
-    takes_draws = True
-
-    def __init__(self, settings: AutoregressiveSettings) -> None:
-        pass
+    supports_residual = True
 
     def start(self, tree: GrowingTree) -> list[int]:
-        """Read nothing."""
+        """Expand nothing."""
         return []
 
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:

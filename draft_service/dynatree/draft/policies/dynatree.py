@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.draft.growing_tree import GrowingTree
 from dynatree.draft.history import HistoryController
-from dynatree.draft.policies.base import LevelPolicy, Outcome, check_range
+from dynatree.draft.policies.base import Outcome, Policy, check_range
+from dynatree.draft.policies.level_growth import grow_level
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,20 @@ class DynaTreeSettings:
             )
 
 
-class DynaTree(LevelPolicy):
-    """Dynamic breadth from local confidence, dynamic depth from path probability, both steered by history."""
+class DynaTree(Policy):
+    """Dynamic breadth from local confidence, dynamic depth from path probability, both steered by history:
+
+        B(u) = B_min  if c(u) >= tau_h,   B_mid  if tau_l <= c(u) < tau_h,   B_max  if c(u) < tau_l
+        u is expanded iff d(u) < D_max and p(u) >= rho_stop and (d(u) < D_0 or p(u) > rho_deep)
+        u is pruned iff p(u) < tau
+
+    c(u) is the highest next-token probability after u, p(u) its path probability, d(u) its depth.
+    """
+
+    supports_residual = True
 
     def __init__(self, settings: DynaTreeSettings) -> None:
         self.breadth = settings.breadth_max
-        self.max_nodes = settings.max_nodes
         self._settings = settings
         self._log_tau = math.log(settings.tau) if settings.tau > 0 else -math.inf
         self._log_stop = math.log(settings.rho_stop)
@@ -83,29 +93,16 @@ class DynaTree(LevelPolicy):
             tau_step=settings.tau_step,
         )
 
-    def children_of(self, tree: GrowingTree, node: int) -> int:
-        """B(u): fewer children where the draft is surer, judged by c(u), its highest next-token probability."""
-        if not self._settings.dynamic_breadth:
-            return self._settings.breadth_mid
-        confidence = tree.confidence(node)
-        if confidence >= self.history.tau_high:
-            return self._settings.breadth_min
-        if confidence >= self._settings.tau_low:
-            return self._settings.breadth_mid
-        return self._settings.breadth_max
-
-    def expands(self, tree: GrowingTree, node: int) -> bool:
-        """d(u) < D_max, p(u) >= rho_stop, and d(u) < D_0 or p(u) > rho_deep."""
-        depth, path = tree.depth(node), tree.path_log_prob(node)
-        if not self._settings.dynamic_depth:
-            return depth < self.history.base_depth
-        if depth >= self._settings.max_depth or path < self._log_stop:
-            return False
-        return depth < self.history.base_depth or path > self._log_deep
-
-    def keeps(self, path_log_prob: float) -> bool:
-        """Prune every leaf with p(u) < tau."""
-        return path_log_prob >= self._log_tau
+    def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
+        """One level, breadth first."""
+        return grow_level(
+            tree,
+            level,
+            max_nodes=self._settings.max_nodes,
+            children_of=lambda node: self._children_of(tree, node),
+            keeps=lambda path_log_prob: path_log_prob >= self._log_tau,
+            expands=lambda node: self._expands(tree, node),
+        )
 
     def observe(self, outcome: Outcome) -> None:
         """History adaptation."""
@@ -115,6 +112,26 @@ class DynaTree(LevelPolicy):
     def parameters(self) -> dict[str, float]:
         """D_0 and tau_h."""
         return {"base_depth": self.history.base_depth, "tau_high": self.history.tau_high}
+
+    def _children_of(self, tree: GrowingTree, node: int) -> int:
+        """B(u): fewer children where the draft is surer."""
+        if not self._settings.dynamic_breadth:
+            return self._settings.breadth_mid
+        confidence = tree.confidence(node)
+        if confidence >= self.history.tau_high:
+            return self._settings.breadth_min
+        if confidence >= self._settings.tau_low:
+            return self._settings.breadth_mid
+        return self._settings.breadth_max
+
+    def _expands(self, tree: GrowingTree, node: int) -> bool:
+        """d(u) < D_max, p(u) >= rho_stop, and d(u) < D_0 or p(u) > rho_deep."""
+        depth, path = tree.depth(node), tree.path_log_prob(node)
+        if not self._settings.dynamic_depth:
+            return depth < self.history.base_depth
+        if depth >= self._settings.max_depth or path < self._log_stop:
+            return False
+        return depth < self.history.base_depth or path > self._log_deep
 
 
 def _check_order(low_name: str, low: float, high_name: str, high: float) -> None:

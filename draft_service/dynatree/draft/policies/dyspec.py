@@ -2,74 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynatree.common.tree import ROOT
 from dynatree.draft.growing_tree import GrowingTree
 from dynatree.draft.policies.base import Policy, check_range
-
-
-class BestFirst(Policy):
-    """The `max_nodes` nodes of highest value, whatever their depth: DySpec's Algorithm 1.
-
-    The paper calls the draft model once for every node that its heap gives out. Here each forward reads all nodes that
-    are among the best so far and whose children could still be; it ends when there is none, which gives the heap's
-    tree with at most as many forwards as the tree has levels.
-    """
-
-    takes_draws = True
-
-    def __init__(self, max_nodes: int, max_depth: int, breadth: int) -> None:
-        self.breadth = breadth
-        self._max_nodes = max_nodes
-        self._max_depth = max_depth
-        self._expanded: set[int] = set()
-
-    def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
-        """Add what may be among the best; the best that have not been expanded come next."""
-        if ROOT in level:
-            self._expanded.clear()
-        self._expanded.update(level)
-        bar = self._bar(tree, self.best(tree))
-        for node in level:
-            self.add_children(tree, node, bar)
-        best = self.best(tree)
-        bar = self._bar(tree, best)
-        return [node for node in best if self._may_lead_above(tree, node, bar)]
-
-    def add_children(self, tree: GrowingTree, node: int, bar: float) -> None:
-        """Add the children of a node whose value is above the bar."""
-        for proposal in tree.proposals(node):
-            if tree.next_value(node, proposal.log_prob) <= bar:
-                break
-            tree.add(node, proposal)
-
-    def select(self, tree: GrowingTree) -> Sequence[int]:
-        """The best nodes."""
-        return self.best(tree)
-
-    def best(self, tree: GrowingTree) -> Sequence[int]:
-        """The nodes of highest value under the budget; of equals the earlier, so every node comes with its parent."""
-        budget = min(self._max_nodes, tree.max_nodes)
-        if len(tree) <= budget:
-            return range(len(tree))
-        return sorted(heapq.nsmallest(budget, range(len(tree)), key=lambda node: (-tree.value(node), node)))
-
-    def _bar(self, tree: GrowingTree, best: Sequence[int]) -> float:
-        """The value that a new node must exceed; 0 while there is room."""
-        if len(best) < min(self._max_nodes, tree.max_nodes):
-            return 0.0
-        return min(map(tree.value, best), default=0.0)
-
-    def _may_lead_above(self, tree: GrowingTree, node: int, bar: float) -> bool:
-        if node in self._expanded or tree.parent(node) not in self._expanded:
-            return False
-        if tree.depth(node) >= self._max_depth:
-            return False
-        return min(tree.value(node), math.exp(tree.path_log_prob(node))) > bar
+from dynatree.draft.policies.best_first import BestFirst
 
 
 @dataclass(frozen=True)
@@ -86,11 +25,22 @@ class DySpecSettings:
         check_range("breadth", self.breadth, 1, 64)
 
 
-class DySpec(BestFirst):
-    """Algorithm 1: a greedy heap under a fixed budget."""
+class DySpec(Policy):
+    """Algorithm 1, a greedy heap under a fixed budget: the n nodes of highest value v(u)."""
+
+    supports_residual = True
 
     def __init__(self, settings: DySpecSettings) -> None:
-        super().__init__(settings.max_nodes, settings.max_depth, settings.breadth)
+        self.breadth = settings.breadth
+        self._growth = BestFirst(settings.max_nodes, settings.max_depth)
+
+    def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
+        """Add the children that may be among the best."""
+        return self._growth.grow(tree, level)
+
+    def select(self, tree: GrowingTree) -> Sequence[int]:
+        """The best nodes."""
+        return self._growth.best(tree)
 
 
 @dataclass(frozen=True)
@@ -110,27 +60,26 @@ class DySpecThresholdSettings:
 
 
 class DySpecThreshold(Policy):
-    """Algorithm 2: level by level, every node whose value reaches the threshold.
+    """Algorithm 2, level by level: u is added iff v(u) >= threshold, and expanded iff p(u) >= threshold.
 
-    The listing prints the loop's condition as `v_i < t`; the text says that nodes above the threshold are extended, and
-    so they are here.
+    The listing prints the loop's condition as `v_i < t`. The text says that nodes above the threshold are extended, and
+    the text is followed.
     """
 
-    takes_draws = True
+    supports_residual = True
 
     def __init__(self, settings: DySpecThresholdSettings) -> None:
         self.breadth = settings.breadth
         self._settings = settings
 
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
-        """Give each node of the level its children above the threshold."""
+        """Give each node of the level its children above the threshold, up to the budget."""
+        budget = min(self._settings.max_nodes, tree.max_nodes)
         added = []
         for node in level:
             for proposal in tree.proposals(node):
-                full = len(tree) == min(self._settings.max_nodes, tree.max_nodes)
-                if full or tree.next_value(node, proposal.log_prob) < self._settings.threshold:
-                    break
-                added.append(tree.add(node, proposal))
+                if len(tree) < budget and tree.next_value(node, proposal.log_prob) >= self._settings.threshold:
+                    added.append(tree.add(node, proposal))
         return [node for node in added if self._expands(tree, node)]
 
     def _expands(self, tree: GrowingTree, node: int) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatree.draft.growing_tree import GrowingTree
-from dynatree.draft.policies.base import LevelPolicy, check_range
+from dynatree.draft.policies.base import Policy, check_range
+from dynatree.draft.policies.level_growth import grow_level
 
 
 @dataclass(frozen=True)
@@ -25,26 +27,29 @@ class FixedSettings:
         check_range("max_nodes", self.max_nodes, 1, 256)
 
 
-class Fixed(LevelPolicy):
-    """Every node gets B children down to depth D, where its path is likelier than tau."""
+class Fixed(Policy):
+    """The complete tree, pruned:
+
+    B(u) = B        u is expanded iff d(u) < D        u is kept iff p(u) >= tau
+    """
+
+    supports_residual = True
 
     def __init__(self, settings: FixedSettings) -> None:
         self.breadth = settings.breadth
-        self.max_nodes = settings.max_nodes
-        self._depth = settings.depth
+        self._settings = settings
         self._log_tau = math.log(settings.tau) if settings.tau > 0 else -math.inf
 
-    def children_of(self, tree: GrowingTree, node: int) -> int:
-        """B, everywhere."""
-        return self.breadth
-
-    def expands(self, tree: GrowingTree, node: int) -> bool:
-        """Down to depth D."""
-        return tree.depth(node) < self._depth
-
-    def keeps(self, path_log_prob: float) -> bool:
-        """Prune what is less likely than tau."""
-        return path_log_prob >= self._log_tau
+    def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
+        """One level, breadth first."""
+        return grow_level(
+            tree,
+            level,
+            max_nodes=self._settings.max_nodes,
+            children_of=lambda _: self.breadth,
+            keeps=lambda path_log_prob: path_log_prob >= self._log_tau,
+            expands=lambda node: tree.depth(node) < self._settings.depth,
+        )
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,6 @@ class LinearSettings:
         check_range("depth", self.depth, 1, 64)
 
 
-class Linear(Fixed):
-    """A chain of K tokens: linear speculative decoding."""
-
-    def __init__(self, settings: LinearSettings) -> None:
-        super().__init__(FixedSettings(depth=settings.depth, breadth=1, tau=0.0, max_nodes=256))
+def linear(settings: LinearSettings) -> Fixed:
+    """A chain of K tokens, linear speculative decoding: the fixed tree of D = K, B = 1 and tau = 0."""
+    return Fixed(FixedSettings(depth=settings.depth, breadth=1, tau=0.0))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatree.common.tree import ROOT
-from dynatree.draft.growing_tree import GrowingTree, Proposal
-from dynatree.draft.policies.base import check_range
-from dynatree.draft.policies.dyspec import BestFirst
+from dynatree.draft.growing_tree import GrowingTree
+from dynatree.draft.policies.base import Policy, check_range
+from dynatree.draft.policies.best_first import best_nodes
 
 
 @dataclass(frozen=True)
@@ -27,31 +27,30 @@ class OptTreeSettings:
         check_range("delta", self.delta, 0.0, 1.0)
 
 
-class OptTree(BestFirst):
+class OptTree(Policy):
     """Expands the likeliest nodes of each level only, and sends the likeliest of all levels.
 
-    Unlike `dyspec` it never goes back to a level, so a forward reads at most `width` nodes, and it ends when a level
-    adds less than delta to the expected accepted length.
+        E(T_d) = sum of p(u) over the n best nodes after level d;   growth ends when E(T_d) - E(T_(d-1)) < delta
+
+    Unlike `dyspec` it never goes back to an earlier level, so a forward expands at most `width` nodes.
     """
 
-    takes_draws = False
-
     def __init__(self, settings: OptTreeSettings) -> None:
-        super().__init__(settings.max_nodes, settings.max_depth, settings.width)
+        self.breadth = settings.width
         self._settings = settings
-        self._expected = 0.0
+        self._expected = 0.0  # E(T_d)
 
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
-        """Add the best children of the level; the best of those come next."""
+        """Add the best children of the level; returns the best of those."""
         before = 0.0 if ROOT in level else self._expected
         children = [(node, proposal) for node in level for proposal in tree.proposals(node)]
-        children.sort(key=lambda child: -_path(tree, *child))
+        children.sort(key=lambda child: -(tree.path_log_prob(child[0]) + child[1].log_prob))
         added = [tree.add(*child) for child in children[: self._settings.max_nodes]]
         self._expected = sum(tree.value(node) for node in self.select(tree))
         if self._expected - before < self._settings.delta:
             return []
         return [node for node in added[: self._settings.width] if tree.depth(node) < self._settings.max_depth]
 
-
-def _path(tree: GrowingTree, node: int, proposal: Proposal) -> float:
-    return tree.path_log_prob(node) + proposal.log_prob
+    def select(self, tree: GrowingTree) -> Sequence[int]:
+        """The likeliest nodes."""
+        return best_nodes(tree, min(self._settings.max_nodes, tree.max_nodes))

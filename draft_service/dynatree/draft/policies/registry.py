@@ -7,43 +7,46 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from dynatree.common.errors import InvalidArgumentError
-from dynatree.draft.costs import Costs
+from dynatree.draft.control import DEFAULT_CONTROL, ControlSettings
 from dynatree.draft.policies.autoregressive import Autoregressive, AutoregressiveSettings
 from dynatree.draft.policies.base import Policy
 from dynatree.draft.policies.dynatree import DynaTree, DynaTreeSettings
 from dynatree.draft.policies.dyspec import DySpec, DySpecSettings, DySpecThreshold, DySpecThresholdSettings
-from dynatree.draft.policies.fixed import Fixed, FixedSettings, Linear, LinearSettings
+from dynatree.draft.policies.fixed import Fixed, FixedSettings, LinearSettings, linear
 from dynatree.draft.policies.hybrid import Hybrid, HybridSettings
-from dynatree.draft.policies.ngram import NGram, NGramSettings
+from dynatree.draft.policies.lookup import NGramSettings
+from dynatree.draft.policies.ngram import NGram
 from dynatree.draft.policies.opt_tree import OptTree, OptTreeSettings
 from dynatree.draft.policies.sequoia import Sequoia, SequoiaSettings
 from dynatree.draft.policies.specinfer import SpecInfer, SpecInferSettings
 from dynatree.draft.policies.throughput import Throughput, ThroughputSettings
+from dynatree.draft.round_costs import Costs
 
 DEFAULT_POLICY = "throughput"
-DRAWING_POLICY = "dyspec"  # the default under residual sampling, where the other does not apply
+RESIDUAL_POLICY = "dyspec"  # the default under residual sampling, which the other does not support
 
 
 @dataclass(frozen=True)
 class _Entry:
+    """A policy's settings, and how one is made of them, the shared costs and the tuned constants."""
+
     settings: type[Any]
-    policy: Callable[..., Policy]
-    takes_costs: bool = False
+    create: Callable[[Any, Costs, ControlSettings], Policy]
 
 
 _REGISTRY = {
-    "autoregressive": _Entry(AutoregressiveSettings, Autoregressive),
-    "dynatree": _Entry(DynaTreeSettings, DynaTree),
-    "dyspec": _Entry(DySpecSettings, DySpec),
-    "dyspec-threshold": _Entry(DySpecThresholdSettings, DySpecThreshold),
-    "fixed": _Entry(FixedSettings, Fixed),
-    "hybrid": _Entry(HybridSettings, Hybrid),
-    "linear": _Entry(LinearSettings, Linear),
-    "ngram": _Entry(NGramSettings, NGram),
-    "opt-tree": _Entry(OptTreeSettings, OptTree),
-    "sequoia": _Entry(SequoiaSettings, Sequoia),
-    "specinfer": _Entry(SpecInferSettings, SpecInfer),
-    "throughput": _Entry(ThroughputSettings, Throughput, takes_costs=True),
+    "autoregressive": _Entry(AutoregressiveSettings, lambda *_: Autoregressive()),
+    "dynatree": _Entry(DynaTreeSettings, lambda settings, *_: DynaTree(settings)),
+    "dyspec": _Entry(DySpecSettings, lambda settings, *_: DySpec(settings)),
+    "dyspec-threshold": _Entry(DySpecThresholdSettings, lambda settings, *_: DySpecThreshold(settings)),
+    "fixed": _Entry(FixedSettings, lambda settings, *_: Fixed(settings)),
+    "hybrid": _Entry(HybridSettings, lambda settings, _, control: Hybrid(settings, control)),
+    "linear": _Entry(LinearSettings, lambda settings, *_: linear(settings)),
+    "ngram": _Entry(NGramSettings, lambda settings, _, control: NGram(settings, control)),
+    "opt-tree": _Entry(OptTreeSettings, lambda settings, *_: OptTree(settings)),
+    "sequoia": _Entry(SequoiaSettings, lambda settings, *_: Sequoia(settings)),
+    "specinfer": _Entry(SpecInferSettings, lambda settings, *_: SpecInfer(settings)),
+    "throughput": _Entry(ThroughputSettings, Throughput),
 }
 
 
@@ -52,13 +55,25 @@ def policy_names() -> tuple[str, ...]:
     return tuple(sorted(_REGISTRY))
 
 
-def policies_that_take_draws() -> tuple[str, ...]:
-    """The policies that residual sampling admits."""
-    return tuple(name for name in policy_names() if create_policy(name, {}).takes_draws)
+def residual_policies() -> tuple[str, ...]:
+    """The policies that support residual sampling."""
+    return tuple(name for name in policy_names() if create_policy(name, {}).supports_residual)
 
 
-def create_policy(name: str, settings: Mapping[str, float], costs: Costs | None = None) -> Policy:
-    """A policy for one session; settings left out keep their defaults. `costs` is what all sessions have measured.
+def create_policy(
+    name: str,
+    settings: Mapping[str, float],
+    costs: Costs | None = None,
+    *,
+    control: ControlSettings = DEFAULT_CONTROL,
+) -> Policy:
+    """A policy for one session.
+
+    Args:
+        name: One of `policy_names`.
+        settings: The policy's settings by name; the others keep their defaults.
+        costs: What all sessions of the service have learnt.
+        control: The tuned constants; those of `costs` are its own.
 
     Raises:
         InvalidArgumentError: An unknown policy or setting (the message lists the known ones), or a value out of range.
@@ -72,7 +87,7 @@ def create_policy(name: str, settings: Mapping[str, float], costs: Costs | None 
         known = ", ".join(types) or "none"
         raise InvalidArgumentError(f"policy {name} has no setting {', '.join(unknown)}; its settings: {known}")
     checked = entry.settings(**{key: _typed(key, value, types[key]) for key, value in settings.items()})
-    return entry.policy(checked, costs or Costs()) if entry.takes_costs else entry.policy(checked)
+    return entry.create(checked, costs or Costs(control=control), control)
 
 
 def _typed(name: str, value: float, kind: object) -> float:

@@ -65,7 +65,7 @@ class Shape:
 class Sequoia(Policy):
     """The same shape in every round; only the tokens follow the draft."""
 
-    takes_draws = True
+    supports_residual = True
 
     def __init__(self, settings: SequoiaSettings) -> None:
         self._shape = best_shape(settings.rates(), settings.max_nodes, settings.max_depth)

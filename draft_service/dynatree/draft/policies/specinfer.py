@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from dynatree.draft.growing_tree import GrowingTree
-from dynatree.draft.policies.base import LevelPolicy, check_range
+from dynatree.draft.policies.base import Policy, check_range
+from dynatree.draft.policies.level_growth import grow_level
 
 
 @dataclass(frozen=True)
@@ -45,22 +47,23 @@ class SpecInferSettings:
         return tuple(widths[: widths.index(0)])
 
 
-class SpecInfer(LevelPolicy):
-    """A tree whose levels have fixed numbers of children a node."""
+class SpecInfer(Policy):
+    """A tree whose levels have fixed numbers of children a node: B(u) = k_(d(u) + 1)."""
+
+    supports_residual = True
 
     def __init__(self, settings: SpecInferSettings) -> None:
         self._expansion = settings.expansion()
+        self._max_nodes = settings.max_nodes
         self.breadth = max(self._expansion)
-        self.max_nodes = settings.max_nodes
 
-    def children_of(self, tree: GrowingTree, node: int) -> int:
-        """The level's number."""
-        return self._expansion[tree.depth(node)]
-
-    def expands(self, tree: GrowingTree, node: int) -> bool:
-        """Down to the last level."""
-        return tree.depth(node) < len(self._expansion)
-
-    def keeps(self, path_log_prob: float) -> bool:
-        """Always: the shape is fixed."""
-        return True
+    def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
+        """One level, breadth first, whatever the draft's probabilities."""
+        return grow_level(
+            tree,
+            level,
+            max_nodes=self._max_nodes,
+            children_of=lambda node: self._expansion[tree.depth(node)],
+            keeps=lambda _: True,
+            expands=lambda node: tree.depth(node) < len(self._expansion),
+        )

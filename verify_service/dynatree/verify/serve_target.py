@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from dynatree.common import embedded
-from dynatree.common.command import (
-    MAX_TREE_NODES,
-    add_service_arguments,
-    announce,
-    model_settings,
-    positive,
-    run_service,
-)
 from dynatree.common.engine import Engine, ModelSettings, measure_forwards
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.server import Server
+from dynatree.common.service_process import announce, model_settings, run_service
 from dynatree.v1 import verify_pb2_grpc
 from dynatree.verify.service import SERVICE_NAME, VerifyService
 from dynatree.verify.verifier import Verifier
 
 MEASURED_ROWS = 64  # larger trees seldom pay
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dynatree verify`."""
-    parser.add_argument(
-        "--target-model", required=True, metavar="embedded|PATH|HUB_ID", help="the large model, whose text is produced"
-    )
-    add_service_arguments(parser, default_port=50052)
-    parser.add_argument(
-        "--max-tree-nodes", type=positive, default=MAX_TREE_NODES, help="largest tree accepted (default: %(default)s)"
-    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -48,12 +31,23 @@ async def serve(settings: ModelSettings, address: str, max_tree_nodes: int, grac
     """
     thread = ModelThread("verify-model")
     engine = await thread.run(Engine.load, settings)
-    engine.info.forward_costs.extend(await thread.run(measure_forwards, engine, min(MEASURED_ROWS, max_tree_nodes + 1)))
-    server = Server([SERVICE_NAME])
-    service = VerifyService(Verifier(engine, max_tree_nodes), thread)
-    verify_pb2_grpc.add_VerifyServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]
-    await server.start(address)
+    costs = await thread.run(measure_forwards, engine, min(MEASURED_ROWS, max_tree_nodes + 1))
+    engine.info = replace(engine.info, forward_costs=costs)
+    server = await start_verify(engine, thread, address, max_tree_nodes)
     info = engine.info
     announce(f"dynatree verify: {info.name} ({info.dtype}, {info.device}) on {server.address}")
     await server.wait(grace)
     thread.shutdown()
+
+
+async def start_verify(engine: Engine, thread: ModelThread, address: str, max_tree_nodes: int) -> Server:
+    """Serve a target at `address`; `thread` is the one that loaded it.
+
+    Raises:
+        StartupError: The address cannot be used.
+    """
+    server = Server([SERVICE_NAME])
+    service = VerifyService(Verifier(engine, max_tree_nodes), thread)
+    verify_pb2_grpc.add_VerifyServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]
+    await server.start(address)
+    return server

@@ -1,0 +1,27 @@
+"""The command line of `dynatree verify`; what it runs, and with it torch, is imported once the arguments are right."""
+
+from __future__ import annotations
+
+import argparse
+
+from dynatree.cli.arguments import positive
+from dynatree.cli.service_arguments import add_service_arguments
+from dynatree.common.limits import MAX_TREE_NODES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `dynatree verify`."""
+    parser.add_argument(
+        "--target-model", required=True, metavar="embedded|PATH|HUB_ID", help="the large model, whose text is produced"
+    )
+    add_service_arguments(parser, default_port=50052)
+    parser.add_argument(
+        "--max-tree-nodes", type=positive, default=MAX_TREE_NODES, help="largest tree accepted (default: %(default)s)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until a signal."""
+    from dynatree.verify.serve_target import run
+
+    return run(options)

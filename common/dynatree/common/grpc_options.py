@@ -1,0 +1,19 @@
+"""What both services and their clients ask of gRPC."""
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # two servers must not bind one port silently
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 20_000),  # a peer that vanished without a word must not hold its session
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),  # not below the server's min_ping_interval_without_data_ms
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),  # a service that comes back is found within a second
+    ("grpc.enable_http_proxy", 0),  # the two services are neighbours, whatever the environment says of the web
+)

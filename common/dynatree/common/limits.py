@@ -1,0 +1,3 @@
+"""What both services hold to."""
+
+MAX_TREE_NODES = 256  # of the largest tree that any policy sends

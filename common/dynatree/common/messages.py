@@ -1,0 +1,80 @@
+"""What the draft and the verify service say to each other, as values; `dynatree.common.wire` carries them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from dynatree.common.model_info import ModelInfo
+from dynatree.common.sampling import Sampling
+
+
+class FinishReason(Enum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # an end-of-sequence token or a stop string
+    LENGTH = "length"  # max_new_tokens or the context limit
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class OpenSession:
+    """A request for a session: the whole prompt, and how the target chooses.
+
+    `max_new_tokens` None: up to the context limit. `sampling.seed` None: the verify service draws one.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int | None
+    sampling: Sampling
+    draft: ModelInfo
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    log_probs: bool = False
+
+
+@dataclass(frozen=True)
+class VerifyTimings:
+    """Seconds that the verify service spent on one request; `total` contains the others, validation and waiting."""
+
+    forward: float
+    accept: float
+    commit: float
+    total: float
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What one target forward decided.
+
+    Attributes:
+        next_round: The round that the next tree must carry.
+        base_length: Committed tokens after this commit, prompt included.
+        token_ids: The accepted path, then the target's own choice after it.
+        accepted_nodes: The path's nodes in the tree, from the root down.
+        drafted: Nodes of the tree.
+        tree_depth: The depth of its deepest node; 0 for an empty tree.
+        timings: What it took.
+        finish_reason: Set on the session's last commit.
+        log_probs: One for each of `token_ids` where the request asked for them.
+    """
+
+    next_round: int
+    base_length: int
+    token_ids: tuple[int, ...]
+    accepted_nodes: tuple[int, ...]
+    drafted: int
+    tree_depth: int
+    timings: VerifyTimings
+    finish_reason: FinishReason | None = None
+    log_probs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class SessionOpened:
+    """The answer to `OpenSession`: the target, its limits, and the token that the prompt's own forward chose."""
+
+    target: ModelInfo
+    max_tree_nodes: int
+    seed: int
+    commit: Commit

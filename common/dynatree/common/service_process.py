@@ -1,0 +1,48 @@
+"""What `dynatree verify` and `dynatree draft` share once their arguments are read: settings, running until a signal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynatree.common import embedded
+from dynatree.common.engine.engine import ModelSettings
+from dynatree.common.errors import StartupError
+
+
+def model_settings(options: argparse.Namespace, model: str, embedded_path: Path, scratch: int) -> ModelSettings:
+    """Settings from parsed options; the name "embedded" means the shipped model at `embedded_path`."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    return ModelSettings(
+        model=str(embedded_path) if model == embedded.NAME else model,
+        device=options.device,
+        dtype=options.dtype,
+        sessions=options.max_sessions,
+        scratch=scratch,
+        static_shapes=options.static_shapes,
+    )
+
+
+def run_service(serve: Callable[[], Coroutine[Any, Any, None]]) -> int:
+    """Run a service to its end; a failure to start is one line and exit status 1."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every try to reach the hub
+
+    try:
+        asyncio.run(serve())
+    except StartupError as error:
+        raise SystemExit(str(error)) from error
+    return 0
+
+
+def announce(text: str) -> None:
+    """Tell whoever started the service where it is, on standard error."""
+    print(text, file=sys.stderr, flush=True)

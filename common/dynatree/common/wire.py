@@ -1,0 +1,229 @@
+"""The messages of the two services to values and back: with the services, the only place that knows protobuf.
+
+Decoding checks what a value cannot be made without; what depends on a model or a session, its owner checks.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from types import MappingProxyType
+
+from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.messages import Commit, FinishReason, OpenSession, SessionOpened, VerifyTimings
+from dynatree.common.model_info import ForwardCost, ModelInfo
+from dynatree.common.sampling import Sampling, Scheme
+from dynatree.common.tree import DraftDistribution, TokenTree, check_token_ids
+from dynatree.v1 import tree_pb2, verify_pb2
+
+_FINISH_REASONS = {
+    FinishReason.STOP: tree_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: tree_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: tree_pb2.FINISH_REASON_CANCELLED,
+}
+
+
+def model_info_to_pb(info: ModelInfo) -> tree_pb2.ModelInfo:
+    """The message that carries model information; its costs are rounded to float32."""
+    fields = dict(vars(info))
+    fields["forward_costs"] = [
+        tree_pb2.ForwardCost(rows=each.rows, seconds=each.seconds) for each in info.forward_costs
+    ]
+    return tree_pb2.ModelInfo(**fields)
+
+
+def model_info_from_pb(message: tree_pb2.ModelInfo) -> ModelInfo:
+    """Model information from a message; what the message leaves out is empty or 0."""
+    fields = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    fields["forward_costs"] = tuple(ForwardCost(cost.rows, cost.seconds) for cost in message.forward_costs)
+    return ModelInfo(**fields)
+
+
+def sampling_to_pb(sampling: Sampling) -> tree_pb2.SamplingOptions:
+    """The message that carries sampling options, the seed included."""
+    return tree_pb2.SamplingOptions(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        seed=sampling.seed,
+        scheme=f"SAMPLING_SCHEME_{sampling.scheme.name}",
+    )
+
+
+def sampling_from_pb(message: tree_pb2.SamplingOptions, *, default_seed: int) -> Sampling:
+    """Sampling options from a message; `default_seed` where it names no seed.
+
+    Raises:
+        InvalidArgumentError: An option is out of its range.
+    """
+    schemes = {scheme.value: scheme for scheme in Scheme} | {
+        tree_pb2.SAMPLING_SCHEME_UNSPECIFIED: Scheme.GUMBEL  # proto3 enums are open: any number may arrive
+    }
+    if message.scheme not in schemes:
+        known = ", ".join(f"{scheme.value} ({scheme.name.lower()})" for scheme in Scheme)
+        raise InvalidArgumentError(f"scheme is {message.scheme}, expected one of {known}")
+    return Sampling(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        logit_bias=MappingProxyType(dict(message.logit_bias)),
+        seed=message.seed if message.HasField("seed") else default_seed,
+        scheme=schemes[message.scheme],
+    )
+
+
+def open_session_to_pb(request: OpenSession) -> verify_pb2.OpenSession:
+    """The message that opens a session."""
+    return verify_pb2.OpenSession(
+        prompt_ids=request.prompt_ids,
+        max_new_tokens=request.max_new_tokens,
+        ignore_eos=request.ignore_eos,
+        sampling=sampling_to_pb(request.sampling),
+        draft=model_info_to_pb(request.draft),
+        stop_token_ids=request.stop_token_ids,
+        log_probs=request.log_probs,
+    )
+
+
+def open_session_from_pb(message: verify_pb2.OpenSession, *, default_seed: int) -> OpenSession:
+    """A request for a session from its message; `default_seed` where it names no seed.
+
+    Raises:
+        InvalidArgumentError: A sampling option is out of its range.
+    """
+    return OpenSession(
+        prompt_ids=tuple(message.prompt_ids),
+        max_new_tokens=message.max_new_tokens if message.HasField("max_new_tokens") else None,
+        sampling=sampling_from_pb(message.sampling, default_seed=default_seed),
+        draft=model_info_from_pb(message.draft),
+        ignore_eos=message.ignore_eos,
+        stop_token_ids=tuple(message.stop_token_ids),
+        log_probs=message.log_probs,
+    )
+
+
+def session_opened_to_pb(opened: SessionOpened) -> verify_pb2.SessionOpened:
+    """The message that answers a request for a session."""
+    return verify_pb2.SessionOpened(
+        max_tree_nodes=opened.max_tree_nodes,
+        context_length=opened.target.context_length,
+        commit=commit_to_pb(opened.commit),
+        seed=opened.seed,
+        target=model_info_to_pb(opened.target),
+    )
+
+
+def session_opened_from_pb(message: verify_pb2.SessionOpened) -> SessionOpened:
+    """The answer to a request for a session, from its message."""
+    return SessionOpened(
+        target=model_info_from_pb(message.target),
+        max_tree_nodes=message.max_tree_nodes,
+        seed=message.seed,
+        commit=commit_from_pb(message.commit),
+    )
+
+
+def tree_to_pb(tree: TokenTree, *, round_: int, base_length: int) -> tree_pb2.TokenTree:
+    """The message of a tree for round `round_` of a session with `base_length` committed tokens."""
+    return tree_pb2.TokenTree(
+        round=round_,
+        base_length=base_length,
+        token_ids=tree.token_ids,
+        parents=tree.parents,
+        log_probs=tree.log_probs,
+        candidate_counts=[0 if each is None else len(each.token_ids) for each in tree.candidates],
+        candidate_ids=[token for each in tree.candidates if each for token in each.token_ids],
+        candidate_probs=[prob for each in tree.candidates if each for prob in each.probs],
+    )
+
+
+def tree_from_pb(message: tree_pb2.TokenTree, *, max_nodes: int, max_depth: int, vocab_size: int) -> TokenTree:
+    """The tree in a message, refused before anything is built where it passes a limit.
+
+    Raises:
+        InvalidArgumentError: More than `max_nodes` nodes or `max_depth` levels, a token outside `vocab_size`, or
+            arrays that do not form a tree.
+    """
+    nodes = max(len(message.token_ids), len(message.parents), len(message.log_probs))
+    if nodes > max_nodes:
+        raise InvalidArgumentError(f"the tree has {nodes} nodes, at most {max_nodes} are accepted (max_tree_nodes)")
+    check_token_ids(message.token_ids, vocab_size, "token_ids")
+    tree = TokenTree(
+        tuple(message.token_ids),
+        tuple(message.parents),
+        tuple(message.log_probs),
+        _distributions_from_pb(message, vocab_size),
+    )
+    if tree.depth > max_depth:
+        raise InvalidArgumentError(
+            f"the tree is {tree.depth} levels deep, at most {max_depth} fit before the length or context limit"
+        )
+    return tree
+
+
+def _distributions_from_pb(message: tree_pb2.TokenTree, vocab_size: int) -> tuple[DraftDistribution | None, ...]:
+    counts = message.candidate_counts
+    expected = sum(counts) if len(counts) <= len(message.token_ids) + 1 else -1
+    if not len(message.candidate_ids) == len(message.candidate_probs) == expected:
+        raise InvalidArgumentError(
+            f"{len(counts)} candidate_counts for {len(message.token_ids)} nodes, {len(message.candidate_ids)} "
+            f"candidate_ids and {len(message.candidate_probs)} candidate_probs do not fit together"
+        )
+    check_token_ids(message.candidate_ids, vocab_size, "candidate_ids")
+    ids, probs = iter(message.candidate_ids), iter(message.candidate_probs)
+    return tuple(
+        DraftDistribution(tuple(islice(ids, count)), tuple(islice(probs, count))) if count else None for count in counts
+    )
+
+
+def commit_to_pb(commit: Commit) -> verify_pb2.Commit:
+    """The message of a commit."""
+    return verify_pb2.Commit(
+        next_round=commit.next_round,
+        base_length=commit.base_length,
+        token_ids=commit.token_ids,
+        accepted_nodes=commit.accepted_nodes,
+        acceptance=verify_pb2.AcceptanceStatistics(
+            drafted=commit.drafted, accepted=len(commit.accepted_nodes), tree_depth=commit.tree_depth
+        ),
+        timings=verify_pb2.VerifyTimings(
+            forward_seconds=commit.timings.forward,
+            accept_seconds=commit.timings.accept,
+            commit_seconds=commit.timings.commit,
+            total_seconds=commit.timings.total,
+        ),
+        finish_reason=finish_reason_to_pb(commit.finish_reason),
+        log_probs=commit.log_probs,
+    )
+
+
+def commit_from_pb(message: verify_pb2.Commit) -> Commit:
+    """A commit from its message."""
+    timings = message.timings
+    return Commit(
+        next_round=message.next_round,
+        base_length=message.base_length,
+        token_ids=tuple(message.token_ids),
+        accepted_nodes=tuple(message.accepted_nodes),
+        drafted=message.acceptance.drafted,
+        tree_depth=message.acceptance.tree_depth,
+        timings=VerifyTimings(
+            timings.forward_seconds, timings.accept_seconds, timings.commit_seconds, timings.total_seconds
+        ),
+        finish_reason=finish_reason_from_pb(message.finish_reason),
+        log_probs=tuple(message.log_probs),
+    )
+
+
+def finish_reason_to_pb(reason: FinishReason | None) -> tree_pb2.FinishReason:
+    """The enum's value; None is FINISH_REASON_UNSPECIFIED."""
+    return tree_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_REASONS[reason]
+
+
+def finish_reason_from_pb(value: tree_pb2.FinishReason) -> FinishReason | None:
+    """The reason of an enum's value; None where it names none that is known."""
+    return next((reason for reason, each in _FINISH_REASONS.items() if each == value), None)

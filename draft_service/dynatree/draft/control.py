@@ -1,0 +1,110 @@
+"""Every tuned constant of the policies and of what they learn, with its unit, its neutral value and its source."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+TUNED = "tuned; see `dynatree bench replay`"
+TABLE = "measured on the shipped pair, six texts; docs/policies.md, N-grams"
+
+
+def _constant(default: Any, what: str, unit: str, *, neutral: Any = None, source: str = TUNED) -> Any:
+    """A field whose metadata says what it is; `neutral` is the value that switches it off, None where there is none."""
+    return field(default=default, metadata={"what": what, "unit": unit, "neutral": neutral, "source": source})
+
+
+@dataclass(frozen=True)
+class ControlSettings:
+    """The constants; `dataclasses.replace` changes one, and `dataclasses.fields` lists them with their metadata.
+
+    `metadata` of each field: `what` it is, its `unit`, its `neutral` value (None where it has none) and its `source`.
+    """
+
+    # What rounds cost (round_costs.py, verify_cost.py, rolling_median.py)
+    cost_window: int = _constant(16, "measurements of one kind that a median is taken over", "rounds")
+    cost_trials: int = _constant(2, "measurements of one kind that rule out a stall", "rounds", neutral=1)
+    fresh_rounds: int = _constant(
+        64, "age above which a measurement is not compared with new ones", "rounds", neutral=math.inf
+    )
+    contention_rounds: int = _constant(
+        8,
+        "rounds between two verifications, up to which the draft is blamed for the longer one",
+        "rounds",
+        neutral=math.inf,
+    )
+    reset_ratio: float = _constant(
+        0.6, "a measurement below this share of the median replaces all before it", "share", neutral=0.0
+    )
+    stale_rounds: int = _constant(
+        256, "age above which a tree size is tried again, and a plain step made", "rounds", neutral=math.inf
+    )
+    prior_plain_seconds: float = _constant(0.05, "plain step, where no forward was measured at start", "seconds")
+    prior_row_up: float = _constant(
+        1 / 8, "cost of each row more than a tried tree has, where none was measured at start", "plain steps"
+    )
+    prior_row_down: float = _constant(
+        1 / 64, "saving of each row less than a tried tree has, where none was measured at start", "plain steps"
+    )
+    prior_draft_seconds: float = _constant(0.002, "draft forward, where none was measured at start", "seconds")
+
+    # What the draft's word is worth (calibration.py, track_record.py)
+    calibration_edges: tuple[float, ...] = _constant(
+        (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995),
+        "inner edges of the calibration's bins",
+        "probability",
+    )
+    calibration_prior_trials: float = _constant(8.0, "weight of a bin's first value", "nodes")
+    calibration_fade: float = _constant(0.998, "weight of a bin's past at each node", "share a node", neutral=1.0)
+    calibration_floor: float = _constant(1e-3, "least number of accepted nodes of a bin", "nodes")
+    prior_best_child: float = _constant(0.6, "expected value of a node's best child, before any", "node values")
+    prior_children: float = _constant(0.7, "expected value of a node's children, before any", "node values")
+    child_mass_step: float = _constant(0.1, "weight of a level in the expected child mass", "share", neutral=0.0)
+
+    # The objective and the pause of `throughput` (policies/objective.py, policies/pause.py)
+    rate_fade: float = _constant(
+        0.9, "weight of the past at each round in the session's rate", "share a round", neutral=1.0
+    )
+    foresight: tuple[int, ...] = _constant(
+        (1, 2, 4, 8, 15), "numbers of further levels that are considered", "levels", neutral=(1,)
+    )
+    foresight_leaves: int = _constant(3, "likeliest leaves whose descendants are considered", "nodes", neutral=256)
+    max_pause: int = _constant(64, "longest pause of the draft", "rounds", neutral=1)
+    max_first_pause: int = _constant(8, "longest pause that a session begins with", "rounds", neutral=1)
+    first_pause_divisor: int = _constant(
+        4, "a session begins with the last session's pause divided by this", "", neutral=math.inf
+    )
+
+    # N-grams (policies/lookup.py)
+    match_bins: tuple[int, ...] = _constant(
+        (1, 2, 3, 4, 6, 9, 13, 17, 25, 33), "shortest match of each bin of rates", "tokens"
+    )
+    ngram_prior_trials: float = _constant(4.0, "weight of a rate's first value, 1 - 1 / match", "tokens", source=TABLE)
+    prior_single_rate: float = _constant(0.25, "first rate after a match of one token", "probability")
+    prior_others_rate: float = _constant(
+        0.1, "first rate of the first token of a second continuation", "probability", source=TABLE
+    )
+    ngram_floor: float = _constant(1e-3, "least rate, and least distance of a rate from 1", "probability")
+    ngram_fade: float = _constant(0.99, "weight of a rate's past at each token", "share a token", neutral=1.0)
+
+    # N-grams judged by the draft model (policies/merged.py)
+    expand_along: int = _constant(
+        4, "tokens of a continuation that the first forward expands with the root", "tokens", neutral=0
+    )
+    usual_prob: float = _constant(
+        0.4, "probability that the model gives a continuation's token as a rule", "probability", source=TABLE
+    )
+    model_weight: float = _constant(
+        1.9, "weight of the model's log-odds after a match of one token", "", neutral=0.0, source=TABLE
+    )
+    model_weight_exponent: float = _constant(
+        0.5, "the model's weight falls with match ** -exponent", "", neutral=0.0, source=TABLE
+    )
+    prob_floor: float = _constant(1e-4, "least probability of log-odds, and least distance from 1", "probability")
+    unseen_divisor: float = _constant(
+        2.0, "a token that the model does not propose has its least proposal's probability divided by this", ""
+    )
+
+
+DEFAULT_CONTROL = ControlSettings()

@@ -1,0 +1,157 @@
+"""The draft model: reads the nodes of a tree in one forward, and ranks or draws what may follow them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dynatree.common.engine import Engine, Segment
+from dynatree.common.sampling import (
+    Histories,
+    Sampling,
+    Scheme,
+    Stream,
+    adjusted,
+    gumbel,
+    noise,
+    scores,
+    warped,
+)
+from dynatree.common.tree import MAX_CANDIDATES, ROOT, DraftDistribution
+from dynatree.draft.draft_session import DraftSession
+from dynatree.draft.growing_tree import GrowingTree, Proposal
+
+LEAST_LOG_PROB = -1e4  # a tree carries finite numbers only
+CANDIDATES = 32  # of a truncated draft distribution; the rest of its mass is dropped
+
+
+class EngineDraftModel:
+    """A `DraftModel` that runs on an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.context_length = engine.info.context_length
+
+    def allocate(self) -> int | None:
+        """A free arena row, or None when every row is owned."""
+        return self._engine.arena.allocate()
+
+    def free(self, kv_row: int) -> None:
+        """Give an arena row back."""
+        self._engine.arena.free(kv_row)
+
+    def move(self, kv_row: int, slots: Sequence[int], start: int) -> None:
+        """Copy the slots, in that order, to slots `start` onwards."""
+        self._engine.arena.move(kv_row, slots, start)
+
+    def expand(self, session: DraftSession, tree: GrowingTree, nodes: Sequence[int], breadth: int) -> float:
+        """Read nodes, parents first, in one forward, and set their proposals; returns its seconds."""
+        segment = tree_segment(session, tree, nodes, self._engine.info.vocab_size)
+        started = time.perf_counter()
+        (logits,) = self._engine.forward([segment])
+        self._engine.synchronize()
+        seconds = time.perf_counter() - started
+        _propose(session, tree, nodes, logits, breadth)
+        return seconds
+
+
+def tree_segment(session: DraftSession, tree: GrowingTree, nodes: Sequence[int], vocab_size: int) -> Segment:
+    """Nodes, ancestors first, behind the slots in use; each sees the committed prefix, its ancestors and itself.
+
+    The root brings the committed tokens before it that are not cached. A target that is padded further than the draft
+    may choose an id that the draft cannot embed (`vocab_size` or above): token 0 stands in for it.
+    """
+    uncached = session.committed[session.num_cached :] if nodes[0] == ROOT else []
+    below = nodes[1:] if uncached else nodes
+    token_ids = [*uncached, *(tree.node(node).token for node in below)]
+    token_ids = [token if token < vocab_size else 0 for token in token_ids]
+    root = len(session.committed) - 1
+    positions = [*range(session.num_cached, session.num_cached + len(uncached))]
+    positions += [root + tree.depth(node) for node in below]
+    keep = range(max(len(uncached) - 1, 0), len(token_ids))
+    mask = _mask(session, tree, len(uncached), below) if below else None
+    return Segment(session.kv_row, session.num_used, token_ids, positions, mask=mask, keep=keep)
+
+
+def _mask(session: DraftSession, tree: GrowingTree, uncached: int, below: Sequence[int]) -> Tensor:
+    """Whom each token sees of the slots behind the cached prefix: bool `[tokens, speculative slots + tokens]`."""
+    behind = session.speculative_slots
+    tokens = uncached + len(below)
+    mask = torch.zeros(tokens, behind + tokens, dtype=torch.bool)
+    visible = mask.numpy()  # shares memory; element assignment is cheaper there
+    for index in range(uncached):
+        visible[index:, behind + index] = True
+    slots = {tree.node(node): slot for slot, node in enumerate(below, start=session.num_used + uncached)}
+    for index, node in enumerate(below, start=uncached):
+        for above in tree.path(node):
+            slot = slots.get(above, above.slot)
+            assert slot is not None, "a node's ancestors are read before it, or with it"
+            visible[index, slot - session.num_cached] = True
+    return mask
+
+
+def _propose(session: DraftSession, tree: GrowingTree, nodes: Sequence[int], logits: Tensor, breadth: int) -> None:
+    """Give nodes their best `breadth` continuations, by the logits after each `[nodes, vocabulary]`."""
+    sampling = session.sampling
+    logits = logits[:, : session.vocab_size].float().nan_to_num(nan=0.0)  # a guess may be bad; a tree must be finite
+    histories = None
+    if sampling.needs_history:
+        paths = [[above.token for above in reversed(tree.path(node))] for node in nodes]
+        histories = Histories(session.committed, paths)
+    positions = [len(session.committed) + tree.depth(node) for node in nodes]
+    if sampling.residual:
+        drawn = _draw(adjusted(logits, sampling, histories), positions, sampling, session.rounds, breadth)
+        for node, (distribution, draws) in zip(nodes, drawn, strict=True):
+            tree.node(node).candidates, tree.node(node).proposals = distribution, draws
+    else:
+        for node, ranked in zip(nodes, _rank(logits, positions, sampling, histories, breadth), strict=True):
+            tree.node(node).proposals = ranked
+
+
+def _rank(
+    logits: Tensor, positions: Sequence[int], sampling: Sampling, histories: Histories | None, breadth: int
+) -> list[tuple[Proposal, ...]]:
+    """The best `breadth` continuations of each row, ranked as the target ranks, with the chance of each.
+
+    When sampling, both sides perturb their logits with one noise, so the draft's best perturbed tokens are its best
+    guesses of the target's sample (drafter-invariant coupling), and what it gives for each is the softmax of the
+    perturbed logits: the target's differ from them by about as much as such a softmax forgives. With noise of its own
+    the draft knows no more than the token's probability.
+    """
+    if sampling.greedy or sampling.scheme is Scheme.GUMBEL:
+        ranking = scores(logits, positions, sampling, histories)
+        chances = ranking.log_softmax(-1)
+    else:
+        chances = warped(adjusted(logits, sampling, histories), sampling).log_softmax(-1)
+        ranking = chances + noise(logits, positions, sampling.seed, Stream.DRAFT)
+    best = ranking.topk(min(breadth, logits.shape[-1]), dim=-1).indices
+    return [
+        tuple(Proposal(token, min(max(chance, LEAST_LOG_PROB), 0.0)) for token, chance in zip(*row, strict=True))
+        for row in zip(best.tolist(), chances.gather(-1, best).tolist(), strict=True)
+    ]
+
+
+def _draw(
+    logits: Tensor, positions: Sequence[int], sampling: Sampling, round_: int, breadth: int
+) -> list[tuple[DraftDistribution, tuple[Proposal, ...]]]:
+    """Up to `breadth` continuations of each row, drawn without replacement from its truncated distribution.
+
+    The order of the log-probabilities with Gumbel noise added is that of draws without replacement (Gumbel-top-k). The
+    noise is fresh in every round: a tree's shape depends on its draws, so what comes later must not.
+    """
+    size = min(CANDIDATES, MAX_CANDIDATES, logits.shape[-1])
+    best = warped(logits, sampling).topk(size, dim=-1)
+    rows = []
+    for position, values, ids in zip(positions, best.values, best.indices.tolist(), strict=True):
+        probs = values.softmax(-1)
+        count = int((probs > 0).sum())
+        log_probs = probs[:count].log().cpu()
+        perturbed = log_probs + gumbel(sampling.seed, position, count, Stream.DRAFT, round_)
+        order = perturbed.argsort(descending=True)[:breadth].tolist()
+        distribution = DraftDistribution(tuple(ids[:count]), tuple(probs[:count].tolist()))
+        draws = tuple(Proposal(ids[place], max(min(log_probs[place].item(), 0.0), LEAST_LOG_PROB)) for place in order)
+        rows.append((distribution, draws))
+    return rows

@@ -1,0 +1,82 @@
+"""N-gram candidates in a tree of the draft model's, judged by both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dynatree.common.tree import ROOT
+from dynatree.draft.control import ControlSettings
+from dynatree.draft.growing_tree import GrowingTree, Proposal
+from dynatree.draft.policies.lookup import Lookup, NGramSettings
+
+
+class MergedNGrams:
+    """Adds a session's continuations to each tree, and values them once the draft model has seen them.
+
+    The first forward expands the likeliest continuation's beginning with the root. The probability q of a token t of a
+    continuation, after a match of m tokens, is then
+
+        log-odds(q) = log-odds(rate of m) + w m^(-e) (log-odds(p(t)) - log-odds(usual p))
+
+    with p(t) the model's probability of t, w = `model_weight`, e = `model_weight_exponent` and usual p = `usual_prob`.
+    The longer the match, the less the model knows better.
+    """
+
+    def __init__(self, settings: NGramSettings, max_depth: int, control: ControlSettings) -> None:
+        self._lookup = Lookup(settings, control)
+        self._max_depth = max_depth
+        self._control = control
+        self._matches: list[int] = []  # of the tree's first nodes, which are the continuations'
+
+    def add_to(self, tree: GrowingTree) -> list[int]:
+        """Add the continuations to an empty tree; returns the nodes to expand with the root."""
+        self._matches.clear()
+        along = 0
+        for continuation in self._lookup.continuations(tree.context):
+            node = ROOT
+            for proposal in continuation.proposals[: tree.max_depth]:
+                node = tree.add(node, proposal)
+            self._matches += continuation.matches[: tree.max_depth]
+            along = along or min(self._control.expand_along, len(tree), min(tree.max_depth, self._max_depth) - 1)
+        return list(range(along))
+
+    def revalue(self, tree: GrowingTree, level: Sequence[int]) -> None:
+        """Value the continuations' nodes below the first level, before any other node is added.
+
+        Nodes that were expanded in earlier rounds, or ahead of this one, do not count: the tree must not depend on
+        what happens to be known.
+        """
+        tree.revalue(
+            [
+                self._judged(tree, node, match) if tree.parent(node) in level else _unchanged(tree, node)
+                for node, match in enumerate(self._matches)
+            ]
+        )
+
+    def rates(self) -> dict[str, float]:
+        """The rates at which continuations' tokens prove right, by the match before them."""
+        return self._lookup.rates()
+
+    def _judged(self, tree: GrowingTree, node: int, match: int) -> Proposal:
+        token, parent = tree.node(node).token, tree.parent(node)
+        proposals = {proposal.token: proposal for proposal in tree.proposals(parent)}
+        proposal = proposals.get(token)
+        if proposal is not None:
+            prob = math.exp(proposal.log_prob)
+        else:  # less than any proposal's, and than what they leave of the draft's own distribution
+            rest = 1.0 - sum(math.exp(draft.log_prob) for draft in tree.node(parent).proposals or ())
+            prob = min(rest, *(math.exp(each.log_prob) for each in proposals.values())) / self._control.unseen_divisor
+        weight = self._control.model_weight * match**-self._control.model_weight_exponent
+        model = weight * (self._log_odds(prob) - self._log_odds(self._control.usual_prob))
+        log_odds = self._log_odds(math.exp(tree.log_prob(node))) + model
+        return Proposal(token, -math.log1p(math.exp(-log_odds)), proposal.draft_log_prob if proposal else None)
+
+    def _log_odds(self, prob: float) -> float:
+        floor = self._control.prob_floor
+        prob = min(max(prob, floor), 1.0 - floor)
+        return math.log(prob / (1.0 - prob))
+
+
+def _unchanged(tree: GrowingTree, node: int) -> Proposal:
+    return Proposal(tree.node(node).token, tree.log_prob(node))

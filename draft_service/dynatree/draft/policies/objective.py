@@ -1,0 +1,105 @@
+"""The objective of `throughput`: what a tree gains in tokens, over what its time would have brought otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dynatree.draft.control import ControlSettings
+from dynatree.draft.policies.child_mass import ChildMass
+from dynatree.draft.round_costs import Costs
+from dynatree.draft.verify_cost import largest_tree
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Further levels that pay: the children of a leaf would be sent if the leaf is worth more than `threshold`."""
+
+    threshold: float
+
+
+class Objective:
+    """Tokens a second over the session, by the renewal-reward argument: a second is worth lambda tokens.
+
+        lambda = max(1 / V(0), tokens / seconds)                 plain decoding's rate, or the session's if higher
+        G(n)   = sum of the n highest values - lambda V(n)       the tokens that a tree of n nodes gains
+        send the n nodes of highest value,   n = argmax G
+        expand a level iff, with the nodes expected of it and of k - 1 more levels for some k,
+
+            max G(with them) - max G(without them) > lambda (k D + contention of the first)
+
+    V(n) and D are seconds of a verification and of a draft forward (`Costs`). Maximising a round's own ratio of tokens
+    to seconds instead stops too early in easy rounds and too late in hard ones.
+    """
+
+    def __init__(self, costs: Costs, control: ControlSettings) -> None:
+        self._costs = costs
+        self._control = control
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Take in what one round committed, and its seconds, waiting included."""
+        self._tokens = self._control.rate_fade * self._tokens + tokens
+        self._seconds = self._control.rate_fade * self._seconds + seconds
+
+    @property
+    def rate(self) -> float:
+        """Lambda: the tokens that a second is worth."""
+        plain = 1.0 / self._costs.verify(0)
+        return max(plain, self._tokens / self._seconds) if self._seconds else plain
+
+    def best_size(self, values: Sequence[float]) -> tuple[float, int]:
+        """The maximum of G and its n, for node values in descending order.
+
+        V is one figure for each bucket of sizes, so that G is greatest at a bucket's largest tree, or at all nodes.
+        """
+        rate, verify = self.rate, self._costs.verify
+        total, size = 0.0, 0
+        highest, best = total - rate * verify(size), size
+        while size < len(values):
+            larger = min(largest_tree(size + 1), len(values))
+            total += sum(values[size:larger])
+            size = larger
+            gain = total - rate * verify(size)  # G(n)
+            if gain > highest:
+                highest, best = gain, size
+        return highest, best
+
+    def forward_price(self, *, from_root: bool) -> float:
+        """Lambda D of one draft forward, in tokens; the root's also makes the verification longer."""
+        contention = self._costs.draft_contention if from_root else 0.0
+        return self.rate * (self._costs.draft_forward_seconds + contention)
+
+    def plan(
+        self, known: Sequence[float], leaves: Sequence[float], price: float, mass: ChildMass, max_nodes: int
+    ) -> Plan | None:
+        """What to expand; None if no number of further levels is expected to gain more than it costs.
+
+        A leaf is expected to have one best descendant on each further level, and the other children of each: a node's
+        children are worth `mass` of it.
+
+        Args:
+            known: The values of the nodes at hand, in descending order.
+            leaves: The values of the nodes that may be expanded.
+            price: Lambda D of the next forward, in tokens.
+            mass: What children are expected to be worth.
+            max_nodes: The largest tree that may be sent.
+        """
+        highest, _ = self.best_size(known)
+        further = self.forward_price(from_root=False)
+        others = max(mass.children - mass.best, 0.0)
+        expected: list[float] = []
+        plan = None
+        for levels in range(1, self._control.foresight[-1] + 1):
+            expected += [leaf * share for leaf in leaves for share in (mass.best, others)]
+            leaves = [leaf * mass.best for leaf in leaves]
+            if levels not in self._control.foresight:
+                continue
+            merged = sorted([*known, *expected], reverse=True)[:max_nodes]
+            gain, size = self.best_size(merged)
+            gain -= price + (levels - 1) * further
+            if gain > highest:
+                room = largest_tree(size)
+                highest, plan = gain, Plan(merged[room] if room < len(merged) else 0.0)
+        return plan

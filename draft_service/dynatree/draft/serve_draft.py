@@ -1,0 +1,99 @@
+"""`dynatree draft`: serve a draft model in front of a verify service."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from dynatree.common import embedded
+from dynatree.common.engine import Engine, ModelSettings, measure_forwards
+from dynatree.common.errors import FailedPreconditionError, StartupError
+from dynatree.common.limits import MAX_TREE_NODES
+from dynatree.common.model_info import ModelInfo
+from dynatree.common.model_thread import ModelThread
+from dynatree.common.server import Server
+from dynatree.common.service_process import announce, model_settings, run_service
+from dynatree.draft.draft_model import EngineDraftModel
+from dynatree.draft.drafter import Drafter
+from dynatree.draft.generation import Backend
+from dynatree.draft.service import SERVICE_NAME, DefaultPolicy, DraftService
+from dynatree.draft.verify_client import VerifyClient
+from dynatree.v1 import draft_pb2_grpc
+
+MEASURED_ROWS = 6  # a level of a tree has about so many
+AHEAD = {"auto": None, "on": True, "off": False}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until a signal."""
+    policy = DefaultPolicy(options.policy, options.policy_settings)
+    settings = model_settings(options, options.draft_model, embedded.draft_path(), scratch=2 * MAX_TREE_NODES)
+    return run_service(
+        lambda: serve(
+            settings,
+            options.listen,
+            options.verify,
+            options.verify_timeout,
+            policy,
+            options.grace,
+            options.draft_ahead,
+        )
+    )
+
+
+async def serve(
+    settings: ModelSettings,
+    address: str,
+    verify_address: str,
+    verify_timeout: float,
+    policy: DefaultPolicy,
+    grace: float,
+    draft_ahead: str = "auto",
+) -> None:
+    """Load the draft, find the verify service, then serve until a signal.
+
+    Raises:
+        StartupError: The model, the address or the verify service cannot be used, or the models do not fit together.
+    """
+    verify = VerifyClient(verify_address)
+    try:
+        thread = ModelThread("draft-model")
+        engine = await thread.run(Engine.load, settings)
+        target = await verify.target(verify_timeout)
+        costs = await thread.run(measure_forwards, engine, MEASURED_ROWS)
+        engine.info = replace(engine.info, forward_costs=costs)
+        server = await start_draft(engine, thread, verify, target, address, policy, AHEAD[draft_ahead])
+        info = engine.info
+        announce(f"dynatree draft: {info.name} ({info.dtype}, {info.device}) for {target.name} on {server.address}")
+        await server.wait(grace)
+        thread.shutdown()
+    finally:
+        await verify.close()
+
+
+async def start_draft(
+    engine: Engine,
+    thread: ModelThread,
+    verify: VerifyClient,
+    target: ModelInfo,
+    address: str,
+    policy: DefaultPolicy,
+    ahead: bool | None = None,
+) -> Server:
+    """Serve completions at `address`; `thread` is the one that loaded the draft model, `target` what `verify` has now.
+
+    `ahead`: whether to read on while the verify service works; None: where it has a device of its own.
+
+    Raises:
+        StartupError: The models do not fit together, or the address cannot be used.
+    """
+    drafter = Drafter(EngineDraftModel(engine), MAX_TREE_NODES)
+    backend = Backend(engine, drafter, thread, verify)
+    server = Server([SERVICE_NAME])
+    try:
+        service = DraftService(backend, target, policy, ahead)
+    except FailedPreconditionError as error:
+        raise StartupError(str(error)) from error
+    draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]
+    await server.start(address)
+    return server

@@ -1,0 +1,52 @@
+"""The messages of `DraftService` to values and back."""
+
+from __future__ import annotations
+
+from math import exp
+
+from dynatree.common.wire import finish_reason_to_pb
+from dynatree.draft.generation import Chunk, Completion, TracedRound
+from dynatree.draft.statistics import Statistics
+from dynatree.v1 import draft_pb2
+
+
+def response_to_pb(event: Chunk | TracedRound | Completion, *, index: int) -> draft_pb2.GenerateResponse:
+    """The message of an event of completion `index`."""
+    match event:
+        case Chunk():
+            return draft_pb2.GenerateResponse(
+                index=index, text=event.text, token_ids=event.token_ids, log_probs=event.log_probs
+            )
+        case TracedRound():
+            return draft_pb2.GenerateResponse(index=index, trace=_trace_to_pb(event))
+        case Completion():
+            completion = draft_pb2.Completion(
+                finish_reason=finish_reason_to_pb(event.finish_reason),
+                prompt_tokens=event.prompt_tokens,
+                statistics=_statistics_to_pb(event.statistics),
+            )
+            return draft_pb2.GenerateResponse(index=index, text=event.text, completion=completion)
+
+
+def _trace_to_pb(traced: TracedRound) -> draft_pb2.RoundTrace:
+    tree, commit = traced.round.tree, traced.round.commit
+    return draft_pb2.RoundTrace(
+        round=commit.next_round - 1,
+        base_length=commit.base_length - len(commit.token_ids),
+        token_ids=tree.token_ids,
+        parents=tree.parents,
+        probabilities=[exp(log_prob) for log_prob in tree.log_probs],
+        texts=traced.node_texts,
+        accepted_nodes=commit.accepted_nodes,
+        committed_ids=commit.token_ids,
+        committed_texts=traced.committed_texts,
+        parameters=traced.parameters,
+        draft_seconds=traced.round.draft_seconds,
+        verify_seconds=commit.timings.total,
+    )
+
+
+def _statistics_to_pb(statistics: Statistics) -> draft_pb2.GenerationStatistics:
+    figures = dict(vars(statistics))
+    figures["round_parts"] = [draft_pb2.RoundPart(**vars(part)) for part in statistics.round_parts]
+    return draft_pb2.GenerationStatistics(**figures)

@@ -1,0 +1,66 @@
+"""Every contract of the layers holds, and notices an arrow that is turned round."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("protos", "common", "draft_service", "verify_service", "client")
+
+# The contract, the module that gets an import too many, and the import.
+TURNED = [
+    ("layers", "common/dynatree/common/tree.py", "import dynatree.draft.drafter"),
+    ("layers", "verify_service/dynatree/verify/session.py", "import dynatree.cli.main"),
+    ("services", "verify_service/dynatree/verify/session.py", "import dynatree.draft.round"),
+    ("client", "client/dynatree/client/_types.py", "import dynatree.common.errors"),
+    ("client", "client/dynatree/client/_types.py", "import numpy"),
+    ("protobuf", "draft_service/dynatree/draft/generation.py", "import dynatree.v1.draft_pb2"),
+    ("protobuf", "verify_service/dynatree/verify/verifier.py", "import dynatree.v1.verify_pb2"),
+    ("policies", "draft_service/dynatree/draft/policies/dynatree.py", "import torch"),
+    ("acceptance", "verify_service/dynatree/verify/accept.py", "import dynatree.common.engine"),
+    ("circles", "common/dynatree/common/errors.py", "import dynatree.common.tree"),
+]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of the product's modules, for this module alone."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def lint(folder, *contracts):
+    path = ":".join(str(folder / room) for room in ROOMS)
+    chosen = [word for contract in contracts for word in ("--contract", contract)]
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", *chosen]
+    return subprocess.run(command, cwd=folder, env={"PYTHONPATH": path}, capture_output=True, text=True)
+
+
+def test_every_contract_holds(checkout):
+    linted = lint(checkout)
+    assert linted.returncode == 0, linted.stdout
+    assert {contract for contract, _, _ in TURNED} == set(contract_ids()), "every contract is turned round below"
+
+
+def contract_ids():
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    return [lines[i + 1].split('"')[1] for i, line in enumerate(lines) if line == "[[tool.importlinter.contracts]]"]
+
+
+@pytest.mark.parametrize(("contract", "module", "line"), TURNED, ids=[f"{c}-{m.split('/')[-1]}" for c, m, _ in TURNED])
+def test_a_turned_arrow_breaks_its_contract(checkout, contract, module, line):
+    file = checkout / module
+    text = file.read_text()
+    file.write_text(f"{text}\n\n{line}  # noqa\n")
+    try:
+        linted = lint(checkout, contract)
+    finally:
+        file.write_text(text)
+    assert linted.returncode == 1
+    assert "BROKEN" in linted.stdout

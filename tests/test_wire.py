@@ -1,0 +1,34 @@
+"""Domain values survive the way through their messages."""
+
+import pytest
+
+from dynatree.common.errors import FailedPreconditionError
+from dynatree.common.model_info import ForwardCost, ModelInfo, check_same_tokenizer
+from dynatree.common.wire import model_info_from_pb, model_info_to_pb
+from dynatree.v1 import tree_pb2
+
+INFO = ModelInfo(
+    name="some-model",
+    architecture="GPTNeoXForCausalLM",
+    parameters=2**40,
+    vocab_size=50304,
+    context_length=2048,
+    dtype="bfloat16",
+    device="cuda:1",
+    tokenizer_fingerprint="ab" * 32,
+    version="1.2.3",
+    device_id="0123456789abcdef",
+    step_bytes=2**41,
+    forward_costs=(ForwardCost(1, 0.25), ForwardCost(64, 0.5)),  # exact in float32
+)
+
+
+def test_model_information_comes_back_as_it_went():
+    message = tree_pb2.ModelInfo.FromString(model_info_to_pb(INFO).SerializeToString())
+    assert len(message.ListFields()) == len(tree_pb2.ModelInfo.DESCRIPTOR.fields), "every field is carried"
+    assert model_info_from_pb(message) == INFO
+
+
+def test_a_message_that_leaves_everything_out_has_no_tokenizer():
+    with pytest.raises(FailedPreconditionError, match=r"\(unnamed\).*\(none and ab"):
+        check_same_tokenizer(model_info_from_pb(tree_pb2.ModelInfo()), INFO)
