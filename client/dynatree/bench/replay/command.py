@@ -24,7 +24,8 @@ from dynatree.bench.replay.tables import tables, to_dict
 from dynatree.bench.tables.table import to_rich
 from dynatree.client import ModelInfo
 from dynatree.common import embedded
-from dynatree.common.errors import InvalidArgumentError, StartupError
+from dynatree.common.errors import FailedPreconditionError, InvalidArgumentError, StartupError
+from dynatree.common.wire import model_info_to_pb
 from dynatree.draft.policies import create_policy, policy_names
 
 RESULTS_VERSION = 1
@@ -53,13 +54,13 @@ def record(options: argparse.Namespace) -> int:
             options.dtype or "auto",
             options.least_prob,
         )
-    except StartupError as error:
+    except (StartupError, FailedPreconditionError) as error:
         raise SystemExit(str(error)) from None
     runs = _record(recorder, texts, machines, options)
     header = {
         "models": {
-            "target": describe(ModelInfo.from_pb(recorder.target.info)),
-            "draft": describe(ModelInfo.from_pb(recorder.draft.info)),
+            "target": describe(ModelInfo.from_pb(model_info_to_pb(recorder.target.info))),
+            "draft": describe(ModelInfo.from_pb(model_info_to_pb(recorder.draft.info))),
         },
         "git": environment(None, None).git,
         "texts": [_describe(text) for text in texts],

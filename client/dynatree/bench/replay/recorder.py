@@ -17,15 +17,18 @@ from dynatree.bench.methods import Method
 from dynatree.bench.replay.machines import Machine
 from dynatree.bench.replay.recording import RecordedRun
 from dynatree.bench.replay.runs import Settings, Task, groups, replay_group
-from dynatree.bench.replay.table_drafter import Ask
+from dynatree.bench.replay.table_model import Ask
 from dynatree.common.engine import Engine, ModelSettings
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import ROOT, TokenTree
-from dynatree.draft.drafter import Drafter, DraftSession
+from dynatree.draft.control import DEFAULT_CONTROL
+from dynatree.draft.draft_model import EngineDraftModel
+from dynatree.draft.draft_session import DraftSession
+from dynatree.draft.drafter import Drafter
 from dynatree.draft.growing_tree import GrowingTree, Proposal
 from dynatree.draft.ngram_index import NGramIndex
 from dynatree.draft.policies.base import Policy
-from dynatree.draft.policies.hybrid import READ_ALONG
+from dynatree.draft.target import Target
 from dynatree.verify.session import SessionRequest
 from dynatree.verify.verifier import Verifier
 
@@ -53,7 +56,9 @@ class Recorder:
         self.target = target
         self.draft = draft
         self._verifier = Verifier(target, max_tree_nodes=1)
-        self._drafter = Drafter(draft, MOST_NODES, min(target.info.vocab_size, draft.info.vocab_size))
+        self._drafter = Drafter(EngineDraftModel(draft), MOST_NODES)
+        known_ids = max(draft.tokenizer.get_vocab().values()) + 1
+        self._vocab_size = Target.of(target.info, draft.info, known_ids, ahead=False).vocab_size
         self._least = math.log(least_prob)
 
     @classmethod
@@ -62,6 +67,7 @@ class Recorder:
 
         Raises:
             StartupError: One of them cannot be served.
+            FailedPreconditionError: Their tokenizers differ.
         """
         return cls(
             Engine.load(ModelSettings(target, device, dtype, sessions=1, scratch=1)),
@@ -77,7 +83,7 @@ class Recorder:
         completion = self._decode(prompt_ids, new_tokens, sampling)
         run = RecordedRun(text, prompt, temperature, seed if temperature else None, tuple(prompt_ids), completion)
         exploration = Exploration(run, self._least)
-        session = self._drafter.open(prompt_ids, sampling)
+        session = self._drafter.open(prompt_ids, sampling, self._vocab_size)
         try:
             for position, token in enumerate(completion):
                 exploration.position = position
@@ -96,7 +102,7 @@ class Recorder:
         done: Callable[[], object] = lambda: None,
     ) -> None:
         """Add what the policies of `ASKING` ask for on these machines; calls `done` after each."""
-        with closing(_Asking(self._drafter)) as asking:
+        with closing(_Asking(self._drafter, self._vocab_size)) as asking:
             for machine, group, method in product(machines, groups(runs), ASKING):
                 for fresh in (False, True):
                     replay_group(Task(method, machine, group, Settings(fresh=fresh)), asking.of)
@@ -138,7 +144,7 @@ class Exploration(Policy):
         self._true = {ROOT}
         added: dict[tuple[int, int], int] = {}
         for index in self._indices:
-            for _, tokens in index.continuations(tree.context, READ_ALONG, 1):
+            for _, tokens in index.continuations(tree.context, DEFAULT_CONTROL.expand_along, 1):
                 node = ROOT
                 for token in tokens:
                     if (node, token) not in added:
@@ -164,10 +170,10 @@ class Exploration(Policy):
     def record(self) -> None:
         """Record the expanded nodes of the last tree."""
         tree, run = self._tree, self._run
-        run.set_proposals(self.position, tree.proposals(ROOT))
+        run.set_proposals(self.position, tuple(tree.proposals(ROOT)))
         places = {ROOT: self.position}
         for node in range(len(tree)):
-            if not tree.is_read(node):
+            if not tree.is_expanded(node):
                 continue
             above, token = places[tree.parent(node)], tree.node(node).token
             known = run.child(above, token)
@@ -192,8 +198,9 @@ class Exploration(Policy):
 class _Asking:
     """Asks the draft about single contexts of runs; one position's session stays open for the next question."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self._drafter = drafter
+        self._vocab_size = vocab_size
         self._committed: tuple[int, ...] = ()
         self._session: DraftSession | None = None
 
@@ -215,12 +222,12 @@ class _Asking:
         for token in path:
             level.append(tree.add(level[-1], Proposal(token, 0.0)))
         self._drafter.expand(session, tree, level, BREADTH)
-        return tree.proposals(level[-1])[: 2 * LEAST_PROPOSALS]
+        return tuple(tree.proposals(level[-1])[: 2 * LEAST_PROPOSALS])
 
     def _at(self, committed: tuple[int, ...], sampling: Sampling) -> DraftSession:
         session = self._session
         if session is None or committed != self._committed or sampling != session.sampling:
             self.close()
-            session = self._session = self._drafter.open(committed, sampling)
+            session = self._session = self._drafter.open(committed, sampling, self._vocab_size)
             self._committed = committed
         return session

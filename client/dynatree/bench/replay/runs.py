@@ -10,14 +10,15 @@ from statistics import median
 
 from dynatree.bench.figures import by
 from dynatree.bench.methods import PLAIN, Method
-from dynatree.bench.replay.machines import Machine, seconds_on
+from dynatree.bench.replay.machines import Curve, Machine, seconds_on
 from dynatree.bench.replay.recording import RecordedRun
 from dynatree.bench.replay.session import Noise, Replayed, replay
-from dynatree.bench.replay.table_drafter import Ask
-from dynatree.common.engine import SIZES
-from dynatree.draft.costs import Costs
+from dynatree.bench.replay.table_model import Ask
+from dynatree.common.model_info import ForwardCost
+from dynatree.draft.control import DEFAULT_CONTROL, ControlSettings
 from dynatree.draft.policies import create_policy
-from dynatree.v1 import tree_pb2
+from dynatree.draft.round_costs import Costs
+from dynatree.draft.verify_cost import ROW_BUCKETS
 
 TARGET_ROWS = 64  # what the services measure when they start
 DRAFT_ROWS = 6
@@ -45,11 +46,13 @@ class Settings:
         fresh: Whether every prompt finds a service just started; otherwise a group's prompts share what was learnt.
         noise: The standard deviation of the logarithm of a measured time over the machine's own.
         seed: Of the noise.
+        control: The tuned constants of policies.
     """
 
     fresh: bool = False
     noise: float = 0.0
     seed: int = 0
+    control: ControlSettings = DEFAULT_CONTROL
 
 
 @dataclass(frozen=True)
@@ -144,28 +147,28 @@ def _replay_taken(place: int) -> Result:
 def replay_group(task: Task, ask: Callable[[RecordedRun], Ask] | None = None) -> Result:
     """Decode a group's runs, one after the other, with what the service learns of one kept for the next.
 
-    `ask` gives what is asked of contexts that a run lacks; see `TableDrafter`.
+    `ask` gives what is asked of contexts that a run lacks; see `TableModel`.
     """
     machine, settings = task.machine, task.settings
-    costs = starting_costs(machine)
+    control = settings.control
+    costs = starting_costs(machine, control)
     noise = _noise(settings)
     replayed = []
     for run in task.group.runs:
         if settings.fresh:
-            costs = starting_costs(machine)
-        policy = create_policy(task.method.policy or PLAIN.label, dict(task.method.settings), costs)
+            costs = starting_costs(machine, control)
+        policy = create_policy(task.method.policy or PLAIN.label, dict(task.method.settings), costs, control=control)
         replayed.append(replay(run, policy, machine, noise, ask and ask(run)))
     return Result(task, tuple(replayed))
 
 
-def starting_costs(machine: Machine) -> Costs:
+def starting_costs(machine: Machine, control: ControlSettings) -> Costs:
     """What a service knows of rounds when it starts: what each side measured of its own forwards."""
 
-    def measured(curve: Sequence[tuple[int, float]], most_rows: int) -> list[tree_pb2.ForwardCost]:
-        sizes = [rows for rows in SIZES if rows <= most_rows]
-        return [tree_pb2.ForwardCost(rows=rows, seconds=seconds_on(tuple(curve), rows)) for rows in sizes]
+    def measured(curve: Curve, most_rows: int) -> list[ForwardCost]:
+        return [ForwardCost(rows, seconds_on(curve, rows)) for rows in ROW_BUCKETS if rows <= most_rows]
 
-    return Costs(measured(machine.verify, TARGET_ROWS), measured(machine.draft, DRAFT_ROWS))
+    return Costs(measured(machine.verify, TARGET_ROWS), measured(machine.draft, DRAFT_ROWS), control)
 
 
 def _noise(settings: Settings) -> Noise:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from dynatree.bench.replay.machines import Machine, seconds_on
 from dynatree.bench.replay.recording import RecordedRun
-from dynatree.bench.replay.table_drafter import Ask, TableDrafter
-from dynatree.common.command import MAX_TREE_NODES
+from dynatree.bench.replay.table_model import Ask, TableModel
+from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.tree import TokenTree
+from dynatree.draft.drafter import Drafter
 from dynatree.draft.policies import Outcome, Policy
 from dynatree.verify.accept import Verdict, accept, cut
 
 Noise = Callable[[], float]
+VOCAB_SIZE = 0  # a recording asks for none
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,11 @@ def replay(
         policy: A fresh policy.
         machine: What forwards and rounds take.
         noise: A factor for the next measured time.
-        ask: As in `TableDrafter`.
+        ask: As in `TableModel`.
     """
-    drafter = TableDrafter(run, machine, MAX_TREE_NODES, ask)
-    session = drafter.session()
+    model = TableModel(run, machine, ask)
+    drafter = Drafter(model, MAX_TREE_NODES)
+    session = drafter.open(run.prompt_ids, run.sampling, VOCAB_SIZE)
     drafter.read(session, policy)
     drafter.commit(session, run.completion[:1])
     done, rounds, nodes, accepted, seconds = 1, 0, 0, 0, 0.0
@@ -62,8 +65,8 @@ def replay(
         outcome = Outcome(
             tree=growth.tree,
             accepted=verdict.accepted,
-            levels=growth.levels,
-            draft_seconds=noise() * (growth.forward_seconds + machine.level_seconds * growth.levels),
+            levels=growth.draft_forwards,
+            draft_seconds=noise() * (growth.forward_seconds + machine.level_seconds * growth.draft_forwards),
             verify_seconds=noise() * (seconds_on(machine.verify, len(growth.tree) + 1) + machine.round_seconds),
         )
         drafter.commit(session, verdict.token_ids)
@@ -73,7 +76,7 @@ def replay(
         nodes += len(growth.tree)
         accepted += len(verdict.accepted)
         seconds += outcome.draft_seconds + outcome.verify_seconds
-    return Replayed(done - 1, rounds, nodes, accepted, seconds, drafter.expanded, drafter.stood_in)
+    return Replayed(done - 1, rounds, nodes, accepted, seconds, model.expanded, model.stood_in)
 
 
 def verify(tree: TokenTree, coming: Sequence[int]) -> Verdict:

@@ -1,4 +1,4 @@
-"""The draft service's drafter with a recorded run in the model's place."""
+"""A recorded run in the draft model's place."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 from dynatree.bench.replay.machines import Machine, seconds_on
 from dynatree.bench.replay.recording import RecordedRun
 from dynatree.common.tree import ROOT
-from dynatree.draft.drafter import Drafter, DraftSession
+from dynatree.draft.draft_session import DraftSession
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 
-CONTEXT_LENGTH = 2**20  # no run is as long
 FIRST_TAIL_TOKEN = 2**32  # no vocabulary has it
 
 # The proposals after the first so many tokens of the completion and the tokens of a path.
@@ -30,8 +27,8 @@ class _Place:
     recorded: bool
 
 
-class TableDrafter(Drafter):
-    """Grows and commits as the service does; proposals are the recorded ones, and forwards take the machine's time.
+class TableModel:
+    """A `DraftModel` for one session on one run: proposals are the recorded ones, forwards take the machine's time.
 
     A context off the true path that was not recorded gets the proposals of the recorded one off the path whose last
     token was as likely, as nearly as there is one. Nodes below those are looked up below them. Verification comes to
@@ -40,50 +37,48 @@ class TableDrafter(Drafter):
     A node off the true path has all proposals that were likely enough, and at least four. A policy that asks for more
     gets, of what they leave of the probability, a half, a quarter and so on, under tokens that no vocabulary has.
 
-    Attributes:
-        expanded: Nodes that policies had expanded.
-        stood_in: Those among them that another node stood in for.
-
     Args:
         run: The recorded run.
         machine: What forwards take.
-        max_tree_nodes: The largest tree of any policy.
         ask: What to record of a context that was not; None: another stands in for it.
+
+    Attributes:
+        expanded: Nodes that the policy had expanded.
+        stood_in: Those among them that another node stood in for.
     """
 
-    def __init__(self, run: RecordedRun, machine: Machine, max_tree_nodes: int, ask: Ask | None = None) -> None:
-        super().__init__(_no_engine(), max_tree_nodes, vocab_size=0)
+    context_length = 2**31  # no run is as long
+
+    def __init__(self, run: RecordedRun, machine: Machine, ask: Ask | None = None) -> None:
         self._run = run
         self._machine = machine
-        self._places: dict[TrieNode, _Place] = {}
         self._ask = ask
+        self._places: dict[TrieNode, _Place] = {}
         self._off_path = sorted(_off_path_log_probs(run))
         self.expanded = 0
         self.stood_in = 0
 
-    def session(self) -> DraftSession:
-        """A session on the run's prompt."""
-        return DraftSession(0, list(self._run.prompt_ids), self._run.sampling)
+    def allocate(self) -> int | None:
+        """Row 0, always: nothing is stored in it."""
+        return 0
 
-    def expand(self, session: DraftSession, tree: GrowingTree, level: Sequence[int], breadth: int) -> float:
-        """Look up the nodes of a level that have no proposals yet; returns the seconds of a forward over them."""
-        unread = [node for node in level if not tree.is_read(node)]
-        if not unread:
-            return 0.0
-        for node in unread:
+    def free(self, kv_row: int) -> None:
+        """Nothing to do."""
+
+    def move(self, kv_row: int, slots: Sequence[int], start: int) -> None:
+        """Nothing to do."""
+
+    def expand(self, session: DraftSession, tree: GrowingTree, nodes: Sequence[int], breadth: int) -> float:
+        """Look up the proposals of nodes, parents first; returns the seconds of a forward over them."""
+        for node in nodes:
             place = self._place(session, tree, node)
             self._places[tree.node(node)] = place
             tree.node(node).proposals = self._proposals(place.node, breadth)
             self.stood_in += not place.recorded
-        self.expanded += len(unread)
-        below = [node for node in unread if node != ROOT]
-        behind = len(session.committed) - session.rows if unread[0] == ROOT else 0
-        first = session.used + behind
-        for slot, node in enumerate(below, start=first):
-            tree.node(node).slot = slot
-        session.rows = len(session.committed)
-        session.used = first + len(below)
-        return seconds_on(self._machine.draft, behind + len(below))
+        self.expanded += len(nodes)
+        uncached = len(session.committed) - session.num_cached if ROOT in nodes else 0
+        rows = uncached + len(nodes) - (ROOT in nodes and uncached > 0)
+        return seconds_on(self._machine.draft, rows)
 
     def _place(self, session: DraftSession, tree: GrowingTree, node: int) -> _Place:
         position = len(session.committed) - len(self._run.prompt_ids)
@@ -94,7 +89,7 @@ class TableDrafter(Drafter):
         found = self._run.child(above.node, token)
         if found is not None:
             return _Place(found, above.recorded)
-        if self._ask is not None and token < FIRST_TAIL_TOKEN and above.recorded:
+        if self._ask is not None and above.recorded and token < FIRST_TAIL_TOKEN:
             path = [each.token for each in reversed(tree.path(node))]
             return _Place(self._run.add(above.node, token, self._ask(position, path)), recorded=True)
         return _Place(self._nearest(self._run.log_prob(above.node, token)), recorded=False)
@@ -124,16 +119,7 @@ def _tail(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
 
 
 def _off_path_log_probs(run: RecordedRun) -> list[tuple[float, int]]:
-    """The recorded log-probability of each node off the true path, and the node."""
-    found = [
-        (run.log_prob(node.parent, node.token), place)
-        for place, node in enumerate(run.nodes)
-        if place >= len(run.completion)
-    ]
+    """The recorded log-probability of each node off the true path, and the node; without those that have none."""
+    nodes = range(len(run.completion), len(run.nodes))
+    found = ((run.log_prob(run.nodes[place].parent, run.nodes[place].token), place) for place in nodes)
     return [each for each in found if each[0] > -math.inf]
-
-
-def _no_engine() -> Any:
-    """What the drafter asks of an engine outside of `expand`: a context length, and an arena with nothing in it."""
-    arena = SimpleNamespace(move=lambda row, slots, start: None)
-    return SimpleNamespace(info=SimpleNamespace(context_length=CONTEXT_LENGTH), arena=arena)
