@@ -136,9 +136,9 @@ def _add_record(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--least-prob",
         type=_share,
-        default=0.02,
+        default=1 / 64,
         metavar="P",
-        help="contexts off the true path are recorded down to this path probability (default: %(default)s)",
+        help="contexts off the true path are recorded down to this path probability (default: 1 / 64)",
     )
     parser.add_argument(
         "--machines",
@@ -217,7 +217,9 @@ def _add_prompts(parser: argparse.ArgumentParser, several: bool = False) -> None
     group.add_argument(
         "--field", metavar="NAME", help="where the prompt is: a name in a line of JSON, a column (default: found out)"
     )
-    group.add_argument("--name", metavar="NAME", help="of the prompts in tables (default: the file's, without suffix)")
+    if not several:
+        help_line = "of the prompts in tables (default: the file's, without suffix)"
+        group.add_argument("--name", metavar="NAME", help=help_line)
     group.add_argument("--count", type=_at_least(1), default=10, metavar="N", help="prompts (default: %(default)s)")
     group.add_argument(
         "--prompt-tokens",
