@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynatree.bench.arguments import EMBEDDED, MEASUREMENTS
 from dynatree.bench.decoding import Baseline, Decoders
 from dynatree.bench.environment import Environment, environment
+from dynatree.bench.measurements import EMBEDDED, MEASUREMENTS
 from dynatree.bench.memory import PeakMemory
 from dynatree.bench.methods import ABLATION, ASSISTED, BASELINES, COUPLING, GUESSES, PLAIN, SCHEMES, Case, Method
 from dynatree.bench.progress import progress_bar
