@@ -133,6 +133,11 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         help="a policy and its settings, with alternatives; may be repeated (default: every policy)",
     )
     _add_temperatures(parser, ())
+    parser.add_argument(
+        "--constants",
+        action="store_true",
+        help="what each tuned constant is worth, to --policy or to throughput: the speed with other values of it",
+    )
     parser.add_argument("--fresh", action="store_true", help="every prompt finds a service that has just started")
     parser.add_argument(
         "--noise", type=_share, default=0.0, metavar="SHARE", help="of measured times, lognormal (default: none)"

@@ -15,7 +15,7 @@ from dynatree.bench.methods import Method
 from dynatree.bench.progress import progress_bar
 from dynatree.bench.prompts import Prompts, Selection, load_tokenizer, read_prompts
 from dynatree.bench.record import check_writable
-from dynatree.bench.replay import recording
+from dynatree.bench.replay import constants, recording
 from dynatree.bench.replay.machines import Machine, load_machines
 from dynatree.bench.replay.recorder import ASKING, Recorder
 from dynatree.bench.replay.recording import RecordedRun, Recording
@@ -26,9 +26,10 @@ from dynatree.client import ModelInfo
 from dynatree.common import embedded
 from dynatree.common.errors import FailedPreconditionError, InvalidArgumentError, StartupError
 from dynatree.common.wire import model_info_to_pb
-from dynatree.draft.policies import create_policy, policy_names
+from dynatree.draft.policies import DEFAULT_POLICY, create_policy, policy_names
 
 RESULTS_VERSION = 1
+WIDTH = 130  # of the table of constants
 
 
 def record(options: argparse.Namespace) -> int:
@@ -106,7 +107,8 @@ def replay(options: argparse.Namespace) -> int:
     """
     if options.out is not None:
         check_writable(options.out)
-    methods = options.policies or [Method(name, name) for name in policy_names()]
+    names = [DEFAULT_POLICY] if options.constants else policy_names()
+    methods = options.policies or [Method(name, name) for name in names]
     _check_methods(methods)
     machines = _machines(options)
     runs = [run for path in options.recordings for run in recording.load(path).runs]
@@ -115,22 +117,39 @@ def replay(options: argparse.Namespace) -> int:
         raise SystemExit("no recorded run has such a --temperature")
     settings = Settings(options.fresh, options.noise, options.seed)
     tasks = [Task(method, machine, group, settings) for machine in machines for group in wanted for method in methods]
+    if options.constants:
+        _constants(tasks, options)
+    else:
+        _policies(tasks, options)
+    return 0
+
+
+def _policies(tasks: Sequence[Task], options: argparse.Namespace) -> None:
     with progress_bar() as progress:
         results = list(progress.track(replay_all(tasks, options.processes), total=len(tasks), description="replay"))
     console = Console()
     for table in tables(results):
         console.print(to_rich(table))
         console.print()
-    if options.out is not None:
-        _save([to_dict(result) for result in results], options)
-    return 0
+    _save([to_dict(result) for result in results], options)
+
+
+def _constants(tasks: Sequence[Task], options: argparse.Namespace) -> None:
+    with progress_bar() as progress:
+        changes = constants.changes(tasks, lambda tasks: replay_all(tasks, options.processes))
+        found = list(progress.track(changes, total=len(constants.variants()), description="constants"))
+    Console(width=WIDTH).print(to_rich(constants.table(found)))
+    _save([constants.to_dict(change) for change in found], options)
 
 
 def _save(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    if options.out is None:
+        return
     value = {
         "version": RESULTS_VERSION,
         "git": environment(None, None).git,
         "recordings": [path.name for path in options.recordings],
+        "constants": options.constants,
         "options": {"fresh": options.fresh, "noise": options.noise, "seed": options.seed},
         "results": results,
     }

@@ -169,7 +169,7 @@ def load(path: Path) -> Recording:
         SystemExit: It cannot be read, or is no recording of this version.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
         header = json.loads(arrays["header"].tobytes())
         if header["version"] != VERSION:
@@ -177,7 +177,7 @@ def load(path: Path) -> Recording:
         return Recording(header, tuple(_runs(header.pop("runs"), arrays)))
     except OSError as error:
         raise SystemExit(f"{path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, BadZipFile) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, EOFError, BadZipFile) as error:
         raise SystemExit(f"{path} is no recording of dynatree bench record: {error}") from None
 
 

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from dynatree.bench.replay.machines import Machine, seconds_on
 from dynatree.bench.replay.recording import RecordedRun
@@ -54,7 +55,6 @@ class TableModel:
         self._machine = machine
         self._ask = ask
         self._places: dict[TrieNode, _Place] = {}
-        self._off_path = sorted(_off_path_log_probs(run))
         self.expanded = 0
         self.stood_in = 0
 
@@ -96,13 +96,21 @@ class TableModel:
 
     def _nearest(self, log_prob: float) -> int:
         """The node off the true path whose token has the nearest log-probability; of equals the first recorded."""
-        if not self._off_path:
+        known = self._off_path
+        if not known:
             return 0
-        after = bisect_left(self._off_path, (log_prob,))
-        low = self._off_path[max(after - 1, 0)]
-        high = self._off_path[min(after, len(self._off_path) - 1)]
+        after = bisect_left(known, (log_prob,))
+        low, high = known[max(after - 1, 0)], known[min(after, len(known) - 1)]
         nearest = low if log_prob - low[0] < high[0] - log_prob else high
-        return self._off_path[bisect_left(self._off_path, (nearest[0],))][1]
+        return known[bisect_left(known, (nearest[0],))][1]
+
+    @cached_property
+    def _off_path(self) -> list[tuple[float, int]]:
+        """The recorded log-probability of each node off the true path, least first, and the node; where it has one."""
+        run = self._run
+        nodes = range(len(run.completion), len(run.nodes))
+        found = ((run.log_prob(run.nodes[place].parent, run.nodes[place].token), place) for place in nodes)
+        return sorted(each for each in found if each[0] > -math.inf)
 
     def _proposals(self, node: int, breadth: int) -> tuple[Proposal, ...]:
         proposals = self._run.nodes[node].proposals
@@ -116,10 +124,3 @@ def _tail(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
     rest = max(1.0 - sum(math.exp(proposal.log_prob) for proposal in proposals), 1e-7)
     most = proposals[-1].log_prob if proposals else 0.0
     return [Proposal(FIRST_TAIL_TOKEN + place, min(most, math.log(rest / 2 ** (place + 1)))) for place in range(count)]
-
-
-def _off_path_log_probs(run: RecordedRun) -> list[tuple[float, int]]:
-    """The recorded log-probability of each node off the true path, and the node; without those that have none."""
-    nodes = range(len(run.completion), len(run.nodes))
-    found = ((run.log_prob(run.nodes[place].parent, run.nodes[place].token), place) for place in nodes)
-    return [each for each in found if each[0] > -math.inf]
