@@ -75,7 +75,7 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
     That is the sorted (token, id) pairs with added tokens, a BPE model's merges or a unigram model's scores, and what
     the tokenizer makes of fixed texts: their ids, with the special tokens that it adds, and the text of these ids. The
-    texts show normalisation, the cutting into words, special tokens and decoding: these count by their effect, since one
+    texts show normalisation, the cutting into words, special tokens and decoding. These count by their effect: one
     behaviour can be written down in several ways.
     """
     digest = hashlib.sha256()
