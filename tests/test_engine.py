@@ -9,6 +9,10 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTJConfig,
+    GPTJForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
@@ -97,21 +101,37 @@ def check_equal_bits(engine, start):
         assert torch.equal(chain, torch.cat(steps[:count])), count
 
 
+def gemma2(**changes):
+    config = Gemma2Config(**SMALL, **ATTENTION, head_dim=16, max_position_embeddings=64, sliding_window=16, **changes)
+    return Gemma2ForCausalLM(config)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         (lambda: MistralForCausalLM(MistralConfig(**SMALL, **ATTENTION, sliding_window=16)), "sliding"),
-        (lambda: MambaForCausalLM(MambaConfig(**SMALL, state_size=4)), "cannot be served"),
+        (
+            lambda: MambaForCausalLM(MambaConfig(**SMALL, state_size=4)),
+            "mamba models do not go through transformers' attention interface",
+        ),
         (
             lambda: BloomForCausalLM(BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=2)),
-            "cannot be served|could not be loaded",
+            "bloom models do not go through transformers' attention interface",
         ),
+        (
+            lambda: GPTJForCausalLM(
+                GPTJConfig(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=2, rotary_dim=8, n_positions=64)
+            ),
+            "gptj models do not go through transformers' attention interface",
+        ),
+        (lambda: gemma2(), "its attention uses softcapping of its scores"),
+        (lambda: gemma2(attn_logit_softcapping=None), "gemma2 has sliding_attention layers"),
     ],
-    ids=["sliding window", "recurrent", "alibi"],
+    ids=["sliding window", "recurrent", "alibi", "own attention", "softcapping", "sliding layers"],
 )
 def test_what_cannot_be_exact_is_refused_at_load(tmp_path, model, message):
     path = save(model(), tmp_path / "model")
-    with pytest.raises(StartupError, match=message):
+    with pytest.raises(StartupError, match=f"^model model cannot be served exactly: .*{message}"):
         load_engine(ModelSettings(path))
 
 

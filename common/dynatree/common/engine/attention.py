@@ -20,6 +20,13 @@ from dynatree.common.engine.segment import Segment
 from dynatree.common.errors import StartupError
 
 NAME = "dynatree"
+# Keyword arguments of transformers' attention functions that ask for more than softmax(query @ key) @ value.
+VARIANTS = {
+    "softcap": "softcapping of its scores",
+    "s_aux": "attention sinks",
+    "position_bias": "a position bias",
+    "head_mask": "a head mask",
+}
 
 
 class Attending(Protocol):
@@ -136,7 +143,7 @@ def attention(
     layer = getattr(module, "layer_idx", None)
     if dynatree_batch is None or layer is None:
         raise StartupError("its layers do not pass keyword arguments and a layer index to their attention")
-    refused = [name for name in ("softcap", "s_aux", "position_bias", "head_mask") if options.get(name) is not None]
+    refused = [meaning for name, meaning in VARIANTS.items() if options.get(name) is not None]
     if refused:
         raise StartupError(f"its attention uses {', '.join(refused)}, which DynaTree does not compute")
     return dynatree_batch.attend(layer, query[0], key[0], value[0], scaling)[None], None

@@ -1,7 +1,7 @@
 """The part of a checkpoint's generation_config that decides tokens: adopted, or refused by name.
 
-`generate()` without arguments follows the generation_config, and DynaTree's greedy output equals it. So every field that
-changes greedy tokens is either adopted or refused. Three groups need neither:
+`generate()` without arguments follows the generation_config, and DynaTree's greedy output equals it. So every field
+that changes greedy tokens is either adopted or refused. Three groups need neither:
 
 - Fields that take part only in sampling, beam search or assistance (`do_sample`, `temperature`, `top_k`, ...). Requests
   are greedy unless they say otherwise: a checkpoint never makes a request sample.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from dynatree.common import embedded
@@ -25,7 +25,7 @@ from dynatree.common.engine.generation_defaults import GenerationDefaults
 from dynatree.common.engine.packing import pack
 from dynatree.common.engine.runner import Runner
 from dynatree.common.engine.static import StaticRunner
-from dynatree.common.engine.support import check_config, check_outputs, record_kv_shape
+from dynatree.common.engine.support import check_config, check_family, check_outputs, record_kv_shape
 from dynatree.common.engine.timing import measure_forwards
 from dynatree.common.errors import StartupError
 from dynatree.common.model_info import ModelInfo
@@ -72,7 +72,7 @@ def load_engine(settings: ModelSettings) -> Engine:
     model = _load_model(settings, name)
     parameters, step_bytes = _parameters(model), _step_bytes(model)  # before packing, which hides weights
     tokenizer = load_tokenizer(settings.model)
-    with _explained(name):
+    with _explained(name, model.config):
         if model.device.type == "cpu":
             pack(model)
         shape = record_kv_shape(model)
@@ -100,7 +100,7 @@ def load_engine(settings: ModelSettings) -> Engine:
     )
     runner = _runner(model, arena, batch_invariant, settings.static_shapes)
     engine = Engine(model, runner, arena, tokenizer, info, defaults.eos_token_ids)
-    with _explained(name):
+    with _explained(name, model.config):
         check_outputs(engine)
     return with_forward_costs(engine, settings.measured_rows)
 
@@ -120,6 +120,7 @@ def _load_model(settings: ModelSettings, name: str) -> PreTrainedModel:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    config = None
     try:
         config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
@@ -132,6 +133,9 @@ def _load_model(settings: ModelSettings, name: str) -> PreTrainedModel:
         )
         loaded: PreTrainedModel = model.to(device).eval()  # type: ignore[arg-type]
     except Exception as error:  # transformers, the hub client, safetensors and torch each raise their own types here
+        if config is not None:
+            with _explained(name, config):
+                check_family(config)
         where = "" if Path(settings.model).is_dir() else "it is no local folder; as a hub name: "
         raise StartupError(f"model {name!r} could not be loaded: {where}{first_line(error)}") from error
     return loaded
@@ -184,10 +188,14 @@ def _step_bytes(model: PreTrainedModel) -> int:
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Name the model in any failure while it is probed: such a model cannot be served."""
+def _explained(name: str, config: PretrainedConfig) -> Iterator[None]:
+    """Name the model, and its family where that is the reason, in any failure while it is probed."""
     try:
-        yield
+        try:
+            yield
+        except Exception:
+            check_family(config)
+            raise
     except StartupError as error:
         raise StartupError(f"model {name} cannot be served exactly: {error}") from error
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from dynatree.common.engine.arena import KVShape
 from dynatree.common.engine.attention import NAME
@@ -19,6 +19,19 @@ UNSTABLE_ROPE = frozenset({"dynamic", "longrope"})
 # The probe: a prefix whose last token is the root, and below the root two branches of two tokens each.
 PREFIX = (0, 1, 2, 3)
 BRANCHES = ((4, 6), (5, 7))
+
+
+def check_family(config: PretrainedConfig) -> None:
+    """Refuse a family whose layers compute their attention themselves, so that no registered function reaches it.
+
+    Asked only where loading or probing a model has failed: it explains the failure.
+
+    Raises:
+        StartupError: The family is one of these.
+    """
+    family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if family is not None and not getattr(family, "_supports_attention_backend", True):
+        raise StartupError(f"{config.model_type} models do not go through transformers' attention interface")
 
 
 def check_config(config: PretrainedConfig, context_length: int) -> None:
