@@ -3,50 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dynatree.bench.measurements import EMBEDDED, MEASUREMENTS, Measurement
 from dynatree.bench.methods import BASELINES, SCHEMES, parse_method, parse_methods
 from dynatree.cli.arguments import DTYPES
 
-EMBEDDED = "embedded"
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A kind of measurement: its help, its temperatures, and which options it has besides those that all have."""
-
-    help: str
-    temperatures: tuple[float, ...]
-    takes_policies: bool = False
-    takes_alternatives: bool = False  # for the settings of policies, which must be given then
-    takes_baselines: bool = False
-    takes_scheme: bool = True
-    takes_repetitions: bool = True
-
-
-MEASUREMENTS = {
-    "compare": Measurement("policies against plain decoding", (0.0, 0.7), takes_policies=True, takes_baselines=True),
-    "sweep": Measurement(
-        "tuning: every combination of settings of a policy, to find the fastest for a pair and a machine",
-        (0.0,),
-        takes_policies=True,
-        takes_alternatives=True,
-        takes_baselines=True,
-    ),
-    "ablation": Measurement("what each component of DynaTree adds: its Tables 4 and 3", (0.0,)),
-    "coupling": Measurement(
-        "tokens per round by sampling scheme: gumbel, independent, residual",
-        (0.7, 1.0),
-        takes_policies=True,
-        takes_scheme=False,
-    ),
-    "ranks": Measurement(
-        "how often the target chooses the draft's first, second ... guess", (0.0,), takes_repetitions=False
-    ),
-}
 _COSTS = "what a round costs by nodes, context and sessions, and a draft forward by rows, against the memory's speed"
+
+_RECORD = "plain decoding, and what the draft proposes along it and off it, for `replay`"
+_REPLAY = "policies on recorded rounds and recorded costs, without a model: tokens a second of each"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _add_runs(subparser, measurement)
         _add_out(subparser)
     _add_costs(subparsers.add_parser("costs", help=_COSTS, description=_COSTS, allow_abbrev=False))
+    _add_record(subparsers.add_parser("record", help=_RECORD, description=_RECORD, allow_abbrev=False))
+    _add_replay(subparsers.add_parser("replay", help=_REPLAY, description=_REPLAY, allow_abbrev=False))
     help_line = "print the tables of a saved measurement"
     show = subparsers.add_parser("show", help=help_line, description=help_line, allow_abbrev=False)
     show.add_argument("file", type=Path, metavar="FILE", help="what --out wrote")
@@ -112,15 +81,96 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     _add_out(parser)
 
 
+def _add_record(parser: argparse.ArgumentParser) -> None:
+    for name in ("--target-model", "--draft-model"):
+        parser.add_argument(name, default=EMBEDDED, metavar="embedded|PATH|HUB_ID", help="default: embedded")
+    _add_hardware(parser)
+    _add_prompts(parser, several=True)
+    parser.add_argument(
+        "--max-new-tokens",
+        type=_at_least(2),
+        default=100,
+        metavar="N",
+        help="of each completion (default: %(default)s)",
+    )
+    _add_temperatures(parser, (0.0, 0.7, 1.0))
+    parser.add_argument(
+        "--seed", type=_at_least(0), default=0, metavar="S", help="of a text's first prompt; grows by 1 with each"
+    )
+    parser.add_argument(
+        "--least-prob",
+        type=_share,
+        default=1 / 64,
+        metavar="P",
+        help="contexts off the true path are recorded down to this path probability (default: 1 / 64)",
+    )
+    parser.add_argument(
+        "--machines",
+        type=Path,
+        metavar="FILE.json",
+        help="record also what throughput, dynatree and hybrid ask for on these machines",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.npz", help="the recording")
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recordings", nargs="+", type=Path, metavar="RECORDING", help="what `record` wrote")
+    parser.add_argument(
+        "--machines",
+        type=Path,
+        metavar="FILE.json",
+        help="what rounds cost (default: costs.json beside the first recording)",
+    )
+    parser.add_argument(
+        "--machine", action="append", default=[], metavar="NAME", help="one of them; may be repeated (default: all)"
+    )
+    parser.add_argument(
+        "--policy",
+        dest="policies",
+        type=parse_methods,
+        action="extend",
+        metavar="NAME:set=value/value,...",
+        help="a policy and its settings, with alternatives; may be repeated (default: every policy)",
+    )
+    _add_temperatures(parser, ())
+    parser.add_argument(
+        "--constants",
+        action="store_true",
+        help="what each tuned constant is worth, to --policy or to throughput: the speed with other values of it",
+    )
+    parser.add_argument("--fresh", action="store_true", help="every prompt finds a service that has just started")
+    parser.add_argument(
+        "--noise", type=_share, default=0.0, metavar="SHARE", help="of measured times, lognormal (default: none)"
+    )
+    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="S", help="of the noise (default: 0)")
+    parser.add_argument(
+        "--processes", type=_at_least(1), default=1, metavar="N", help="the results are the same (default: 1)"
+    )
+    _add_out(parser)
+
+
+def _add_temperatures(parser: argparse._ActionsContainer, default: Sequence[float]) -> None:
+    words = " and ".join(f"{each:g}" for each in default) or "all that were recorded"
+    parser.add_argument(
+        "--temperature",
+        dest="temperatures",
+        type=_temperature,
+        action="append",
+        metavar="T",
+        help=f"may be repeated (default: {words})",
+    )
+
+
 def _add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="keep the measurement; `show` prints it again")
 
 
-def _add_prompts(parser: argparse.ArgumentParser) -> None:
+def _add_prompts(parser: argparse.ArgumentParser, several: bool = False) -> None:
     group = parser.add_argument_group("prompts")
     group.add_argument(
         "--prompts",
         type=Path,
+        action="append" if several else "store",
         required=True,
         metavar="FILE|NAME[:CONFIG]",
         help="a text or JSON Lines, in UTF-8; or a Hugging Face data set, by its hub name or folder",
@@ -136,7 +186,9 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--field", metavar="NAME", help="where the prompt is: a name in a line of JSON, a column (default: found out)"
     )
-    group.add_argument("--name", metavar="NAME", help="of the prompts in tables (default: the file's, without suffix)")
+    if not several:
+        help_line = "of the prompts in tables (default: the file's, without suffix)"
+        group.add_argument("--name", metavar="NAME", help=help_line)
     group.add_argument("--count", type=_at_least(1), default=10, metavar="N", help="prompts (default: %(default)s)")
     group.add_argument(
         "--prompt-tokens",
@@ -184,14 +236,7 @@ def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None
             choices=[*BASELINES, "all"],
             help="transformers' own generate(), in this process, at temperature 0; may be repeated (default: none)",
         )
-    group.add_argument(
-        "--temperature",
-        dest="temperatures",
-        type=_temperature,
-        action="append",
-        metavar="T",
-        help="may be repeated (default: " + " and ".join(f"{each:g}" for each in measurement.temperatures) + ")",
-    )
+    _add_temperatures(group, measurement.temperatures)
     group.add_argument(
         "--seed", type=_at_least(0), default=0, metavar="S", help="of the first prompt; grows by 1 with each"
     )
@@ -224,6 +269,16 @@ def _at_least(least: int) -> Callable[[str], int]:
         return number
 
     return parse
+
+
+def _share(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
+    return number
 
 
 def _temperature(text: str) -> float:

@@ -1,0 +1,1 @@
+"""`dynatree bench record` and `bench replay`: recorded rounds, on which policies run without a model."""

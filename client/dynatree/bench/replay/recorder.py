@@ -1,0 +1,235 @@
+"""Recording: plain decoding of prompts, and what the draft proposes along each completion and off it.
+
+The proposals are those of the draft service: its `Drafter` reads the committed tokens and expands nodes below them.
+What is recorded off the true path is, below every position, whatever is likely enough and whatever policies with
+n-grams read along with the root; and then all that some policies ask for when they are replayed on some machines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import product
+
+from dynatree.bench.methods import Method
+from dynatree.bench.replay.machines import Machine
+from dynatree.bench.replay.recording import RecordedRun
+from dynatree.bench.replay.runs import Settings, Task, groups, replay_group
+from dynatree.bench.replay.table_model import Ask
+from dynatree.common.engine import Engine, ModelSettings, load_engine
+from dynatree.common.sampling import Sampling
+from dynatree.common.tree import ROOT, TokenTree
+from dynatree.draft.control import DEFAULT_CONTROL
+from dynatree.draft.draft_model import EngineDraftModel
+from dynatree.draft.draft_session import DraftSession
+from dynatree.draft.drafter import Drafter
+from dynatree.draft.growing_tree import GrowingTree, Proposal
+from dynatree.draft.ngram_index import NGramIndex
+from dynatree.draft.policies.base import Policy
+from dynatree.draft.target import Target
+from dynatree.verify.session import SessionRequest
+from dynatree.verify.verifier import Verifier
+
+BREADTH = 16  # of nodes on the true path: the most that a policy's defaults ask for
+LEAST_PROPOSALS = 4  # of a node off the true path: what `throughput` and `dynatree` ask for at most
+MAX_DEPTH = 16
+MOST_NODES = 4096  # below one position
+NGRAMS = ((8, 2), (4, 2))  # longest and shortest match, of `throughput` and `hybrid`
+NGRAM_PROB = 0.1  # a continuation's first token counts as so likely, whatever the draft makes of it
+NEXT_NGRAM_PROB = 0.5  # and each later one
+ASKING = tuple(Method(name, name) for name in ("throughput", "dynatree", "hybrid"))  # which policies are replayed
+
+
+class Recorder:
+    """Records completions of one pair of models.
+
+    Args:
+        target: Decodes; it needs one session.
+        draft: Proposes; its one session needs `2 * MOST_NODES` scratch slots.
+        least_prob: The path probability, from where a context leaves the true path, down to which nodes are expanded.
+            Proposals are kept down to a quarter of it, and `LEAST_PROPOSALS` in any case.
+    """
+
+    def __init__(self, target: Engine, draft: Engine, least_prob: float) -> None:
+        self.target = target
+        self.draft = draft
+        self._verifier = Verifier(target, max_tree_nodes=1)
+        self._drafter = Drafter(EngineDraftModel(draft), MOST_NODES)
+        known_ids = max(draft.tokenizer.get_vocab().values()) + 1
+        self._vocab_size = Target.of(target.info, draft.info, known_ids, ahead=False).vocab_size
+        self._least = math.log(least_prob)
+
+    @classmethod
+    def load(cls, target: str, draft: str, device: str, dtype: str, least_prob: float) -> Recorder:
+        """Load both models.
+
+        Raises:
+            StartupError: One of them cannot be served.
+            FailedPreconditionError: Their tokenizers differ.
+        """
+        return cls(
+            load_engine(ModelSettings(target, device, dtype, sessions=1, speculative_slots=1)),
+            load_engine(
+                ModelSettings(draft, device, dtype, sessions=1, speculative_slots=2 * MOST_NODES, chooses_tokens=False)
+            ),
+            least_prob,
+        )
+
+    def record(
+        self, text: int, prompt: int, prompt_ids: Sequence[int], new_tokens: int, temperature: float, seed: int
+    ) -> RecordedRun:
+        """Decode so many new tokens, and explore below each; end-of-sequence tokens are ignored."""
+        sampling = Sampling(temperature=temperature, seed=seed if temperature else 0)
+        completion = self._decode(prompt_ids, new_tokens, sampling)
+        run = RecordedRun(text, prompt, temperature, seed if temperature else None, tuple(prompt_ids), completion)
+        exploration = Exploration(run, self._least)
+        session = self._drafter.open(prompt_ids, sampling, self._vocab_size)
+        try:
+            for position, token in enumerate(completion):
+                exploration.position = position
+                self._drafter.grow(session, exploration, MAX_DEPTH + 1, MOST_NODES)
+                exploration.record()
+                self._drafter.commit(session, [token])
+        finally:
+            self._drafter.close(session)
+        return run
+
+    def complete(
+        self,
+        runs: Sequence[RecordedRun],
+        machines: Iterable[Machine],
+        *,
+        done: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Add what the policies of `ASKING` ask for on these machines; calls `done` after each."""
+        with closing(_Asking(self._drafter, self._vocab_size)) as asking:
+            for machine, group, method in product(machines, groups(runs), ASKING):
+                for fresh in (False, True):
+                    replay_group(Task(method, machine, group, Settings(fresh=fresh)), asking.of)
+                done()
+
+    def _decode(self, prompt_ids: Sequence[int], new_tokens: int, sampling: Sampling) -> tuple[int, ...]:
+        request = SessionRequest(tuple(prompt_ids), len(prompt_ids) + new_tokens, frozenset(), sampling)
+        session, _, _ = self._verifier.open(request)
+        try:
+            while not session.finished:
+                self._verifier.verify([(session, TokenTree())])
+            return tuple(session.committed[len(prompt_ids) :])
+        finally:
+            self._verifier.close(session)
+
+
+class Exploration(Policy):
+    """Expands, below one position after the other, what is recorded of a run in any case.
+
+    The node of the true token is left to the next position, whose root it is.
+
+    Attributes:
+        position: Tokens of the completion that are committed.
+    """
+
+    breadth = BREADTH
+
+    def __init__(self, run: RecordedRun, least_log_prob: float) -> None:
+        self.position = 0
+        self._run = run
+        self._least = least_log_prob
+        self._indices = [NGramIndex(shortest, longest) for longest, shortest in NGRAMS]
+        self._tree: GrowingTree
+        self._true: set[int] = set()
+
+    def start(self, tree: GrowingTree) -> list[int]:
+        """Add the continuations that may be read along, and expand them with the root."""
+        self._tree = tree
+        self._true = {ROOT}
+        added: dict[tuple[int, int], int] = {}
+        for index in self._indices:
+            for _, tokens in index.continuations(tree.context, DEFAULT_CONTROL.expand_along, 1):
+                node = ROOT
+                for token in tokens:
+                    if (node, token) not in added:
+                        prob = NGRAM_PROB if node == ROOT else NEXT_NGRAM_PROB
+                        added[node, token] = self._add(node, Proposal(token, math.log(prob)))
+                    node = added[node, token]
+        return [ROOT, *added.values()]
+
+    def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
+        """Add the proposals that are likely enough, and expand those off the true path."""
+        added = [
+            self._add(node, proposal)
+            for node in level
+            for proposal in tree.proposals(node)
+            if tree.path_log_prob(node) + proposal.log_prob >= self._least and not tree.has_child(node, proposal.token)
+        ]
+        return [node for node in added if node not in self._true]
+
+    def select(self, tree: GrowingTree) -> Sequence[int]:
+        """Nothing is sent."""
+        return ()
+
+    def record(self) -> None:
+        """Record the expanded nodes of the last tree."""
+        tree, run = self._tree, self._run
+        run.set_proposals(self.position, tuple(tree.proposals(ROOT)))
+        places = {ROOT: self.position}
+        for node in range(len(tree)):
+            if not tree.is_expanded(node):
+                continue
+            above, token = places[tree.parent(node)], tree.node(node).token
+            known = run.child(above, token)
+            places[node] = run.add(above, token, self._kept(node)) if known is None else known
+
+    def _add(self, parent: int, proposal: Proposal) -> int:
+        next_ = self.position + self._tree.depth(parent)
+        node = self._tree.add(parent, proposal)
+        if parent in self._true and self._run.completion[next_ : next_ + 1] == (proposal.token,):
+            self._true.add(node)
+        return node
+
+    def _kept(self, node: int) -> tuple[Proposal, ...]:
+        least = self._least - math.log(4) - self._tree.path_log_prob(node)
+        return tuple(
+            proposal
+            for rank, proposal in enumerate(self._tree.proposals(node))
+            if rank < LEAST_PROPOSALS or proposal.log_prob >= least
+        )
+
+
+class _Asking:
+    """Asks the draft about single contexts of runs; one position's session stays open for the next question."""
+
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
+        self._drafter = drafter
+        self._vocab_size = vocab_size
+        self._committed: tuple[int, ...] = ()
+        self._session: DraftSession | None = None
+
+    def of(self, run: RecordedRun) -> Ask:
+        """What is asked of one run."""
+        return partial(self._proposals, run)
+
+    def close(self) -> None:
+        """Close the session, if there is one."""
+        if self._session is not None:
+            self._drafter.close(self._session)
+            self._session = None
+
+    def _proposals(self, run: RecordedRun, position: int, path: Sequence[int]) -> tuple[Proposal, ...]:
+        """What comes after `position` tokens of the completion and those of the path."""
+        session = self._at((*run.prompt_ids, *run.completion[:position]), run.sampling)
+        tree = self._drafter.new_tree(session, MOST_NODES, MOST_NODES)
+        level = [ROOT]
+        for token in path:
+            level.append(tree.add(level[-1], Proposal(token, 0.0)))
+        self._drafter.expand(session, tree, level, BREADTH)
+        return tuple(tree.proposals(level[-1])[: 2 * LEAST_PROPOSALS])
+
+    def _at(self, committed: tuple[int, ...], sampling: Sampling) -> DraftSession:
+        session = self._session
+        if session is None or committed != self._committed or sampling != session.sampling:
+            self.close()
+            session = self._session = self._drafter.open(committed, sampling, self._vocab_size)
+            self._committed = committed
+        return session

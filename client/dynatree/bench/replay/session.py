@@ -1,0 +1,88 @@
+"""One recorded completion, decoded again by one policy: grow, verify, commit, as the services do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dynatree.bench.replay.machines import Machine, seconds_on
+from dynatree.bench.replay.recording import RecordedRun
+from dynatree.bench.replay.table_model import Ask, TableModel
+from dynatree.common.limits import MAX_TREE_NODES
+from dynatree.common.tree import TokenTree
+from dynatree.draft.drafter import Drafter
+from dynatree.draft.policies import Outcome, Policy
+from dynatree.verify.accept import Verdict, accept, cut
+
+Noise = Callable[[], float]
+VOCAB_SIZE = 0  # a recording asks for none
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a completion took. The first token, which the prompt's own forward chooses, belongs to no round.
+
+    Attributes:
+        tokens: Tokens committed by rounds.
+        rounds: Trees verified, empty ones included.
+        nodes: Nodes of all trees.
+        accepted: Those on accepted paths.
+        seconds: Of all rounds.
+        expanded: Nodes that the policy had expanded.
+        stood_in: Those among them that were not recorded.
+    """
+
+    tokens: int
+    rounds: int
+    nodes: int
+    accepted: int
+    seconds: float
+    expanded: int
+    stood_in: int
+
+
+def replay(
+    run: RecordedRun, policy: Policy, machine: Machine, noise: Noise = lambda: 1.0, ask: Ask | None = None
+) -> Replayed:
+    """Run one policy on one run.
+
+    Args:
+        run: The recorded run.
+        policy: A fresh policy.
+        machine: What forwards and rounds take.
+        noise: A factor for the next measured time.
+        ask: As in `TableModel`.
+    """
+    model = TableModel(run, machine, ask)
+    drafter = Drafter(model, MAX_TREE_NODES)
+    session = drafter.open(run.prompt_ids, run.sampling, VOCAB_SIZE)
+    drafter.read(session, policy)
+    drafter.commit(session, run.completion[:1])
+    done, rounds, nodes, accepted, seconds = 1, 0, 0, 0, 0.0
+    while (remaining := len(run.completion) - done) > 0:
+        growth = drafter.grow(session, policy, remaining - 1, MAX_TREE_NODES)
+        verdict = verify(growth.tree, run.completion[done:])
+        outcome = Outcome(
+            tree=growth.tree,
+            accepted=verdict.accepted,
+            levels=growth.draft_forwards,
+            draft_seconds=noise() * (growth.forward_seconds + machine.level_seconds * growth.draft_forwards),
+            verify_seconds=noise() * (seconds_on(machine.verify, len(growth.tree) + 1) + machine.round_seconds),
+        )
+        drafter.commit(session, verdict.token_ids)
+        policy.observe(outcome)
+        done += len(verdict.token_ids)
+        rounds += 1
+        nodes += len(growth.tree)
+        accepted += len(verdict.accepted)
+        seconds += outcome.draft_seconds + outcome.verify_seconds
+    return Replayed(done - 1, rounds, nodes, accepted, seconds, model.expanded, model.stood_in)
+
+
+def verify(tree: TokenTree, coming: Sequence[int]) -> Verdict:
+    """What a round commits, given the tokens that plain decoding chooses from here on.
+
+    The choice after a node off the true path is not known, and is not asked for.
+    """
+    choices = [coming[0], *(coming[depth] for depth in tree.depths)]
+    return cut(accept(tree, choices), len(coming), frozenset())

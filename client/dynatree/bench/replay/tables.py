@@ -1,0 +1,73 @@
+"""The tables of a replay, and its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dynatree.bench.figures import by
+from dynatree.bench.replay.runs import Result
+from dynatree.bench.tables.table import NONE, Table
+
+HEADINGS = (
+    "policy",
+    "over\nplain",
+    "range",
+    "n",
+    "tokens\nper round",
+    "nodes\nper round",
+    "accepted",
+    "not\nrecorded",
+)
+
+
+def tables(results: Sequence[Result]) -> list[Table]:
+    """One table for each machine, temperature and length: the policies, the fastest first."""
+    groups = by(results, lambda result: (result.task.machine.name, result.task.group.name))
+    return [_table(sorted(same, key=lambda result: -result.speedup)) for same in groups.values()]
+
+
+def _table(results: Sequence[Result]) -> Table:
+    machine, group = results[0].task.machine, results[0].task.group
+    kind = "" if machine.measured else " (expected, not measured)"
+    title = f"{machine.name}{kind}, temperature {group.temperature:g}, {group.new_tokens} new tokens"
+    return Table(title, HEADINGS, [_row(result) for result in results])
+
+
+def _row(result: Result) -> list[str]:
+    speedups = result.speedups
+    return [
+        result.task.method.label,
+        f"{result.speedup:.2f}",
+        f"{min(speedups):.2f}-{max(speedups):.2f}",
+        str(len(speedups)),
+        f"{result.tokens_per_round:.2f}",
+        f"{result.nodes_per_round:.1f}",
+        _percent(result.acceptance, 0),
+        _percent(result.stood_in, 1),
+    ]
+
+
+def _percent(share: float | None, digits: int) -> str:
+    return NONE if share is None else f"{100 * share:.{digits}f} %"
+
+
+def to_dict(result: Result) -> dict[str, Any]:
+    """A result in JSON: what the table shows, unrounded, and every run's figures."""
+    task = result.task
+    return {
+        "label": task.method.label,
+        "policy": task.method.policy,
+        "settings": dict(task.method.settings),
+        "machine": task.machine.name,
+        "temperature": task.group.temperature,
+        "new_tokens": task.group.new_tokens,
+        "speedup": result.speedup,
+        "speedups": result.speedups,
+        "rounds": [run.rounds for run in result.runs],
+        "nodes": [run.nodes for run in result.runs],
+        "tokens_per_round": result.tokens_per_round,
+        "nodes_per_round": result.nodes_per_round,
+        "acceptance": result.acceptance,
+        "not_recorded": result.stood_in,
+    }
