@@ -114,6 +114,16 @@ def test_history_stays_in_range():
     assert (history.base_depth, history.tau_high) == (1.0, 1.0)
 
 
+@pytest.mark.parametrize(("over_nodes", "deeper"), [(0, True), (1, False)])
+def test_acceptance_is_a_share_of_the_path(over_nodes, deeper):
+    """A round whose whole longest path was right is a good one, though most nodes of a tree lie off any path."""
+    policy = create_policy("dynatree", {"acceptance_over_nodes": over_nodes})
+    tree = TokenTree((5, 6, 7, 5, 6, 7), (ROOT, ROOT, ROOT, 0, 0, 0))
+    policy.observe(Outcome(tree, accepted=(0, 3), levels=2, draft_seconds=0.01, verify_seconds=0.1))
+    assert (policy.history.base_depth > 5) == deeper
+    assert (policy.history.tau_high < 0.9) == deeper
+
+
 def test_sessions_do_not_share_history():
     one, other = create_policy("dynatree", {}), create_policy("dynatree", {})
     tree = TokenTree((5,), (ROOT,))

@@ -11,8 +11,15 @@ class HistoryController:
         D_0   <- clip(D_0   + eta_D (mean(a) - a*), 1, D_max - 1)
         tau_h <- clip(tau_h - eta_h (mean(a) - a*), 0, 1)
 
-    where mean(a) is the mean over the last W rounds of the share of drafted nodes that were committed. A round that
-    drafted nothing says nothing about acceptance and is left out.
+    mean(a) is the mean of a_r over the last W rounds that drafted anything. The paper calls a_r in [0, 1] the "fraction
+    of drafted tokens committed", and leaves open which tokens count as drafted:
+
+        a_r = accepted nodes / depth of the tree         the share of the longest path that a round could commit
+        a_r = accepted nodes / nodes of the tree         the share of all nodes
+
+    The first is meant. The paper's Table 3 gives DynaTree an acceptance of 102.2 and 92.2 %, and its target a* is 0.7.
+    One path of a tree can be accepted, so a tree of two children a node commits at most half of its nodes and cannot
+    come near 0.7: under the second reading D_0 only falls and tau_h only rises.
     """
 
     def __init__(
@@ -35,7 +42,7 @@ class HistoryController:
         self._acceptance: deque[float] = deque(maxlen=window)
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """Take in one round, and adjust."""
+        """Take in one round, a_r = accepted / drafted, and adjust; a round that drafted nothing is left out."""
         if drafted == 0:
             return
         self._acceptance.append(accepted / drafted)

@@ -21,7 +21,9 @@ class DynaTreeSettings:
     zero acceptance: a window of ten such rounds crosses the whole range of D_0, and no single round does.
 
     Each component can be switched off (section 4.5): without `dynamic_breadth` every node gets `breadth_mid` children,
-    without `dynamic_depth` every node above depth D_0 is expanded, and without `history` nothing is adapted.
+    without `dynamic_depth` every node above depth D_0 is expanded, and without `history` nothing is adapted. With
+    `acceptance_over_nodes` history reads acceptance as a share of all nodes, not of the tree's depth
+    (`HistoryController` says why that is not the default).
     """
 
     tau_high: float = 0.9
@@ -42,6 +44,7 @@ class DynaTreeSettings:
     dynamic_breadth: bool = True
     dynamic_depth: bool = True
     history: bool = True
+    acceptance_over_nodes: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tau_high", "tau_low", "rho_stop", "rho_deep", "target_acceptance"):
@@ -107,7 +110,8 @@ class DynaTree(Policy):
     def observe(self, outcome: Outcome) -> None:
         """History adaptation."""
         if self._settings.history:
-            self.history.observe(len(outcome.tree), len(outcome.accepted))
+            drafted = len(outcome.tree) if self._settings.acceptance_over_nodes else outcome.tree.depth
+            self.history.observe(drafted, len(outcome.accepted))
 
     def parameters(self) -> dict[str, float]:
         """D_0 and tau_h."""
