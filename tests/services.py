@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from dynatree.common.engine import Engine, ModelSettings
+from dynatree.common.engine import Engine, ModelSettings, load_engine
 from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.server import Server
@@ -65,8 +65,10 @@ def running_services(
 ) -> Iterator[Services]:
     """Serve the pair on sockets in `folder` for as long as the context lives."""
     shared = {"dtype": dtype, "sessions": sessions, "static_shapes": static_shapes}
-    target = Engine.load(ModelSettings(str(target_model), scratch=max_tree_nodes, **shared))
-    draft = Engine.load(ModelSettings(str(draft_model), scratch=2 * MAX_TREE_NODES, **shared))
+    target = load_engine(ModelSettings(str(target_model), speculative_slots=max_tree_nodes, **shared))
+    draft = load_engine(
+        ModelSettings(str(draft_model), speculative_slots=2 * MAX_TREE_NODES, chooses_tokens=False, **shared)
+    )
     threads = ModelThread("verify-model"), ModelThread("draft-model")
     loop = _Loop()
 

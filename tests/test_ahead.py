@@ -10,7 +10,7 @@ from services import running_services
 
 from dynatree.client import Client
 from dynatree.common.device import device_id
-from dynatree.common.engine import Engine, ModelSettings, Segment
+from dynatree.common.engine import ModelSettings, Segment, load_engine
 from dynatree.common.sampling import Sampling, Scheme
 from dynatree.draft.ahead import DraftingAhead
 from dynatree.draft.draft_model import EngineDraftModel
@@ -28,7 +28,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(target):
-    return Engine.load(ModelSettings(str(target), sessions=3, scratch=512))
+    return load_engine(ModelSettings(str(target), sessions=3, speculative_slots=512))
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_draws_are_not_read_ahead(engine):
 
 
 def test_reading_stays_within_the_rows_slots(engine):
-    drafter = Drafter(EngineDraftModel(engine), 8)  # 16 scratch slots
+    drafter = Drafter(EngineDraftModel(engine), 8)  # 16 speculative slots
     session = drafter.open(PROMPT, Sampling(), 2048)
     drafter.grow(session, create_policy("fixed", {"depth": 3, "breadth": 3, "tau": 0}), 8, 8)
     read_ahead(drafter, session)

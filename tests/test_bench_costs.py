@@ -23,7 +23,7 @@ from dynatree.bench.record import Costs, load
 from dynatree.bench.tables import print_report
 from dynatree.cli.main import main
 from dynatree.common import embedded
-from dynatree.common.engine import Engine, ModelSettings
+from dynatree.common.engine import Engine, ModelSettings, load_engine
 from dynatree.common.tree import TokenTree
 from dynatree.verify.verifier import Verifier
 
@@ -31,8 +31,8 @@ from dynatree.verify.verifier import Verifier
 @pytest.fixture(scope="module")
 def engines() -> tuple[Engine, Engine]:
     """The embedded pair, on rows as the command loads it."""
-    target = Engine.load(ModelSettings(str(embedded.target_path()), sessions=ARENA_ROWS))
-    return target, Engine.load(ModelSettings(str(embedded.draft_path()), sessions=1))
+    target = load_engine(ModelSettings(str(embedded.target_path()), sessions=ARENA_ROWS))
+    return target, load_engine(ModelSettings(str(embedded.draft_path()), sessions=1))
 
 
 def test_the_curves() -> None:

@@ -1,10 +1,10 @@
 """Sampling is lossless: 20,000 committed tokens follow the target's own softmax, whatever the policy.
 
 Both models are tables: the logits of the next token depend on the last one alone, so every committed token is a draw
-from a known distribution, those after a rejection included, and all of them are counted. Residual sampling is held to it
-under every policy that it admits: the policy's own trees and the acceptance here, everything through both services in
-the long tests. With shared noise every position is drawn alike (`test_sampled_equality.py` holds all policies to plain
-decoding), so one chain and one branching policy stand for the others.
+from a known distribution, those after a rejection included, and all of them are counted. Residual sampling is held to
+it under every policy that it admits: the policy's own trees and the acceptance here, everything through both services
+in the long tests. With shared noise every position is drawn alike (`test_sampled_equality.py` holds all policies to
+plain decoding), so one chain and one branching policy stand for the others.
 """
 
 from itertools import pairwise
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from dynatree.client import Client
 from dynatree.common.sampling import Sampling, Scheme
-from dynatree.common.tree import Candidates
+from dynatree.common.tree import DraftDistribution
 from dynatree.draft.drafter import Drafter, DraftSession
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.draft.policies import create_policy, residual_policies
@@ -75,7 +75,7 @@ def assert_the_targets(chains, accepted):
 
 
 def p_value(counts, probabilities):
-    """Pearson's chi-square over the rows `[contexts, tokens]`, with a row's cells of fewer than five expected as one."""
+    """Pearson's chi-square over rows `[contexts, tokens]`, in which cells of fewer than five expected count as one."""
     statistic, freedom = 0.0, 0
     for observed, share in zip(counts, probabilities, strict=True):
         expected = share / share.sum() * observed.sum()
@@ -112,12 +112,12 @@ class Drawing:
         self._random = np.random.default_rng(seed)
         probs = softmax(DRAFT).numpy()
         self._log_probs = np.log(probs)
-        self._candidates = [Candidates(tuple(range(VOCABULARY)), tuple(row.tolist())) for row in probs]
+        self._candidates = [DraftDistribution(tuple(range(VOCABULARY)), tuple(row.tolist())) for row in probs]
         self._noise = iter(())
 
     def tree(self, policy, last):
         """A tree of the policy below the token `last`."""
-        tree = GrowingTree(TrieNode(last), [last], max_nodes=64, max_depth=8, drawn=True)
+        tree = GrowingTree(TrieNode(last), [last], max_nodes=64, max_depth=8, sampled=True)
         level = policy.start(tree)
         while level:
             for index in level:

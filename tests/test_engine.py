@@ -9,6 +9,10 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTJConfig,
+    GPTJForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
@@ -17,8 +21,8 @@ from transformers import (
 )
 
 from dynatree.common import embedded
-from dynatree.common.engine import Engine, ModelSettings, Segment, measure_forwards, timing
-from dynatree.common.engine import engine as engine_module
+from dynatree.common.engine import ModelSettings, Segment, load_engine, loading, timing
+from dynatree.common.engine.timing import measure_forwards
 from dynatree.common.errors import StartupError
 
 SMALL = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2}
@@ -34,9 +38,9 @@ def save(model, folder):
 @pytest.mark.parametrize("without_kernels", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_forward_over_the_arena_equals_the_plain_model(tmp_path, architecture, without_kernels, monkeypatch):
-    monkeypatch.setattr(engine_module, "sums_alike", lambda dtype: without_kernels)
+    monkeypatch.setattr(loading, "is_batch_invariant", lambda dtype: without_kernels)
     path = save_random_model(tmp_path / "model", architecture, seed=5)
-    engine = Engine.load(ModelSettings(str(path)))
+    engine = load_engine(ModelSettings(str(path)))
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(2, VOCAB_SIZE, (50,), generator=generator).tolist()
@@ -53,7 +57,7 @@ def test_a_forward_over_the_arena_equals_the_plain_model(tmp_path, architecture,
     assert (torch.cat(got) - expected).abs().max() < 1e-4
 
 
-# Asked of torch, not of sums_alike: were that to say no where it should not, these tests would fail and not be skipped.
+# Asked of torch, not of is_batch_invariant: if that wrongly said no, these tests would fail and not be skipped.
 equal_bits = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512") or torch.cpu._is_amx_tile_supported(),
     reason="this processor's 16-bit kernels promise no such thing",
@@ -65,7 +69,7 @@ equal_bits = pytest.mark.skipif(
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_in_16_bits_a_token_has_the_same_bits_however_many_are_read_at_once(tmp_path, architecture, dtype):
     path = save_random_model(tmp_path / "model", architecture, seed=5)
-    check_equal_bits(Engine.load(ModelSettings(str(path), dtype=dtype, sessions=1)), 50)
+    check_equal_bits(load_engine(ModelSettings(str(path), dtype=dtype, sessions=1)), 50)
 
 
 @equal_bits
@@ -74,7 +78,7 @@ def test_in_16_bits_a_token_has_the_same_bits_however_many_are_read_at_once(tmp_
 def test_in_16_bits_a_token_has_the_same_bits_in_a_wide_model_behind_a_long_context(tmp_path, start, dtype):
     wide = {"hidden_size": 320, "intermediate_size": 4096, "max_position_embeddings": 1000}
     path = save_random_model(tmp_path / "model", "gpt_neox", seed=5, **wide)
-    check_equal_bits(Engine.load(ModelSettings(str(path), dtype=dtype, sessions=1)), start)
+    check_equal_bits(load_engine(ModelSettings(str(path), dtype=dtype, sessions=1)), start)
 
 
 def check_equal_bits(engine, start):
@@ -97,27 +101,43 @@ def check_equal_bits(engine, start):
         assert torch.equal(chain, torch.cat(steps[:count])), count
 
 
+def gemma2(**changes):
+    config = Gemma2Config(**SMALL, **ATTENTION, head_dim=16, max_position_embeddings=64, sliding_window=16, **changes)
+    return Gemma2ForCausalLM(config)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         (lambda: MistralForCausalLM(MistralConfig(**SMALL, **ATTENTION, sliding_window=16)), "sliding"),
-        (lambda: MambaForCausalLM(MambaConfig(**SMALL, state_size=4)), "cannot be served"),
+        (
+            lambda: MambaForCausalLM(MambaConfig(**SMALL, state_size=4)),
+            "mamba models do not go through transformers' attention interface",
+        ),
         (
             lambda: BloomForCausalLM(BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=2)),
-            "cannot be served|could not be loaded",
+            "bloom models do not go through transformers' attention interface",
         ),
+        (
+            lambda: GPTJForCausalLM(
+                GPTJConfig(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=2, rotary_dim=8, n_positions=64)
+            ),
+            "gptj models do not go through transformers' attention interface",
+        ),
+        (lambda: gemma2(), "its attention uses softcapping of its scores"),
+        (lambda: gemma2(attn_logit_softcapping=None), "gemma2 has sliding_attention layers"),
     ],
-    ids=["sliding window", "recurrent", "alibi"],
+    ids=["sliding window", "recurrent", "alibi", "own attention", "softcapping", "sliding layers"],
 )
 def test_what_cannot_be_exact_is_refused_at_load(tmp_path, model, message):
     path = save(model(), tmp_path / "model")
-    with pytest.raises(StartupError, match=message):
-        Engine.load(ModelSettings(path))
+    with pytest.raises(StartupError, match=f"^model model cannot be served exactly: .*{message}"):
+        load_engine(ModelSettings(path))
 
 
 def test_a_window_as_long_as_the_context_is_no_window(tmp_path):
     config = MistralConfig(**SMALL, **ATTENTION, sliding_window=64, max_position_embeddings=64)
-    engine = Engine.load(ModelSettings(save(MistralForCausalLM(config), tmp_path / "model")))
+    engine = load_engine(ModelSettings(save(MistralForCausalLM(config), tmp_path / "model")))
     assert engine.info.context_length == 64
 
 
@@ -125,7 +145,7 @@ def test_rotary_scaling_that_follows_the_length_is_refused(tmp_path):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     path = save_random_model(tmp_path / "model", "llama", 1, rope_parameters=rope)
     with pytest.raises(StartupError, match="dynamic rotary scaling"):
-        Engine.load(ModelSettings(str(path)))
+        load_engine(ModelSettings(str(path)))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +158,7 @@ def test_rotary_scaling_that_follows_the_length_is_refused(tmp_path):
 )
 def test_a_wrong_model_path_is_one_line(name, message):
     with pytest.raises(StartupError, match=f"^{message}") as error:
-        Engine.load(ModelSettings(name))
+        load_engine(ModelSettings(name))
     assert "\n" not in str(error.value)
 
 
@@ -147,11 +167,11 @@ def test_a_model_without_safetensors_is_refused(tmp_path):
     weights = path / "model.safetensors"
     weights.rename(path / "pytorch_model.bin")
     with pytest.raises(StartupError, match="could not be loaded"):
-        Engine.load(ModelSettings(str(path)))
+        load_engine(ModelSettings(str(path)))
 
 
 def test_a_moved_slot_overlapping_its_target_is_safe(tmp_path):
-    engine = Engine.load(ModelSettings(str(save_random_model(tmp_path / "model", "llama", 1))))
+    engine = load_engine(ModelSettings(str(save_random_model(tmp_path / "model", "llama", 1))))
     row = engine.arena.allocate()
     engine.forward([Segment(row, 0, range(2, 12), range(10))])
     before = engine.arena.slots(row, 10).clone()
@@ -167,9 +187,9 @@ BROKEN = 7  # a token whose keys and values are NaN, as where float16 overflows
 @pytest.fixture(name="breaking", params=["no further", "to whole vectors", "to a static shape"])
 def breaking_fixture(request, tmp_path, monkeypatch):
     """An engine that gives NaN for one token, by how many keys it reads."""
-    monkeypatch.setattr(engine_module, "sums_alike", lambda dtype: request.param == "to whole vectors")
+    monkeypatch.setattr(loading, "is_batch_invariant", lambda dtype: request.param == "to whole vectors")
     path = save_random_model(tmp_path / "model", "llama", 1)
-    engine = Engine.load(ModelSettings(str(path), static_shapes=request.param == "to a static shape"))
+    engine = load_engine(ModelSettings(str(path), static_shapes=request.param == "to a static shape"))
     with torch.inference_mode():
         engine.model.get_input_embeddings().weight[BROKEN] = float("nan")
     return engine
@@ -205,20 +225,20 @@ def test_a_token_that_broke_breaks_no_token_that_does_not_see_it(breaking):
 
 
 @pytest.mark.parametrize(
-    ("length", "most_rows", "sizes"),
+    ("length", "max_rows", "sizes"),
     [(64, 64, [1, 2, 4, 6, 8, 12, 16, 24, 32]), (256, 17, [1, 2, 4, 6, 8, 12, 16]), (8, 64, [1, 2, 4])],
 )
-def test_what_forwards_take_is_measured_within_the_context(tmp_path, length, most_rows, sizes):
+def test_what_forwards_take_is_measured_within_the_context(tmp_path, length, max_rows, sizes):
     path = save_random_model(tmp_path / "model", "gpt2", seed=5, n_positions=length)
-    engine = Engine.load(ModelSettings(str(path), sessions=1))
-    costs = measure_forwards(engine, most_rows)
+    engine = load_engine(ModelSettings(str(path), sessions=1))
+    costs = measure_forwards(engine, max_rows)
     assert [cost.rows for cost in costs] == sizes
     assert all(0.0 < cost.seconds < 60.0 for cost in costs)
     assert engine.arena.allocate() is not None, "the row is free again"
 
 
 def test_a_model_that_is_slow_is_not_measured_for_long(tmp_path, monkeypatch):
-    engine = Engine.load(ModelSettings(str(save_random_model(tmp_path / "model", "gpt2", seed=5)), sessions=1))
+    engine = load_engine(ModelSettings(str(save_random_model(tmp_path / "model", "gpt2", seed=5)), sessions=1))
     rows = []
     monkeypatch.setattr(timing, "_seconds", lambda engine, row, context, count: rows.append(count) or 3.0)
     assert [cost.rows for cost in measure_forwards(engine, 64)] == [1, 2, 4]
@@ -226,7 +246,7 @@ def test_a_model_that_is_slow_is_not_measured_for_long(tmp_path, monkeypatch):
 
 
 def test_small_sizes_are_measured_more_often_and_the_least_counts(tmp_path, monkeypatch):
-    engine = Engine.load(ModelSettings(str(save_random_model(tmp_path / "model", "gpt2", seed=5)), sessions=1))
+    engine = load_engine(ModelSettings(str(save_random_model(tmp_path / "model", "gpt2", seed=5)), sessions=1))
     rows = []
 
     def seconds(engine, row, context, count):

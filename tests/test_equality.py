@@ -12,26 +12,38 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dynatree.client import Client
 from dynatree.common import embedded
+from dynatree.draft.policies import DEFAULT_POLICY
 
 CHAIN = ("linear", {"depth": 6})
-BUSH = ("fixed", {"depth": 4, "breadth": 4, "tau": 0})
+BUSH = ("fixed", {"depth": 3, "breadth": 3, "tau": 0})
+LARGE_BUSH = ("fixed", {"depth": 4, "breadth": 4, "tau": 0})  # 256 nodes
 ADAPTIVE = ("dynatree", {"tau": 0, "rho_stop": 1e-9, "rho_deep": 1e-6})
 PLAIN = ("autoregressive", {})
-POLICIES = (CHAIN, BUSH, ADAPTIVE, PLAIN)
+DEFAULT = (DEFAULT_POLICY, {})
+LISTENING = (DEFAULT, ("hybrid", {}), ("ngram", {}))  # these draft what has proved right in the text so far
+POLICIES = (CHAIN, BUSH, ADAPTIVE, PLAIN, *LISTENING)
+EMBEDDED_POLICIES = (CHAIN, BUSH, ("dynatree", {}), PLAIN, *LISTENING)
+FAMILY = ARCHITECTURES[0]  # which stands for the others where a policy's trees are not those of the default
+
 
 # (prompt tokens, new tokens): from a single token to the last position of the context
-LENGTHS = [
-    (1, 1),
-    (1, 40),
-    (2, 17),
-    (7, 33),
-    (31, 64),
-    (64, 30),
-    (100, 60),
-    (150, 10),
-    (CONTEXT - 1, 1),
-    (1, CONTEXT - 1),
-]
+FEW = ((1, 1), (2, 17), (31, 40), (150, 10), (CONTEXT - 1, 1))
+MORE = ((1, 40), (7, 33), (31, 64), (64, 30), (100, 60), (1, CONTEXT - 1))
+
+
+def cases(fixture, policies):
+    """Each family with each policy. `make test` has few lengths: of every policy with one family, of two with all."""
+    listed = []
+    for family in ARCHITECTURES:
+        for policy in (*policies, LARGE_BUSH):
+            for lengths in (FEW, MORE):
+                is_short = (
+                    policy is not LARGE_BUSH and lengths is FEW and (family == FAMILY or policy in (BUSH, DEFAULT))
+                )
+                marks = () if is_short or (family == FAMILY and policy is DEFAULT) else pytest.mark.long
+                name = f"{family}-{policy[0]}{' of 256' * (policy is LARGE_BUSH)}-{'few' if lengths is FEW else 'more'}"
+                listed.append(pytest.param(family, policy, lengths, id=name, marks=marks))
+    return pytest.mark.parametrize((fixture, "policy", "lengths"), listed, indirect=[fixture])
 
 
 TOKENIZER = AutoTokenizer.from_pretrained(embedded.target_path())
@@ -73,7 +85,7 @@ def open_pair(folder, target, draft, **options):
         yield Pair(client, AutoModelForCausalLM.from_pretrained(target, dtype=options.get("dtype", "auto")).eval())
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module")
 def hostile(request, tmp_path_factory):
     """A draft with other random weights: next to nothing is accepted."""
     folder = tmp_path_factory.mktemp("s")
@@ -81,7 +93,7 @@ def hostile(request, tmp_path_factory):
     yield from open_pair(folder, target, save_random_model(folder / "draft", request.param, seed=2))
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module")
 def perfect(request, tmp_path_factory):
     """The draft is the target."""
     folder = tmp_path_factory.mktemp("s")
@@ -94,32 +106,36 @@ def embedded_pair(tmp_path_factory):
     yield from open_pair(tmp_path_factory.mktemp("s"), embedded.target_path(), embedded.draft_path(), dtype="float32")
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy[0])
-def test_a_hostile_draft_changes_no_token(hostile, policy):
-    generator = random.Random(policy[0])
+def prompts(lengths):
+    """The same for every policy, so that all are held to one reference."""
+    for prompt_tokens, count in lengths:
+        yield random.Random(prompt_tokens).choices(range(2, 2048), k=prompt_tokens), count
+
+
+@cases("hostile", POLICIES)
+def test_a_hostile_draft_changes_no_token(hostile, policy, lengths):
     drafted = accepted = 0
-    for prompt_tokens, count in LENGTHS:
-        prompt = generator.choices(range(2, 2048), k=prompt_tokens)
+    for prompt, count in prompts(lengths):
         completion = hostile.completion(prompt, count, policy)
         assert list(completion.token_ids) == hostile.expected(prompt, count)
         drafted += completion.stats.draft_n
         accepted += completion.stats.draft_n_accepted
-    assert accepted <= 0.05 * drafted
-    assert (drafted == 0) == (policy is PLAIN)
+    if policy not in LISTENING:
+        assert accepted <= 0.05 * drafted
+        assert (drafted == 0) == (policy is PLAIN)
 
 
-@pytest.mark.parametrize("policy", [CHAIN, BUSH], ids=lambda policy: policy[0])
-def test_the_target_as_draft_is_accepted_to_the_last_node(perfect, policy):
-    generator = random.Random(policy[0])
-    for prompt_tokens, count in LENGTHS:
-        prompt = generator.choices(range(2, 2048), k=prompt_tokens)
+@cases("perfect", [CHAIN, BUSH, *LISTENING])
+def test_the_target_as_draft_is_accepted_to_the_last_node(perfect, policy, lengths):
+    for prompt, count in prompts(lengths):
         completion = perfect.completion(prompt, count, policy, ignore_eos=True)
         assert list(completion.token_ids) == perfect.expected(prompt, count, eos_token_id=None)
-        stats = completion.stats
-        # every round commits its tree's whole depth and one more, up to the end of the completion
-        depth = policy[1]["depth"]
-        assert stats.rounds == -(-(count - 1) // (depth + 1))
-        assert all(share == 1.0 for share in stats.acceptance_by_depth)
+        if policy not in LISTENING:
+            stats = completion.stats
+            # every round commits its tree's whole depth and one more, up to the end of the completion
+            depth = policy[1]["depth"]
+            assert stats.rounds == -(-(count - 1) // (depth + 1))
+            assert all(share == 1.0 for share in stats.acceptance_by_depth)
 
 
 TEXTS = [
@@ -136,34 +152,54 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("policy", [CHAIN, BUSH, ("dynatree", {}), PLAIN], ids=lambda policy: policy[0])
-@pytest.mark.parametrize("count", [2, 9, 64])
-def test_the_embedded_pair_in_float32(embedded_pair, policy, count):
-    for text in TEXTS:
+MOST = 64
+
+
+@pytest.mark.parametrize(
+    "texts", [TEXTS[:2], pytest.param(TEXTS[2:], marks=pytest.mark.long)], ids=["few texts", "other texts"]
+)
+@pytest.mark.parametrize(
+    "policy", [*EMBEDDED_POLICIES, pytest.param(LARGE_BUSH, marks=pytest.mark.long)], ids=lambda policy: policy[0]
+)
+@pytest.mark.parametrize("count", [2, 9, MOST])
+def test_the_embedded_pair_in_float32(embedded_pair, policy, count, texts):
+    for text in texts:
         completion = embedded_pair.completion(text, count, policy)
         assert completion.prompt_tokens == len(encode(text))
-        assert list(completion.token_ids) == embedded_pair.expected(encode(text), count)
+        assert list(completion.token_ids) == embedded_pair.expected(encode(text), MOST)[:count]
 
 
-@pytest.mark.parametrize(("prompt_tokens", "count"), [(1990, 58), (2047, 1), (1500, 100)])
-def test_the_embedded_pair_up_to_its_context(embedded_pair, prompt_tokens, count):
+@pytest.mark.parametrize(
+    ("prompt_tokens", "count"),
+    [(1990, 58), pytest.param(2047, 1, marks=pytest.mark.long), pytest.param(1500, 100, marks=pytest.mark.long)],
+)
+@pytest.mark.parametrize(
+    "policy",
+    [policy if policy in LISTENING else pytest.param(policy, marks=pytest.mark.long) for policy in EMBEDDED_POLICIES],
+    ids=lambda policy: policy[0],
+)
+def test_the_embedded_pair_up_to_its_context(embedded_pair, prompt_tokens, count, policy):
     prompt = (encode(" ".join(TEXTS)) * 40)[:prompt_tokens]
-    for policy in (("dynatree", {}), CHAIN):
-        completion = embedded_pair.completion(prompt, count, policy, ignore_eos=True)
-        assert list(completion.token_ids) == embedded_pair.expected(prompt, count, eos_token_id=None)
-        assert completion.finish_reason == "length"
+    completion = embedded_pair.completion(prompt, count, policy, ignore_eos=True)
+    assert list(completion.token_ids) == embedded_pair.expected(prompt, count, eos_token_id=None)
+    assert completion.finish_reason == "length"
 
 
-def test_bfloat16_divergences_are_near_ties(tmp_path, record_property):
+@pytest.mark.parametrize(
+    ("texts", "policies"),
+    [(TEXTS[:1], (CHAIN, DEFAULT)), pytest.param(TEXTS, EMBEDDED_POLICIES, marks=pytest.mark.long)],
+    ids=["one text", "every text"],
+)
+def test_bfloat16_divergences_are_near_ties(tmp_path, record_property, texts, policies):
     """In bfloat16 a forward over n rows and over one row may round differently; count it, and print the margins."""
     margins = []
     tokens = 0
     for pair in open_pair(tmp_path, embedded.target_path(), embedded.draft_path(), dtype="bfloat16"):
-        for text in TEXTS:
+        for text in texts:
             prompt = encode(text)
-            for policy in (CHAIN, ("dynatree", {}), PLAIN):
-                ours = list(pair.completion(prompt, 64, policy).token_ids)
-                theirs = pair.expected(prompt, 64)
+            for policy in policies:
+                ours = list(pair.completion(prompt, MOST, policy).token_ids)
+                theirs = pair.expected(prompt, MOST)
                 tokens += len(theirs)
                 if ours != theirs:
                     at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from dynatree.common import embedded
-from dynatree.common.engine import Engine, ModelSettings
+from dynatree.common.engine import ModelSettings
 from dynatree.common.errors import StartupError
 from dynatree.draft import serve_draft as draft
 from dynatree.draft.service import DefaultPolicy
@@ -23,8 +23,10 @@ def serve_draft():
     return draft.serve(SETTINGS, "localhost:0", "localhost:1", 1.0, DefaultPolicy("linear", {}), grace=0.0)
 
 
-@pytest.mark.parametrize(("serve", "name"), [(serve_verify, "verify-model"), (serve_draft, "draft-model")])
-def test_models_are_loaded_on_the_thread_that_runs_them(serve, name, monkeypatch):
+@pytest.mark.parametrize(
+    ("command", "serve", "name"), [(verify, serve_verify, "verify-model"), (draft, serve_draft, "draft-model")]
+)
+def test_models_are_loaded_on_the_thread_that_runs_them(command, serve, name, monkeypatch):
     """A second thread that has run parallel code doubles the time of a small model's forward."""
     threads = []
 
@@ -32,7 +34,7 @@ def test_models_are_loaded_on_the_thread_that_runs_them(serve, name, monkeypatch
         threads.append(threading.current_thread().name)
         raise StartupError("far enough")
 
-    monkeypatch.setattr(Engine, "load", load)
+    monkeypatch.setattr(command, "load_engine", load)
     with pytest.raises(StartupError, match="far enough"):
         asyncio.run(serve())
     assert [thread.startswith(name) for thread in threads] == [True]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from dynatree.common import embedded
-from dynatree.common.engine import Engine, ModelSettings, Segment, packing
+from dynatree.common.engine import ModelSettings, Segment, load_engine, packing
 from dynatree.common.engine.packing import HalfLinear, PackedLinear, can_pack
 
 PROMPT = list(range(100, 140))
@@ -58,7 +58,7 @@ def test_every_linear_layer_is_replaced_and_logits_are_those_of_the_checkpoint(
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     linear = sum(isinstance(layer, (nn.Linear, Conv1D)) for layer in reference.modules())
 
-    engine = Engine.load(ModelSettings(str(folder), device="cpu", dtype=str(dtype)[len("torch.") :], sessions=1))
+    engine = load_engine(ModelSettings(str(folder), device="cpu", dtype=str(dtype)[len("torch.") :], sessions=1))
 
     layers = list(engine.model.modules())
     assert sum(isinstance(layer, layout) for layer in layers) == linear > 0
@@ -141,7 +141,7 @@ def test_small_float32_layers_keep_torchs_kernels() -> None:
     """The embedded draft's are all small, the embedded target's are not."""
     kinds = []
     for path in (embedded.draft_path(), embedded.target_path()):
-        engine = Engine.load(ModelSettings(str(path), device="cpu", sessions=1))
+        engine = load_engine(ModelSettings(str(path), device="cpu", sessions=1))
         kinds.append({type(layer) for layer in engine.model.modules() if hasattr(layer, "out_features")})
     assert kinds[0] == {nn.Linear}
     assert PackedLinear in kinds[1]
@@ -153,7 +153,7 @@ def test_small_float32_layers_keep_torchs_kernels() -> None:
 def test_an_output_layer_tied_to_the_embeddings(dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save_random_model(tmp_path / "model", "qwen2", seed=3, tie_word_embeddings=True)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    engine = Engine.load(ModelSettings(str(folder), device="cpu", dtype=str(dtype)[len("torch.") :], sessions=1))
+    engine = load_engine(ModelSettings(str(folder), device="cpu", dtype=str(dtype)[len("torch.") :], sessions=1))
     with torch.inference_mode():
         (ours,) = engine.forward([Segment(0, 0, PROMPT, range(len(PROMPT)))])
         theirs = reference(torch.tensor([PROMPT])).logits[0]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from model_zoo import ARCHITECTURES, CONTEXT, save_random_model
 from trees import random_trees
 
-from dynatree.common.engine import Engine, ModelSettings, Segment
+from dynatree.common.engine import ModelSettings, Segment, load_engine
 from dynatree.common.sampling import Sampling, Scheme
 from dynatree.common.tree import TokenTree
 from dynatree.draft.draft_model import EngineDraftModel
@@ -56,9 +56,9 @@ def engines(request, tmp_path_factory):
     target = save_random_model(folder / "target", request.param, seed=1)
     draft = save_random_model(folder / "draft", request.param, seed=2)
     return (
-        Engine.load(ModelSettings(str(target), sessions=3, scratch=256)),
-        Engine.load(ModelSettings(str(draft), sessions=3, scratch=512)),
-        Engine.load(ModelSettings(str(target), sessions=3, scratch=512)),
+        load_engine(ModelSettings(str(target), sessions=3, speculative_slots=256)),
+        load_engine(ModelSettings(str(draft), sessions=3, speculative_slots=512)),
+        load_engine(ModelSettings(str(target), sessions=3, speculative_slots=512)),
     )
 
 
@@ -252,7 +252,7 @@ def test_what_is_read_together_says_what_it_says_one_by_one(engines):
 def test_a_draft_that_overflows_only_guesses_badly(tmp_path, policy, sampling):
     """In float16 some models give NaN for some texts; the target's tokens are good all the same."""
     path = save_random_model(tmp_path / "draft", "llama", seed=2)
-    draft = Engine.load(ModelSettings(str(path), scratch=512))
+    draft = load_engine(ModelSettings(str(path), speculative_slots=512))
     draft.model.get_input_embeddings().weight[7] = float("nan")
     drafter = Drafter(EngineDraftModel(draft), 256)
     policy = create_policy(policy, {})

@@ -9,7 +9,7 @@ from services import running_services
 from transformers import AutoModelForCausalLM
 
 from dynatree.client import Client
-from dynatree.common.engine import Engine, ModelSettings, Segment, ancestor_mask
+from dynatree.common.engine import ModelSettings, Segment, ancestor_mask, load_engine
 from dynatree.common.engine import static as static_module
 from dynatree.common.engine.static import StaticShape
 from dynatree.common.tree import TokenTree
@@ -18,8 +18,8 @@ from dynatree.common.tree import TokenTree
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def engines(request, tmp_path_factory):
     folder = save_random_model(tmp_path_factory.mktemp(request.param), request.param, seed=4)
-    settings = {"dtype": "float32", "sessions": 2, "scratch": 64}
-    return [Engine.load(ModelSettings(str(folder), static_shapes=static, **settings)) for static in (False, True)]
+    settings = {"dtype": "float32", "sessions": 2, "speculative_slots": 64}
+    return [load_engine(ModelSettings(str(folder), static_shapes=static, **settings)) for static in (False, True)]
 
 
 def random_tree(generator, nodes):
@@ -47,8 +47,8 @@ def test_trees_of_every_size_give_the_same_logits_and_slots(engines):
 
 @torch.inference_mode()
 def test_shapes_that_were_not_used_for_long_are_forgotten(engines, monkeypatch):
-    monkeypatch.setattr(static_module, "MOST_SHAPES", 2)
-    captured = engines[1]._static._captured
+    monkeypatch.setattr(static_module, "MAX_SHAPES", 2)
+    captured = engines[1].runner._captured
     captured.clear()
     for engine in engines:
         engine.forward([Segment(0, 0, [7, 8, 9], range(3), keep=[])])

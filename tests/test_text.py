@@ -3,18 +3,19 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dynatree.common import embedded
-from dynatree.draft.detokenizer import REPLACEMENT, Detokenizer
+from dynatree.draft.detokenizer import REPLACEMENT, Detokenizer, SpaceCleaner
 from dynatree.draft.generation import TextStream
 from dynatree.draft.stop_strings import StopStrings
 
 TOKENIZER = AutoTokenizer.from_pretrained(embedded.target_path())
 
 
-def pieces(token_ids, prompt=(), size=1):
-    detokenizer = Detokenizer(TOKENIZER, prompt)
+def pieces(token_ids, prompt=(), size=1, tokenizer=TOKENIZER):
+    detokenizer = Detokenizer(tokenizer, prompt)
     out = [detokenizer.push(token_ids[i : i + size]) for i in range(0, len(token_ids), size)]
     return [*out, detokenizer.flush()]
 
@@ -23,8 +24,52 @@ def pieces(token_ids, prompt=(), size=1):
 @given(st.text(min_size=1, max_size=40), st.integers(1, 5))
 def test_pieces_join_to_the_whole_text(text, size):
     token_ids = TOKENIZER(text)["input_ids"]
-    whole = TOKENIZER.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert "".join(pieces(token_ids, size=size)) == whole
+    assert "".join(pieces(token_ids, size=size)) == TOKENIZER.decode(token_ids, skip_special_tokens=True)
+
+
+WORDS = ["a", "##n", "n", "it", "do", "t", "m", "s", "ve", "re", "##s", ".", "?", "!", ",", "'", "''", "[UNK]", "é"]
+
+
+def word_piece(clean_up):
+    """A tokenizer whose `decode` puts a space before every word, and removes some of them where `clean_up` is set."""
+    tokenizer = Tokenizer(models.WordPiece({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", clean_up_tokenization_spaces=clean_up)
+
+
+TIDY, UNTIDY = word_piece(True), word_piece(False)
+
+
+@settings(deadline=None, max_examples=1000)
+@given(st.lists(st.integers(0, len(WORDS) - 1), min_size=1, max_size=20), st.integers(1, 4))
+def test_pieces_join_to_what_the_tokenizers_own_setting_gives(token_ids, size):
+    for tokenizer in (TIDY, UNTIDY):
+        whole = tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert "".join(pieces(token_ids, size=size, tokenizer=tokenizer)) == whole
+
+
+def test_spaces_that_the_tokenizer_cleans_up_are_gone_and_no_others():
+    token_ids = TIDY("it 's a . do n't", verbose=False)["input_ids"]
+    assert "".join(pieces(token_ids, tokenizer=UNTIDY)) == "it ' s a . do n ' t"
+    assert "".join(pieces(token_ids, tokenizer=TIDY)) == "it's a. don't"
+    assert pieces(token_ids[:3], tokenizer=TIDY)[:2] == ["it", ""], "what may yet be cleaned up is held back"
+
+
+@given(st.text(" 'ntmsver.?!,ab", max_size=30), st.integers(1, 3))
+def test_cleaning_a_stream_is_cleaning_the_whole(text, size):
+    cleaner = SpaceCleaner(TIDY.clean_up_tokenization)
+    out = [cleaner.push(text[start : start + size]) for start in range(0, len(text), size)]
+    assert "".join([*out, cleaner.flush()]) == TIDY.clean_up_tokenization(text)
+
+
+@pytest.mark.parametrize("clean_up", [True, False])
+def test_a_byte_level_tokenizer_keeps_its_spaces_whatever_its_setting(clean_up):
+    """Transformers ignores the setting for BPE; so the text is that of `decode`."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded.target_path(), clean_up_tokenization_spaces=clean_up)
+    token_ids = tokenizer("Well , he did n't !")["input_ids"]
+    assert tokenizer.clean_up_tokenization_spaces == clean_up
+    assert "".join(pieces(token_ids, tokenizer=tokenizer)) == tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("character", ["é", "“", "漢", "🙂"])

@@ -20,6 +20,7 @@ INFO = ModelInfo(
     device_id="0123456789abcdef",
     step_bytes=2**41,
     forward_costs=(ForwardCost(1, 0.25), ForwardCost(64, 0.5)),  # exact in float32
+    repetition_penalty=1.25,
 )
 
 
@@ -30,5 +31,6 @@ def test_model_information_comes_back_as_it_went():
 
 
 def test_a_message_that_leaves_everything_out_has_no_tokenizer():
+    assert model_info_from_pb(tree_pb2.ModelInfo()).repetition_penalty == 1.0
     with pytest.raises(FailedPreconditionError, match=r"\(unnamed\).*\(none and ab"):
         check_same_tokenizer(model_info_from_pb(tree_pb2.ModelInfo()), INFO)

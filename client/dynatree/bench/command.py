@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynatree.bench.arguments import EMBEDDED, MEASUREMENTS
 from dynatree.bench.decoding import Baseline, Decoders
 from dynatree.bench.environment import Environment, environment
+from dynatree.bench.measurements import EMBEDDED, MEASUREMENTS
 from dynatree.bench.memory import PeakMemory
 from dynatree.bench.methods import ABLATION, ASSISTED, BASELINES, COUPLING, GUESSES, PLAIN, SCHEMES, Case, Method
 from dynatree.bench.progress import progress_bar
@@ -251,17 +251,19 @@ def _describe_prompts(prompts: Prompts, name: str | None) -> dict[str, object]:
 def _measure_costs(options: argparse.Namespace) -> Report:
     """Measure every point of every curve; what there is after the warm-up is kept even where it is interrupted."""
     from dynatree.bench.costs import ARENA_ROWS, CostBench, fill, places
-    from dynatree.common.engine import Engine, ModelSettings
+    from dynatree.common.engine import ModelSettings, load_engine
     from dynatree.common.errors import StartupError
     from dynatree.common.wire import model_info_to_pb
 
     measured_on = _environment(options)
     device, dtype = options.device or "auto", options.dtype or "auto"
     try:
-        target = Engine.load(
+        target = load_engine(
             ModelSettings(_path(options.target_model, embedded.target_path()), device, dtype, ARENA_ROWS)
         )
-        draft = Engine.load(ModelSettings(_path(options.draft_model, embedded.draft_path()), device, dtype, 1))
+        draft = load_engine(
+            ModelSettings(_path(options.draft_model, embedded.draft_path()), device, dtype, 1, chooses_tokens=False)
+        )
         bench = CostBench(target, draft, options.max_nodes)
     except (StartupError, ValueError) as error:
         raise SystemExit(str(error)) from None

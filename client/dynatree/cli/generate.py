@@ -37,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-p", type=float, metavar="P", default=0.0, help="keep tokens at least P times as likely as the likeliest"
     )
     parser.add_argument(
-        "--repetition-penalty", type=float, metavar="R", help="above 1: tokens that were there before get less likely"
+        "--repetition-penalty",
+        type=float,
+        metavar="R",
+        help="above 1: tokens that were there before get less likely (default: as the target's generation_config says)",
     )
     parser.add_argument(
         "--logit-bias",

@@ -37,8 +37,8 @@ class GenerateOptions(TypedDict, total=False):
         top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1]; None (the default) keeps all.
         min_p: keep tokens whose probability is at least min_p times the likeliest's; in [0, 1], 0 (the default) keeps
             all.
-        repetition_penalty: above 1, tokens of the prompt and of the text so far get less likely; in (0, 100], None (the
-            default) is 1, which changes nothing.
+        repetition_penalty: above 1, tokens of the prompt and of the text so far get less likely; in (0, 100], 1
+            changes nothing. None (the default) is what the target's generation_config says, 1 where it says nothing.
         logit_bias: what is added to the logits of these token ids, in [-1000, 1000].
         seed: in [0, 2**64); the same seed gives the same tokens. None (the default) is a random one.
         scheme: how draft and target draw when sampling; each draws exactly from the target's distribution. "gumbel":

@@ -1,4 +1,4 @@
-"""Which device this is, in a way that two services can compare."""
+"""The device of a model: its identity for other services, and waiting for it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ def device_id(device: torch.device) -> str:
         return _digest(str(torch.cuda.get_device_properties(device).uuid))
     machine = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node()
     return _digest(f"{machine} {device}")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was asked of it; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _digest(text: str) -> str:

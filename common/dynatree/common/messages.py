@@ -21,7 +21,7 @@ class FinishReason(Enum):
 class OpenSession:
     """A request for a session: the whole prompt, and how the target chooses.
 
-    `max_new_tokens` None: up to the context limit. `sampling.seed` None: the verify service draws one.
+    `max_new_tokens` None: up to the context limit.
     """
 
     prompt_ids: tuple[int, ...]

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from dynatree.common.errors import FailedPreconditionError, InvalidArgumentError, OutOfRangeError
 
+# Rows of the forwards that are measured. The time of a forward steps up at multiples of the tiles of matrix kernels,
+# which have 4, 6, 8 or 16 rows.
+SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
+
 
 @dataclass(frozen=True)
 class ForwardCost:
@@ -32,6 +36,7 @@ class ModelInfo:
         device_id: Opaque; equal where two services compute on one device.
         step_bytes: Bytes of the weights that a forward over one token reads.
         forward_costs: Measured when the service started, fewest rows first; empty where none was measured.
+        repetition_penalty: Of requests to a target that name none; 1 changes nothing.
     """
 
     name: str
@@ -46,6 +51,7 @@ class ModelInfo:
     device_id: str
     step_bytes: int
     forward_costs: tuple[ForwardCost, ...] = ()
+    repetition_penalty: float = 1.0
 
 
 def token_limit(prompt_tokens: int, max_new_tokens: int | None, model: ModelInfo) -> int:

@@ -13,11 +13,18 @@ from typing import Any
 import torch
 
 from dynatree.common import embedded
-from dynatree.common.engine.engine import ModelSettings
+from dynatree.common.engine import ModelSettings
 from dynatree.common.errors import StartupError
 
 
-def model_settings(options: argparse.Namespace, model: str, embedded_path: Path, scratch: int) -> ModelSettings:
+def model_settings(
+    options: argparse.Namespace,
+    model: str,
+    embedded_path: Path,
+    speculative_slots: int,
+    measured_rows: int = 0,
+    chooses_tokens: bool = True,
+) -> ModelSettings:
     """Settings from parsed options; the name "embedded" means the shipped model at `embedded_path`."""
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -26,8 +33,10 @@ def model_settings(options: argparse.Namespace, model: str, embedded_path: Path,
         device=options.device,
         dtype=options.dtype,
         sessions=options.max_sessions,
-        scratch=scratch,
+        speculative_slots=speculative_slots,
         static_shapes=options.static_shapes,
+        measured_rows=measured_rows,
+        chooses_tokens=chooses_tokens,
     )
 
 

@@ -35,6 +35,7 @@ def model_info_from_pb(message: tree_pb2.ModelInfo) -> ModelInfo:
     """Model information from a message; what the message leaves out is empty or 0."""
     fields = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
     fields["forward_costs"] = tuple(ForwardCost(cost.rows, cost.seconds) for cost in message.forward_costs)
+    fields["repetition_penalty"] = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
     return ModelInfo(**fields)
 
 
@@ -52,8 +53,8 @@ def sampling_to_pb(sampling: Sampling) -> tree_pb2.SamplingOptions:
     )
 
 
-def sampling_from_pb(message: tree_pb2.SamplingOptions, *, default_seed: int) -> Sampling:
-    """Sampling options from a message; `default_seed` where it names no seed.
+def sampling_from_pb(message: tree_pb2.SamplingOptions, *, default_seed: int, default_penalty: float = 1.0) -> Sampling:
+    """Sampling options from a message; the default seed and repetition penalty where it names none.
 
     Raises:
         InvalidArgumentError: An option is out of its range.
@@ -69,7 +70,7 @@ def sampling_from_pb(message: tree_pb2.SamplingOptions, *, default_seed: int) ->
         top_k=message.top_k,
         top_p=message.top_p if message.HasField("top_p") else 1.0,
         min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        repetition_penalty=(message.repetition_penalty if message.HasField("repetition_penalty") else default_penalty),
         logit_bias=MappingProxyType(dict(message.logit_bias)),
         seed=message.seed if message.HasField("seed") else default_seed,
         scheme=schemes[message.scheme],
@@ -89,8 +90,10 @@ def open_session_to_pb(request: OpenSession) -> verify_pb2.OpenSession:
     )
 
 
-def open_session_from_pb(message: verify_pb2.OpenSession, *, default_seed: int) -> OpenSession:
-    """A request for a session from its message; `default_seed` where it names no seed.
+def open_session_from_pb(
+    message: verify_pb2.OpenSession, *, default_seed: int, default_penalty: float = 1.0
+) -> OpenSession:
+    """A request for a session from its message; the default seed and repetition penalty where it names none.
 
     Raises:
         InvalidArgumentError: A sampling option is out of its range.
@@ -98,7 +101,7 @@ def open_session_from_pb(message: verify_pb2.OpenSession, *, default_seed: int) 
     return OpenSession(
         prompt_ids=tuple(message.prompt_ids),
         max_new_tokens=message.max_new_tokens if message.HasField("max_new_tokens") else None,
-        sampling=sampling_from_pb(message.sampling, default_seed=default_seed),
+        sampling=sampling_from_pb(message.sampling, default_seed=default_seed, default_penalty=default_penalty),
         draft=model_info_from_pb(message.draft),
         ignore_eos=message.ignore_eos,
         stop_token_ids=tuple(message.stop_token_ids),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dynatree.common.model_info import ForwardCost
 from dynatree.draft.control import DEFAULT_CONTROL, ControlSettings
 from dynatree.draft.rolling_median import RollingMedian
 from dynatree.draft.track_record import TrackRecord
-from dynatree.draft.verify_cost import MeasuredForward, VerifyCost, measured_curve
+from dynatree.draft.verify_cost import VerifyCost, measured_curve
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Costs:
 
     def __init__(
         self,
-        target: Iterable[MeasuredForward] = (),
-        draft: Iterable[MeasuredForward] = (),
+        target: Iterable[ForwardCost] = (),
+        draft: Iterable[ForwardCost] = (),
         control: ControlSettings = DEFAULT_CONTROL,
     ) -> None:
         self.track_record = TrackRecord(control)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 
 from dynatree.common import embedded
-from dynatree.common.engine import Engine, ModelSettings, measure_forwards
+from dynatree.common.engine import Engine, ModelSettings, load_engine, with_forward_costs
 from dynatree.common.errors import FailedPreconditionError, StartupError
 from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.model_info import ModelInfo
@@ -27,7 +26,13 @@ AHEAD = {"auto": None, "on": True, "off": False}
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal."""
     policy = DefaultPolicy(options.policy, options.policy_settings)
-    settings = model_settings(options, options.draft_model, embedded.draft_path(), scratch=2 * MAX_TREE_NODES)
+    settings = model_settings(
+        options,
+        options.draft_model,
+        embedded.draft_path(),
+        speculative_slots=2 * MAX_TREE_NODES,
+        chooses_tokens=False,
+    )
     return run_service(
         lambda: serve(
             settings,
@@ -58,10 +63,10 @@ async def serve(
     verify = VerifyClient(verify_address)
     try:
         thread = ModelThread("draft-model")
-        engine = await thread.run(Engine.load, settings)
+        engine = await thread.run(load_engine, settings)
         target = await verify.target(verify_timeout)
-        costs = await thread.run(measure_forwards, engine, MEASURED_ROWS)
-        engine.info = replace(engine.info, forward_costs=costs)
+        # measured when the verify service has measured its own: on one machine they would slow each other down
+        engine = await thread.run(with_forward_costs, engine, MEASURED_ROWS)
         server = await start_draft(engine, thread, verify, target, address, policy, AHEAD[draft_ahead])
         info = engine.info
         announce(f"dynatree draft: {info.name} ({info.dtype}, {info.device}) for {target.name} on {server.address}")

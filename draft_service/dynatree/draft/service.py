@@ -134,7 +134,8 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         if new_tokens is not None:
             token_limit(len(prompt_ids), new_tokens, self._backend.engine.info)
         check_token_ids(prompt_ids, self._backend.engine.info.vocab_size, "token_ids")
-        sampling = replace(sampling_from_pb(message.sampling, default_seed=seed), seed=seed)
+        penalty = self._target.info.repetition_penalty
+        sampling = replace(sampling_from_pb(message.sampling, default_seed=seed, default_penalty=penalty), seed=seed)
         name = message.policy.name or self._default_name(sampling)
         inherited = self._default_policy.settings if name == self._default_policy.name else {}
         policy = create_policy(name, {**inherited, **message.policy.settings}, self._target.costs)

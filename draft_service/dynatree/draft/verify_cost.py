@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
+from dynatree.common.model_info import ForwardCost
 from dynatree.draft.control import ControlSettings
 from dynatree.draft.rolling_median import RollingMedian
 
@@ -15,18 +15,6 @@ from dynatree.draft.rolling_median import RollingMedian
 ROW_BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
 
 Curve = Sequence[tuple[float, float]]  # (rows, seconds), fewest rows first
-
-
-class MeasuredForward(Protocol):
-    """What a forward over `rows` tokens took when a service started."""
-
-    @property
-    def rows(self) -> int:
-        """Tokens of the forward."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the forward."""
 
 
 class VerifyCost:
@@ -41,7 +29,7 @@ class VerifyCost:
     `stale_rounds`: a stall in its only round must not rule it out.
     """
 
-    def __init__(self, measured: Iterable[MeasuredForward], control: ControlSettings) -> None:
+    def __init__(self, measured: Iterable[ForwardCost], control: ControlSettings) -> None:
         self._control = control
         curve = measured_curve(measured)
         self.is_measured = len(curve) > 1
@@ -142,7 +130,7 @@ def bucket_of(nodes: int) -> int:
     return bisect_left(ROW_BUCKETS, nodes + 1)
 
 
-def measured_curve(measured: Iterable[MeasuredForward]) -> Curve:
+def measured_curve(measured: Iterable[ForwardCost]) -> Curve:
     """The usable measurements as a curve; no forward takes longer than one over more rows."""
     seconds_by_rows = {each.rows: each.seconds for each in measured if each.rows and 0.0 < each.seconds < math.inf}
     points = sorted(seconds_by_rows.items())

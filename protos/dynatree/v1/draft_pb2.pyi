@@ -54,7 +54,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Policy(_message.Message):
-    __slots__ = ("name", "settings")
+    __slots__ = ("name", "settings", "list_settings")
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -62,11 +62,26 @@ class Policy(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class ListSettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Numbers
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Numbers, _Mapping]] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    LIST_SETTINGS_FIELD_NUMBER: _ClassVar[int]
     name: str
     settings: _containers.ScalarMap[str, float]
-    def __init__(self, name: _Optional[str] = ..., settings: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    list_settings: _containers.MessageMap[str, Numbers]
+    def __init__(self, name: _Optional[str] = ..., settings: _Optional[_Mapping[str, float]] = ..., list_settings: _Optional[_Mapping[str, Numbers]] = ...) -> None: ...
+
+class Numbers(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, values: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("text", "token_ids", "completion", "log_probs", "index", "trace")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 
 from dynatree.common import embedded
-from dynatree.common.engine import Engine, ModelSettings, measure_forwards
+from dynatree.common.engine import Engine, ModelSettings, load_engine
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.server import Server
 from dynatree.common.service_process import announce, model_settings, run_service
@@ -19,7 +18,13 @@ MEASURED_ROWS = 64  # larger trees seldom pay
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal."""
-    settings = model_settings(options, options.target_model, embedded.target_path(), scratch=options.max_tree_nodes)
+    settings = model_settings(
+        options,
+        options.target_model,
+        embedded.target_path(),
+        speculative_slots=options.max_tree_nodes,
+        measured_rows=min(MEASURED_ROWS, options.max_tree_nodes + 1),
+    )
     return run_service(lambda: serve(settings, options.listen, options.max_tree_nodes, options.grace))
 
 
@@ -30,9 +35,7 @@ async def serve(settings: ModelSettings, address: str, max_tree_nodes: int, grac
         StartupError: The model or the address cannot be used.
     """
     thread = ModelThread("verify-model")
-    engine = await thread.run(Engine.load, settings)
-    costs = await thread.run(measure_forwards, engine, min(MEASURED_ROWS, max_tree_nodes + 1))
-    engine.info = replace(engine.info, forward_costs=costs)
+    engine = await thread.run(load_engine, settings)
     server = await start_verify(engine, thread, address, max_tree_nodes)
     info = engine.info
     announce(f"dynatree verify: {info.name} ({info.dtype}, {info.device}) on {server.address}")

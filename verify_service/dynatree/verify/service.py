@@ -74,8 +74,11 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
     def _check_open(self, message: verify_pb2.VerifyRequest) -> SessionRequest:
         if message.WhichOneof("request") != "open":
             raise InvalidArgumentError("the first request of a stream opens the session; expected the field `open`")
-        request = open_session_from_pb(message.open, default_seed=secrets.randbits(63))
-        return SessionRequest.checked(request, self._verifier.target, self._verifier.engine.eos_token_ids)
+        target = self._verifier.target
+        request = open_session_from_pb(
+            message.open, default_seed=secrets.randbits(63), default_penalty=target.repetition_penalty
+        )
+        return SessionRequest.checked(request, target, self._verifier.engine.eos_token_ids)
 
     def _check_tree(self, session: Session, request: verify_pb2.VerifyRequest) -> TokenTree:
         if request.WhichOneof("request") != "tree":

@@ -18,7 +18,7 @@ from dynatree.bench.replay.machines import Machine
 from dynatree.bench.replay.recording import RecordedRun
 from dynatree.bench.replay.runs import Settings, Task, groups, replay_group
 from dynatree.bench.replay.table_model import Ask
-from dynatree.common.engine import Engine, ModelSettings
+from dynatree.common.engine import Engine, ModelSettings, load_engine
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import ROOT, TokenTree
 from dynatree.draft.control import DEFAULT_CONTROL
@@ -70,8 +70,10 @@ class Recorder:
             FailedPreconditionError: Their tokenizers differ.
         """
         return cls(
-            Engine.load(ModelSettings(target, device, dtype, sessions=1, scratch=1)),
-            Engine.load(ModelSettings(draft, device, dtype, sessions=1, scratch=2 * MOST_NODES)),
+            load_engine(ModelSettings(target, device, dtype, sessions=1, speculative_slots=1)),
+            load_engine(
+                ModelSettings(draft, device, dtype, sessions=1, speculative_slots=2 * MOST_NODES, chooses_tokens=False)
+            ),
             least_prob,
         )
 

@@ -1,9 +1,8 @@
 """One flat forward over any number of sessions, for any supported transformers causal language model."""
 
-from dynatree.common.engine.arena import KVArena, KVShape
-from dynatree.common.engine.attention import Segment
-from dynatree.common.engine.engine import Engine, ModelSettings
-from dynatree.common.engine.timing import SIZES, measure_forwards
+from dynatree.common.engine.engine import Engine
+from dynatree.common.engine.loading import ModelSettings, load_engine, with_forward_costs
+from dynatree.common.engine.segment import Segment
 from dynatree.common.engine.tree_mask import ancestor_mask
 
-__all__ = ["SIZES", "Engine", "KVArena", "KVShape", "ModelSettings", "Segment", "ancestor_mask", "measure_forwards"]
+__all__ = ["Engine", "ModelSettings", "Segment", "ancestor_mask", "load_engine", "with_forward_costs"]

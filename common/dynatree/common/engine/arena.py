@@ -1,4 +1,4 @@
-"""The KV arena: keys and values of every session in one preallocated tensor."""
+"""The KV arena: keys and values of every session, in one preallocated tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one token's keys and values look like, the same in every layer."""
+    """The shape of one token's keys, and of its values; every layer has the same."""
 
     layers: int
     kv_heads: int
@@ -23,16 +23,24 @@ class KVShape:
 class KVArena:
     """`sessions` rows of `capacity` slots; a slot holds one token's key and value in every layer.
 
-    A session owns one row. Its first slots are its committed tokens in order; speculative tokens sit behind them.
-    Keys carry their rotary position, so a slot may be moved without changing what it says.
+    A session owns one row. The row's first slots hold the session's committed tokens in order; speculative tokens sit
+    behind them. Keys carry their rotary position, so a slot may be moved without changing its meaning.
 
-    Every number in it is finite. A mask keeps a slot's numbers out of attention, but no NaN, and in float16 a token
-    that is not accepted, or another session's, may overflow: then zeros are stored.
+    Invariant: every number in the arena is finite; zeros are stored in place of others. A mask gives a slot the weight
+    0, and 0 times NaN is NaN: a rejected token, or another session's, may overflow in float16 and would spread.
+
+    Attributes:
+        shape: Of one token's keys and values.
+        capacity: Slots of one row.
+        dtype: Of keys and values.
+        device: That holds them.
     """
 
     def __init__(self, shape: KVShape, sessions: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self.capacity = capacity
+        self.dtype = dtype
+        self.device = device
         # [layer, key or value, row, head, slot, dim]
         self._data = _zeros((shape.layers, 2, sessions, shape.kv_heads, capacity, shape.head_dim), dtype, device)
         self._free = list(reversed(range(sessions)))
@@ -57,7 +65,10 @@ class KVArena:
             torch.nan_to_num(numbers.to(slots.dtype), nan=0.0, posinf=0.0, neginf=0.0, out=slots)
 
     def put(self, layer: int, row: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values `[kv_heads, n, head_dim]` of one layer in the slots of an index tensor `[n]`."""
+        """Store keys and values `[kv_heads, n, head_dim]` of one layer in the slots of an index tensor `[n]`.
+
+        Unlike `write` it runs no code that depends on the slots' values, so a CUDA graph can capture it.
+        """
         for held, numbers in zip(self._data[layer, :, row], (keys, values), strict=True):
             held.index_copy_(1, slots, numbers.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
@@ -77,16 +88,17 @@ class KVArena:
             in_place += 1
         if in_place == len(sources):
             return
-        index = torch.tensor(sources[in_place:], device=self._data.device)
-        slots = self._data[:, :, row]
+        index = torch.tensor(sources[in_place:], device=self.device)
+        slots = self._data[:, :, row]  # [layers, 2, kv_heads, capacity, head_dim]
         # index_select copies first, so overlapping sources and targets are safe
         slots[:, :, :, start + in_place : start + len(sources)] = slots.index_select(3, index)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros: static shapes read slots that were never written.
+    """A tensor of zeros, since slots that were never written are read by forwards of static shape.
 
-    On a CPU, memory that is paid for page by page as it is first written; torch's own may come in huge pages.
+    On a CPU the memory comes from an anonymous mapping, which the kernel fills page by page at the first write. Torch's
+    own allocator may take huge pages, of which a first write fills 2 MiB.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,24 +1,37 @@
-"""Which models can be served exactly: what the configuration rules out, and a probe that compares real outputs."""
+"""Which models can be served exactly: checks of the configuration, and a probe that compares outputs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
-from dynatree.common.engine.attention import NAME, Recorder, Segment
-from dynatree.common.engine.tree_mask import ancestor_mask
+from dynatree.common.engine.arena import KVShape
+from dynatree.common.engine.attention import NAME
+from dynatree.common.engine.engine import Engine
+from dynatree.common.engine.flat_forward import FlatForward
+from dynatree.common.engine.segment import Segment
 from dynatree.common.errors import StartupError
-from dynatree.common.tree import TokenTree
 
-if TYPE_CHECKING:
-    from dynatree.common.engine.engine import Engine
-
-# Their frequencies follow the longest position seen so far, so a speculative token would change committed ones.
+# Kinds of rotary scaling whose frequencies follow the longest position so far: a speculative token would change them.
 UNSTABLE_ROPE = frozenset({"dynamic", "longrope"})
-PROBE_TOKENS = 4
+# The probe: a prefix whose last token is the root, and below the root two branches of two tokens each.
+PREFIX = (0, 1, 2, 3)
+BRANCHES = ((4, 6), (5, 7))
+
+
+def check_family(config: PretrainedConfig) -> None:
+    """Refuse a family whose layers compute their attention themselves, so that no registered function reaches it.
+
+    Asked only where loading or probing a model has failed: it explains the failure.
+
+    Raises:
+        StartupError: The family is one of these.
+    """
+    family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if family is not None and not getattr(family, "_supports_attention_backend", True):
+        raise StartupError(f"{config.model_type} models do not go through transformers' attention interface")
 
 
 def check_config(config: PretrainedConfig, context_length: int) -> None:
@@ -42,48 +55,54 @@ def check_config(config: PretrainedConfig, context_length: int) -> None:
         raise StartupError(f"{config.model_type} uses {kind} rotary scaling, which depends on the sequence length")
 
 
-def record_attention(model: PreTrainedModel) -> Recorder:
-    """One forward of a few tokens through the registered attention function, noting what each layer stores.
+class KVShapeRecorder:
+    """Records the shape of each layer's keys in one forward; implements `Attending` by causal attention."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[int, tuple[int, int]] = {}  # of each layer: kv_heads, head_dim
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Causal attention among the forward's own tokens; as `Attending.attend`."""
+        self._shapes[layer] = (key.shape[0], key.shape[2])
+        grouped = query.shape[0] != key.shape[0]
+        return scaled_dot_product_attention(
+            query[None], key[None], value[None], is_causal=True, scale=scale, enable_gqa=grouped
+        )[0].transpose(0, 1)
+
+    def kv_shape(self) -> KVShape:
+        """The one shape that all layers share.
+
+        Raises:
+            StartupError: No layer called the attention function, or layers differ.
+        """
+        if sorted(self._shapes) != list(range(len(self._shapes))) or len(set(self._shapes.values())) != 1:
+            raise StartupError("its layers do not all attend in one shape through transformers' attention interface")
+        kv_heads, head_dim = self._shapes[0]
+        return KVShape(len(self._shapes), kv_heads, head_dim)
+
+
+def record_kv_shape(model: PreTrainedModel) -> KVShape:
+    """The shape of the keys and values that every layer stores, found by one forward over a few tokens.
 
     Raises:
-        StartupError: The model cannot run on that function.
+        StartupError: The model cannot run on the registered attention function.
     """
-    recorder = Recorder()
-    tokens = torch.arange(PROBE_TOKENS, device=model.device)[None]
-    placeholder = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
-    model(
-        input_ids=tokens,
-        position_ids=tokens,
-        attention_mask=placeholder,
-        use_cache=False,
-        dynatree_batch=recorder,
-    )
-    return recorder
+    recorder = KVShapeRecorder()
+    tokens = torch.tensor([PREFIX], device=model.device)
+    FlatForward(model)(tokens, torch.arange(len(PREFIX), device=model.device)[None], recorder)
+    return recorder.kv_shape()
 
 
 def check_outputs(engine: Engine) -> None:
     """Compare a branching tree in the arena with the model's own attention over each branch.
 
-    Catches whatever the configuration does not show: recurrent state, convolutions over neighbours, positions that are
+    It catches what the configuration does not show: recurrent state, convolutions over neighbours, positions that are
     not taken from `position_ids`, attention variants.
 
     Raises:
         StartupError: The two differ by more than rounding.
     """
-    prefix = list(range(PROBE_TOKENS))
-    tree = TokenTree(token_ids=(4, 5, 6, 7), parents=(-1, -1, 0, 1))
-    row = engine.arena.allocate()
-    assert row is not None, "probed before any session is open"
-    try:
-        engine.forward([Segment(row, 0, prefix[:-1], range(PROBE_TOKENS - 1), keep=[])])
-        root = PROBE_TOKENS - 1
-        positions = [root, *(root + depth for depth in tree.depths)]
-        tokens = [prefix[-1], *tree.token_ids]
-        (ours,) = engine.forward([Segment(row, root, tokens, positions, mask=ancestor_mask(tree.parents))])
-    finally:
-        engine.arena.free(row)
-    theirs = _reference(engine.model, [[*prefix, *(tree.token_ids[n] for n in tree.path(leaf))] for leaf in (2, 3)])
-    ours = torch.stack([ours[[0, 1, 3]], ours[[0, 2, 4]]]).float()  # [branch, depth, vocabulary]
+    ours, theirs = _tree_logits(engine), _plain_logits(engine.model)
     error = (ours - theirs).abs().max().item()
     allowed = 200 * torch.finfo(engine.model.dtype).eps * theirs.abs().max().clamp(min=1.0).item()
     if not error <= allowed:
@@ -93,11 +112,31 @@ def check_outputs(engine: Engine) -> None:
         )
 
 
-def _reference(model: PreTrainedModel, sequences: list[list[int]]) -> Tensor:
-    """Each sequence's last logits under the model's own eager attention: float32 `[sequence, 3, vocabulary]`."""
+def _tree_logits(engine: Engine) -> Tensor:
+    """The logits of the root and of each branch's tokens, from one forward: float32 `[branch, 3, vocabulary]`."""
+    root = len(PREFIX) - 1
+    (a, b), (c, d) = BRANCHES
+    # the root, then level by level; a token sees the root, the tokens above it and itself
+    mask = torch.tensor(
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]], dtype=torch.bool
+    )
+    row = engine.arena.allocate()
+    assert row is not None, "probed before any session is open"
+    try:
+        engine.forward([Segment(row, 0, PREFIX[:root], range(root), keep=[])])
+        positions = [root, root + 1, root + 1, root + 2, root + 2]
+        (logits,) = engine.forward([Segment(row, root, [PREFIX[root], a, c, b, d], positions, mask=mask)])
+    finally:
+        engine.arena.free(row)
+    return torch.stack([logits[[0, 1, 3]], logits[[0, 2, 4]]]).float()
+
+
+def _plain_logits(model: PreTrainedModel) -> Tensor:
+    """The same logits from each branch by itself, by the model's own eager attention."""
+    sequences = torch.tensor([[*PREFIX, *branch] for branch in BRANCHES], device=model.device)
     model.set_attn_implementation("eager")
     try:
-        logits: Tensor = model(torch.tensor(sequences, device=model.device), use_cache=False).logits
+        logits: Tensor = model(sequences, use_cache=False).logits
     finally:
         model.set_attn_implementation(NAME)
-    return logits[:, PROBE_TOKENS - 1 :].float()
+    return logits[:, len(PREFIX) - 1 :].float()

@@ -1,4 +1,4 @@
-"""What forwards of a loaded model take on this machine, measured before the first request."""
+"""The seconds that forwards of a loaded model take on this machine, measured before the first request."""
 
 from __future__ import annotations
 
@@ -6,26 +6,24 @@ import time
 
 import torch
 
-from dynatree.common.engine.attention import Segment
 from dynatree.common.engine.engine import Engine
-from dynatree.common.model_info import ForwardCost
+from dynatree.common.engine.segment import Segment
+from dynatree.common.model_info import SIZES, ForwardCost
 
-# Rows after which what a forward takes may step up: multiples of matrix kernels' tiles, which have 4, 6, 8 or 16 rows.
-SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
 CONTEXT = 128  # slots that the tokens attend to
-MOST_PASSES = 5
-SIZE_SECONDS = 0.6  # on one size, after which it is not measured again
-ALL_SECONDS = 7.0  # on all sizes, after which no larger one is tried
+MAX_PASSES = 5
+SIZE_SECONDS = 0.6  # a size that took so long in all is not measured again
+ALL_SECONDS = 7.0  # no larger size is tried once all took so long
 
 
-def measure_forwards(engine: Engine, most_rows: int) -> tuple[ForwardCost, ...]:
-    """The seconds of a forward over each of `SIZES` up to `most_rows` tokens behind a context: the least of a few.
+def measure_forwards(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
+    """The cost of a forward over each of `SIZES` up to `max_rows` tokens behind a context: the least of a few passes.
 
-    Large sizes are left out where they take long, and small ones measured again: those are what most rounds have. The
-    first forward, which also warms the device up, does not count. No session may be open.
+    Small sizes are measured several times, since most rounds have small trees; large sizes are left out where they take
+    long. The first forward warms the device up and does not count. No session may be open.
     """
     context = min(CONTEXT, engine.info.context_length // 2)
-    sizes = [rows for rows in SIZES if rows <= min(most_rows, engine.info.context_length - context)]
+    sizes = [rows for rows in SIZES if rows <= min(max_rows, engine.info.context_length - context)]
     measured: dict[int, list[float]] = {}
     row = engine.arena.allocate()
     assert row is not None, "measured before any session is open"
@@ -35,7 +33,7 @@ def measure_forwards(engine: Engine, most_rows: int) -> tuple[ForwardCost, ...]:
             measured[rows] = [_seconds(engine, row, context, rows)]
             if sum(map(sum, measured.values())) > ALL_SECONDS:
                 break
-        for _ in range(MOST_PASSES - 1):
+        for _ in range(MAX_PASSES - 1):
             for rows, seconds in measured.items():
                 if sum(seconds) < SIZE_SECONDS:
                     seconds.append(_seconds(engine, row, context, rows))
@@ -45,7 +43,7 @@ def measure_forwards(engine: Engine, most_rows: int) -> tuple[ForwardCost, ...]:
 
 
 def _seconds(engine: Engine, row: int, context: int, rows: int) -> float:
-    """What the context holds makes no difference, so it is not read first."""
+    """The seconds of one forward over `rows` tokens; the context's contents do not matter, so it is not read first."""
     tokens = [token % engine.info.vocab_size for token in range(rows)]
     mask = torch.ones(rows, rows, dtype=torch.bool).tril()
     started = time.perf_counter()

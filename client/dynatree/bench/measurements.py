@@ -1,0 +1,42 @@
+"""The kinds of measurements that run decoders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A kind of measurement: its help, its temperatures, and which options it has besides those that all have."""
+
+    help: str
+    temperatures: tuple[float, ...]
+    takes_policies: bool = False
+    takes_alternatives: bool = False  # for the settings of policies, which must be given then
+    takes_baselines: bool = False
+    takes_scheme: bool = True
+    takes_repetitions: bool = True
+
+
+MEASUREMENTS = {
+    "compare": Measurement("policies against plain decoding", (0.0, 0.7), takes_policies=True, takes_baselines=True),
+    "sweep": Measurement(
+        "tuning: every combination of settings of a policy, to find the fastest for a pair and a machine",
+        (0.0,),
+        takes_policies=True,
+        takes_alternatives=True,
+        takes_baselines=True,
+    ),
+    "ablation": Measurement("what each component of DynaTree adds: its Tables 4 and 3", (0.0,)),
+    "coupling": Measurement(
+        "tokens per round by sampling scheme: gumbel, independent, residual",
+        (0.7, 1.0),
+        takes_policies=True,
+        takes_scheme=False,
+    ),
+    "ranks": Measurement(
+        "how often the target chooses the draft's first, second ... guess", (0.0,), takes_repetitions=False
+    ),
+}

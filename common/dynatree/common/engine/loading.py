@@ -1,0 +1,209 @@
+"""Loading: from a checkpoint to an engine, or to one line that says why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from dynatree.common import embedded
+from dynatree.common.device import device_id
+from dynatree.common.engine.arena import KVArena, KVShape
+from dynatree.common.engine.attention import NAME
+from dynatree.common.engine.batch_invariance import is_batch_invariant, padded_keys
+from dynatree.common.engine.eager import EagerRunner
+from dynatree.common.engine.engine import Engine
+from dynatree.common.engine.flat_forward import FlatForward
+from dynatree.common.engine.generation_defaults import GenerationDefaults
+from dynatree.common.engine.packing import pack
+from dynatree.common.engine.runner import Runner
+from dynatree.common.engine.static import StaticRunner
+from dynatree.common.engine.support import check_config, check_family, check_outputs, record_kv_shape
+from dynatree.common.engine.timing import measure_forwards
+from dynatree.common.errors import StartupError
+from dynatree.common.model_info import ModelInfo
+from dynatree.common.tokenizer import check_folder, fingerprint, first_line, load_tokenizer
+from dynatree.common.version import version
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which model to load, and how.
+
+    Attributes:
+        model: A hub name or a local path.
+        device: A torch device, or "auto" for the first GPU if any.
+        dtype: A key of `DTYPES`, or "auto" for the checkpoint's own.
+        sessions: Sequences that can be open at once.
+        speculative_slots: KV slots of each session for tokens that are not committed.
+        static_shapes: Whether all forwards but prompts are padded to a few sizes, and on a GPU captured as CUDA graphs.
+        measured_rows: Rows of the largest forward whose cost is measured; 0: none is.
+        chooses_tokens: Whether the model is a target, whose generation_config is adopted or refused. A draft only
+            guesses, so its generation_config does not matter.
+    """
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    sessions: int = 4
+    speculative_slots: int = 256
+    static_shapes: bool = False
+    measured_rows: int = 0
+    chooses_tokens: bool = True
+
+
+@torch.inference_mode()
+def load_engine(settings: ModelSettings) -> Engine:
+    """Load a model, refuse one that cannot be served exactly, and preallocate its arena.
+
+    Raises:
+        StartupError: The model is missing or unsupported; one line says which and why.
+    """
+    name = _display_name(settings.model)
+    model = _load_model(settings, name)
+    parameters, step_bytes = _parameters(model), _step_bytes(model)  # before packing, which hides weights
+    tokenizer = load_tokenizer(settings.model)
+    with _explained(name, model.config):
+        if model.device.type == "cpu":
+            pack(model)
+        shape = record_kv_shape(model)
+        context_length = _context_length(model)
+        check_config(model.config, context_length)
+        defaults = GenerationDefaults.of(model.generation_config if settings.chooses_tokens else None)
+    batch_invariant = model.device.type == "cpu" and is_batch_invariant(model.dtype)
+    capacity = context_length + settings.speculative_slots
+    if batch_invariant:
+        capacity = padded_keys(capacity, shape.head_dim, model.dtype)  # padded reads stay within the arena
+    arena = _allocate(name, shape, settings.sessions, capacity, model)
+    info = ModelInfo(
+        name=name,
+        architecture=type(model).__name__,
+        parameters=parameters,
+        vocab_size=model.get_input_embeddings().num_embeddings,  # type: ignore[arg-type]
+        context_length=context_length,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        tokenizer_fingerprint=fingerprint(tokenizer),
+        version=version(),
+        device_id=device_id(model.device),
+        step_bytes=step_bytes,
+        repetition_penalty=defaults.repetition_penalty,
+    )
+    runner = _runner(model, arena, batch_invariant, settings.static_shapes)
+    engine = Engine(model, runner, arena, tokenizer, info, defaults.eos_token_ids)
+    with _explained(name, model.config):
+        check_outputs(engine)
+    return with_forward_costs(engine, settings.measured_rows)
+
+
+def with_forward_costs(engine: Engine, measured_rows: int) -> Engine:
+    """The engine with the measured costs of forwards over up to `measured_rows` tokens in its `info`."""
+    if not measured_rows:
+        return engine
+    return replace(engine, info=replace(engine.info, forward_costs=measure_forwards(engine, measured_rows)))
+
+
+def _load_model(settings: ModelSettings, name: str) -> PreTrainedModel:
+    if settings.dtype not in {"auto", *DTYPES}:
+        raise StartupError(f"dtype is {settings.dtype!r}, expected auto, {', '.join(DTYPES)}")
+    check_folder(settings.model)
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    config = None
+    try:
+        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            settings.model,
+            config=config,
+            dtype=DTYPES.get(settings.dtype, "auto"),
+            attn_implementation=NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+        loaded: PreTrainedModel = model.to(device).eval()  # type: ignore[arg-type]
+    except Exception as error:  # transformers, the hub client, safetensors and torch each raise their own types here
+        if config is not None:
+            with _explained(name, config):
+                check_family(config)
+        where = "" if Path(settings.model).is_dir() else "it is no local folder; as a hub name: "
+        raise StartupError(f"model {name!r} could not be loaded: {where}{first_line(error)}") from error
+    return loaded
+
+
+def _allocate(name: str, shape: KVShape, sessions: int, capacity: int, model: PreTrainedModel) -> KVArena:
+    """An arena for a model.
+
+    Raises:
+        StartupError: The device has not enough memory.
+    """
+    try:
+        return KVArena(shape, sessions, capacity, model.dtype, model.device)
+    except (RuntimeError, MemoryError, OSError) as error:
+        room = f"{sessions} sessions of {capacity} tokens"
+        raise StartupError(f"the KV cache of {name} for {room} does not fit into the device's memory") from error
+
+
+def _runner(model: PreTrainedModel, arena: KVArena, batch_invariant: bool, static_shapes: bool) -> Runner:
+    """The runner of a model: the place where another kind is chosen."""
+    forward = FlatForward(model)
+    eager = EagerRunner(forward, arena, batch_invariant)
+    return StaticRunner(forward, arena, otherwise=eager) if static_shapes else eager
+
+
+def _context_length(model: PreTrainedModel) -> int:
+    """Tokens of the longest sequence that the model was made for.
+
+    Raises:
+        StartupError: The configuration names none.
+    """
+    config = model.config.get_text_config()
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int):
+        raise StartupError(f"the configuration of {config.model_type} names no max_position_embeddings")
+    return length
+
+
+def _parameters(model: PreTrainedModel) -> int:
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def _step_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the weights that a forward over one token reads; of an embedding table it reads one row."""
+    table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    tied = output is not None and output.weight is table
+    read = sum(weight.nbytes for weight in model.parameters())
+    return int(read if tied else read - table.nbytes)
+
+
+@contextmanager
+def _explained(name: str, config: PretrainedConfig) -> Iterator[None]:
+    """Name the model, and its family where that is the reason, in any failure while it is probed."""
+    try:
+        try:
+            yield
+        except Exception:
+            check_family(config)
+            raise
+    except StartupError as error:
+        raise StartupError(f"model {name} cannot be served exactly: {error}") from error
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise StartupError(f"model {name} cannot be served: its forward failed: {first_line(error)}") from error
+
+
+def _display_name(model: str) -> str:
+    """A hub name as it is, and only the last component of a local path: messages name no paths."""
+    if Path(model) in (embedded.target_path(), embedded.draft_path()):
+        return f"embedded-{Path(model).name}"
+    return Path(model).resolve().name if Path(model).exists() else model

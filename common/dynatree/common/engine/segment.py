@@ -1,0 +1,35 @@
+"""What one session puts through a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The tokens that one session puts through a forward.
+
+    Attributes:
+        row: The session's arena row.
+        start: The slot of the first token; token `i` is stored in slot `start + i`.
+        token_ids: `[n]`.
+        positions: `[n]`; token `i` is embedded at position `positions[i]`.
+        mask: Bool `[n, m]` over the last `m` of the slots 0 to `start + n`, true where a token sees a slot. Every token
+            sees the slots before those. None means causal.
+        keep: Indices of the tokens whose logits are wanted; None means all.
+    """
+
+    row: int
+    start: int
+    token_ids: Sequence[int]
+    positions: Sequence[int]
+    mask: Tensor | None = None
+    keep: Sequence[int] | None = None
+
+    @property
+    def stop(self) -> int:
+        """One past the last slot written."""
+        return self.start + len(self.token_ids)
