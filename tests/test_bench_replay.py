@@ -193,6 +193,18 @@ def test_the_shipped_machines_are_made_of_the_shipped_measurements() -> None:
     assert [machine.name for machine in made if not machine.measured] == ["2.8b-h100-expected"]
 
 
+def test_noise_and_stalls_have_a_seed() -> None:
+    def seconds(settings: Settings) -> float:
+        (task,) = tasks((hand_made(),), "autoregressive", settings=settings)
+        return replay_group(task).runs[0].seconds
+
+    plain = 5 * TOY.plain_seconds
+    assert seconds(PLAINLY) == pytest.approx(plain)
+    assert seconds(Settings(noise=0.5, seed=1)) == seconds(Settings(noise=0.5, seed=1)) != pytest.approx(plain)
+    assert seconds(Settings(noise=0.5, seed=1)) != seconds(Settings(noise=0.5, seed=2))
+    assert seconds(Settings(stalls=0.999)) == pytest.approx(3 * plain)
+
+
 def tasks(runs: tuple[RecordedRun, ...], *names: str, settings: Settings = PLAINLY) -> list[Task]:
     return [Task(Method(name, name), TOY, Group(0.0, 6, runs), settings) for name in names]
 

@@ -142,7 +142,14 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--noise", type=_share, default=0.0, metavar="SHARE", help="of measured times, lognormal (default: none)"
     )
-    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="S", help="of the noise (default: 0)")
+    parser.add_argument(
+        "--stalls",
+        type=_share,
+        default=0.0,
+        metavar="SHARE",
+        help="of them that are three times as long (default: none)",
+    )
+    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="S", help="of noise and stalls (default: 0)")
     parser.add_argument(
         "--processes", type=_at_least(1), default=1, metavar="N", help="the results are the same (default: 1)"
     )

@@ -115,7 +115,7 @@ def replay(options: argparse.Namespace) -> int:
     wanted = [group for group in groups(runs) if group.temperature in (options.temperatures or [group.temperature])]
     if not wanted:
         raise SystemExit("no recorded run has such a --temperature")
-    settings = Settings(options.fresh, options.noise, options.seed)
+    settings = Settings(options.fresh, options.noise, options.stalls, options.seed)
     tasks = [Task(method, machine, group, settings) for machine in machines for group in wanted for method in methods]
     if options.constants:
         _constants(tasks, options)
@@ -150,7 +150,7 @@ def _save(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> Non
         "git": environment(None, None).git,
         "recordings": [path.name for path in options.recordings],
         "constants": options.constants,
-        "options": {"fresh": options.fresh, "noise": options.noise, "seed": options.seed},
+        "options": {name: getattr(options, name) for name in ("fresh", "noise", "stalls", "seed")},
         "results": results,
     }
     try:

@@ -37,7 +37,7 @@ LEAST_PROPOSALS = 4  # of a node off the true path: what `throughput` and `dynat
 MAX_DEPTH = 16
 MOST_NODES = 4096  # below one position
 NGRAMS = ((8, 2), (4, 2))  # longest and shortest match, of `throughput` and `hybrid`
-NGRAM_PROB = 0.1  # a continuation's first token counts as so likely, whatever the draft makes of it
+NGRAM_PROB = 0.1  # a continuation's first token counts as at least so likely
 NEXT_NGRAM_PROB = 0.5  # and each later one
 ASKING = tuple(Method(name, name) for name in ("throughput", "dynatree", "hybrid"))  # which policies are replayed
 
@@ -157,6 +157,8 @@ class Exploration(Policy):
 
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
         """Add the proposals that are likely enough, and expand those off the true path."""
+        if ROOT in level:
+            tree.revalue([self._likelier(tree, node) for node in range(len(tree))])
         added = [
             self._add(node, proposal)
             for node in level
@@ -180,6 +182,12 @@ class Exploration(Policy):
             above, token = places[tree.parent(node)], tree.node(node).token
             known = run.child(above, token)
             places[node] = run.add(above, token, self._kept(node)) if known is None else known
+
+    def _likelier(self, tree: GrowingTree, node: int) -> Proposal:
+        """A continuation's token with the draft's log-probability, where that is the higher one."""
+        token = tree.node(node).token
+        log_probs = (each.log_prob for each in tree.proposals(tree.parent(node)) if each.token == token)
+        return Proposal(token, max(tree.log_prob(node), *log_probs, -math.inf))
 
     def _add(self, parent: int, proposal: Proposal) -> int:
         next_ = self.position + self._tree.depth(parent)

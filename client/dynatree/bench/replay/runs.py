@@ -23,6 +23,8 @@ from dynatree.draft.verify_cost import ROW_BUCKETS
 TARGET_ROWS = 64  # what the services measure when they start
 DRAFT_ROWS = 6
 
+STALL = 3.0
+
 
 @dataclass(frozen=True)
 class Group:
@@ -45,12 +47,14 @@ class Settings:
     Attributes:
         fresh: Whether every prompt finds a service just started; otherwise a group's prompts share what was learnt.
         noise: The standard deviation of the logarithm of a measured time over the machine's own.
-        seed: Of the noise.
+        stalls: The share of measured times that are `STALL` times as long.
+        seed: Of both.
         control: The tuned constants of policies.
     """
 
     fresh: bool = False
     noise: float = 0.0
+    stalls: float = 0.0
     seed: int = 0
     control: ControlSettings = DEFAULT_CONTROL
 
@@ -172,7 +176,10 @@ def starting_costs(machine: Machine, control: ControlSettings) -> Costs:
 
 
 def _noise(settings: Settings) -> Noise:
-    if not settings.noise:
-        return lambda: 1.0
     generator = random.Random(settings.seed)
-    return lambda: generator.lognormvariate(0.0, settings.noise)
+
+    def factor() -> float:
+        stall = STALL if generator.random() < settings.stalls else 1.0
+        return stall * generator.lognormvariate(0.0, settings.noise)
+
+    return factor

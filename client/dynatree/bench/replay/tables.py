@@ -38,14 +38,18 @@ def _row(result: Result) -> list[str]:
     speedups = result.speedups
     return [
         result.task.method.label,
-        f"{result.speedup:.2f}",
-        f"{min(speedups):.2f}-{max(speedups):.2f}",
+        _ratio(result.speedup),
+        f"{_ratio(min(speedups))}-{_ratio(max(speedups))}",
         str(len(speedups)),
         f"{result.tokens_per_round:.2f}",
         f"{result.nodes_per_round:.1f}",
         _percent(result.acceptance, 0),
         _percent(result.stood_in, 1),
     ]
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
 
 
 def _percent(share: float | None, digits: int) -> str:
