@@ -3,13 +3,16 @@
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dynatree.cli import audit
+from dynatree.cli import audit, service_pair
 from dynatree.cli.main import main
+from dynatree.cli.reference import Reference
+from dynatree.client import Client
 from dynatree.common import embedded
 from dynatree.common.embedded.grow import GrownShape, grow
 from dynatree.common.embedded.train import tokens_per_round
@@ -76,6 +79,22 @@ def run(*arguments):
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=240)
 
 
+@pytest.fixture
+def _shared_pair(monkeypatch, embedded_services):
+    """Let commands in this process use services that run already, instead of a pair of their own."""
+
+    @contextmanager
+    def shared(target_model, draft_model, options=(), start_timeout=0.0):
+        assert (target_model, draft_model) == ("embedded", "embedded")
+        with Client(embedded_services.draft_address) as client:
+            yield service_pair.ServicePair(client, 0, 0)
+
+    monkeypatch.setattr(service_pair, "service_pair", shared)
+
+
+PAIR = ["--target-model", "embedded", "--draft-model", "embedded"]
+
+
 def test_demo_ends_with_text_and_a_table():
     result = run("demo", "--max-new-tokens", "48", "--breakdown")
     assert result.returncode == 0, result.stderr
@@ -85,29 +104,37 @@ def test_demo_ends_with_text_and_a_table():
     assert "NO" not in result.stdout
 
 
-def test_audit_finds_no_divergence_in_the_pair():
-    result = run("audit", "--target-model", "embedded", "--draft-model", "embedded", "--max-new-tokens", "32")
+@pytest.mark.usefixtures("_shared_pair")
+def test_audit_finds_no_divergence_in_the_pair(capsys):
+    assert main(["audit", *PAIR, "--max-new-tokens", "32"]) == 0
+    assert "EQUAL: 8 prompts" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_audit_with_services_of_its_own():
+    result = run("audit", *PAIR, "--max-new-tokens", "32")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "EQUAL: 8 prompts" in result.stdout
 
 
+@pytest.mark.usefixtures("_shared_pair")
 @pytest.mark.parametrize("command", ["demo", "audit"])
 def test_policy_settings_reach_the_service(command, capsys):
-    pair = ["--target-model", "embedded", "--draft-model", "embedded"]
-    assert main([command, *pair, "--max-new-tokens", "8", "--policy", "linear", "--set", "dept=3"]) == 1
+    assert main([command, *PAIR, "--max-new-tokens", "8", "--policy", "linear", "--set", "dept=3"]) == 1
     assert "policy linear has no setting dept;" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("_shared_pair")
 def test_audit_reports_the_first_divergence(monkeypatch, capsys):
     """With a reference that chooses another token at one place, it says where, which, and by what margin."""
-    generate = audit.Reference.generate
+    generate = Reference.generate
 
     def wrong(self, prompt_ids, count):
         tokens = generate(self, prompt_ids, count)
         return [*tokens[:3], (tokens[3] + 1) % 2048, *tokens[4:]]
 
-    monkeypatch.setattr(audit.Reference, "generate", wrong)
-    status = main(["audit", "--target-model", "embedded", "--draft-model", "embedded", "--max-new-tokens", "8"])
+    monkeypatch.setattr(Reference, "generate", wrong)
+    status = main(["audit", *PAIR, "--max-new-tokens", "8"])
     output = capsys.readouterr().out
     assert status == 1
     assert "DIFFERENT at new token 3 of prompt 1" in output
@@ -115,7 +142,7 @@ def test_audit_reports_the_first_divergence(monkeypatch, capsys):
 
 
 def test_audit_of_prompts_that_are_not_there(tmp_path):
-    result = run("audit", "--target-model", "embedded", "--draft-model", "embedded", "--prompts", str(tmp_path / "no"))
+    result = run("audit", *PAIR, "--prompts", str(tmp_path / "no"))
     assert result.returncode == 1
     assert result.stderr == f"dynatree: error: {tmp_path}/no cannot be read: No such file or directory\n"
 
@@ -139,8 +166,6 @@ def test_generate_json_through_real_processes(embedded_services):
 
 
 def test_stop_strings_and_seeds_through_real_processes(embedded_services):
-    from dynatree.client import Client
-
     with Client(embedded_services.draft_address) as client:
         whole = client.generate("It was a dark", max_new_tokens=80)
         word = whole.text.split()[6]
@@ -158,8 +183,6 @@ def test_stop_strings_and_seeds_through_real_processes(embedded_services):
 
 
 def test_the_chunks_join_to_the_completion(embedded_services):
-    from dynatree.client import Client
-
     with Client(embedded_services.draft_address) as client:
         stream = client.stream("Call me", max_new_tokens=64)
         chunks = list(stream)

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -13,8 +14,10 @@ import pytest
 from model_zoo import save_random_model
 from transformers import PreTrainedTokenizerFast
 
+from dynatree.cli.main import main
 from dynatree.cli.service_pair import service_pair
 from dynatree.client import Client, DynaTreeError, ServerUnavailableError
+from dynatree.common import healthcheck
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 COMMAND = [sys.executable, "-m", "dynatree.cli.main"]
@@ -33,6 +36,17 @@ def assert_one_clear_line(result, *words, status=1):
         assert word in lines[-1]
 
 
+@pytest.fixture
+def run_here(capsys):
+    """What `run` does, in this process, which has torch already."""
+
+    def ran(*arguments):
+        status = main(arguments)
+        return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
+
+    return ran
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("m")
@@ -41,8 +55,8 @@ def models(tmp_path_factory):
     return target, draft
 
 
-@pytest.fixture
-def start(tmp_path):
+@contextmanager
+def starting():
     """Start `dynatree NAME ...` and wait until it says that it listens; returns the process."""
     processes = []
 
@@ -53,11 +67,49 @@ def start(tmp_path):
         assert f"dynatree {arguments[0]}: " in line, line + process.stderr.read()
         return process
 
-    yield started
-    for process in processes:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+    try:
+        yield started
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stderr.close()
+
+
+@pytest.fixture
+def start():
+    with starting() as started:
+        yield started
+
+
+class Pair:
+    """A verify and a draft service of one session each; whichever has been stopped is started anew when it is used."""
+
+    def __init__(self, models, folder, start):
+        self.verify, self.draft = f"unix:{folder}/verify.sock", f"unix:{folder}/draft.sock"
+        self.processes = {}
+        self._start = start
+        self._arguments = {
+            "verify": ["--target-model", str(models[0]), "--listen", self.verify],
+            "draft": ["--draft-model", str(models[1]), "--verify", self.verify, "--listen", self.draft],
+        }
+
+    def run(self):
+        for name, arguments in self._arguments.items():
+            if name not in self.processes or self.processes[name].poll() is not None:
+                self.processes[name] = self._start(name, *arguments, "--max-sessions", "1")
+        return self
+
+
+@pytest.fixture(scope="module")
+def pair(models, tmp_path_factory):
+    with starting() as start:
+        yield Pair(models, tmp_path_factory.mktemp("s"), start)
+
+
+@pytest.fixture
+def running(pair):
+    return pair.run()
 
 
 def test_a_wrong_model_path():
@@ -67,8 +119,8 @@ def test_a_wrong_model_path():
 
 
 @pytest.mark.parametrize("path", ["/no/such", "./none", "../none", "no/such/model"])
-def test_a_model_path_where_nothing_is_is_no_hub_name(path):
-    result = run("verify", "--target-model", path, "--listen", "localhost:0")
+def test_a_model_path_where_nothing_is_is_no_hub_name(run_here, path):
+    result = run_here("verify", "--target-model", path, "--listen", "localhost:0")
     assert_one_clear_line(result, f"there is no model at {path}")
 
 
@@ -77,57 +129,53 @@ def test_an_unknown_option_is_an_error():
     assert_one_clear_line(result, "unrecognized arguments: --max-session", status=2)
 
 
-def test_an_address_that_is_none(models):
-    result = run("verify", "--target-model", str(models[0]), "--listen", "localhost")
+def test_an_address_that_is_none(run_here):
+    result = run_here("verify", "--target-model", "embedded", "--listen", "localhost")
     assert_one_clear_line(result, "'localhost' is not an address", status=2)
 
 
-def test_an_address_of_the_web():
-    result = run("draft", "--draft-model", "embedded", "--verify", "http://localhost:50052")
+def test_an_address_of_the_web(run_here):
+    result = run_here("draft", "--draft-model", "embedded", "--verify", "http://localhost:50052")
     assert_one_clear_line(result, "'http://localhost:50052' is not an address", status=2)
 
 
-def test_a_busy_port(models):
+def test_a_busy_port(models, run_here):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        result = run("verify", "--target-model", str(models[0]), "--listen", address)
+        result = run_here("verify", "--target-model", str(models[0]), "--listen", address)
     assert_one_clear_line(result, f"cannot listen on {address}", "in use")
 
 
-def test_a_socket_on_which_another_server_answers(models, tmp_path, start):
-    address = f"unix:{tmp_path}/verify.sock"
-    start("verify", "--target-model", str(models[0]), "--listen", address)
-    assert_one_clear_line(
-        run("verify", "--target-model", str(models[0]), "--listen", address), "another server answers"
-    )
+def test_a_socket_on_which_another_server_answers(models, running, run_here):
+    result = run_here("verify", "--target-model", str(models[0]), "--listen", running.verify)
+    assert_one_clear_line(result, "another server answers")
 
 
-def test_a_socket_where_no_folder_can_be(models):
-    result = run("verify", "--target-model", str(models[0]), "--listen", "unix:/proc/nope/x.sock")
+def test_a_socket_where_no_folder_can_be(models, run_here):
+    result = run_here("verify", "--target-model", str(models[0]), "--listen", "unix:/proc/nope/x.sock")
     assert_one_clear_line(result, "cannot listen on unix:/proc/nope/x.sock")
 
 
-def test_more_sessions_than_memory(models):
-    result = run("verify", "--target-model", str(models[0]), "--listen", "localhost:0", "--max-sessions", "1000000000")
+def test_more_sessions_than_memory(models, run_here):
+    target = ["verify", "--target-model", str(models[0]), "--listen", "localhost:0"]
+    result = run_here(*target, "--max-sessions", "1000000000")
     assert_one_clear_line(result, "1000000000 sessions", "does not fit into the device's memory")
 
 
-def test_an_unreachable_verify_service(models, tmp_path):
-    result = run(
+def test_an_unreachable_verify_service(models, tmp_path, run_here):
+    result = run_here(
         "draft", "--draft-model", str(models[1]), "--verify", f"unix:{tmp_path}/none.sock",
         "--listen", f"unix:{tmp_path}/draft.sock", "--verify-timeout", "1",
     )  # fmt: skip
     assert_one_clear_line(result, "no verify service answered at unix:", "within 1 s")
 
 
-def test_a_draft_service_where_the_verify_service_should_be(models, tmp_path, start):
-    verify, draft = f"unix:{tmp_path}/verify.sock", f"unix:{tmp_path}/draft.sock"
-    start("verify", "--target-model", str(models[0]), "--listen", verify)
-    start("draft", "--draft-model", str(models[1]), "--verify", verify, "--listen", draft)
-    result = run("draft", "--draft-model", str(models[1]), "--verify", draft, "--listen", f"unix:{tmp_path}/other.sock")
-    assert_one_clear_line(result, f"the service at {draft} is no verify service")
+def test_a_draft_service_where_the_verify_service_should_be(models, tmp_path, running, run_here):
+    other = ["--listen", f"unix:{tmp_path}/other.sock"]
+    result = run_here("draft", "--draft-model", str(models[1]), "--verify", running.draft, *other)
+    assert_one_clear_line(result, f"the service at {running.draft} is no verify service")
 
 
 def save_with_another_tokenizer(folder, family):
@@ -138,51 +186,43 @@ def save_with_another_tokenizer(folder, family):
     return model
 
 
-def test_different_tokenizers(models, tmp_path, start):
-    other = save_with_another_tokenizer(tmp_path / "other", "gpt_neox")
-    verify = f"unix:{tmp_path}/verify.sock"
-    start("verify", "--target-model", str(models[0]), "--listen", verify)
-    result = run("draft", "--draft-model", str(other), "--verify", verify, "--listen", f"unix:{tmp_path}/draft.sock")
+def test_different_tokenizers(tmp_path, running, run_here):
+    model = save_with_another_tokenizer(tmp_path / "other", "gpt_neox")
+    other = ["--listen", f"unix:{tmp_path}/draft.sock"]
+    result = run_here("draft", "--draft-model", str(model), "--verify", running.verify, *other)
     assert_one_clear_line(result, "draft model other and target model target have different tokenizers")
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "message", "status"),
     [
-        (["--set", "depth=0"], "depth is 0, expected a number in [1, 64]"),
-        (["--set", "depth=8", "--set", "depth=4"], "--set names a setting twice"),
+        (["--set", "depth=0"], "depth is 0, expected a number in [1, 64]", 1),
+        (["--set", "depth=8", "--set", "depth=4"], "argument --set: depth is given twice", 2),
     ],
 )
-def test_bad_policy_settings_are_refused_at_start(models, settings, message):
-    result = run("draft", "--draft-model", str(models[1]), "--verify", "localhost:1", "--policy", "linear", *settings)
-    assert_one_clear_line(result, message)
+def test_bad_policy_settings_are_refused_at_start(run_here, settings, message, status):
+    pair = ["--draft-model", "embedded", "--verify", "localhost:1"]
+    assert_one_clear_line(run_here("draft", *pair, "--policy", "linear", *settings), message, status=status)
 
 
 def test_generate_without_a_server(tmp_path):
     assert_one_clear_line(run("generate", "x", "--server", f"unix:{tmp_path}/none.sock"), "none.sock")
 
 
-def test_both_services_from_start_to_drain(models, tmp_path, start):
-    verify, draft = f"unix:{tmp_path}/verify.sock", f"unix:{tmp_path}/draft.sock"
-    processes = [
-        start("verify", "--target-model", str(models[0]), "--listen", verify),
-        start("draft", "--draft-model", str(models[1]), "--verify", verify, "--listen", draft),
-    ]
-    with Client(draft) as client:
+def test_both_services_from_start_to_drain(running):
+    with Client(running.draft) as client:
         assert len(client.generate("Hello", max_new_tokens=5, ignore_eos=True).token_ids) == 5
-    for process in reversed(processes):
+    for name in ("draft", "verify"):
+        process = running.processes[name]
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
         assert process.stderr.read() == ""
 
 
-def test_a_verify_service_that_dies_and_comes_back(models, tmp_path, start):
+def test_a_verify_service_that_dies_and_comes_back(running):
     """The request that it served fails, keeping its tokens; the next one after its return succeeds."""
-    verify, draft = f"unix:{tmp_path}/verify.sock", f"unix:{tmp_path}/draft.sock"
-    target = ["verify", "--target-model", str(models[0]), "--listen", verify]
-    service = start(*target)
-    start("draft", "--draft-model", str(models[1]), "--verify", verify, "--listen", draft, "--max-sessions", "1")
-    with Client(draft) as client:
+    service = running.processes["verify"]
+    with Client(running.draft) as client:
         whole = client.generate("Hello", ignore_eos=True).token_ids
         stream = client.stream("Hello", ignore_eos=True)
         next(stream)
@@ -195,7 +235,7 @@ def test_a_verify_service_that_dies_and_comes_back(models, tmp_path, start):
         service.wait()
         with pytest.raises(DynaTreeError, match="verify service"):
             client.generate("Hello", max_new_tokens=5)
-        start(*target)
+        running.run()
         deadline = time.monotonic() + 30
         while True:
             try:
@@ -206,6 +246,7 @@ def test_a_verify_service_that_dies_and_comes_back(models, tmp_path, start):
                 time.sleep(0.2)
 
 
+@pytest.mark.long
 def test_a_verify_service_that_comes_back_with_another_model(models, tmp_path, start):
     """Requests are checked against the model that is there, and so is what is learnt of it."""
     verify, draft = f"unix:{tmp_path}/verify.sock", f"unix:{tmp_path}/draft.sock"
@@ -249,6 +290,7 @@ def failure(client):
     return str(error.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stopped", ["draft", "verify"])
 def test_a_completion_that_outlasts_the_grace_is_ended_with_its_reason(models, tmp_path, start, stopped):
     verify, draft = f"unix:{tmp_path}/verify.sock", f"unix:{tmp_path}/draft.sock"
@@ -270,9 +312,11 @@ def test_a_completion_that_outlasts_the_grace_is_ended_with_its_reason(models, t
     assert processes[stopped].stderr.read() == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stopped", "leaves"), [("draft", False), ("draft", True), ("verify", False)])
 def test_a_client_that_reads_nothing_holds_up_no_stop(tmp_path, start, stopped, leaves):
     verify, draft = f"unix:{tmp_path}/verify.sock", f"unix:{tmp_path}/draft.sock"
+    address_of = {"verify": verify, "draft": draft}
     grace = ["--grace", "0"]
     processes = {
         "verify": start("verify", "--target-model", "embedded", "--listen", verify, *grace),
@@ -285,7 +329,7 @@ def test_a_client_that_reads_nothing_holds_up_no_stop(tmp_path, start, stopped, 
         wait_until(lambda: is_idle(processes["verify"]))  # the stream is full
         processes[stopped].send_signal(signal.SIGTERM)
         if leaves:
-            time.sleep(0.3)
+            wait_until(lambda: healthcheck.failure(address_of[stopped], timeout=1.0))  # the stop has begun
             stream.close()
         assert processes[stopped].wait(20) == 0
         assert processes[stopped].stderr.read() == ""
@@ -306,14 +350,16 @@ def processor_seconds(process):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_services_end_with_the_command_that_started_them(tmp_path):
+@pytest.mark.parametrize("command", ["demo", pytest.param("bench", marks=pytest.mark.long)])
+def test_services_end_with_the_command_that_started_them(tmp_path, command):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("It was a dark and stormy night, and nobody was about. " * 40)
     options = ["--count", "1", "--max-new-tokens", "500", "--repetitions", "99", "--temperature", "0", "--warmup", "0"]
-    process = subprocess.Popen(
-        [*COMMAND, "bench", "compare", "--prompts", str(prompts), "--policy", "linear", *options],
-        stdout=subprocess.DEVNULL,
-    )
+    arguments = {
+        "demo": ["demo", "--max-new-tokens", "1500"],
+        "bench": ["bench", "compare", "--prompts", str(prompts), "--policy", "linear", *options],
+    }
+    process = subprocess.Popen([*COMMAND, *arguments[command]], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while len(children := child_processes(process.pid)) < 2:
         assert time.monotonic() < deadline
@@ -413,10 +459,8 @@ def child_processes(parent):
     return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
-def test_both_services_say_what_their_forwards_took_at_start(start, tmp_path):
-    start("verify", "--target-model", "embedded", "--listen", f"unix:{tmp_path}/v")
-    start("draft", "--draft-model", "embedded", "--verify", f"unix:{tmp_path}/v", "--listen", f"unix:{tmp_path}/d")
-    with grpc.insecure_channel(f"unix:{tmp_path}/d") as channel:
+def test_both_services_say_what_their_forwards_took_at_start(embedded_services):
+    with grpc.insecure_channel(embedded_services.draft_address) as channel:
         stub = draft_pb2_grpc.DraftServiceStub(channel)
         info = stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=30)
     assert [cost.rows for cost in info.target.forward_costs] == [1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64]
