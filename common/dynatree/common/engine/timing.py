@@ -8,7 +8,7 @@ import torch
 
 from dynatree.common.engine.engine import Engine
 from dynatree.common.engine.segment import Segment
-from dynatree.common.model_info import SIZES, ForwardCost
+from dynatree.common.model_info import FORWARD_SIZES, ForwardCost
 
 CONTEXT = 128  # slots that the tokens attend to
 MAX_PASSES = 5
@@ -17,13 +17,13 @@ ALL_SECONDS = 7.0  # no larger size is tried once all took so long
 
 
 def measure_forwards(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
-    """The cost of a forward over each of `SIZES` up to `max_rows` tokens behind a context: the least of a few passes.
+    """The cost of a forward over each of `FORWARD_SIZES` up to `max_rows` tokens behind a context: the least of some.
 
     Small sizes are measured several times, since most rounds have small trees; large sizes are left out where they take
     long. The first forward warms the device up and does not count. No session may be open.
     """
     context = min(CONTEXT, engine.info.context_length // 2)
-    sizes = [rows for rows in SIZES if rows <= min(max_rows, engine.info.context_length - context)]
+    sizes = [rows for rows in FORWARD_SIZES if rows <= min(max_rows, engine.info.context_length - context)]
     measured: dict[int, list[float]] = {}
     row = engine.arena.allocate()
     assert row is not None, "measured before any session is open"
