@@ -13,7 +13,8 @@ from dynatree.common.model_info import FORWARD_SIZES, ForwardCost
 CONTEXT = 128  # slots that the tokens attend to
 MAX_PASSES = 5
 SIZE_SECONDS = 0.6  # a size that took so long in all is not measured again
-ALL_SECONDS = 7.0  # no larger size is tried once all took so long
+ALL_SECONDS = 7.0  # no further size is tried once all took so long
+LAST = (3, 5)  # between sizes of nearly their cost, so a slow model does without them
 
 
 def measure_forwards(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
@@ -29,7 +30,7 @@ def measure_forwards(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
     assert row is not None, "measured before any session is open"
     try:
         _seconds(engine, row, context, 1)
-        for rows in sizes:
+        for rows in sorted(sizes, key=lambda rows: (rows in LAST, rows)):
             measured[rows] = [_seconds(engine, row, context, rows)]
             if sum(map(sum, measured.values())) > ALL_SECONDS:
                 break
@@ -39,7 +40,7 @@ def measure_forwards(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
                     seconds.append(_seconds(engine, row, context, rows))
     finally:
         engine.arena.free(row)
-    return tuple(ForwardCost(rows, min(seconds)) for rows, seconds in measured.items())
+    return tuple(ForwardCost(rows, min(seconds)) for rows, seconds in sorted(measured.items()))
 
 
 def _seconds(engine: Engine, row: int, context: int, rows: int) -> float:
