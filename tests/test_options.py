@@ -11,6 +11,7 @@ from services import running_services
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dynatree.client import Client, InvalidRequestError
+from dynatree.common.tree import TokenTree
 from dynatree.draft.policies import DEFAULT_POLICY, policy_names
 
 PROMPT = random.Random(0).choices(range(2, VOCAB_SIZE), k=7)
@@ -307,7 +308,7 @@ def test_dynatrees_parameters_follow_the_acceptance_of_each_round(pair):
     base_depth, tau_high, shares = 5.0, 0.9, []
     for round_ in completion.trace:
         if round_.token_ids:
-            shares.append(len(round_.accepted_nodes) / len(round_.token_ids))
+            shares.append(len(round_.accepted_nodes) / TokenTree(round_.token_ids, round_.parents).depth)
             error = sum(shares[-10:]) / len(shares[-10:]) - 0.7
             base_depth = min(max(base_depth + 0.5 * error, 1.0), 7.0)
             tau_high = min(max(tau_high - 0.05 * error, 0.0), 1.0)
