@@ -11,11 +11,23 @@ from dynatree.bench.replay.table_model import Ask, TableModel
 from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.tree import TokenTree
 from dynatree.draft.drafter import Drafter
-from dynatree.draft.policies import Outcome, Policy
+from dynatree.draft.policies import Policy
 from dynatree.verify.accept import Verdict, accept, cut
 
 Noise = Callable[[], float]
 VOCAB_SIZE = 0  # a recording asks for none
+
+
+@dataclass(frozen=True)
+class ReplayedRound:
+    """What a policy learns of a round; an `Outcome`. Nothing waits in a replay."""
+
+    tree: TokenTree
+    accepted: Sequence[int]
+    draft_forwards: int
+    draft_seconds: float
+    verify_seconds: float
+    waited_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -62,10 +74,10 @@ def replay(
     while (remaining := len(run.completion) - done) > 0:
         growth = drafter.grow(session, policy, remaining - 1, MAX_TREE_NODES)
         verdict = verify(growth.tree, run.completion[done:])
-        outcome = Outcome(
+        outcome = ReplayedRound(
             tree=growth.tree,
             accepted=verdict.accepted,
-            levels=growth.draft_forwards,
+            draft_forwards=growth.draft_forwards,
             draft_seconds=noise() * (growth.forward_seconds + machine.level_seconds * growth.draft_forwards),
             verify_seconds=noise() * (seconds_on(machine.verify, len(growth.tree) + 1) + machine.round_seconds),
         )
