@@ -9,6 +9,7 @@ from dynatree.bench.replay.machines import Machine, seconds_on
 from dynatree.bench.replay.recording import RecordedRun
 from dynatree.bench.replay.table_model import Ask, TableModel
 from dynatree.common.limits import MAX_TREE_NODES
+from dynatree.common.sampling import Sampling
 from dynatree.common.tree import TokenTree
 from dynatree.draft.drafter import Drafter
 from dynatree.draft.policies import Policy
@@ -67,7 +68,7 @@ def replay(
     """
     model = TableModel(run, machine, ask)
     drafter = Drafter(model, MAX_TREE_NODES)
-    session = drafter.open(run.prompt_ids, run.sampling, VOCAB_SIZE)
+    session = drafter.open(run.prompt_ids, sampling_of(run), VOCAB_SIZE)
     drafter.read(session, policy)
     drafter.commit(session, run.completion[:1])
     done, rounds, nodes, accepted, seconds = 1, 0, 0, 0, 0.0
@@ -89,6 +90,11 @@ def replay(
         accepted += len(verdict.accepted)
         seconds += outcome.draft_seconds + outcome.verify_seconds
     return Replayed(done - 1, rounds, nodes, accepted, seconds, model.expanded, model.stood_in)
+
+
+def sampling_of(run: RecordedRun) -> Sampling:
+    """The options that a run was decoded with."""
+    return Sampling(temperature=run.temperature, seed=run.seed or 0)
 
 
 def verify(tree: TokenTree, coming: Sequence[int]) -> Verdict:
