@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -12,12 +13,28 @@ from pathlib import Path
 import pytest
 import torch
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for the hub; read when transformers is imported
+
 from dynatree.common import healthcheck
 
 torch.set_num_threads(1)  # the models here are too small for more, and the threads would wait for each other
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
+
+
+# The files that take longest begin first, so that none is left to one worker at the end.
+_LONGEST = ["processes", "equality", "sampled_equality", "rounds", "distribution", "ahead", "bench_report"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep on one worker what shares fixtures: the tests of a file, and all that use the services of the session."""
+    places = {f"test_{name}.py": place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    for item in items:
+        shares_services = "embedded_services" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("services" if shares_services else item.path.name))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
