@@ -1,14 +1,20 @@
-"""The policies' shapes against the paper's rules, on a scripted draft model."""
+"""The policies' shapes against the paper's rules, on a scripted draft model; their constants, and what they import."""
 
 import math
+import subprocess
+import sys
+from dataclasses import fields, replace
 
 import pytest
+from growing import LOOP, along, grow, outcome_of
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.tree import ROOT, TokenTree
+from dynatree.draft.control import DEFAULT_CONTROL, ControlSettings
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.draft.history import HistoryController
 from dynatree.draft.policies import Outcome, create_policy, policy_names
+from dynatree.draft.round_costs import Costs
 
 
 def grown(policy, probabilities):
@@ -151,3 +157,50 @@ def test_sessions_do_not_share_history():
 def test_bad_settings_are_refused_by_name_value_and_range(name, settings, message):
     with pytest.raises(InvalidArgumentError, match=message):
         create_policy(name, settings)
+
+
+CONSTANTS = fields(ControlSettings)
+
+
+@pytest.mark.parametrize("constant", CONSTANTS, ids=lambda constant: constant.name)
+def test_every_constant_says_what_it_is_its_unit_and_its_source(constant):
+    assert set(constant.metadata) == {"what", "unit", "neutral", "source"}
+    assert constant.metadata["what"]
+    assert constant.metadata["source"]
+
+
+def trees(name, control):
+    """Rounds on a text that loops, with a draft that is sometimes right and a verification that steps up."""
+    costs = Costs(control=control)
+    policy = create_policy(name, {}, costs, control=control)
+    sent, text = [], list(LOOP)
+    for number in range(40):
+        tree, selected, forwards = grow(policy, lambda path: (0.5, 0.3, 0.15, 0.05), context=tuple(text))
+        sent.append(tree.freeze(selected))
+        following = [LOOP[(len(LOOP) + number + depth) % 4] if number % 3 else 0 for depth in range(number % 7)]
+        accepted = along(sent[-1], following)
+        verify = 0.02 + 0.01 * (len(sent[-1]) // 8)
+        policy.observe(outcome_of(sent[-1], accepted, verify=verify, draft=0.001 * forwards, levels=forwards))
+        text += [*following[: len(accepted)], 1]
+    return sent
+
+
+@pytest.mark.parametrize("name", ["hybrid", "throughput"])
+def test_policies_take_other_constants(name):
+    changed = replace(DEFAULT_CONTROL, expand_along=0, prior_others_rate=0.4, prior_best_child=0.1, foresight=(1,))
+    assert trees(name, DEFAULT_CONTROL) == trees(name, ControlSettings()) != trees(name, changed)
+
+
+@pytest.mark.parametrize(
+    "constant", [each for each in CONSTANTS if each.metadata["neutral"] is not None], ids=lambda constant: constant.name
+)
+def test_every_neutral_value_is_one_that_policies_work_with(constant):
+    control = replace(DEFAULT_CONTROL, **{constant.name: constant.metadata["neutral"]})
+    assert sum(map(len, trees("throughput", control))) > 0
+
+
+def test_policies_import_neither_a_model_nor_messages():
+    """They, their costs and the tree are read and tested without any; `dynatree --help` need not wait for torch."""
+    script = "import sys, dynatree.draft.policies; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "transformers", "google.protobuf", "dynatree.v1", "numpy"} & set(loaded)

@@ -187,7 +187,7 @@ def test_a_stall_hardly_counts_and_a_lasting_change_does():
 
 def test_the_largest_tree_of_a_price_fills_the_tiles():
     nodes = (0, 1, 2, 3, 4, 5, 6, 8, 15, 16, 31, 32, 48, 63, 64, 256)
-    assert [largest_tree(each) for each in nodes] == [0, 1, 3, 3, 5, 5, 7, 11, 15, 23, 31, 47, 63, 63, 127, 511]
+    assert [largest_tree(each) for each in nodes] == [0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63, 63, 127, 511]
 
 
 def expensive_nodes():

@@ -2,9 +2,10 @@
 
 import itertools
 import math
+import random
 
 import pytest
-from growing import LOOP, constant, edges, frozen, grow, outcome_of
+from growing import LOOP, along, constant, edges, frozen, grow, outcome_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.draft.policies import create_policy, policy_names, residual_policies
 from dynatree.draft.policies.sequoia import best_shape
+from dynatree.draft.round_costs import Costs
 
 VOCABULARY = 3
 
@@ -132,8 +134,26 @@ def test_drawn_children_are_judged_before_they_are_known():
     assert [tree.value(n) for n in (first, second, below)] == pytest.approx([1.0, 0.8, 0.7])
 
 
-@pytest.mark.parametrize("name", residual_policies())
-def test_policies_keep_or_drop_no_draw_for_its_token(name):
+CALIBRATED = ("dynatree", "dyspec", "dyspec-threshold", "fixed", "hybrid", "opt-tree")
+
+
+def surprising_costs():
+    """The service has learnt that the draft's likeliest draws are seldom accepted, and its unlikeliest often."""
+    costs = Costs()
+    for _ in range(200):
+        for calibration in (costs.track_record.calibration, costs.track_record.residual_calibration):
+            calibration.observe(math.log(0.9), False)
+            calibration.observe(math.log(0.06), True)
+            calibration.observe(math.log(0.04), True)
+    return costs
+
+
+@pytest.mark.parametrize(
+    ("name", "settings_"),
+    [(name, {}) for name in residual_policies()]
+    + [(name, {"calibrated": 1}) for name in residual_policies() if name in CALIBRATED],
+)
+def test_policies_keep_or_drop_no_draw_for_its_token(name, settings_):
     """Whatever the k-th draw below the root is, the decision to have it is the same."""
     sizes = set()
     for order in itertools.permutations(range(3)):
@@ -144,17 +164,54 @@ def test_policies_keep_or_drop_no_draw_for_its_token(name):
             tree.node(node).proposals = tuple(draws[:breadth])
             tree.node(node).candidates = DraftDistribution((0, 1, 2), probabilities)
 
-        policy = create_policy(name, {})
+        policy = create_policy(name, settings_, surprising_costs())
         tree = GrowingTree(TrieNode(99), (99,), sampled=True)
         if not policy.breadth:
             continue
+        level = policy.start(tree)
         read_in_order(tree, ROOT, policy.breadth)
-        policy.grow(tree, [ROOT])
+        policy.grow(tree, level)
         chosen = [node for node in policy.select(tree) if tree.parent(node) == ROOT]
         assert [tree.node(node).token for node in chosen][:1] == [order[0]], "the first draw is always verified"
         sizes.add((order[0], len(chosen) > 1))
     # a second draw may depend on what the first was, and on nothing that came after it
     assert len({first for first, _ in sizes}) == len(sizes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(model=scripted_models(), nodes=st.integers(1, 12), seed=st.integers(0, 99))
+def test_calibrated_draws_are_chosen_before_they_are_known(model, nodes, seed):
+    """Whether a node's second draw is sent, anywhere in the tree, does not depend on which token it is."""
+    costs, generator = Costs(), random.Random(seed)
+    for _ in range(300):
+        costs.track_record.residual_calibration.observe(math.log(generator.random()), generator.random() < 0.5)
+    settings_ = {"max_nodes": nodes, "breadth": 3, "max_depth": 3, "calibrated": 1}
+    policy = create_policy("dyspec", settings_, costs)
+
+    def tree_of(swapped):
+        tree = GrowingTree(TrieNode(99), (99,), sampled=True)
+        level = policy.start(tree)
+        while level:
+            for node in level:
+                path = path_of(tree, node)
+                order = sorted(range(VOCABULARY), key=lambda token: hash((seed, path, token)))
+                if path == swapped:  # the same first draw, the others the other way round
+                    order = [order[0], *order[:0:-1]]
+                tree.node(node).proposals = tuple(Proposal(token, math.log(model(path)[token])) for token in order)
+                tree.node(node).candidates = DraftDistribution(tuple(range(VOCABULARY)), model(path))
+            level = policy.grow(tree, level)
+        return tree, policy.select(tree)
+
+    def path_of(tree, node):
+        return tuple(above.token for above in reversed(tree.path(node)))
+
+    def draws_sent(tree, selected, path):
+        return sum(path_of(tree, node)[:-1] == path for node in selected)
+
+    tree, selected = tree_of(None)
+    for path in {(), *(path_of(tree, node) for node in selected)}:
+        # a third draw may depend on the second, which was another one
+        assert min(draws_sent(*tree_of(path), path), 2) == min(draws_sent(tree, selected, path), 2)
 
 
 def brute_force_shape(rates, nodes, depth):
@@ -255,3 +312,32 @@ def test_dynatrees_components_switch_off():
     for _ in range(20):
         plain.observe(outcome_of(frozen(plain, model), ()))
     assert frozen(plain, model) == frozen(fixed, model), "history is off"
+
+
+@pytest.mark.parametrize(
+    ("name", "sampled"),
+    [(name, sampled) for name in CALIBRATED for sampled in (False, True) if not sampled or name in residual_policies()],
+)
+def test_calibrated_policies_go_by_what_the_drafts_word_proved_to_be_worth(name, sampled):
+    """The draft says 0.45 and is right most of the time: the calibrated tree is deeper, also in the next session."""
+    settings_ = {"max_nodes": 24, "calibrated": 1}
+    costs, model = Costs(), constant(0.45, 0.3, 0.25)
+    policy = create_policy(name, settings_, costs)
+    first = frozen(policy, model, sampled=sampled).depth
+    for number in range(60):
+        tree = frozen(policy, model, sampled=sampled)
+        policy.observe(outcome_of(tree, along(tree, [0] * (number % 12))))
+    assert frozen(policy, model, sampled=sampled).depth > first
+    assert frozen(create_policy(name, settings_, costs), model, sampled=sampled).depth > first
+    plain = {key: value for key, value in settings_.items() if key != "calibrated"}
+    assert frozen(create_policy(name, plain, costs), model, sampled=sampled).depth == first
+    kinds = (costs.track_record.calibration, costs.track_record.residual_calibration)
+    untouched, learnt = kinds if sampled else kinds[::-1]
+    assert untouched.log_prob(math.log(0.45)) == pytest.approx(math.log(0.45)), "draws have a calibration of their own"
+    assert learnt.log_prob(math.log(0.45)) > math.log(0.6)
+
+
+@pytest.mark.parametrize("name", sorted(set(policy_names()) - set(CALIBRATED)))
+def test_other_policies_take_no_calibrated_values(name):
+    with pytest.raises(InvalidArgumentError, match=f"policy {name} has no setting calibrated"):
+        create_policy(name, {"calibrated": 1})

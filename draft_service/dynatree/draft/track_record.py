@@ -10,12 +10,14 @@ class TrackRecord:
     """The draft model's track record; every session adds to it, and the next one begins with it.
 
     Attributes:
-        calibration: Of the nodes of all sessions, under greedy decoding and coupled sampling.
+        calibration: Of the nodes of all sessions, under greedy decoding and sampling with noise.
+        residual_calibration: The same under residual sampling, whose nodes are draws.
         child_mass: The values of the best child of an expanded node, and of all its children, as shares of its own.
         pause: Rounds that a session last left the draft model out for.
     """
 
     def __init__(self, control: ControlSettings = DEFAULT_CONTROL) -> None:
         self.calibration = Calibration(control=control)
+        self.residual_calibration = Calibration(control=control)
         self.child_mass = (control.prior_best_child, control.prior_children)
         self.pause = 1

@@ -6,13 +6,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from dynatree.common.model_info import ForwardCost
+from dynatree.common.model_info import FORWARD_SIZES, ForwardCost
 from dynatree.draft.control import ControlSettings
 from dynatree.draft.rolling_median import RollingMedian
 
-# Rows of a forward above which its time may step up: multiples of the matrix kernels' tiles of 4, 6, 8 and 16 rows.
-# The services measure their forwards at the same numbers (`dynatree.common.engine.SIZES`).
-ROW_BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
+ROW_BUCKETS = FORWARD_SIZES  # at which both services measure their forwards when they start
 
 Curve = Sequence[tuple[float, float]]  # (rows, seconds), fewest rows first
 

@@ -8,28 +8,29 @@ import torch
 
 from dynatree.common.engine.engine import Engine
 from dynatree.common.engine.segment import Segment
-from dynatree.common.model_info import SIZES, ForwardCost
+from dynatree.common.model_info import FORWARD_SIZES, ForwardCost
 
 CONTEXT = 128  # slots that the tokens attend to
 MAX_PASSES = 5
 SIZE_SECONDS = 0.6  # a size that took so long in all is not measured again
-ALL_SECONDS = 7.0  # no larger size is tried once all took so long
+ALL_SECONDS = 7.0  # no further size is tried once all took so long
+LAST = (3, 5)  # between sizes of nearly their cost, so a slow model does without them
 
 
 def measure_forwards(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
-    """The cost of a forward over each of `SIZES` up to `max_rows` tokens behind a context: the least of a few passes.
+    """The cost of a forward over each of `FORWARD_SIZES` up to `max_rows` tokens behind a context: the least of some.
 
     Small sizes are measured several times, since most rounds have small trees; large sizes are left out where they take
     long. The first forward warms the device up and does not count. No session may be open.
     """
     context = min(CONTEXT, engine.info.context_length // 2)
-    sizes = [rows for rows in SIZES if rows <= min(max_rows, engine.info.context_length - context)]
+    sizes = [rows for rows in FORWARD_SIZES if rows <= min(max_rows, engine.info.context_length - context)]
     measured: dict[int, list[float]] = {}
     row = engine.arena.allocate()
     assert row is not None, "measured before any session is open"
     try:
         _seconds(engine, row, context, 1)
-        for rows in sizes:
+        for rows in sorted(sizes, key=lambda rows: (rows in LAST, rows)):
             measured[rows] = [_seconds(engine, row, context, rows)]
             if sum(map(sum, measured.values())) > ALL_SECONDS:
                 break
@@ -39,7 +40,7 @@ def measure_forwards(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
                     seconds.append(_seconds(engine, row, context, rows))
     finally:
         engine.arena.free(row)
-    return tuple(ForwardCost(rows, min(seconds)) for rows, seconds in measured.items())
+    return tuple(ForwardCost(rows, min(seconds)) for rows, seconds in sorted(measured.items()))
 
 
 def _seconds(engine: Engine, row: int, context: int, rows: int) -> float:

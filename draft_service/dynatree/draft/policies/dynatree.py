@@ -23,7 +23,7 @@ class DynaTreeSettings:
     Each component can be switched off (section 4.5): without `dynamic_breadth` every node gets `breadth_mid` children,
     without `dynamic_depth` every node above depth D_0 is expanded, and without `history` nothing is adapted. With
     `acceptance_over_nodes` history reads acceptance as a share of all nodes, not of the tree's depth
-    (`HistoryController` says why that is not the default).
+    (`HistoryController` says why that is not the default). With `calibrated` every c(u) and p(u) is calibrated.
     """
 
     tau_high: float = 0.9
@@ -45,6 +45,7 @@ class DynaTreeSettings:
     dynamic_depth: bool = True
     history: bool = True
     acceptance_over_nodes: bool = False
+    calibrated: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tau_high", "tau_low", "rho_stop", "rho_deep", "target_acceptance"):

@@ -13,11 +13,12 @@ from dynatree.draft.policies.best_first import BestFirst
 
 @dataclass(frozen=True)
 class DySpecSettings:
-    """The node budget (the paper's guess length, 64), and limits that the paper does not have."""
+    """The node budget (the paper's guess length, 64), limits that the paper does not have, and calibrated values."""
 
     max_nodes: int = 64
     max_depth: int = 16
     breadth: int = 16
+    calibrated: bool = False
 
     def __post_init__(self) -> None:
         check_range("max_nodes", self.max_nodes, 1, 256)
@@ -45,12 +46,13 @@ class DySpec(Policy):
 
 @dataclass(frozen=True)
 class DySpecThresholdSettings:
-    """The threshold, "typically around 1/n" for n nodes (section 4.3), and a hard budget."""
+    """The threshold, "typically around 1/n" for n nodes (section 4.3), a hard budget, and calibrated values."""
 
     threshold: float = 1 / 64
     max_nodes: int = 256
     max_depth: int = 16
     breadth: int = 16
+    calibrated: bool = False
 
     def __post_init__(self) -> None:
         check_range("threshold", self.threshold, 0.0, 1.0, open_low=True)

@@ -13,12 +13,16 @@ from dynatree.draft.policies.level_growth import grow_level
 
 @dataclass(frozen=True)
 class FixedSettings:
-    """Depth D, breadth B, pruning threshold tau and node budget N_max. The defaults are DynaTree's tuned baseline."""
+    """Depth D, breadth B, pruning threshold tau and node budget N_max. The defaults are DynaTree's tuned baseline.
+
+    With `calibrated`, tau prunes by calibrated path probabilities.
+    """
 
     depth: int = 8
     breadth: int = 3
     tau: float = 0.1
     max_nodes: int = 256
+    calibrated: bool = False
 
     def __post_init__(self) -> None:
         check_range("depth", self.depth, 1, 64)

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from dynatree.common.tree import ROOT
 from dynatree.draft.control import ControlSettings
 from dynatree.draft.growing_tree import GrowingTree
-from dynatree.draft.policies.base import Policy, check_range
+from dynatree.draft.policies.base import Policy
 from dynatree.draft.policies.best_first import BestFirst
-from dynatree.draft.policies.lookup import NGramSettings
-from dynatree.draft.policies.merged import MergedNGrams
+from dynatree.draft.policies.merged import MergedNGrams, MergedSettings
 
 
 @dataclass(frozen=True)
-class HybridSettings:
-    """The node budget, the limits of the model's part as in `dyspec`, and the n-grams as in `ngram`."""
+class HybridSettings(MergedSettings):
+    """The node budget, the model's part as in `dyspec`, the n-grams as in `ngram`, and calibrated values."""
 
     max_nodes: int = 32
     max_depth: int = 8
@@ -25,17 +24,7 @@ class HybridSettings:
     shortest: int = 2
     ngram_depth: int = 24
     branches: int = 2
-
-    def __post_init__(self) -> None:
-        check_range("max_nodes", self.max_nodes, 1, 256)
-        check_range("max_depth", self.max_depth, 1, 64)
-        check_range("breadth", self.breadth, 1, 64)
-        check_range("ngram_depth", self.ngram_depth, 1, 64)
-        self.ngrams()
-
-    def ngrams(self) -> NGramSettings:
-        """The n-grams' own settings."""
-        return NGramSettings(self.longest, self.shortest, self.ngram_depth, self.branches, self.max_nodes)
+    calibrated: bool = False
 
 
 class Hybrid(Policy):

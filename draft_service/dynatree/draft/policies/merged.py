@@ -4,11 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dynatree.common.tree import ROOT
 from dynatree.draft.control import ControlSettings
 from dynatree.draft.growing_tree import GrowingTree, Proposal
+from dynatree.draft.policies.base import check_range
 from dynatree.draft.policies.lookup import Lookup, NGramSettings
+
+
+@dataclass(frozen=True)
+class MergedSettings:
+    """The node budget, the depth and breadth of the model's part, and the n-grams as in `ngram`."""
+
+    max_nodes: int
+    max_depth: int
+    breadth: int
+    longest: int
+    shortest: int
+    ngram_depth: int
+    branches: int
+
+    def __post_init__(self) -> None:
+        check_range("max_nodes", self.max_nodes, 1, 256)
+        check_range("max_depth", self.max_depth, 1, 64)
+        check_range("breadth", self.breadth, 1, 64)
+        check_range("ngram_depth", self.ngram_depth, 1, 64)
+        self.ngrams()
+
+    def ngrams(self) -> NGramSettings:
+        """The n-grams' own settings."""
+        return NGramSettings(self.longest, self.shortest, self.ngram_depth, self.branches, self.max_nodes)
 
 
 class MergedNGrams:

@@ -13,12 +13,16 @@ from dynatree.draft.policies.best_first import best_nodes
 
 @dataclass(frozen=True)
 class OptTreeSettings:
-    """Nodes sent, nodes expanded a level, levels, and the gain in expected length below which growth ends (delta)."""
+    """Nodes sent, nodes expanded a level, levels, and the gain in expected length below which growth ends (delta).
+
+    With `calibrated`, expected lengths are sums of calibrated path probabilities.
+    """
 
     max_nodes: int = 50
     width: int = 10
     max_depth: int = 10
     delta: float = 0.2
+    calibrated: bool = False
 
     def __post_init__(self) -> None:
         check_range("max_nodes", self.max_nodes, 1, 256)

@@ -10,6 +10,7 @@ from dynatree.common.errors import InvalidArgumentError
 from dynatree.draft.control import DEFAULT_CONTROL, ControlSettings
 from dynatree.draft.policies.autoregressive import Autoregressive, AutoregressiveSettings
 from dynatree.draft.policies.base import MAX_NUMBERS, Policy, check_length
+from dynatree.draft.policies.calibrated import Calibrated, CalibratedValue
 from dynatree.draft.policies.dynatree import DynaTree, DynaTreeSettings
 from dynatree.draft.policies.dyspec import DySpec, DySpecSettings, DySpecThreshold, DySpecThresholdSettings
 from dynatree.draft.policies.fixed import Fixed, FixedSettings, LinearSettings, linear
@@ -90,7 +91,11 @@ def create_policy(
         known = ", ".join(types) or "none"
         raise InvalidArgumentError(f"policy {name} has no setting {', '.join(unknown)}; its settings: {known}")
     checked = entry.settings(**{key: _typed(key, value, types[key]) for key, value in settings.items()})
-    return entry.create(checked, costs or Costs(control=control), control)
+    costs = costs or Costs(control=control)
+    policy = entry.create(checked, costs, control)
+    if getattr(checked, "calibrated", False):
+        return Calibrated(policy, CalibratedValue(costs.track_record, control))
+    return policy
 
 
 def _typed(name: str, value: Setting, kind: str) -> Any:

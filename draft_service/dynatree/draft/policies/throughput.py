@@ -12,22 +12,23 @@ from dynatree.draft.policies.base import Outcome, Policy
 from dynatree.draft.policies.best_first import BestFirst
 from dynatree.draft.policies.calibrated import CalibratedValue
 from dynatree.draft.policies.child_mass import ChildMass, open_mass
-from dynatree.draft.policies.hybrid import HybridSettings
-from dynatree.draft.policies.merged import MergedNGrams
+from dynatree.draft.policies.merged import MergedNGrams, MergedSettings
 from dynatree.draft.policies.objective import Objective, Plan
 from dynatree.draft.policies.pause import Pause
 from dynatree.draft.round_costs import Costs, RoundCost
 
 
 @dataclass(frozen=True)
-class ThroughputSettings(HybridSettings):
-    """Upper limits of what control may choose, and the n-grams as in `hybrid`."""
+class ThroughputSettings(MergedSettings):
+    """Upper limits of what control may choose, and the n-grams as in `ngram`."""
 
     max_nodes: int = 63
     max_depth: int = 16
     breadth: int = 4
     longest: int = 8
+    shortest: int = 2
     ngram_depth: int = 63
+    branches: int = 2
 
 
 class Throughput(Policy):
