@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for the hub; read when transformers is imported
+
+from dynatree.bench import command as bench
+from dynatree.cli import service_pair
+from dynatree.client import Client
 from dynatree.common import healthcheck
 
 torch.set_num_threads(1)  # the models here are too small for more, and the threads would wait for each other
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
+
+
+# The files that take longest begin first, so that none is left to one worker at the end.
+_LONGEST = ["processes", "equality", "sampled_equality", "rounds", "distribution", "ahead", "bench_report"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep on one worker what shares fixtures: the tests of a file, and all that use the services of the session."""
+    places = {f"test_{name}.py": place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    for item in items:
+        shares_services = "embedded_services" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("services" if shares_services else item.path.name))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -30,10 +51,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @dataclass(frozen=True)
 class EmbeddedServices:
-    """Where the two services of the embedded pair listen."""
+    """Where the two services of the embedded pair listen, and their process ids."""
 
     draft_address: str
     verify_address: str
+    draft_process: int
+    verify_process: int
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +70,21 @@ def embedded_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embe
         _Service(("draft", "--draft-model", "embedded", "--verify", verify), draft, folder / "draft.log") as second,
     ):
         _wait_until_serving([first, second])
-        yield EmbeddedServices(draft_address=draft, verify_address=verify)
+        yield EmbeddedServices(draft, verify, second.process_id, first.process_id)
+
+
+@pytest.fixture
+def shared_pair(embedded_services: EmbeddedServices, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands in this process use the services of the session, where they would start a pair of their own."""
+
+    @contextmanager
+    def shared(target_model: str, draft_model: str, *_: object) -> Iterator[service_pair.ServicePair]:
+        assert (target_model, draft_model) == ("embedded", "embedded")
+        with Client(embedded_services.draft_address) as client:
+            yield service_pair.ServicePair(client, embedded_services.draft_process, embedded_services.verify_process)
+
+    monkeypatch.setattr(service_pair, "service_pair", shared)
+    monkeypatch.setattr(bench, "service_pair", shared)
 
 
 class _Service:
@@ -71,6 +108,10 @@ class _Service:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
 
     @property
     def running(self) -> bool:

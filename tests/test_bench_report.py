@@ -1,10 +1,13 @@
 """`dynatree bench report`: its sections and what they show, from made-up records of both versions."""
 
 import base64
+import io
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +102,7 @@ def sweep() -> Report:
     )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def save_all(folder: Path) -> Path:
     """A folder with a record of every kind, and JSON that is none."""
     long = new_report(
         "compare",
@@ -118,21 +120,46 @@ def folder(tmp_path: Path) -> Path:
         "version-1": old_report("ablation", [old_run("autoregressive")]),
     }
     for name, report in written.items():
-        save(report, tmp_path / f"{name}.json")
-    (tmp_path / "other.json").write_text("[]")
-    return tmp_path
+        save(report, folder / f"{name}.json")
+    (folder / "other.json").write_text("[]")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_all(tmp_path)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A report that the command wrote, and what it said."""
+
+    folder: Path
+    status: int
+    said: str
+    remarked: str
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """One report for all tests that only look: its plots take seconds."""
+    folder = save_all(tmp_path_factory.mktemp("records"))
+    out, said, remarked = folder / "deep" / "report", io.StringIO(), io.StringIO()
+    with redirect_stdout(said), redirect_stderr(remarked):
+        status = main(["bench", "report", str(folder), "--out", str(out), "--title", "A title"])
+    return Written(out, status, said.getvalue(), remarked.getvalue())
 
 
 # the whole
 
 
-def test_a_report_has_all_sections(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "deep" / "report"
-    write_report(folder, out, "A title")
-    said, remarked = capsys.readouterr()
-    assert said.strip() == str(out / "report.html")
-    assert re.fullmatch(r"left out: .*other\.json is not a file of dynatree bench: .*\n", remarked)
+def test_a_report_has_all_sections(written: Written) -> None:
+    out = written.folder
+    assert written.status == 0
+    assert written.said.strip() == str(out / "report.html")
+    assert re.fullmatch(r"left out: .*other\.json is not a file of dynatree bench: .*\n", written.remarked)
     page, markdown = (out / "report.html").read_text(), (out / "report.md").read_text()
+    assert "<h1>A title</h1>" in page
     assert re.findall("<h2>(.*)</h2>", page) == re.findall("^## (.*)$", markdown, re.MULTILINE) == TITLES
     assert len(SECTIONS) == len(TITLES)
     anchors = re.findall('href="#(.*?)"', page)
@@ -143,19 +170,19 @@ def test_a_report_has_all_sections(folder: Path, tmp_path: Path, capsys: pytest.
     assert page.count("<img ") == len(shown) > 10
 
 
-def test_the_page_needs_nothing_else(folder: Path, tmp_path: Path) -> None:
-    write_report(folder, tmp_path / "report", "A title")
-    page = (tmp_path / "report" / "report.html").read_text()
+def test_the_page_needs_nothing_else(written: Written) -> None:
+    page = (written.folder / "report.html").read_text()
     assert "<script" not in page
     assert not re.search('(src|href)="(?!data:|#)', page)
     assert "default-src 'none'" in page
 
 
-def test_the_same_records_make_the_same_report(folder: Path, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        write_report(folder, tmp_path / name, "A title")
-    files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*"))
-    assert all((tmp_path / "a" / each).read_bytes() == (tmp_path / "b" / each).read_bytes() for each in files)
+@pytest.mark.long
+def test_the_same_records_make_the_same_report(written: Written, folder: Path, tmp_path: Path) -> None:
+    write_report(folder, tmp_path / "again", "A title")
+    files = sorted(path.relative_to(tmp_path / "again") for path in (tmp_path / "again").rglob("*.*"))
+    assert len(files) > 10
+    assert all((written.folder / each).read_bytes() == (tmp_path / "again" / each).read_bytes() for each in files)
 
 
 def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
@@ -174,10 +201,11 @@ def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
     assert "<script" not in (tmp_path / "report" / "report.md").read_text().replace("\\<script", "")
 
 
-def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "report", str(folder), "--title", "A title"]) == 0
-    assert "<h1>A title</h1>" in (folder / "report" / "report.html").read_text()
-    assert main(["bench", "report", str(folder / "report")]) == 1
+def test_a_report_stands_beside_its_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(comparison(), tmp_path / "compare.json")
+    assert main(["bench", "report", str(tmp_path), "--title", "A title"]) == 0
+    assert "<h1>A title</h1>" in (tmp_path / "report" / "report.html").read_text()
+    assert main(["bench", "report", str(tmp_path / "report")]) == 1
     assert capsys.readouterr().err.endswith("has no measurement of dynatree bench (*.json)\n")
 
 

@@ -152,6 +152,19 @@ def test_an_output_that_differs_is_a_failure(
     assert linear["agrees"] < 8
 
 
+@pytest.mark.usefixtures("shared_pair")
+def test_what_only_the_machine_of_the_services_knows_is_measured(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = ["--policy", "linear", "--temperature", "0", "--threads", "1", "--out", str(out)]
+    assert main(["bench", "compare", "--prompts", str(text), *TINY, *options]) == 0
+    report = load(out)
+    assert report["machine"]["threads"] == 1
+    assert report["machine"]["read_bandwidth"] > 1e8
+    for run in report["runs"]:
+        assert min(run["peak_memory"][name] for name in ("draft", "verify", "client")) > 50e6
+
+
+@pytest.mark.long
 @pytest.mark.usefixtures("_wrong_drafts")
 def test_services_of_its_own_in_16_bits(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """There a difference is no failure. What only the machine of the services knows is measured."""
@@ -189,8 +202,17 @@ def test_coupling(
     assert [row[:-4] for row in rows] == [[method.label, t] for t in ("0.7", "1") for method in COUPLING]
 
 
+@pytest.mark.usefixtures("shared_pair")
+def test_ranks(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check_ranks(text, tmp_path / "out.json", capsys)
+
+
+@pytest.mark.long
 def test_ranks_on_services_of_its_own(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out.json"
+    check_ranks(text, tmp_path / "out.json", capsys)
+
+
+def check_ranks(text: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--count", "2", "--prompt-tokens", "12", "--max-new-tokens", "16", "--threads", "1"]
     assert main(["bench", "ranks", "--prompts", str(text), *arguments, "--out", str(out)]) == 0
     counts = add_ranks([run["ranks"] for run in load(out)["runs"]])

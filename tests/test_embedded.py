@@ -3,13 +3,12 @@
 import json
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dynatree.cli import audit, service_pair
+from dynatree.cli import audit
 from dynatree.cli.main import main
 from dynatree.cli.reference import Reference
 from dynatree.client import Client
@@ -79,19 +78,6 @@ def run(*arguments):
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=240)
 
 
-@pytest.fixture
-def _shared_pair(monkeypatch, embedded_services):
-    """Let commands in this process use services that run already, instead of a pair of their own."""
-
-    @contextmanager
-    def shared(target_model, draft_model, options=(), start_timeout=0.0):
-        assert (target_model, draft_model) == ("embedded", "embedded")
-        with Client(embedded_services.draft_address) as client:
-            yield service_pair.ServicePair(client, 0, 0)
-
-    monkeypatch.setattr(service_pair, "service_pair", shared)
-
-
 PAIR = ["--target-model", "embedded", "--draft-model", "embedded"]
 
 
@@ -104,7 +90,7 @@ def test_demo_ends_with_text_and_a_table():
     assert "NO" not in result.stdout
 
 
-@pytest.mark.usefixtures("_shared_pair")
+@pytest.mark.usefixtures("shared_pair")
 def test_audit_finds_no_divergence_in_the_pair(capsys):
     assert main(["audit", *PAIR, "--max-new-tokens", "32"]) == 0
     assert "EQUAL: 8 prompts" in capsys.readouterr().out
@@ -117,14 +103,14 @@ def test_audit_with_services_of_its_own():
     assert "EQUAL: 8 prompts" in result.stdout
 
 
-@pytest.mark.usefixtures("_shared_pair")
+@pytest.mark.usefixtures("shared_pair")
 @pytest.mark.parametrize("command", ["demo", "audit"])
 def test_policy_settings_reach_the_service(command, capsys):
     assert main([command, *PAIR, "--max-new-tokens", "8", "--policy", "linear", "--set", "dept=3"]) == 1
     assert "policy linear has no setting dept;" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("_shared_pair")
+@pytest.mark.usefixtures("shared_pair")
 def test_audit_reports_the_first_divergence(monkeypatch, capsys):
     """With a reference that chooses another token at one place, it says where, which, and by what margin."""
     generate = Reference.generate

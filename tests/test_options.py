@@ -8,10 +8,10 @@ import pytest
 import torch
 from model_zoo import VOCAB_SIZE, save_noisy_copy, save_random_model
 from services import running_services
+from steady_times import steady_times
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dynatree.client import Client, InvalidRequestError
-from dynatree.common.tree import TokenTree
 from dynatree.draft.policies import DEFAULT_POLICY, policy_names
 
 PROMPT = random.Random(0).choices(range(2, VOCAB_SIZE), k=7)
@@ -37,6 +37,12 @@ class Pair:
         with torch.inference_mode():
             logits = self.model(torch.tensor([[*PROMPT, *token_ids]])).logits[0, len(PROMPT) - 1 : -1]
         return logits.log_softmax(-1).gather(-1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _steady_times():
+    with steady_times():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -302,13 +308,15 @@ def test_a_rounds_trace_follows_its_tokens(pair):
     assert rounds > 2
 
 
-def test_dynatrees_parameters_follow_the_acceptance_of_each_round(pair):
-    """DynaTree section 3.3 with the default settings: after every round, from the rounds up to it."""
-    completion = pair.generate(trace=True, policy="dynatree", max_new_tokens=60, **FEW)
+@pytest.mark.parametrize("over_nodes", [0, 1])
+def test_dynatrees_parameters_follow_the_acceptance_of_each_round(pair, over_nodes):
+    """DynaTree section 3.3, by both readings of acceptance: after every round, from the rounds up to it."""
+    settings = {"acceptance_over_nodes": over_nodes}
+    completion = pair.generate(trace=True, policy="dynatree", policy_settings=settings, max_new_tokens=90, **FEW)
     base_depth, tau_high, shares = 5.0, 0.9, []
     for round_ in completion.trace:
         if round_.token_ids:
-            shares.append(len(round_.accepted_nodes) / TokenTree(round_.token_ids, round_.parents).depth)
+            shares.append(len(round_.accepted_nodes) / (len(round_.token_ids) if over_nodes else depth(round_)))
             error = sum(shares[-10:]) / len(shares[-10:]) - 0.7
             base_depth = min(max(base_depth + 0.5 * error, 1.0), 7.0)
             tau_high = min(max(tau_high - 0.05 * error, 0.0), 1.0)
