@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the drafter and the verifier import torch, which mistakes a
     from dynatree.bench.replay.runs import Task
 
 RESULTS_VERSION = 1
-WIDTH = 130  # of the table of constants
+WIDTH = 130  # of tables, at most
 
 
 def run(options: argparse.Namespace) -> int:
@@ -72,7 +72,7 @@ def _policies(tasks: Sequence[Task], options: argparse.Namespace) -> None:
 
     with progress_bar() as progress:
         results = list(progress.track(replay_all(tasks, options.processes), total=len(tasks), description="replay"))
-    console = Console()
+    console = Console(width=WIDTH)
     for table in tables(results):
         console.print(to_rich(table))
         console.print()
