@@ -1,10 +1,10 @@
 """Growing a policy's trees on a scripted draft model."""
 
 import math
+from dataclasses import dataclass
 
-from dynatree.common.tree import ROOT, DraftDistribution
+from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
-from dynatree.draft.policies import Outcome
 
 LOOP = (5, 6, 7, 8) * 5
 
@@ -44,8 +44,20 @@ def edges(tree):
     return {tuple(tree.token_ids[n] for n in tree.path(node)) for node in range(len(tree))}
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a policy learns of a round."""
+
+    tree: TokenTree
+    accepted: tuple[int, ...]
+    draft_forwards: int
+    draft_seconds: float
+    verify_seconds: float
+    waited_seconds: float = 0.0
+
+
 def outcome_of(tree, accepted, *, verify=0.1, draft=0.004, levels=2):
-    return Outcome(tree, accepted, levels=levels, draft_seconds=draft, verify_seconds=verify)
+    return Outcome(tree, accepted, levels, draft, verify)
 
 
 def along(tree, tokens):

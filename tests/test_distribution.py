@@ -45,7 +45,7 @@ SMALL = {
     "fixed": {"depth": 2, "breadth": 2, "tau": 0.1},
     "linear": {"depth": 3},
     "sequoia": {"max_nodes": 5, "max_depth": 3},
-    "specinfer": {"k1": 2, "k2": 2, "k3": 0},
+    "specinfer": {"widths": [2, 2]},
 }
 
 

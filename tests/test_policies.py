@@ -13,7 +13,7 @@ from dynatree.common.tree import ROOT, TokenTree
 from dynatree.draft.control import DEFAULT_CONTROL, ControlSettings
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.draft.history import HistoryController
-from dynatree.draft.policies import Outcome, create_policy, policy_names
+from dynatree.draft.policies import create_policy, policy_names
 from dynatree.draft.round_costs import Costs
 
 
@@ -125,7 +125,7 @@ def test_acceptance_is_a_share_of_the_path(over_nodes, deeper):
     """A round whose whole longest path was right is a good one, though most nodes of a tree lie off any path."""
     policy = create_policy("dynatree", {"acceptance_over_nodes": over_nodes})
     tree = TokenTree((5, 6, 7, 5, 6, 7), (ROOT, ROOT, ROOT, 0, 0, 0))
-    policy.observe(Outcome(tree, accepted=(0, 3), levels=2, draft_seconds=0.01, verify_seconds=0.1))
+    policy.observe(outcome_of(tree, (0, 3)))
     assert (policy.history.base_depth > 5) == deeper
     assert (policy.history.tau_high < 0.9) == deeper
 
@@ -133,7 +133,7 @@ def test_acceptance_is_a_share_of_the_path(over_nodes, deeper):
 def test_sessions_do_not_share_history():
     one, other = create_policy("dynatree", {}), create_policy("dynatree", {})
     tree = TokenTree((5,), (ROOT,))
-    one.observe(Outcome(tree, accepted=(), levels=1, draft_seconds=0.01, verify_seconds=0.1))
+    one.observe(outcome_of(tree, ()))
     assert one.history.base_depth < other.history.base_depth == 5
 
 

@@ -54,11 +54,30 @@ BACKBONE = Method(
         ("tau", 0.05),
     ),
 )
-_DYNAMIC = (("dynamic_breadth", 1.0), ("dynamic_depth", 1.0))
-DYNAMIC = Method("+ dynamic tree breadth and depth", "dynatree", (*_DYNAMIC, ("history", 0.0)))
-DYNATREE = Method("+ history adaptation (DynaTree)", "dynatree", (*_DYNAMIC, ("history", 1.0)))
 
-ABLATION = (PLAIN, LINEAR, FIXED, SMALL_FIXED, BACKBONE, DYNAMIC, DYNATREE)
+
+def _dynamic(label: str, *, history: bool, over_nodes: bool = False, calibrated: bool = False) -> Method:
+    switches = {
+        "dynamic_breadth": True,
+        "dynamic_depth": True,
+        "history": history,
+        "acceptance_over_nodes": over_nodes,
+        "calibrated": calibrated,
+    }
+    return Method(label, "dynatree", tuple((name, float(on)) for name, on in switches.items()))
+
+
+DYNAMIC = _dynamic("+ dynamic tree breadth and depth", history=False)
+DYNATREE = _dynamic("+ history adaptation (DynaTree)", history=True)
+# What the paper leaves open: what acceptance is a share of, and whether thresholds go by calibrated confidence.
+READINGS = (
+    _dynamic("the same, acceptance over nodes", history=True, over_nodes=True),
+    _dynamic("dynamic breadth and depth, calibrated", history=False, calibrated=True),
+    _dynamic("DynaTree, calibrated", history=True, calibrated=True),
+    _dynamic("the same, acceptance over nodes, calibrated", history=True, over_nodes=True, calibrated=True),
+)
+
+ABLATION = (PLAIN, LINEAR, FIXED, SMALL_FIXED, BACKBONE, DYNAMIC, DYNATREE, *READINGS)
 COUPLING = (LINEAR, FIXED, Method("dynatree", "dynatree"), Method("dyspec", "dyspec"))
 SCHEMES: tuple[SamplingScheme, ...] = ("gumbel", "independent", "residual")
 

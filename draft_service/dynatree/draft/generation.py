@@ -20,7 +20,7 @@ from dynatree.draft.ahead import DraftingAhead
 from dynatree.draft.detokenizer import Detokenizer
 from dynatree.draft.draft_session import DraftSession
 from dynatree.draft.drafter import Drafter
-from dynatree.draft.policies import Outcome, Policy
+from dynatree.draft.policies import Policy
 from dynatree.draft.round import Growth, Round
 from dynatree.draft.statistics import Statistics, StatisticsRecorder
 from dynatree.draft.stop_strings import StopStrings
@@ -181,7 +181,7 @@ class Generation:
             started = time.perf_counter()
             self._drafter.commit(self._session, commit.token_ids)
             if last is not None:
-                policy.observe(_outcome(last))
+                policy.observe(last)
             commit_seconds = time.perf_counter() - started
             parameters = policy.parameters() if self._request.trace else {}
             if commit.finish_reason is not None:
@@ -257,17 +257,6 @@ def _open_session(request: GenerationRequest, draft: ModelInfo) -> OpenSession:
         ignore_eos=request.ignore_eos,
         stop_token_ids=request.stop_token_ids,
         log_probs=request.log_probs,
-    )
-
-
-def _outcome(done: Round) -> Outcome:
-    return Outcome(
-        tree=done.tree,
-        accepted=done.accepted,
-        levels=done.draft_forwards,
-        draft_seconds=done.draft_seconds,
-        verify_seconds=done.verify_seconds,
-        waited_seconds=done.waited_seconds,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MOST_PLACES = 64  # of one n-gram that are looked at: a loop has them all over, and they say the same
+MAX_PLACES = 64  # of one n-gram, the latest, that a look-up tries: those of a long loop all say the same
 
 
 class NGramIndex:
@@ -16,16 +16,16 @@ class NGramIndex:
         self._indexed = 0
 
     def continuations(self, tokens: Sequence[int], depth: int, count: int) -> list[tuple[int, list[int]]]:
-        """What followed the last tokens where they stood before: longest match first, then the most recent.
+        """The tokens that followed the sequence's last n-gram at its earlier places.
 
         Args:
-            tokens: The whole sequence; what it began with at the last call has not changed.
-            depth: The length of a continuation. One that runs into the end of the sequence goes on from its own
-                beginning, as a loop would.
-            count: At most so many, each with another first token.
+            tokens: The whole sequence; it begins with the sequence of the last call.
+            depth: The length of a continuation. A continuation that reaches the end of the sequence starts again at its
+                own first token, as a loop would.
+            count: The most continuations to return, each with another first token.
 
         Returns:
-            The length of the match, and the tokens, for each.
+            For each continuation the length n of the match, and its tokens: the longest match first, then the latest.
         """
         self._extend(tokens)
         found: dict[int, tuple[int, list[int]]] = {}
@@ -33,7 +33,7 @@ class NGramIndex:
             if length >= len(tokens):
                 continue
             ends = self._ends.get(tuple(tokens[len(tokens) - length :]), [])
-            for end in ends[: -MOST_PLACES - 1 : -1]:
+            for end in ends[: -MAX_PLACES - 1 : -1]:
                 if len(found) == count:
                     return list(found.values())
                 if tokens[end] not in found:
@@ -42,7 +42,7 @@ class NGramIndex:
         return list(found.values())
 
     def _extend(self, tokens: Sequence[int]) -> None:
-        """Index the n-grams that end before the last token: each has a token after it."""
+        """Index the n-grams that end before the last token, so that each has a token after it."""
         for end in range(max(self._indexed, 1), len(tokens)):
             for length in self._lengths:
                 if length <= end:

@@ -17,6 +17,7 @@ from dynatree.bench.methods import Method
 from dynatree.bench.replay.machines import Machine
 from dynatree.bench.replay.recording import RecordedRun
 from dynatree.bench.replay.runs import Settings, Task, groups, replay_group
+from dynatree.bench.replay.session import sampling_of
 from dynatree.bench.replay.table_model import Ask
 from dynatree.common.engine import Engine, ModelSettings, load_engine
 from dynatree.common.sampling import Sampling
@@ -226,7 +227,7 @@ class _Asking:
 
     def _proposals(self, run: RecordedRun, position: int, path: Sequence[int]) -> tuple[Proposal, ...]:
         """What comes after `position` tokens of the completion and those of the path."""
-        session = self._at((*run.prompt_ids, *run.completion[:position]), run.sampling)
+        session = self._at((*run.prompt_ids, *run.completion[:position]), sampling_of(run))
         tree = self._drafter.new_tree(session, MOST_NODES, MOST_NODES)
         level = [ROOT]
         for token in path:

@@ -38,7 +38,6 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from dynatree.common.sampling import Sampling
 from dynatree.draft.growing_tree import Proposal
 
 VERSION = 1
@@ -91,11 +90,6 @@ class RecordedRun:
             tokens = (self.prompt_ids[-1], *self.completion[:-1])
             self.nodes.extend(Node(place - 1, token, ()) for place, token in enumerate(tokens))
         self._children.update({(node.parent, node.token): place for place, node in enumerate(self.nodes)})
-
-    @property
-    def sampling(self) -> Sampling:
-        """The options that it was decoded with."""
-        return Sampling(temperature=self.temperature, seed=self.seed or 0)
 
     def child(self, node: int, token: int) -> int | None:
         """The node of a context and one more token, where it was recorded."""

@@ -9,13 +9,26 @@ from dynatree.bench.replay.machines import Machine, seconds_on
 from dynatree.bench.replay.recording import RecordedRun
 from dynatree.bench.replay.table_model import Ask, TableModel
 from dynatree.common.limits import MAX_TREE_NODES
+from dynatree.common.sampling import Sampling
 from dynatree.common.tree import TokenTree
 from dynatree.draft.drafter import Drafter
-from dynatree.draft.policies import Outcome, Policy
+from dynatree.draft.policies import Policy
 from dynatree.verify.accept import Verdict, accept, cut
 
 Noise = Callable[[], float]
 VOCAB_SIZE = 0  # a recording asks for none
+
+
+@dataclass(frozen=True)
+class ReplayedRound:
+    """What a policy learns of a round; an `Outcome`. Nothing waits in a replay."""
+
+    tree: TokenTree
+    accepted: Sequence[int]
+    draft_forwards: int
+    draft_seconds: float
+    verify_seconds: float
+    waited_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,17 +68,17 @@ def replay(
     """
     model = TableModel(run, machine, ask)
     drafter = Drafter(model, MAX_TREE_NODES)
-    session = drafter.open(run.prompt_ids, run.sampling, VOCAB_SIZE)
+    session = drafter.open(run.prompt_ids, sampling_of(run), VOCAB_SIZE)
     drafter.read(session, policy)
     drafter.commit(session, run.completion[:1])
     done, rounds, nodes, accepted, seconds = 1, 0, 0, 0, 0.0
     while (remaining := len(run.completion) - done) > 0:
         growth = drafter.grow(session, policy, remaining - 1, MAX_TREE_NODES)
         verdict = verify(growth.tree, run.completion[done:])
-        outcome = Outcome(
+        outcome = ReplayedRound(
             tree=growth.tree,
             accepted=verdict.accepted,
-            levels=growth.draft_forwards,
+            draft_forwards=growth.draft_forwards,
             draft_seconds=noise() * (growth.forward_seconds + machine.level_seconds * growth.draft_forwards),
             verify_seconds=noise() * (seconds_on(machine.verify, len(growth.tree) + 1) + machine.round_seconds),
         )
@@ -77,6 +90,11 @@ def replay(
         accepted += len(verdict.accepted)
         seconds += outcome.draft_seconds + outcome.verify_seconds
     return Replayed(done - 1, rounds, nodes, accepted, seconds, model.expanded, model.stood_in)
+
+
+def sampling_of(run: RecordedRun) -> Sampling:
+    """The options that a run was decoded with."""
+    return Sampling(temperature=run.temperature, seed=run.seed or 0)
 
 
 def verify(tree: TokenTree, coming: Sequence[int]) -> Verdict:

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.tree import ROOT, TokenTree
 from dynatree.draft.growing_tree import GrowingTree
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one tree.
+class Outcome(Protocol):
+    """What a policy learns of a round: `dynatree.draft.round.Round` is one."""
 
-    Attributes:
-        tree: The tree that was sent.
-        accepted: Its nodes on the accepted path, from the root down.
-        levels: Draft forwards that growing it took.
-        draft_seconds: Seconds of growing and committing, on the draft side.
-        verify_seconds: Seconds of the verify service's own work on it, and of the wire.
-        waited_seconds: Seconds between sending it and having its commit that neither covers: above all the verification
-            of other sessions' trees.
-    """
+    @property
+    def tree(self) -> TokenTree:
+        """The tree that was sent."""
 
-    tree: TokenTree
-    accepted: Sequence[int]
-    levels: int
-    draft_seconds: float
-    verify_seconds: float
-    waited_seconds: float = 0.0
+    @property
+    def accepted(self) -> Sequence[int]:
+        """Its nodes on the accepted path, from the root down."""
+
+    @property
+    def draft_forwards(self) -> int:
+        """Draft forwards that growing it took."""
+
+    @property
+    def draft_seconds(self) -> float:
+        """Seconds of growing and committing, on the draft side."""
+
+    @property
+    def verify_seconds(self) -> float:
+        """Seconds of the verify service's own work on it, and of the wire."""
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds between sending it and going on that neither covers: above all other sessions' verifications."""
 
 
 class Policy(ABC):

@@ -41,8 +41,10 @@ class SequoiaSettings:
 class Shape:
     """A tree by ranks, its nodes breadth first from the root: a node's k-th child carries the draft's k-th best token.
 
-    `widths[i]` is node i's number of children and `first[i]` the place of the first of them. `expected` is the expected
-    accepted length.
+    Attributes:
+        widths: The number of children of each node.
+        first: The index of each node's first child; its other children follow.
+        expected: The expected accepted length.
     """
 
     widths: tuple[int, ...]
@@ -51,7 +53,12 @@ class Shape:
 
 
 class Sequoia(Policy):
-    """The same shape in every round; only the tokens follow the draft."""
+    """The same shape in every round: the tree of n nodes with the greatest expected accepted length.
+
+        p(u) = product of rates[rank of w among its siblings] over the nodes w of u's path,   max sum of p(u)
+
+    Only the tokens follow the draft.
+    """
 
     supports_residual = True
 

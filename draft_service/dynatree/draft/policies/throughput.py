@@ -100,7 +100,7 @@ class Throughput(Policy):
             RoundCost(
                 nodes=len(outcome.tree),
                 verify_seconds=outcome.verify_seconds,
-                draft_forwards=outcome.levels,
+                draft_forwards=outcome.draft_forwards,
                 draft_seconds=outcome.draft_seconds,
                 caught_up=self._caught_up,
             )

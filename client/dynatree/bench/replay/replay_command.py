@@ -1,0 +1,124 @@
+"""`dynatree bench replay`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from dynatree.bench.environment import environment
+from dynatree.bench.methods import Method
+from dynatree.bench.progress import progress_bar
+from dynatree.bench.record import check_writable
+from dynatree.bench.replay import recording
+from dynatree.bench.replay.machines import Machine, load_machines
+from dynatree.bench.replay.recording import RecordedRun
+from dynatree.bench.tables.table import to_rich
+from dynatree.common.errors import InvalidArgumentError
+from dynatree.draft.policies import DEFAULT_POLICY, create_policy, policy_names
+
+if TYPE_CHECKING:  # the drafter and the verifier import torch, which mistakes are answered without
+    from dynatree.bench.replay.runs import Task
+
+RESULTS_VERSION = 1
+WIDTH = 130  # of the table of constants
+
+
+def run(options: argparse.Namespace) -> int:
+    """Replay policies on recordings, print the figures and keep them.
+
+    Raises:
+        SystemExit: A file, a policy or a machine cannot be used.
+    """
+    if options.out is not None:
+        check_writable(options.out)
+    names = [DEFAULT_POLICY] if options.constants else policy_names()
+    methods = options.policies or [Method(name, name) for name in names]
+    _check_methods(methods)
+    machines = _machines(options)
+    tasks = _tasks(methods, machines, _runs(options), options)
+    if options.constants:
+        _constants(tasks, options)
+    else:
+        _policies(tasks, options)
+    return 0
+
+
+def _runs(options: argparse.Namespace) -> list[RecordedRun]:
+    runs = [run for path in options.recordings for run in recording.load(path).runs]
+    wanted = [run for run in runs if run.temperature in (options.temperatures or [run.temperature])]
+    if not wanted:
+        raise SystemExit("no recorded run has such a --temperature")
+    return wanted
+
+
+def _tasks(
+    methods: Sequence[Method], machines: Sequence[Machine], runs: Sequence[RecordedRun], options: argparse.Namespace
+) -> list[Task]:
+    from dynatree.bench.replay.runs import Settings, Task, groups
+
+    settings = Settings(options.fresh, options.noise, options.stalls, options.seed)
+    return [
+        Task(method, machine, group, settings) for machine in machines for group in groups(runs) for method in methods
+    ]
+
+
+def _policies(tasks: Sequence[Task], options: argparse.Namespace) -> None:
+    from dynatree.bench.replay.runs import replay_all
+    from dynatree.bench.replay.tables import tables, to_dict
+
+    with progress_bar() as progress:
+        results = list(progress.track(replay_all(tasks, options.processes), total=len(tasks), description="replay"))
+    console = Console()
+    for table in tables(results):
+        console.print(to_rich(table))
+        console.print()
+    _save([to_dict(result) for result in results], options)
+
+
+def _constants(tasks: Sequence[Task], options: argparse.Namespace) -> None:
+    from dynatree.bench.replay import constants
+    from dynatree.bench.replay.runs import replay_all
+
+    with progress_bar() as progress:
+        changes = constants.changes(tasks, lambda tasks: replay_all(tasks, options.processes))
+        found = list(progress.track(changes, total=len(constants.variants()), description="constants"))
+    Console(width=WIDTH).print(to_rich(constants.table(found)))
+    _save([constants.to_dict(change) for change in found], options)
+
+
+def _save(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    if options.out is None:
+        return
+    value = {
+        "version": RESULTS_VERSION,
+        "git": environment(None, None).git,
+        "recordings": [path.name for path in options.recordings],
+        "constants": options.constants,
+        "options": {name: getattr(options, name) for name in ("fresh", "noise", "stalls", "seed")},
+        "results": results,
+    }
+    try:
+        options.out.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SystemExit(f"{options.out} cannot be written: {error.strerror}") from None
+
+
+def _machines(options: argparse.Namespace) -> list[Machine]:
+    path = options.machines or options.recordings[0].parent / "costs.json"
+    machines = {machine.name: machine for machine in load_machines(path)}
+    unknown = [name for name in options.machine if name not in machines]
+    if unknown:
+        raise SystemExit(f"{path} has no machine {', '.join(unknown)}; it has {', '.join(machines)}")
+    return [machines[name] for name in options.machine or machines]
+
+
+def _check_methods(methods: Sequence[Method]) -> None:
+    for method in methods:
+        try:
+            create_policy(method.policy or "", dict(method.settings))
+        except InvalidArgumentError as error:
+            raise SystemExit(f"--policy {method.label}: {error}") from None
