@@ -15,7 +15,9 @@ PIP_FLAGS := -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check protos protos-check clean
+.PHONY: help demo test test-long test-all check protos protos-check clean
+# Two workers keep two cores busy; tests that share services stay on one of them (tests/conftest.py).
+PYTEST := $(VENV)/bin/pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 10
 
 help:  ## Show these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -23,8 +25,14 @@ help:  ## Show these commands
 demo: $(READY)  ## Run both services on the shipped models, and one completion
 	@$(VENV)/bin/dynatree demo
 
-test: $(READY)  ## Run the tests
-	@$(VENV)/bin/pytest -n 3 --dist worksteal
+test: $(READY)  ## Run the tests that every commit must pass (minutes)
+	@$(PYTEST) -m 'not long'
+
+test-long: $(READY)  ## Run the others: every policy with every model family, real processes, npm, a browser
+	@$(PYTEST) -m long
+
+test-all: $(READY)  ## Run both
+	@$(PYTEST)
 
 check: $(READY)  ## Check style, format and types
 	$(VENV)/bin/ruff check

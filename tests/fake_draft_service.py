@@ -84,12 +84,16 @@ Step = draft_pb2.GenerateResponse | Fail | Hang
 
 @dataclass
 class FakeDraftService(draft_pb2_grpc.DraftServiceServicer):
-    """Plays `script` for every request, and keeps the requests. `abandoned` is set when an RPC with a `Hang` ends."""
+    """Plays `script` for every request, and keeps the requests.
+
+    `ended` is set when an RPC ends, and `abandoned` when one with a `Hang` does.
+    """
 
     address: str
     script: list[Step] = field(default_factory=lambda: [message("Hé", 1), message("", 2), message("llo", 3), last()])
     requests: list[draft_pb2.GenerateRequest] = field(default_factory=list)
     info_failure: Fail | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
     abandoned: threading.Event = field(default_factory=threading.Event)
 
     def Generate(  # noqa: N802
@@ -97,6 +101,7 @@ class FakeDraftService(draft_pb2_grpc.DraftServiceServicer):
     ) -> Iterator[draft_pb2.GenerateResponse]:
         ended = threading.Event()
         context.add_callback(ended.set)
+        context.add_callback(self.ended.set)
         if any(isinstance(step, Hang) for step in self.script):
             # Not after the wait: gRPC does not resume a generator whose RPC has ended.
             context.add_callback(self.abandoned.set)

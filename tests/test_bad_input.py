@@ -14,8 +14,10 @@ from model_zoo import CONTEXT, save_random_model
 from services import running_services
 
 from dynatree.client import AsyncClient, Client, InvalidRequestError, ServerBusyError
+from dynatree.common.errors import RoundInFlightError
 from dynatree.common.wire import model_info_to_pb
 from dynatree.v1 import tree_pb2, verify_pb2, verify_pb2_grpc
+from dynatree.verify import service as verify_service
 
 PROMPT = [5, 6, 7]
 MAX_NODES = 32
@@ -180,18 +182,23 @@ def test_two_rounds_at_once_are_aborted(services, stub):
 
 
 def test_two_rounds_at_once_are_aborted_while_the_target_works(services, stub, monkeypatch):
-    forward = services.target.forward
+    forward, refused = services.target.forward, threading.Event()
 
-    def slow(segments):
-        time.sleep(0.3)
+    def until_refused(segments):
+        assert refused.wait(20)
         return forward(segments)
+
+    def refusing(message):
+        refused.set()
+        return RoundInFlightError(message)
 
     opened = threading.Event()
 
     def send():
         yield opening(services)
         assert opened.wait(10)
-        monkeypatch.setattr(services.target, "forward", slow)
+        monkeypatch.setattr(services.target, "forward", until_refused)
+        monkeypatch.setattr(verify_service, "RoundInFlightError", refusing)
         yield tree()
         yield tree()
 
@@ -278,15 +285,17 @@ def test_a_client_that_leaves_frees_both_sides(services, client):
 
 
 def test_a_deadline_in_the_middle_frees_both_sides(services, client, monkeypatch):
-    forward = services.target.forward
+    forward, passed, forwards = services.target.forward, threading.Event(), []
 
-    def slow(segments):
-        time.sleep(0.1)
+    def slower(segments):
+        forwards.append(segments)
+        assert len(forwards) < 4 or passed.wait(20)
         return forward(segments)
 
-    monkeypatch.setattr(services.target, "forward", slow)
+    monkeypatch.setattr(services.target, "forward", slower)
     with pytest.raises(Exception, match=r"(?i)deadline|time") as error:
-        client.generate(PROMPT, timeout=0.5)
+        client.generate(PROMPT, timeout=1.5)
+    passed.set()
     assert len(error.value.token_ids) > 0
 
 
@@ -334,10 +343,12 @@ def test_a_tree_never_passes_what_the_verify_service_takes(tmp_path):
 def test_a_long_prompt_stalls_nobody_else(services, client, monkeypatch):
     """Tokenizing takes place off the event loop."""
     service_tokenizer = services.draft.tokenizer
+    begun, others_served = threading.Event(), threading.Event()
 
     class Slow:
         def __call__(self, text, **options):
-            time.sleep(1.0)
+            begun.set()
+            assert others_served.wait(20)
             return service_tokenizer(text, **options)
 
         def __getattr__(self, name):
@@ -346,12 +357,11 @@ def test_a_long_prompt_stalls_nobody_else(services, client, monkeypatch):
     monkeypatch.setattr(services.draft, "tokenizer", Slow())
     other = threading.Thread(target=lambda: client.generate("some text", max_new_tokens=2))
     other.start()
-    time.sleep(0.1)
-    started = time.monotonic()
-    with Client(services.draft_address) as quick:
+    assert begun.wait(20)
+    with Client(services.draft_address, timeout=20) as quick:
         quick.generate(PROMPT, max_new_tokens=2)
     assert other.is_alive(), "the other request was still being tokenized"
-    assert time.monotonic() - started < 1.0
+    others_served.set()
     other.join()
 
 
@@ -361,6 +371,7 @@ def test_an_async_stream_that_is_dropped_frees_both_sides(services):
             for _ in range(3):  # more than there are sessions
                 async for _ in client.stream(PROMPT, ignore_eos=True):
                     break
-                await asyncio.sleep(0.3)
+                while services.target.arena.free_rows < 2 or services.draft.arena.free_rows < 2:
+                    await asyncio.sleep(0.01)
 
-    asyncio.run(leave())
+    asyncio.run(asyncio.wait_for(leave(), 20))

@@ -86,12 +86,16 @@ def test_errors_of_model_info(client: Client, service: FakeDraftService) -> None
 
 def test_messages_before_a_failure_reach_a_slow_reader(client: Client, service: FakeDraftService) -> None:
     def read(stream: CompletionStream) -> None:
+        next(stream)
+        assert service.ended.wait(20)
         for _ in stream:
-            time.sleep(0.05)
+            pass
 
     async def read_async(stream: AsyncCompletionStream) -> None:
+        await anext(stream)
+        assert await asyncio.to_thread(service.ended.wait, 20)
         async for _ in stream:
-            await asyncio.sleep(0.05)
+            pass
 
     async def run() -> tuple[int, ...]:
         async with AsyncClient(service.address) as client, client.stream("Once") as stream:
@@ -104,6 +108,7 @@ def test_messages_before_a_failure_reach_a_slow_reader(client: Client, service: 
     with pytest.raises(ServerError) as caught:
         read(stream)
     assert caught.value.token_ids == stream.token_ids == (0, 1, 2, 3, 4)
+    service.ended.clear()
     assert asyncio.run(run()) == (0, 1, 2, 3, 4)
     assert list(stream) == []
 
@@ -167,7 +172,7 @@ def test_errors_survive_pickling() -> None:
 
 def test_the_deadline_keeps_what_was_received(client: Client, service: FakeDraftService) -> None:
     service.script = [message("Hé", 1), Hang()]
-    for call in (lambda: client.generate("Once", timeout=0.3), lambda: generate_async(service, timeout=0.3)):
+    for call in (lambda: client.generate("Once", timeout=1), lambda: generate_async(service, timeout=1)):
         with pytest.raises(DeadlineExceededError) as caught:
             call()
         assert caught.value.text == "Hé"
@@ -193,11 +198,9 @@ def test_nobody_at_the_address(tmp_path: Path, limits: dict[str, float]) -> None
 
     address = f"unix:{tmp_path}/nobody.sock"
     for attempt in (call, lambda: asyncio.run(run())):
-        start = time.monotonic()
         with pytest.raises(ServerUnavailableError, match=f"{address} within 0.3 s") as caught:
             attempt()
         assert caught.value.code is grpc.StatusCode.UNAVAILABLE
-        assert time.monotonic() - start < 3
 
 
 def test_a_server_that_starts_late_is_found(tmp_path: Path) -> None:
@@ -299,6 +302,7 @@ def test_close_from_another_thread_ends_the_loop(client: Client, service: FakeDr
     timer.join()
 
 
+@pytest.mark.long
 def test_an_interrupt_anywhere_leaves_a_client_that_answers_and_closes(service: FakeDraftService) -> None:
     program = Path(__file__).with_name("interrupt_everywhere.py")
     result = subprocess.run([sys.executable, program, service.address], capture_output=True, text=True)
@@ -352,9 +356,12 @@ def test_leaving_the_async_loop_cancels_on_the_server(service: FakeDraftService,
 def test_aclose_from_another_task_ends_the_loop(service: FakeDraftService) -> None:
     async def run() -> None:
         async with AsyncClient(service.address) as client:
-            stream = client.stream("Once")
-            asyncio.get_running_loop().call_later(0.2, lambda: asyncio.ensure_future(stream.aclose()))
-            assert [chunk.text async for chunk in stream] == ["Hé"]
+            stream, texts, closing = client.stream("Once"), [], []
+            async for chunk in stream:
+                texts.append(chunk.text)
+                closing.append(asyncio.ensure_future(stream.aclose()))
+            assert texts == ["Hé"]
+            await closing[0]
 
     service.script = [message("Hé", 1), Hang()]
     asyncio.run(run())
@@ -364,7 +371,7 @@ def test_cancelling_the_task_cancels_on_the_server(service: FakeDraftService) ->
     async def run() -> None:
         async with AsyncClient(service.address) as client:
             task = asyncio.create_task(client.generate("Once"))
-            await asyncio.sleep(0.3)
+            await arrival(service)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -374,12 +381,26 @@ def test_cancelling_the_task_cancels_on_the_server(service: FakeDraftService) ->
     asyncio.run(run())
 
 
+async def arrival(service: FakeDraftService) -> None:
+    """Wait until a request has reached the service."""
+    while not service.requests:
+        await asyncio.sleep(0.01)
+
+
 def test_asyncio_timeout_is_a_timeout(service: FakeDraftService) -> None:
+    async def let_pass(limit: asyncio.Timeout) -> None:
+        await arrival(service)
+        limit.reschedule(0)
+
+    async def generate(client: AsyncClient) -> None:
+        async with asyncio.timeout(None) as limit, asyncio.TaskGroup() as group:
+            group.create_task(let_pass(limit))
+            await client.generate("Once")
+
     async def run() -> None:
         async with AsyncClient(service.address) as client:
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.3):
-                    await client.generate("Once")
+                await generate(client)
 
     service.script = [Hang()]
     asyncio.run(run())

@@ -33,6 +33,7 @@ def node_client(pytestconfig: pytest.Config) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 @pytest.mark.timeout(300)
 def test_node_gets_the_completion_that_python_gets(node_client: Path, embedded_services: EmbeddedServices) -> None:

@@ -216,6 +216,7 @@ def move_to(page: Page, position: int) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_round_is_drawn(show: Callable[[list[Round]], Page]) -> None:
     page = show(TRACE)
     assert page.title() == "trace.jsonl – DynaTree trace"
@@ -245,6 +246,7 @@ def test_a_round_is_drawn(show: Callable[[list[Round]], Page]) -> None:
     assert not page.locator("#completion").is_visible()
 
 
+@pytest.mark.long
 def test_accepted_nodes_differ_in_more_than_colour(show: Callable[[list[Round]], Page]) -> None:
     page = show(TRACE)
 
@@ -262,6 +264,7 @@ def test_accepted_nodes_differ_in_more_than_colour(show: Callable[[list[Round]],
     assert style("#tree .node.drafted > text", "font-weight") == "400"
 
 
+@pytest.mark.long
 def test_the_slider_changes_everything(show: Callable[[list[Round]], Page]) -> None:
     page = show(TRACE)
     places = [marker_places(page)]
@@ -292,6 +295,7 @@ def test_the_slider_changes_everything(show: Callable[[list[Round]], Page]) -> N
     assert marker_places(page) == places[1]
 
 
+@pytest.mark.long
 def test_buttons_and_charts_move_too(show: Callable[[list[Round]], Page]) -> None:
     page = show(TRACE)
     previous, next_ = page.get_by_role("button", name="Previous round"), page.get_by_role("button", name="Next round")
@@ -308,6 +312,7 @@ def test_buttons_and_charts_move_too(show: Callable[[list[Round]], Page]) -> Non
     assert page.locator("#slider").input_value() == "0"
 
 
+@pytest.mark.long
 def test_the_tree_by_keyboard(show: Callable[[list[Round]], Page]) -> None:
     page = show(TRACE)
     detail = page.locator("#detail")
@@ -322,6 +327,7 @@ def test_the_tree_by_keyboard(show: Callable[[list[Round]], Page]) -> None:
     assert page.locator("#slider").input_value() == "0"
 
 
+@pytest.mark.long
 def test_completions_are_chosen(show: Callable[[list[Round]], Page]) -> None:
     other = a_round(4, index=7, parameters={})
     page = show([TRACE[0], other, *TRACE[1:], empty_tree(5, index=7, parameters={"constructor": 1})])
@@ -337,6 +343,7 @@ def test_completions_are_chosen(show: Callable[[list[Round]], Page]) -> None:
     assert page.locator(".chart").nth(3).locator(".marker circle").is_hidden()
 
 
+@pytest.mark.long
 def test_texts_stay_texts(show: Callable[[list[Round]], Page]) -> None:
     hostile = a_round(
         texts=[HOSTILE] * 4,
@@ -357,6 +364,7 @@ def test_texts_stay_texts(show: Callable[[list[Round]], Page]) -> None:
     assert page.title() == "trace.jsonl – DynaTree trace"
 
 
+@pytest.mark.long
 def test_what_cannot_be_seen_is_shown(show: Callable[[list[Round]], Page]) -> None:
     page = show(
         [
@@ -372,6 +380,7 @@ def test_what_cannot_be_seen_is_shown(show: Callable[[list[Round]], Page]) -> No
     assert sorted(labels(page, "drafted")) == sorted(["⟨5⟩", "␣␣⇥\\u{d}", "\\u{202e}abc\\u{0}", "x" * 17 + "…"])
 
 
+@pytest.mark.long
 def test_the_largest_trace(show: Callable[[list[Round]], Page]) -> None:
     """A chain of 64 and 192 nodes beside each other, 1500 times: the tree scrolls and the page does not."""
     size = 256
