@@ -13,14 +13,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from growing import outcome_of
 from model_zoo import save_random_model
 from services import running_services
 from transformers import AutoModelForCausalLM
 
 from dynatree.client import Client
+from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.sampling import Sampling, Scheme
 from dynatree.common.tree import DraftDistribution
-from dynatree.draft.drafter import Drafter, DraftSession
+from dynatree.draft.draft_model import EngineDraftModel
+from dynatree.draft.draft_session import DraftSession
+from dynatree.draft.drafter import Drafter
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.draft.policies import create_policy, residual_policies
 from dynatree.verify.residual import accept_residual
@@ -47,6 +51,8 @@ SMALL = {
     "sequoia": {"max_nodes": 5, "max_depth": 3},
     "specinfer": {"widths": [2, 2]},
 }
+
+CALIBRATED = ("dynatree", "dyspec", "dyspec-threshold", "fixed")
 
 
 def tables():
@@ -140,9 +146,14 @@ def test_every_policy_that_draws_is_here():
     assert tuple(sorted(SMALL)) == residual_policies()
 
 
+@pytest.mark.parametrize("calibrated", [False, True], ids=["", "calibrated"])
 @pytest.mark.parametrize("name", SMALL)
-def test_trees_of_draws_leave_the_targets_softmax(name):
-    policy = create_policy(name, SMALL[name])
+def test_trees_of_draws_leave_the_targets_softmax(name, calibrated):
+    if calibrated and name not in CALIBRATED:
+        with pytest.raises(InvalidArgumentError, match="no setting calibrated"):
+            create_policy(name, {"calibrated": 1})
+        return
+    policy = create_policy(name, SMALL[name] | ({"calibrated": 1} if calibrated else {}))
     drawing, random = Drawing(seed=1), np.random.default_rng(2)
     target = softmax(TARGET).numpy()
     chain, accepted = [START], 0
@@ -150,6 +161,7 @@ def test_trees_of_draws_leave_the_targets_softmax(name):
         tree = drawing.tree(policy, chain[-1])
         after = [*tree.token_ids, chain[-1]]  # of node -1, the root, the last
         verdict = accept_residual(tree, lambda node, after=after: target[after[node]], lambda depth: random)
+        policy.observe(outcome_of(tree, verdict.accepted))  # what is learnt shapes the next trees
         chain += verdict.token_ids
         accepted += len(verdict.accepted)
     assert_the_targets([chain], None if name == "autoregressive" else accepted)
@@ -183,7 +195,7 @@ class Chain:
     def __init__(self, scheme, seed, policy):
         sampling = Sampling(temperature=TEMPERATURE, seed=seed, scheme=scheme)
         self.verifying = Session(0, SessionRequest((START,), LENGTH + 1, frozenset(), sampling), [START])
-        self.drafting = DraftSession(0, [START], sampling)
+        self.drafting = DraftSession(0, [START], sampling, VOCABULARY)
         self.policy = create_policy(*policy)
 
 
@@ -198,7 +210,7 @@ class Chain:
     ids=lambda value: value.name.lower() if isinstance(value, Scheme) else value[0],
 )
 def test_committed_tokens_follow_the_targets_softmax(scheme, policy):
-    drafter, verifier = Drafter(Table(DRAFT), 32, VOCABULARY), Verifier(Table(TARGET), 32)
+    drafter, verifier = Drafter(EngineDraftModel(Table(DRAFT)), 32), Verifier(Table(TARGET), 32)
     chains, accepted = [], 0
     for start in range(0, DRAWS // LENGTH, BATCH):
         batch = [Chain(scheme, start + number, policy) for number in range(BATCH)]
@@ -227,7 +239,7 @@ def save_table(folder, table):
                 weight.zero_()
         embedding = model.gpt_neox.embed_in.weight
         hidden = model.gpt_neox.final_layer_norm(embedding).double()  # [last token, 32], of rank 8
-        model.embed_out.weight.copy_((torch.linalg.pinv(hidden) @ table.double()).T)
+        model.get_output_embeddings().weight.copy_((torch.linalg.pinv(hidden) @ table.double()).T)
     model.save_pretrained(folder)
     return folder
 
