@@ -17,7 +17,7 @@ PIP_FLAGS := -qq --disable-pip-version-check
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-long test-all check protos protos-check clean
 # Two workers keep two cores busy; tests that share services stay on one of them (tests/conftest.py).
-PYTEST := $(VENV)/bin/pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 10
+PYTEST := $(VENV)/bin/pytest -n 2 --no-loadscope-reorder --durations 10
 
 help:  ## Show these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))

@@ -9,10 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for the hub; read when transformers is imported
 
@@ -28,17 +31,33 @@ _STOP_SECONDS = 20.0
 
 
 # The files that take longest begin first, so that none is left to one worker at the end.
-_LONGEST = ["processes", "equality", "sampled_equality", "rounds", "distribution", "ahead", "bench_report"]
+_LONGEST = ["embedded", "processes", "equality", "sampled_equality", "rounds", "distribution", "ahead", "bench_report"]
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep on one worker what shares fixtures: the tests of a file, and all that use the services of the session."""
+    """Begin with what takes longest."""
     places = {f"test_{name}.py": place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
-    for item in items:
-        shares_services = "embedded_services" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("services" if shares_services else item.path.name))
+
+
+class _Scheduling(LoadFileScheduling):
+    """A file's tests share fixtures and stay on one worker; so do all files that use the services of the session."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "services" if _uses_services(file) else file
+
+
+@cache
+def _uses_services(file: str) -> bool:
+    text = (Path(__file__).parents[1] / file).read_text()
+    return "embedded_services" in text or "shared_pair" in text
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Scheduling:
+    """The order of workers, whatever `--dist` says."""
+    return _Scheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

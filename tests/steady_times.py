@@ -1,28 +1,41 @@
 """Rounds that take the default policy the same time on every machine, for tests that count what it drafts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 
 import pytest
 
+from dynatree.common.tree import TokenTree
 from dynatree.draft.policies import Outcome
 from dynatree.draft.policies.throughput import Throughput
 
-DRAFT_SECONDS = 1e-3  # of a draft forward
-STEP_SECONDS = 2e-2  # of verifying an empty tree
-NODE_SECONDS = 1e-4  # of each of its nodes
+
+@dataclass(frozen=True)
+class SteadyOutcome:
+    """What became of a tree, in times that depend on nothing but its nodes and its draft forwards."""
+
+    tree: TokenTree
+    accepted: Sequence[int]
+    draft_forwards: int
+    waited_seconds = 0.0
+
+    @property
+    def draft_seconds(self) -> float:
+        return 1e-3 * self.draft_forwards
+
+    @property
+    def verify_seconds(self) -> float:
+        return 2e-2 + 1e-4 * len(self.tree)
 
 
 @contextmanager
 def steady_times() -> Iterator[None]:
-    """Whatever a round takes, `throughput` learns these times of it."""
+    """Whatever a round takes, `throughput` learns such times of it."""
     observe = Throughput.observe
 
     def observe_steadily(policy: Throughput, outcome: Outcome) -> None:
-        verify_seconds = STEP_SECONDS + NODE_SECONDS * len(outcome.tree)
-        draft_seconds = DRAFT_SECONDS * outcome.levels
-        observe(policy, replace(outcome, draft_seconds=draft_seconds, verify_seconds=verify_seconds, waited_seconds=0))
+        observe(policy, SteadyOutcome(outcome.tree, outcome.accepted, outcome.draft_forwards))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Throughput, "observe", observe_steadily)

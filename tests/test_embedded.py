@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import grpc
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -15,6 +16,7 @@ from dynatree.client import Client
 from dynatree.common import embedded
 from dynatree.common.embedded.grow import GrownShape, grow
 from dynatree.common.embedded.train import tokens_per_round
+from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 COMMAND = [sys.executable, "-m", "dynatree.cli.main"]
 
@@ -175,3 +177,12 @@ def test_the_chunks_join_to_the_completion(embedded_services):
         assert len(chunks) > 1
         assert "".join(chunk.text for chunk in chunks) == stream.completion.text
         assert tuple(t for chunk in chunks for t in chunk.token_ids) == stream.completion.token_ids
+
+
+def test_both_services_say_what_their_forwards_took_at_start(embedded_services):
+    with grpc.insecure_channel(embedded_services.draft_address) as channel:
+        stub = draft_pb2_grpc.DraftServiceStub(channel)
+        info = stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=30)
+    assert [cost.rows for cost in info.target.forward_costs] == [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64]
+    assert [cost.rows for cost in info.draft.forward_costs] == [1, 2, 3, 4, 5, 6]
+    assert all(cost.seconds > 0 for model in (info.target, info.draft) for cost in model.forward_costs)

@@ -59,13 +59,14 @@ def ship(folder, **fields):
     ],
     ids=["penalty", "reward and sampling", "sampling"],
 )
-def test_a_request_without_options_equals_the_targets_own_generate(tmp_path, shipped):
+@pytest.mark.parametrize("seeds", [[1], pytest.param([0, 2, 3], marks=pytest.mark.long)], ids=["one", "others"])
+def test_a_request_without_options_equals_the_targets_own_generate(tmp_path, shipped, seeds):
     target = save_random_model(tmp_path / "target", "llama", seed=1, num_hidden_layers=2)
     draft = save_noisy_copy(tmp_path / "draft", target, seed=2, noise=0.2)
     model = AutoModelForCausalLM.from_pretrained(ship(target, **shipped), dtype=torch.float32).eval()
     accepted, effects = 0, set()
     with running_services(tmp_path, target, draft) as services, Client(services.draft_address) as client:
-        for seed in range(4):
+        for seed in seeds:
             prompt = random.Random(seed).choices(range(2, 2048), k=1 + 6 * seed)
             for asked in ({}, {"repetition_penalty": 1.0}, {"repetition_penalty": 1.6}):
                 expected = generate(model, prompt, **asked)
