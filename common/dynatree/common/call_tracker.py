@@ -99,7 +99,7 @@ class CallTracker(grpc.aio.ServerInterceptor):
             except Exception as told:
                 raise (told if isinstance(told, grpc.aio.AbortError) else error) from None  # or the peer has just left
         if isinstance(error, ServiceError):
-            await context.abort(error.code, str(error))
+            await context.abort(grpc.StatusCode[error.code], str(error))
         if isinstance(error, grpc.aio.AbortError):
             raise error
         request_id = uuid.uuid4().hex[:12]

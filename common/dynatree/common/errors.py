@@ -16,55 +16,53 @@ Messages say what was wrong and what was expected, and name no local paths.
 
 from __future__ import annotations
 
-import grpc
-
 
 class ServiceError(Exception):
-    """A request cannot be served; `code` is the gRPC status that the caller gets with the message."""
+    """A request cannot be served; `code` names the gRPC status that the caller gets with the message."""
 
-    code: grpc.StatusCode = grpc.StatusCode.INTERNAL
+    code: str = "INTERNAL"
 
 
 class InvalidArgumentError(ServiceError):
     """The request is malformed, whatever the state of the service."""
 
-    code = grpc.StatusCode.INVALID_ARGUMENT
+    code = "INVALID_ARGUMENT"
 
 
 class OutOfRangeError(ServiceError):
     """The prompt, or the prompt with its new tokens, does not fit a model's context."""
 
-    code = grpc.StatusCode.OUT_OF_RANGE
+    code = "OUT_OF_RANGE"
 
 
 class FailedPreconditionError(ServiceError):
     """The two sides disagree on models or on the session's state; the message carries the expected value."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
+    code = "FAILED_PRECONDITION"
 
 
 class RoundInFlightError(ServiceError):
     """A second tree arrived before the first was answered."""
 
-    code = grpc.StatusCode.ABORTED
+    code = "ABORTED"
 
 
 class ServiceBusyError(ServiceError):
     """Every session is in use."""
 
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    code = "RESOURCE_EXHAUSTED"
 
 
 class PeerUnavailableError(ServiceError):
     """The other service cannot be reached, or went away."""
 
-    code = grpc.StatusCode.UNAVAILABLE
+    code = "UNAVAILABLE"
 
 
 class PeerFailedError(ServiceError):
     """The other service failed in a way that is not the caller's fault."""
 
-    code = grpc.StatusCode.INTERNAL
+    code = "INTERNAL"
 
 
 class StartupError(Exception):

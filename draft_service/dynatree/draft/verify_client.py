@@ -34,7 +34,8 @@ from dynatree.v1 import verify_pb2, verify_pb2_grpc
 
 # Errors that the verify service blames on the request keep their code; it was the client's request.
 PASSED_ON = {
-    error.code: error for error in (InvalidArgumentError, OutOfRangeError, FailedPreconditionError, ServiceBusyError)
+    grpc.StatusCode[error.code]: error
+    for error in (InvalidArgumentError, OutOfRangeError, FailedPreconditionError, ServiceBusyError)
 }
 
 
