@@ -249,7 +249,7 @@ def test_each_constant_is_varied_alone() -> None:
             ("rate_fade", "double"),
             ("rate_fade", "neutral"),
             ("prior_children", "double"),
-            ("prior_single_rate", "double"),
+            ("prior_others_rate", "double"),
         ]
     } == {
         ("cost_window", "half"): 8,
@@ -259,7 +259,7 @@ def test_each_constant_is_varied_alone() -> None:
         ("rate_fade", "double"): pytest.approx(0.8),
         ("rate_fade", "neutral"): 1.0,
         ("prior_children", "double"): 0.85,
-        ("prior_single_rate", "double"): 0.5,
+        ("prior_others_rate", "double"): 0.2,
     }
     assert ("cost_trials", "half") not in found  # that is the neutral one
     assert found["foresight", "half"].value == (1, 4, 15)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 
-from dynatree.draft.control import DEFAULT_CONTROL, ControlSettings
+from dynatree.draft.control import DEFAULT_CONTROL, LEAST_PROB, ControlSettings
 
 
 class Calibration:
@@ -13,18 +13,17 @@ class Calibration:
 
         q(p) = accepted nodes of p's bin / tried nodes of p's bin
 
-    A node is tried where its parent was accepted. Each bin starts with `calibration_prior_trials` trials, of which the
+    A node is tried where its parent was accepted. Each bin starts with `prior_trials` trials, of which the
     share in `prior`, another calibration, was accepted; without one it is the bin's centre, the draft's own word.
     """
 
     def __init__(self, prior: Calibration | None = None, control: ControlSettings = DEFAULT_CONTROL) -> None:
         self._edges = control.calibration_edges
         self._fade = control.calibration_fade
-        self._floor = control.calibration_floor
         centres = [(low + high) / 2 for low, high in zip((0.0, *self._edges), (*self._edges, 1.0), strict=True)]
         shares = centres if prior is None else prior._shares()
-        self._accepted = [control.calibration_prior_trials * share for share in shares]
-        self._tried = [control.calibration_prior_trials] * len(shares)
+        self._accepted = [control.prior_trials * share for share in shares]
+        self._tried = [control.prior_trials] * len(shares)
 
     def log_prob(self, log_prob: float) -> float:
         """The calibrated natural log-probability, log q(p)."""
@@ -34,7 +33,7 @@ class Calibration:
     def observe(self, log_prob: float, accepted: bool) -> None:
         """Take in one node whose parent was accepted."""
         bucket = bisect_right(self._edges, math.exp(log_prob))
-        self._accepted[bucket] = max(self._accepted[bucket] * self._fade + accepted, self._floor)
+        self._accepted[bucket] = max(self._accepted[bucket] * self._fade + accepted, LEAST_PROB)
         self._tried[bucket] = self._tried[bucket] * self._fade + 1.0
 
     def _shares(self) -> list[float]:

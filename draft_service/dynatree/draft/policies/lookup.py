@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatree.common.errors import InvalidArgumentError
-from dynatree.draft.control import DEFAULT_CONTROL, ControlSettings
+from dynatree.draft.control import DEFAULT_CONTROL, LEAST_PROB, ControlSettings
 from dynatree.draft.growing_tree import Proposal
 from dynatree.draft.ngram_index import NGramIndex
 from dynatree.draft.policies.base import check_range
@@ -61,9 +61,7 @@ class Lookup:
         self._settings = settings
         self._index = NGramIndex(settings.shortest, settings.longest)
         self._bins = control.match_bins
-        self._rates = {
-            match: _Rate(1.0 - 1.0 / match if match > 1 else control.prior_single_rate, control) for match in self._bins
-        }
+        self._rates = {match: _Rate(1.0 - 1.0 / match, control) for match in self._bins}
         self._others = _Rate(control.prior_others_rate, control)
         self._last: list[tuple[int, list[int]]] = []
         self._known = 0
@@ -103,18 +101,16 @@ class Lookup:
 
 
 class _Rate:
-    """The share of right tokens among the last 1 / (1 - `ngram_fade`) or so, in (0, 1)."""
+    """The share of right tokens, in (0, 1), `prior_trials` of them before any."""
 
     def __init__(self, prior: float, control: ControlSettings) -> None:
-        self._right = control.ngram_prior_trials * prior
-        self._tried = control.ngram_prior_trials
-        self._fade = control.ngram_fade
-        self._floor = control.ngram_floor
+        self._right = control.prior_trials * prior
+        self._tried = control.prior_trials
 
     @property
     def value(self) -> float:
-        return min(max(self._right / self._tried, self._floor), 1.0 - self._floor)
+        return min(max(self._right / self._tried, LEAST_PROB), 1.0 - LEAST_PROB)
 
     def add(self, right: bool) -> None:
-        self._right = self._fade * self._right + right
-        self._tried = self._fade * self._tried + 1.0
+        self._right += right
+        self._tried += 1.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatree.common.tree import ROOT
-from dynatree.draft.control import ControlSettings
+from dynatree.draft.control import LEAST_PROB, ControlSettings
 from dynatree.draft.growing_tree import GrowingTree, Proposal
 from dynatree.draft.policies.base import check_range
 from dynatree.draft.policies.lookup import Lookup, NGramSettings
@@ -43,10 +43,9 @@ class MergedNGrams:
     The first forward expands the likeliest continuation's beginning with the root. The probability q of a token t of a
     continuation, after a match of m tokens, is then
 
-        log-odds(q) = log-odds(rate of m) + w m^(-e) (log-odds(p(t)) - log-odds(usual p))
+        log-odds(q) = log-odds(rate of m) + w (log-odds(p(t)) - log-odds(usual p))
 
-    with p(t) the model's probability of t, w = `model_weight`, e = `model_weight_exponent` and usual p = `usual_prob`.
-    The longer the match, the less the model knows better.
+    with p(t) the model's probability of t, w = `model_weight` and usual p = `usual_prob`.
     """
 
     def __init__(self, settings: NGramSettings, max_depth: int, control: ControlSettings) -> None:
@@ -90,18 +89,17 @@ class MergedNGrams:
         proposal = proposals.get(token)
         if proposal is not None:
             prob = math.exp(proposal.log_prob)
-        else:  # less than any proposal's, and than what they leave of the draft's own distribution
+        else:  # at most any proposal's, and what they leave of the draft's own distribution
             rest = 1.0 - sum(math.exp(draft.log_prob) for draft in tree.node(parent).proposals or ())
-            prob = min(rest, *(math.exp(each.log_prob) for each in proposals.values())) / self._control.unseen_divisor
-        weight = self._control.model_weight * match**-self._control.model_weight_exponent
-        model = weight * (self._log_odds(prob) - self._log_odds(self._control.usual_prob))
-        log_odds = self._log_odds(math.exp(tree.log_prob(node))) + model
+            prob = min(rest, *(math.exp(each.log_prob) for each in proposals.values()))
+        model = self._control.model_weight * (_log_odds(prob) - _log_odds(self._control.usual_prob))
+        log_odds = _log_odds(math.exp(tree.log_prob(node))) + model
         return Proposal(token, -math.log1p(math.exp(-log_odds)), proposal.draft_log_prob if proposal else None)
 
-    def _log_odds(self, prob: float) -> float:
-        floor = self._control.prob_floor
-        prob = min(max(prob, floor), 1.0 - floor)
-        return math.log(prob / (1.0 - prob))
+
+def _log_odds(prob: float) -> float:
+    prob = min(max(prob, LEAST_PROB), 1.0 - LEAST_PROB)
+    return math.log(prob / (1.0 - prob))
 
 
 def _unchanged(tree: GrowingTree, node: int) -> Proposal:
