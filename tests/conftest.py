@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -24,14 +23,20 @@ from dynatree.cli import service_pair
 from dynatree.client import Client
 from dynatree.common import healthcheck
 
-torch.set_num_threads(1)  # the models here are too small for more, and the threads would wait for each other
-
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 
 
 # The files that take longest begin first, so that none is left to one worker at the end.
 _LONGEST = ["embedded", "processes", "equality", "sampled_equality", "rounds", "distribution", "ahead", "bench_report"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One thread: the models here are too small for more, and the threads would wait for each other."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # where tests run
+        import torch
+
+        torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -202,8 +202,8 @@ class Chain:
 @pytest.mark.parametrize(
     ("scheme", "policy"),
     [
-        (Scheme.GUMBEL, SINGLE),
         (Scheme.RESIDUAL, SINGLE),
+        pytest.param(Scheme.GUMBEL, SINGLE, marks=pytest.mark.long),
         pytest.param(Scheme.GUMBEL, BRANCHING, marks=pytest.mark.long),
         pytest.param(Scheme.RESIDUAL, BRANCHING, marks=pytest.mark.long),
     ],

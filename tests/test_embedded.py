@@ -83,13 +83,27 @@ def run(*arguments):
 PAIR = ["--target-model", "embedded", "--draft-model", "embedded"]
 
 
-def test_demo_ends_with_text_and_a_table():
-    result = run("demo", "--max-new-tokens", "48", "--breakdown")
+DEMO = ["demo", "--max-new-tokens", "48", "--breakdown"]
+
+
+@pytest.mark.usefixtures("shared_pair")
+def test_demo_ends_with_text_and_a_table(capsys):
+    assert main(DEMO) == 0
+    assert_a_demo(capsys.readouterr().out)
+
+
+@pytest.mark.long
+def test_demo_with_services_of_its_own():
+    result = run(*DEMO)
     assert result.returncode == 0, result.stderr
+    assert_a_demo(result.stdout)
+
+
+def assert_a_demo(output):
     for row in ("tokens/s", "speedup", "tokens per round", "acceptance", "round cost", "wire", "outside the forwards"):
-        assert row in result.stdout
-    assert "same tokens" in result.stdout
-    assert "NO" not in result.stdout
+        assert row in output
+    assert "same tokens" in output
+    assert "NO" not in output
 
 
 @pytest.mark.usefixtures("shared_pair")

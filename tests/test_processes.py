@@ -207,16 +207,6 @@ def test_generate_without_a_server(tmp_path):
     assert_one_clear_line(run("generate", "x", "--timeout", "1", "--server", f"unix:{tmp_path}/none.sock"), "none.sock")
 
 
-def test_both_services_from_start_to_drain(running):
-    with Client(running.draft) as client:
-        assert len(client.generate("Hello", max_new_tokens=5, ignore_eos=True).token_ids) == 5
-    for name in ("draft", "verify"):
-        process = running.processes[name]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
-        assert process.stderr.read() == ""
-
-
 def test_a_verify_service_that_dies_and_comes_back(running):
     """The request that it served fails, keeping its tokens; the next one after its return succeeds."""
     service = running.processes["verify"]
@@ -242,6 +232,18 @@ def test_a_verify_service_that_dies_and_comes_back(running):
             except DynaTreeError:
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
+    line = running.processes["draft"].stderr.readline()
+    assert line.endswith("the verify service was started anew, with target (float32)\n")
+
+
+def test_both_services_from_start_to_drain(running):
+    with Client(running.draft) as client:
+        assert len(client.generate("Hello", max_new_tokens=5, ignore_eos=True).token_ids) == 5
+    for name in ("draft", "verify"):
+        process = running.processes[name]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert process.stderr.read() == ""
 
 
 @pytest.mark.long
