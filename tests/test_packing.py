@@ -18,7 +18,8 @@ PROMPT = list(range(100, 140))
 
 # Asked of torch, not of can_pack: were that to say no where it should not, these tests would fail and not be skipped.
 needs_bfloat16_kernels = pytest.mark.skipif(
-    "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="this processor has no blocked bfloat16 kernels"
+    not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()),
+    reason="this processor has no instructions for bfloat16",
 )
 
 
@@ -32,6 +33,15 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 @needs_bfloat16_kernels
 def test_bfloat16_is_packed_where_the_processor_has_kernels_for_it() -> None:
     assert can_pack(torch.bfloat16)
+
+
+@needs_x86
+@pytest.mark.parametrize("has", [True, False])
+def test_bfloat16_that_would_be_emulated_is_not_blocked(has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    assert can_pack(torch.bfloat16) == has
 
 
 @needs_x86
