@@ -256,6 +256,7 @@ def client(tmp_path_factory):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)  # 20,000 rounds at worst, through both services: minutes on a slow machine
 @pytest.mark.parametrize(("scheme", "name"), [*(("residual", name) for name in SMALL), ("gumbel", "dyspec")])
 def test_completions_follow_the_targets_softmax(client, scheme, name):
     chains, accepted = [], 0
