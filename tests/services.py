@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from dynatree.common.engine import Engine, ModelSettings, load_engine
-from dynatree.common.limits import MAX_TREE_NODES
+from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_TREE_NODES
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.server import Server
 from dynatree.draft.policies import DEFAULT_POLICY
-from dynatree.draft.serve_draft import start_draft
+from dynatree.draft.serve_draft import DraftLimits, start_draft
 from dynatree.draft.service import DefaultPolicy
 from dynatree.draft.verify_client import VerifyClient
-from dynatree.verify.serve_target import start_verify
+from dynatree.verify.serve_target import AUTO_ROWS, VerifyLimits, start_verify
 
 T = TypeVar("T")
 
@@ -31,6 +31,12 @@ class Services:
     verify_address: str
     target: Engine
     draft: Engine
+
+    @property
+    def idle(self) -> bool:
+        """Whether no session is open on either side; without a prefix cache."""
+        arenas = (self.target.arena, self.draft.arena)
+        return all(arena.free_slots == arena.size for arena in arenas)
 
 
 class _Loop:
@@ -59,13 +65,22 @@ def running_services(
     *,
     dtype: str = "auto",
     sessions: int = 4,
+    queue: int = MAX_QUEUED,
+    idle_seconds: float = IDLE_SECONDS,
+    prefix_cache: bool = True,
+    batch_rows: int = AUTO_ROWS,
+    kv_tokens: int | None = None,
     max_tree_nodes: int = MAX_TREE_NODES,
     ahead: bool = False,
     static_shapes: bool = False,
 ) -> Iterator[Services]:
     """Serve the pair on sockets in `folder` for as long as the context lives."""
     shared = {"dtype": dtype, "sessions": sessions, "static_shapes": static_shapes}
-    target = load_engine(ModelSettings(str(target_model), speculative_slots=max_tree_nodes, **shared))
+    target = load_engine(
+        ModelSettings(str(target_model), speculative_slots=max_tree_nodes, kv_tokens=kv_tokens, **shared)
+    )
+    verify_limits = VerifyLimits(sessions, queue, max_tree_nodes, batch_rows, idle_seconds, prefix_cache)
+    draft_limits = DraftLimits(sessions, queue, idle_seconds, prefix_cache)
     draft = load_engine(
         ModelSettings(str(draft_model), speculative_slots=2 * MAX_TREE_NODES, chooses_tokens=False, **shared)
     )
@@ -73,11 +88,11 @@ def running_services(
     loop = _Loop()
 
     async def start() -> tuple[Server, Server, VerifyClient]:
-        verify_server = await start_verify(target, threads[0], f"unix:{folder}/verify.sock", max_tree_nodes)
+        verify_server = await start_verify(target, threads[0], f"unix:{folder}/verify.sock", verify_limits)
         client = VerifyClient(verify_server.address)
         default = DefaultPolicy(DEFAULT_POLICY, {})
         address = f"unix:{folder}/draft.sock"
-        draft_server = await start_draft(draft, threads[1], client, target.info, address, default, ahead)
+        draft_server = await start_draft(draft, threads[1], client, target.info, address, default, draft_limits, ahead)
         return verify_server, draft_server, client
 
     verify_server, draft_server, client = loop.run(start())

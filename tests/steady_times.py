@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from dynatree.common.pass_statistics import PassStatistics
 from dynatree.common.tree import TokenTree
 from dynatree.draft.policies import Outcome
 from dynatree.draft.policies.throughput import Throughput
@@ -18,6 +19,7 @@ class SteadyOutcome:
     tree: TokenTree
     accepted: Sequence[int]
     draft_forwards: int
+    shared: PassStatistics
     waited_seconds = 0.0
 
     @property
@@ -35,7 +37,7 @@ def steady_times() -> Iterator[None]:
     observe = Throughput.observe
 
     def observe_steadily(policy: Throughput, outcome: Outcome) -> None:
-        observe(policy, SteadyOutcome(outcome.tree, outcome.accepted, outcome.draft_forwards))
+        observe(policy, SteadyOutcome(outcome.tree, outcome.accepted, outcome.draft_forwards, outcome.shared))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Throughput, "observe", observe_steadily)

@@ -29,7 +29,7 @@ def services_fixture(tmp_path_factory):
     folder = tmp_path_factory.mktemp("s")
     target = save_random_model(folder / "target", "llama", seed=1)
     draft = save_random_model(folder / "draft", "gpt_neox", seed=2, max_position_embeddings=CONTEXT - 40)
-    with running_services(folder, target, draft, sessions=2, max_tree_nodes=MAX_NODES) as services:
+    with running_services(folder, target, draft, sessions=2, max_tree_nodes=MAX_NODES, prefix_cache=False) as services:
         yield services
 
 
@@ -47,10 +47,10 @@ def client_fixture(services):
 
 @pytest.fixture(autouse=True)
 def nothing_leaks(services):
-    """Every row is free again, on both sides, soon after each test."""
+    """Every slot is free again, on both sides, soon after each test."""
     yield
     deadline = time.monotonic() + 5
-    while services.target.arena.free_rows < 2 or services.draft.arena.free_rows < 2:
+    while not services.idle:
         assert time.monotonic() < deadline, "a session was not closed"
         time.sleep(0.01)
     with Client(services.draft_address) as client:
@@ -217,14 +217,15 @@ def test_a_message_beyond_the_limit_is_refused(services, stub):
     assert code == Code.RESOURCE_EXHAUSTED
 
 
-def test_more_sessions_than_rows_are_turned_away(services, client):
+def test_more_sessions_than_there_are_wait_for_their_turn(services, client):
     streams = [client.stream(PROMPT) for _ in range(2)]
     for stream in streams:
         next(stream)
-    with pytest.raises(ServerBusyError, match="try again later"):
-        client.generate(PROMPT, max_new_tokens=2)
-    for stream in streams:
-        stream.close()
+    with client.stream(PROMPT, max_new_tokens=3, queue_position=True) as waiting:
+        assert next(waiting).queue_position == 0
+        streams[0].close()
+        assert sum(len(chunk.token_ids) for chunk in waiting) == 3
+    streams[1].close()
 
 
 @pytest.mark.parametrize(
@@ -281,8 +282,8 @@ def test_sessions_that_end_at_once_are_all_closed(services, count):
 def test_a_client_that_leaves_frees_both_sides(services, client):
     stream = client.stream(PROMPT)
     next(stream)
-    assert services.target.arena.free_rows == 1
-    stream.close()  # nothing_leaks waits for the rows
+    assert not services.idle
+    stream.close()  # nothing_leaks waits for the slots
 
 
 def test_a_deadline_in_the_middle_frees_both_sides(services, client, monkeypatch):
@@ -372,7 +373,7 @@ def test_an_async_stream_that_is_dropped_frees_both_sides(services):
             for _ in range(3):  # more than there are sessions
                 async for _ in client.stream(PROMPT, ignore_eos=True):
                     break
-                while services.target.arena.free_rows < 2 or services.draft.arena.free_rows < 2:
+                while not services.idle:
                     await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(leave(), 20))

@@ -25,7 +25,7 @@ from dynatree.cli.main import main
 from dynatree.common import embedded
 from dynatree.common.engine import Engine, ModelSettings, load_engine
 from dynatree.common.tree import TokenTree
-from dynatree.verify.verifier import Verifier
+from dynatree.verify.verifier import Part, Verifier
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +50,13 @@ def test_measuring_leaves_sessions_and_committed_slots_as_they_were(engines: tup
     target, draft = engines
     bench = CostBench(target, draft, 64)
     sessions = [session for group in bench._sessions.values() for session in group]
-    assert sorted(session.row for session in sessions) == list(range(ARENA_ROWS))
+    assert len({session.kv.start for session in sessions}) == ARENA_ROWS
 
     def state() -> list[object]:
-        return [(session.row, session.round, session.finished, tuple(session.committed)) for session in sessions]
+        return [(session.kv.start, session.round, session.finished, tuple(session.committed)) for session in sessions]
 
     def slots() -> list[torch.Tensor]:
-        return [target.arena.slots(session.row, session.length).clone() for session in sessions]
+        return [target.arena.slots(session.kv, session.length).clone() for session in sessions]
 
     before, slots_before = state(), slots()
     for place in (Place("nodes", 64), Place("context", 15, 1024), Place("sessions", 15, sessions=8), Place("draft", 8)):
@@ -94,7 +94,7 @@ def test_a_round_continues_its_context(engines: tuple[Engine, Engine]) -> None:
     plain = AutoModelForCausalLM.from_pretrained(embedded.target_path())
     for context in (CONTEXT, 1024):
         session = replace(sessions[context][-1], committed=list(sessions[context][-1].committed))
-        Verifier(target, 16).verify([(session, TokenTree())])
+        Verifier(target, 16).run([Part(session)])
         with torch.inference_mode():
             logits = plain(torch.tensor([session.committed[:-1]])).logits[0, -1]
         assert session.committed[-1] == logits.argmax()

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from dynatree.client import Client
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.kv_range import KVRange
 from dynatree.common.sampling import Sampling, Scheme
 from dynatree.common.tree import DraftDistribution
 from dynatree.draft.draft_model import EngineDraftModel
@@ -29,7 +30,7 @@ from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.draft.policies import create_policy, residual_policies
 from dynatree.verify.residual import accept_residual
 from dynatree.verify.session import Session, SessionRequest
-from dynatree.verify.verifier import Verifier
+from dynatree.verify.verifier import Part, Verifier
 
 VOCABULARY = 8
 DRAWS = 20_000
@@ -176,7 +177,7 @@ class Table:
     def __init__(self, logits):
         self._logits = logits
         self.info = SimpleNamespace(context_length=2 * LENGTH, vocab_size=VOCABULARY)
-        self.arena = SimpleNamespace(allocate=lambda: 0, free=lambda row: None, move=lambda row, sources, start: None)
+        self.arena = SimpleNamespace(move=lambda kv, sources, start: None)
 
     def forward(self, segments):
         kept = [segment.keep if segment.keep is not None else range(len(segment.token_ids)) for segment in segments]
@@ -194,8 +195,8 @@ class Chain:
 
     def __init__(self, scheme, seed, policy):
         sampling = Sampling(temperature=TEMPERATURE, seed=seed, scheme=scheme)
-        self.verifying = Session(0, SessionRequest((START,), LENGTH + 1, frozenset(), sampling), [START])
-        self.drafting = DraftSession(0, [START], sampling, VOCABULARY)
+        self.verifying = Session(KVRange(0, 0), SessionRequest((START,), LENGTH + 1, frozenset(), sampling), [START])
+        self.drafting = DraftSession(KVRange(0, 0), [START], sampling, VOCABULARY)
         self.policy = create_policy(*policy)
 
 
@@ -216,11 +217,13 @@ def test_committed_tokens_follow_the_targets_softmax(scheme, policy):
         batch = [Chain(scheme, start + number, policy) for number in range(BATCH)]
         chains += batch
         while growing := [chain for chain in batch if not chain.verifying.finished]:
-            pairs = [
-                (chain.verifying, drafter.grow(chain.drafting, chain.policy, chain.verifying.remaining - 1, 32).tree)
+            parts = [
+                Part(
+                    chain.verifying, drafter.grow(chain.drafting, chain.policy, chain.verifying.remaining - 1, 32).tree
+                )
                 for chain in growing
             ]
-            for chain, verdict in zip(growing, verifier.verify(pairs)[0], strict=True):
+            for chain, verdict in zip(growing, verifier.run(parts)[0], strict=True):
                 drafter.commit(chain.drafting, verdict.token_ids)
                 accepted += len(verdict.accepted)
     assert_the_targets([chain.verifying.committed for chain in chains], accepted)

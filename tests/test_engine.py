@@ -46,13 +46,13 @@ def test_a_forward_over_the_arena_equals_the_plain_model(tmp_path, architecture,
     tokens = torch.randint(2, VOCAB_SIZE, (50,), generator=generator).tolist()
     with torch.inference_mode():
         expected = plain(torch.tensor([tokens])).logits[0]
-    row = engine.arena.allocate()
+    kv = engine.arena.reserve(200)
     got = []
     for start, stop in ((0, 20), (20, 21), (21, 50)):  # prefill, one step, a chunk
-        got += engine.forward([Segment(row, start, tokens[start:stop], range(start, stop))])
+        got += engine.forward([Segment(kv, start, tokens[start:stop], range(start, stop))])
     # the last token once more, as a tree's second node, which sees neither its first copy nor the slot between
     mask = torch.tensor([[False, False, True]])
-    got += engine.forward([Segment(row, 51, tokens[49:], [49], mask)])
+    got += engine.forward([Segment(kv, 51, tokens[49:], [49], mask)])
     expected = torch.cat([expected, expected[49:]])
     assert (torch.cat(got) - expected).abs().max() < 1e-4
 
@@ -87,17 +87,17 @@ def check_equal_bits(engine, start):
     tokens = torch.randint(2, VOCAB_SIZE, (start + longest,), generator=torch.Generator().manual_seed(0)).tolist()
 
     def prefilled():
-        row = engine.arena.allocate()
-        engine.forward([Segment(row, 0, tokens[:start], range(start))])
-        return row
+        kv = engine.arena.reserve(200)
+        engine.forward([Segment(kv, 0, tokens[:start], range(start))])
+        return kv
 
-    row = prefilled()
-    steps = [engine.forward([Segment(row, at, [tokens[at]], [at])])[0] for at in range(start, start + longest)]
-    engine.arena.free(row)
-    row = prefilled()
+    kv = prefilled()
+    steps = [engine.forward([Segment(kv, at, [tokens[at]], [at])])[0] for at in range(start, start + longest)]
+    engine.arena.release(kv)
+    kv = prefilled()
     for count in (*range(1, 20), 31, 32, 33, 37, 64, 65, 66, 67, 70):
         stop = start + count
-        (chain,) = engine.forward([Segment(row, start, tokens[start:stop], range(start, stop))])
+        (chain,) = engine.forward([Segment(kv, start, tokens[start:stop], range(start, stop))])
         assert torch.equal(chain, torch.cat(steps[:count])), count
 
 
@@ -172,11 +172,11 @@ def test_a_model_without_safetensors_is_refused(tmp_path):
 
 def test_a_moved_slot_overlapping_its_target_is_safe(tmp_path):
     engine = load_engine(ModelSettings(str(save_random_model(tmp_path / "model", "llama", 1))))
-    row = engine.arena.allocate()
-    engine.forward([Segment(row, 0, range(2, 12), range(10))])
-    before = engine.arena.slots(row, 10).clone()
-    engine.arena.move(row, [2, 4, 5, 9], 2)
-    after = engine.arena.slots(row, 10)
+    kv = engine.arena.reserve(200)
+    engine.forward([Segment(kv, 0, range(2, 12), range(10))])
+    before = engine.arena.slots(kv, 10).clone()
+    engine.arena.move(kv, [2, 4, 5, 9], 2)
+    after = engine.arena.slots(kv, 10)
     assert torch.equal(after[:, :, :, 2:6], before[:, :, :, [2, 4, 5, 9]])
     assert torch.equal(after[:, :, :, :2], before[:, :, :, :2])
 
@@ -198,12 +198,12 @@ def breaking_fixture(request, tmp_path, monkeypatch):
 def test_a_session_that_broke_does_not_break_the_next(breaking):
     logits = []
     for tokens in ([5] * 20, [BROKEN] * 40, [5] * 20):
-        row = breaking.arena.allocate()
+        kv = breaking.arena.reserve(100)
         for start, stop in ((0, 19), (19, 20)):
-            last = breaking.forward([Segment(row, start, tokens[start:stop], range(start, stop))])[0][-1]
+            last = breaking.forward([Segment(kv, start, tokens[start:stop], range(start, stop))])[0][-1]
         logits.append(last.clone())
-        breaking.forward([Segment(row, 20, tokens[20:] or [5], range(20, max(len(tokens), 21)))])
-        breaking.arena.free(row)
+        breaking.forward([Segment(kv, 20, tokens[20:] or [5], range(20, max(len(tokens), 21)))])
+        breaking.arena.release(kv)
     assert logits[1].isnan().all(), "or the test tests nothing"
     torch.testing.assert_close(logits[2], logits[0])
 
@@ -213,12 +213,12 @@ def test_a_token_that_broke_breaks_no_token_that_does_not_see_it(breaking):
     logits = []
     siblings = torch.eye(3, dtype=torch.bool)
     for guess in (9, BROKEN):
-        row = breaking.arena.allocate()
-        breaking.forward([Segment(row, 0, [5] * 19, range(19))])
-        tree = breaking.forward([Segment(row, 19, [6, guess, 8], [19] * 3, mask=siblings)])[0].clone()
-        after = breaking.forward([Segment(row, 20, [5], [20])])[0].clone()
+        kv = breaking.arena.reserve(100)
+        breaking.forward([Segment(kv, 0, [5] * 19, range(19))])
+        tree = breaking.forward([Segment(kv, 19, [6, guess, 8], [19] * 3, mask=siblings)])[0].clone()
+        after = breaking.forward([Segment(kv, 20, [5], [20])])[0].clone()
         logits.append((tree[0], tree[2], after[0]))
-        breaking.arena.free(row)
+        breaking.arena.release(kv)
     assert tree[1].isnan().all(), "or the test tests nothing"
     for broken, whole in zip(*reversed(logits), strict=True):
         torch.testing.assert_close(broken, whole)
@@ -234,7 +234,7 @@ def test_what_forwards_take_is_measured_within_the_context(tmp_path, length, max
     costs = measure_forwards(engine, max_rows)
     assert [cost.rows for cost in costs] == sizes
     assert all(0.0 < cost.seconds < 60.0 for cost in costs)
-    assert engine.arena.allocate() is not None, "the row is free again"
+    assert engine.arena.free_slots == engine.arena.size
 
 
 def test_a_model_that_is_slow_is_not_measured_for_long(tmp_path, monkeypatch):

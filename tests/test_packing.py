@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from dynatree.common import embedded
 from dynatree.common.engine import ModelSettings, Segment, load_engine, packing
 from dynatree.common.engine.packing import HalfLinear, PackedLinear, can_pack
+from dynatree.common.kv_range import KVRange
 
 PROMPT = list(range(100, 140))
 
@@ -74,7 +75,7 @@ def test_every_linear_layer_is_replaced_and_logits_are_those_of_the_checkpoint(
     assert sum(isinstance(layer, layout) for layer in layers) == linear > 0
     assert not any(isinstance(layer, (nn.Linear, Conv1D)) for layer in layers)
     with torch.inference_mode():
-        (ours,) = engine.forward([Segment(0, 0, PROMPT, range(len(PROMPT)))])
+        (ours,) = engine.forward([Segment(KVRange(0, len(PROMPT)), 0, PROMPT, range(len(PROMPT)))])
         theirs = reference(torch.tensor([PROMPT])).logits[0]
     assert engine.info.parameters == sum(parameter.numel() for parameter in reference.parameters())
     scale = theirs.float().abs().max()
@@ -165,6 +166,6 @@ def test_an_output_layer_tied_to_the_embeddings(dtype: torch.dtype, tmp_path: Pa
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     engine = load_engine(ModelSettings(str(folder), device="cpu", dtype=str(dtype)[len("torch.") :], sessions=1))
     with torch.inference_mode():
-        (ours,) = engine.forward([Segment(0, 0, PROMPT, range(len(PROMPT)))])
+        (ours,) = engine.forward([Segment(KVRange(0, len(PROMPT)), 0, PROMPT, range(len(PROMPT)))])
         theirs = reference(torch.tensor([PROMPT])).logits[0]
     assert (ours.float() - theirs.float()).abs().max() < 6 * ROUNDING[dtype] * theirs.float().abs().max()

@@ -17,36 +17,43 @@ from dynatree.draft.draft_model import EngineDraftModel
 from dynatree.draft.drafter import Drafter
 from dynatree.draft.policies import create_policy
 from dynatree.verify.session import SessionRequest
-from dynatree.verify.verifier import Verifier
+from dynatree.verify.verifier import Part, Verifier
 
 TOLERANCE = 1e-5
 
 
 def prefill(engine, token_ids):
     """A fresh prefill's keys and values `[layers, 2, heads, n, dim]`."""
-    row = engine.arena.allocate()
+    kv = engine.arena.reserve(len(token_ids))
     try:
-        engine.forward([Segment(row, 0, token_ids, range(len(token_ids)), keep=[])])
-        return engine.arena.slots(row, len(token_ids)).clone()
+        engine.forward([Segment(kv, 0, token_ids, range(len(token_ids)), keep=[])])
+        return engine.arena.slots(kv, len(token_ids)).clone()
     finally:
-        engine.arena.free(row)
+        engine.arena.release(kv)
 
 
 def greedy(engine, prompt, count):
-    """Plain decoding, one token a forward, on a fresh row."""
-    row = engine.arena.allocate()
-    (logits,) = engine.forward([Segment(row, 0, prompt, range(len(prompt)), keep=[len(prompt) - 1])])
+    """Plain decoding, one token a forward, in a fresh range."""
+    kv = engine.arena.reserve(len(prompt) + count)
+    (logits,) = engine.forward([Segment(kv, 0, prompt, range(len(prompt)), keep=[len(prompt) - 1])])
     tokens = [logits[0].argmax().item()]
     while len(tokens) < count:
         position = len(prompt) + len(tokens) - 1
-        (logits,) = engine.forward([Segment(row, position, tokens[-1:], [position])])
+        (logits,) = engine.forward([Segment(kv, position, tokens[-1:], [position])])
         tokens.append(logits[0].argmax().item())
-    engine.arena.free(row)
+    engine.arena.release(kv)
     return tokens
 
 
-def assert_rows(engine, row, token_ids):
-    assert (engine.arena.slots(row, len(token_ids)) - prefill(engine, token_ids)).abs().max() <= TOLERANCE
+def opened(verifier, request):
+    """A session whose prompt is read, and what that committed."""
+    session = verifier.open(request)
+    (verdict,), _ = verifier.run([Part(session, prompt_tokens=session.unread)])
+    return session, verdict
+
+
+def assert_slots(engine, kv, token_ids):
+    assert (engine.arena.slots(kv, len(token_ids)) - prefill(engine, token_ids)).abs().max() <= TOLERANCE
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -87,17 +94,17 @@ def test_the_arena_equals_a_fresh_prefill_after_every_round(engines, prompt, tre
     target = engines[0]
     verifier = Verifier(target, 64)
     truth = greedy(target, prompt, 40)
-    session, verdict, _ = verifier.open(SessionRequest(tuple(prompt), CONTEXT, frozenset(), Sampling()))
+    session, verdict = opened(verifier, SessionRequest(tuple(prompt), CONTEXT, frozenset(), Sampling()))
     committed = [*prompt, *verdict.token_ids]
     try:
         for tree, depth in trees:
             produced = len(committed) - len(prompt)
             tree = grafted(tree, truth[produced:], depth)
-            (verdict,), _ = verifier.verify([(session, tree)])
+            (verdict,), _ = verifier.run([Part(session, tree)])
             assert len(verdict.accepted) >= depth
             committed.extend(verdict.token_ids)
             assert session.length == len(committed)
-            assert_rows(target, session.row, committed[:-1])
+            assert_slots(target, session.kv, committed[:-1])
             assert session.pending == committed[-1]
         assert committed[len(prompt) :] == truth[: len(committed) - len(prompt)]
     finally:
@@ -119,7 +126,7 @@ def test_the_drafts_rows_are_the_committed_tokens(engines, accepting, policy, op
     verifier, drafter = Verifier(target, 256), Drafter(EngineDraftModel(draft), 256)
     policy = create_policy(policy, options)
     prompt = random.Random(7).choices(range(2, 2048), k=9)
-    session, verdict, _ = verifier.open(SessionRequest(tuple(prompt), 60, frozenset(), Sampling()))
+    session, verdict = opened(verifier, SessionRequest(tuple(prompt), 60, frozenset(), Sampling()))
     drafting = drafter.open(prompt, Sampling(), 2048)
     drafter.read(drafting, policy)
     drafter.commit(drafting, verdict.token_ids)
@@ -130,13 +137,13 @@ def test_the_drafts_rows_are_the_committed_tokens(engines, accepting, policy, op
         assert drafting.committed == committed
         if len(tree):
             assert drafting.num_cached == len(committed)
-            assert_rows(draft, drafting.kv_row, committed)
-        (verdict,), _ = verifier.verify([(session, tree)])
-        assert_rows(target, session.row, [*committed, *verdict.token_ids][:-1])
+            assert_slots(draft, drafting.kv, committed)
+        (verdict,), _ = verifier.run([Part(session, tree)])
+        assert_slots(target, session.kv, [*committed, *verdict.token_ids][:-1])
         committed.extend(verdict.token_ids)
         drafter.commit(drafting, verdict.token_ids)
         assert drafting.num_cached <= len(committed)
-        assert_rows(draft, drafting.kv_row, committed[: drafting.num_cached])
+        assert_slots(draft, drafting.kv, committed[: drafting.num_cached])
         accepted += len(verdict.accepted)
         drafted += tree.depth
     assert accepted == drafted if accepting else accepted <= drafted / 4
@@ -193,19 +200,19 @@ def test_two_sessions_in_one_forward_are_each_alone(engines):
     verifier = Verifier(target, 64)
     prompts = [[3, 4, 5], [9, 8, 7, 6, 5, 4]]
     truths = [greedy(target, prompt, 20) for prompt in prompts]
-    sessions = [verifier.open(SessionRequest(tuple(p), CONTEXT, frozenset(), Sampling()))[0] for p in prompts]
+    sessions = [opened(verifier, SessionRequest(tuple(p), CONTEXT, frozenset(), Sampling()))[0] for p in prompts]
     produced = [1, 1]
     while min(produced) < 12:
         batch = []
         for index, session in enumerate(sessions):
             bush = TokenTree((11, 12, 13), (-1, -1, 0))
-            batch.append((session, grafted(bush, truths[index][produced[index] :], index + 1)))
-        verdicts, _ = verifier.verify(batch)
+            batch.append(Part(session, grafted(bush, truths[index][produced[index] :], index + 1)))
+        verdicts, _ = verifier.run(batch)
         for index, verdict in enumerate(verdicts):
             start = produced[index]
             assert list(verdict.token_ids) == truths[index][start : start + len(verdict.token_ids)]
             produced[index] += len(verdict.token_ids)
-            assert_rows(target, sessions[index].row, [*prompts[index], *truths[index][: produced[index] - 1]])
+            assert_slots(target, sessions[index].kv, [*prompts[index], *truths[index][: produced[index] - 1]])
     for session in sessions:
         verifier.close(session)
 
@@ -226,15 +233,15 @@ def test_what_is_read_together_says_what_it_says_one_by_one(engines):
         while nodes:
             node, path = nodes.pop()
             text = [*session.committed, *path]
-            row = draft.arena.allocate()
-            (logits,) = draft.forward([Segment(row, 0, text, range(len(text)), keep=[len(text) - 1])])
-            draft.arena.free(row)
+            kv = draft.arena.reserve(len(text))
+            (logits,) = draft.forward([Segment(kv, 0, text, range(len(text)), keep=[len(text) - 1])])
+            draft.arena.release(kv)
             best = logits[0].log_softmax(-1).topk(3)
             assert [proposal.token for proposal in node.proposals] == best.indices.tolist()
             assert [p.log_prob for p in node.proposals] == pytest.approx(best.values.tolist(), abs=1e-4)
             nodes += [(below, [*path, below.token]) for below in node.children.values() if below.slot is not None]
             checked.append(len(path))
-        assert_rows(draft, session.kv_row, session.committed)
+        assert_slots(draft, session.kv, session.committed)
     drafter.close(session)
     assert max(checked) >= 4
     assert len(checked) > 20

@@ -12,6 +12,7 @@ from dynatree.client import Client
 from dynatree.common.engine import ModelSettings, Segment, ancestor_mask, load_engine
 from dynatree.common.engine import static as static_module
 from dynatree.common.engine.static import StaticShape
+from dynatree.common.kv_range import KVRange
 from dynatree.common.tree import TokenTree
 
 
@@ -32,17 +33,21 @@ def random_tree(generator, nodes):
 def test_trees_of_every_size_give_the_same_logits_and_slots(engines):
     generator = random.Random(3)
     prompt = generator.choices(range(2, 2048), k=40)
-    for engine in engines:
-        engine.forward([Segment(1, 0, prompt, range(len(prompt)), keep=[])])
+    ranges = [engine.arena.reserve(len(prompt) + 64) for engine in engines]
+    for engine, kv in zip(engines, ranges, strict=True):
+        engine.forward([Segment(kv, 0, prompt, range(len(prompt)), keep=[])])
     for nodes in (0, 1, 2, 3, 7, 8, 15, 16, 30, 31, 50):
         tree = random_tree(generator, nodes)
         root = len(prompt)
         positions = [root, *(root + depth for depth in tree.depths)]
-        segment = Segment(1, root, [9, *tree.token_ids], positions, mask=ancestor_mask(tree.parents) if nodes else None)
-        (own,), (static,) = (engine.forward([segment]) for engine in engines)
+        mask = ancestor_mask(tree.parents) if nodes else None
+        segments = [Segment(kv, root, [9, *tree.token_ids], positions, mask=mask) for kv in ranges]
+        (own,), (static,) = (engine.forward([each]) for engine, each in zip(engines, segments, strict=True))
         torch.testing.assert_close(static, own, rtol=1e-4, atol=1e-4)
-        slots = [engine.arena.slots(1, segment.stop) for engine in engines]
+        slots = [engine.arena.slots(kv, segments[0].stop) for engine, kv in zip(engines, ranges, strict=True)]
         torch.testing.assert_close(slots[1], slots[0], rtol=1e-4, atol=1e-4)
+    for engine, kv in zip(engines, ranges, strict=True):
+        engine.arena.release(kv)
 
 
 @torch.inference_mode()
@@ -50,13 +55,16 @@ def test_shapes_that_were_not_used_for_long_are_forgotten(engines, monkeypatch):
     monkeypatch.setattr(static_module, "MAX_SHAPES", 2)
     captured = engines[1].runner._captured
     captured.clear()
-    for engine in engines:
-        engine.forward([Segment(0, 0, [7, 8, 9], range(3), keep=[])])
+    ranges = [engine.arena.reserve(64) for engine in engines]
+    for engine, kv in zip(engines, ranges, strict=True):
+        engine.forward([Segment(kv, 0, [7, 8, 9], range(3), keep=[])])
     for tokens in (1, 2, 1, 4, 2):
-        segment = Segment(0, 3, list(range(5, 5 + tokens)), range(3, 3 + tokens))
-        (own,), (static,) = (engine.forward([segment]) for engine in engines)
+        segments = [Segment(kv, 3, list(range(5, 5 + tokens)), range(3, 3 + tokens)) for kv in ranges]
+        (own,), (static,) = (engine.forward([each]) for engine, each in zip(engines, segments, strict=True))
         torch.testing.assert_close(static, own, rtol=1e-4, atol=1e-4)
     assert [shape.tokens for shape in captured] == [4, 2]
+    for engine, kv in zip(engines, ranges, strict=True):
+        engine.arena.release(kv)
 
 
 @torch.inference_mode()
@@ -67,23 +75,38 @@ def test_a_mask_may_reach_back_before_the_segment(engines):
     mask = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 0, 0, 1]], dtype=torch.bool)  # a child of node 2, and one of node 1
     results = []
     for engine in engines:
-        engine.forward([Segment(0, 0, prompt, range(12), keep=[])])
-        engine.forward([Segment(0, 12, above.token_ids, [12, 12, 13], mask=ancestor_mask(above.parents)[1:, 1:])])
-        results.append(engine.forward([Segment(0, 15, [3, 4], [14, 13], mask=mask, keep=[1])])[0])
+        kv = engine.arena.reserve(64)
+        engine.forward([Segment(kv, 0, prompt, range(12), keep=[])])
+        engine.forward([Segment(kv, 12, above.token_ids, [12, 12, 13], mask=ancestor_mask(above.parents)[1:, 1:])])
+        results.append(engine.forward([Segment(kv, 15, [3, 4], [14, 13], mask=mask, keep=[1])])[0])
+        engine.arena.release(kv)
     assert results[0].shape == (1, 2048)
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
 
 
 def test_shapes_are_few():
-    capacity = 2048 + 256
+    kv = KVRange(0, 2048 + 256)
     shapes = {
-        StaticShape.of(Segment(0, start, [1] * tokens, range(start, start + tokens)), capacity)
+        StaticShape.of(Segment(kv, start, [1] * tokens, range(start, start + tokens)))
         for start in range(1, 1800, 7)
         for tokens in range(1, 257)
     }
     assert len(shapes) <= 9 * 9
-    assert StaticShape.of(Segment(0, 0, [1] * 20, range(20)), capacity) is None, "a prompt"
-    assert StaticShape.of(Segment(0, 5, [1] * 257, range(5, 262)), capacity) is None, "longer than any tree"
+    assert StaticShape.of(Segment(kv, 0, [1] * 20, range(20))) is None, "a prompt"
+    assert StaticShape.of(Segment(kv, 5, [1] * 257, range(5, 262))) is None, "longer than any tree"
+
+
+def test_sessions_come_back_to_the_shapes_that_are_captured(engines):
+    """Ranges of a pool may begin anywhere; those of static shape begin where ranges began before."""
+    static = engines[1].arena
+    sizes = [40, 100, 60]
+    ranges = [static.reserve(size) for size in sizes[:2]]
+    places = {(kv.start, kv.size) for kv in ranges}
+    static.release(ranges[0])
+    again = static.reserve(sizes[2])
+    assert (again.start, again.size) in places
+    static.release(ranges[1])
+    static.release(again)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "seed": 3}], ids=["greedy", "sampled"])

@@ -12,10 +12,11 @@ import torch
 
 from dynatree.bench.record import Costs, Point
 from dynatree.common.engine import Engine, Segment
+from dynatree.common.kv_range import KVRange
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import ROOT, TokenTree
 from dynatree.verify.session import Session, SessionRequest
-from dynatree.verify.verifier import Verifier
+from dynatree.verify.verifier import Part, Verifier
 
 NODES = (0, 1, 2, 4, 8, 12, 15, 16, 24, 31, 32, 48, 63, 64, 96, 127, 128, 192, 255, 256)
 CONTEXTS = (128, 256, 512, 1024, 1536, 1900)
@@ -65,8 +66,8 @@ class CostBench:
             raise ValueError(f"costs are measured behind {CONTEXT} tokens, which the models' contexts do not hold")
         self._verifier = Verifier(target, max_nodes)
         self._draft = draft
-        self._sessions = _sessions(target, [context for context in CONTEXTS if context <= length])
-        _read(draft, CONTEXT)
+        self._sessions = _sessions(target, [context for context in CONTEXTS if context <= length], max_nodes)
+        self._draft_range, _ = _read(draft, CONTEXT, CONTEXT + max(DRAFT_ROWS))
 
     def measure(self, place: Place) -> tuple[float, float]:
         """The seconds of the whole round, and of the forward in it."""
@@ -77,10 +78,10 @@ class CostBench:
         engine = self._verifier.engine
         tree = random_tree(place.nodes, engine.info.vocab_size)
         sessions = self._sessions[place.context][: place.sessions]
-        batch = [(replace(session, committed=list(session.committed)), tree) for session in sessions]
+        parts = [Part(replace(session, committed=list(session.committed)), tree) for session in sessions]
         engine.synchronize()
         started = time.perf_counter()
-        _, timings = self._verifier.verify(batch)
+        _, timings = self._verifier.run(parts)
         engine.synchronize()
         return time.perf_counter() - started, timings.forward
 
@@ -88,7 +89,7 @@ class CostBench:
         """A forward over siblings, as where the draft grows a level of a tree."""
         rows = place.nodes
         segment = Segment(
-            0,
+            self._draft_range,
             place.context,
             _tokens(self._draft, rows),
             [place.context] * rows,
@@ -128,24 +129,31 @@ def fill(costs: Costs, bench: CostBench, wanted: Sequence[Place], repetitions: i
 
 
 @torch.inference_mode()
-def _sessions(engine: Engine, contexts: Sequence[int]) -> dict[int, list[Session]]:
+def _sessions(engine: Engine, contexts: Sequence[int], max_nodes: int) -> dict[int, list[Session]]:
     """By context, sessions of the first tokens of one text, which is read once; `SESSIONS` of the shortest context."""
     longest = contexts[-1]
-    tokens = _read(engine, longest)
+    first, tokens = _read(engine, longest, longest + max_nodes)
     request = SessionRequest(tokens, _NO_LIMIT, frozenset(), Sampling())
     sessions: dict[int, list[Session]] = defaultdict(list)
-    for row, context in enumerate([*reversed(contexts), *(SESSIONS - 1) * [CONTEXT]]):
-        if row:
-            engine.arena.slots(row, context).copy_(engine.arena.slots(0, context))
-        sessions[context].append(Session(row, request, list(tokens[:context])))
+    for number, context in enumerate([*reversed(contexts), *(SESSIONS - 1) * [CONTEXT]]):
+        kv = first if number == 0 else _reserved(engine, context + max_nodes)
+        if number:
+            engine.arena.copy(first, kv, context)
+        sessions[context].append(Session(kv, request, list(tokens[:context])))
     return sessions
 
 
-def _read(engine: Engine, count: int) -> tuple[int, ...]:
-    """Put random tokens into the first slots of arena row 0."""
-    tokens = _tokens(engine, count)
-    engine.forward([Segment(0, 0, tokens, range(count), keep=[])])
-    return tokens
+def _read(engine: Engine, count: int, slots: int) -> tuple[KVRange, tuple[int, ...]]:
+    """Put random tokens into the first slots of a new range of so many slots."""
+    kv, tokens = _reserved(engine, slots), _tokens(engine, count)
+    engine.forward([Segment(kv, 0, tokens, range(count), keep=[])])
+    return kv, tokens
+
+
+def _reserved(engine: Engine, slots: int) -> KVRange:
+    kv = engine.arena.reserve(slots)
+    assert kv is not None, "the arena was made for all sessions that are measured"
+    return kv
 
 
 def _tokens(engine: Engine, count: int) -> tuple[int, ...]:

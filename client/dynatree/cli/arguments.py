@@ -21,6 +21,17 @@ def positive(text: str) -> int:
 positive.__name__ = "whole number"  # argparse names the type in its message
 
 
+def not_negative(text: str) -> int:
+    """An argparse type: a whole number of at least 0."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return number
+
+
+not_negative.__name__ = positive.__name__
+
+
 class Keyed(argparse.Action):
     """Collects the (key, value) pairs that its type makes into a dict; a key given twice is an error."""
 

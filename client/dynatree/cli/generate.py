@@ -78,6 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="give up after; default: never")
     parser.add_argument("--json", action="store_true", help="print one JSON object, with statistics, at the end")
     parser.add_argument("--log-probs", action="store_true", help="with --json: print the tokens' log-probabilities too")
+    parser.add_argument(
+        "--queue-position",
+        action="store_true",
+        help="say on standard error how many requests are ahead while this waits",
+    )
     parser.add_argument("--trace", metavar="FILE", help="write each round to FILE, as one JSON object a line")
     parser.set_defaults(usage_error=parser.error)
 
@@ -135,6 +140,7 @@ def _request(options: argparse.Namespace) -> GenerateOptions:
         ignore_eos=options.ignore_eos,
         log_probs=options.log_probs,
         trace=options.trace is not None,
+        queue_position=options.queue_position,
         policy=options.policy,
         policy_settings=options.policy_settings,
     )
@@ -163,6 +169,9 @@ def _print_text(stream: CompletionStream, chunks: Iterable[Chunk], *, headings: 
 
 def _each(chunks: Iterable[Chunk], write_trace: Callable[[Chunk], None]) -> Iterator[Chunk]:
     for chunk in chunks:
+        if chunk.queue_position is not None:
+            print(f"requests ahead in the queue: {chunk.queue_position}", file=sys.stderr, flush=True)
+            continue
         write_trace(chunk)
         yield chunk
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from dynatree.cli.arguments import DTYPES, positive
+from dynatree.cli.arguments import DTYPES, not_negative, positive
 from dynatree.common.address import check_address
+from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_SESSIONS
 
 
 def seconds(text: str) -> float:
@@ -43,7 +44,44 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
         help="pad forwards to a few sizes, and capture them as CUDA graphs on a GPU (on a CPU: slower)",
     )
     parser.add_argument(
-        "--max-sessions", type=positive, default=4, help="completions at once; each has its own KV cache (default: 4)"
+        "--max-sessions",
+        type=positive,
+        default=MAX_SESSIONS,
+        metavar="N",
+        help="completions at once; more wait in the queue (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--queue",
+        type=not_negative,
+        default=MAX_QUEUED,
+        metavar="N",
+        help="completions that may wait; one more is refused (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-tokens",
+        type=positive,
+        metavar="N",
+        help="tokens whose keys and values are kept, over all sessions (default: what the sessions can need, as far "
+        "as the memory goes)",
+    )
+    parser.add_argument(
+        "--max-context",
+        type=positive,
+        metavar="N",
+        help="longest prompt and completion together, in tokens (default: the model's own)",
+    )
+    parser.add_argument(
+        "--idle-timeout",
+        type=seconds,
+        default=IDLE_SECONDS,
+        metavar="SECONDS",
+        help="how long a session may wait for a peer that sends or reads nothing (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--prefix-cache",
+        choices=["on", "off"],
+        default="on",
+        help="reuse the keys and values of prompts that begin alike, of one principal (default: on)",
     )
     parser.add_argument(
         "--grace", type=seconds, default=10.0, metavar="SECONDS", help="time for open calls at shutdown (default: 10)"

@@ -18,6 +18,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tree-nodes", type=positive, default=MAX_TREE_NODES, help="largest tree accepted (default: %(default)s)"
     )
+    parser.add_argument(
+        "--batch-rows",
+        type=rows_or_auto,
+        metavar="N|auto",
+        help="most tokens of one pass over the trees of all sessions, at least --max-sessions (default: auto)",
+    )
+
+
+def rows_or_auto(text: str) -> int | None:
+    """An argparse type: a whole number of at least 1, or None for "auto"."""
+    return None if text == "auto" else positive(text)
+
+
+rows_or_auto.__name__ = "whole number"  # argparse names the type in its message
 
 
 def run(options: argparse.Namespace) -> int:

@@ -54,6 +54,8 @@ class Accumulator:
         if response.HasField("completion"):
             self._last[response.index] = response.completion
         chunk = Chunk.from_pb(response)
+        if chunk.queue_position is not None:
+            return chunk
         if not (chunk.text or chunk.token_ids or chunk.trace):
             return None
         self._chunks[chunk.index].append(chunk)

@@ -135,7 +135,7 @@ class AsyncClient(BaseClient):
 
         async def start() -> _Call:
             stub, deadline = await self._connect(timeout)
-            call: _Call = stub.Generate(request, timeout=deadline.remaining())
+            call: _Call = stub.Generate(request, timeout=deadline.remaining(), metadata=self._metadata)
             return call
 
         return AsyncCompletionStream(start, self._address, request.n)

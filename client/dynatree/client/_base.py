@@ -45,12 +45,15 @@ class ClientSettings(TypedDict, total=False):
             own. None (the default) is no limit.
         connect_timeout: the longest wait for the server, in seconds, at the first call; 10 by default. Later calls
             fail at once when the server is gone.
+        principal: on whose behalf requests are made: a server serves principals in turn, and reuses cached prompts
+            only for the principal that sent them. The empty string (the default) names nobody.
         credentials: for TLS, as from `grpc.ssl_channel_credentials`; None (the default) is a plain connection.
         channel_options: further gRPC channel options; they take precedence over this library's own.
     """
 
     timeout: float | None
     connect_timeout: float
+    principal: str
     credentials: grpc.ChannelCredentials | None
     channel_options: Sequence[tuple[str, Any]]
 
@@ -64,6 +67,7 @@ class BaseClient:
         *,
         timeout: float | None = None,
         connect_timeout: float = 10.0,
+        principal: str = "",
         credentials: grpc.ChannelCredentials | None = None,
         channel_options: Sequence[tuple[str, Any]] = (),
     ) -> None:
@@ -74,6 +78,8 @@ class BaseClient:
         self._timeout = None if timeout is None else _seconds("timeout", timeout)
         self._connect_timeout = _seconds("connect_timeout", connect_timeout)
         self._credentials = credentials
+        # metadata of every request
+        self._metadata = (("dynatree-principal", principal),) if principal else ()
         # One value a name: which of two gRPC would take is not defined.
         self._channel_options = tuple((dict(_CHANNEL_OPTIONS) | dict(channel_options)).items())
         self._connected = False

@@ -120,7 +120,7 @@ class Client(BaseClient):
         """Start to complete `prompt`, and return the chunks as an iterator. Arguments and errors as in `generate`."""
         request = build_request(prompt, **options)
         deadline = self._connect(timeout)
-        call = self._stub.Generate(request, timeout=deadline.remaining())
+        call = self._stub.Generate(request, timeout=deadline.remaining(), metadata=self._metadata)
         return CompletionStream(call, self._address, request.n)
 
     def model_info(self, *, timeout: float | None = None) -> ServiceInfo:

@@ -57,9 +57,14 @@ class ModelMismatchError(DynaTreeError):
 
 
 class ServerBusyError(DynaTreeError):
-    """The server has no room for the request; a later one may be served."""
+    """The server has no room for the request; a later one may be served.
+
+    Attributes:
+        retry_after: seconds after which to try again, as the server guesses; None where it does not say.
+    """
 
     summary = "the server has no room for the request"
+    retry_after: float | None = None
 
 
 class ServerUnavailableError(DynaTreeError):
@@ -110,4 +115,15 @@ def error_from_rpc(
         details = f"{address}: {details}"
     if code is grpc.StatusCode.UNIMPLEMENTED:
         details = f"what answers at {address} is not a draft service: {details}"
-    return _ERROR_OF_CODE.get(code, ServerError)(code, details, text=text, token_ids=token_ids)
+    failure = _ERROR_OF_CODE.get(code, ServerError)(code, details, text=text, token_ids=token_ids)
+    if isinstance(failure, ServerBusyError):
+        failure.retry_after = _retry_after(error)
+    return failure
+
+
+def _retry_after(error: grpc.RpcError) -> float | None:
+    """Seconds from the trailing metadata `retry-after-ms`."""
+    for key, value in error.trailing_metadata() or ():
+        if key == "retry-after-ms" and isinstance(value, str) and value.isdecimal():
+            return int(value) / 1e3
+    return None

@@ -52,6 +52,7 @@ class GenerateOptions(TypedDict, total=False):
         ignore_eos: generate on past end-of-sequence tokens.
         log_probs: whether to return the tokens' log-probabilities.
         trace: whether to return a `RoundTrace` for each round.
+        queue_position: whether `stream` returns chunks that say how many requests are ahead, while this one waits.
         policy: how trees are grown, one of `ServiceInfo.policies`; None (the default) is the service's default.
         policy_settings: the policy's settings by name, each a number or a sequence of numbers, for example {"depth": 8}
             or {"widths": [1, 1, 3]}; the others keep their defaults.
@@ -72,6 +73,7 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     log_probs: bool
     trace: bool
+    queue_position: bool
     policy: str | None
     policy_settings: PolicySettings | None
 
@@ -94,6 +96,7 @@ def build_request(
     ignore_eos: bool = False,
     log_probs: bool = False,
     trace: bool = False,
+    queue_position: bool = False,
     policy: str | None = None,
     policy_settings: PolicySettings | None = None,
     **unknown: object,
@@ -134,6 +137,7 @@ def build_request(
         ignore_eos=_flag("ignore_eos", ignore_eos),
         log_probs=_flag("log_probs", log_probs),
         trace=_flag("trace", trace),
+        queue_position=_flag("queue_position", queue_position),
         policy=_policy(policy, policy_settings),
     )
     if isinstance(prompt, str):

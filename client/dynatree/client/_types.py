@@ -80,6 +80,8 @@ class Chunk:
         index: the completion that this belongs to, 0 to n - 1.
         log_probs: of each of `token_ids`; empty unless `log_probs` was asked for.
         trace: the round that has ended; None unless `trace` was asked for.
+        queue_position: how many requests are ahead of this one, which waits for its turn; None once it has begun, and
+            unless `queue_position` was asked for.
     """
 
     text: str
@@ -87,6 +89,7 @@ class Chunk:
     index: int = 0
     log_probs: tuple[float, ...] = ()
     trace: RoundTrace | None = None
+    queue_position: int | None = None
 
     @classmethod
     def from_pb(cls, response: draft_pb2.GenerateResponse) -> Self:
@@ -97,6 +100,7 @@ class Chunk:
             index=response.index,
             log_probs=tuple(response.log_probs),
             trace=RoundTrace.from_pb(response.trace) if response.HasField("trace") else None,
+            queue_position=response.queue_position if response.HasField("queue_position") else None,
         )
 
 
@@ -139,6 +143,11 @@ class Statistics:
         draft_seconds: over all rounds, growing and committing on the draft side.
         wire_seconds: over all rounds, the stream between the services.
         verify_seconds: over all rounds, the verify service.
+        queue_seconds: how long the request waited for its turn.
+        sessions_per_pass: the mean number of sessions that shared the target's passes with this one, itself included.
+        rows_per_pass: the mean number of tokens in those passes, of all sessions.
+        trimmed_n: nodes drafted, but not verified, over all rounds.
+        cached_tokens: tokens of the prompt that the target had cached.
     """
 
     generated_tokens: int
@@ -159,6 +168,11 @@ class Statistics:
     draft_seconds: float
     wire_seconds: float
     verify_seconds: float
+    queue_seconds: float = 0.0
+    sessions_per_pass: float = 1.0
+    rows_per_pass: float = 0.0
+    trimmed_n: int = 0
+    cached_tokens: int = 0
 
     @classmethod
     def from_pb(cls, statistics: draft_pb2.GenerationStatistics) -> Self:
@@ -185,6 +199,11 @@ class Statistics:
             draft_seconds=statistics.draft_seconds,
             wire_seconds=statistics.wire_seconds,
             verify_seconds=statistics.verify_seconds,
+            queue_seconds=statistics.queue_seconds,
+            sessions_per_pass=statistics.sessions_per_pass,
+            rows_per_pass=statistics.rows_per_pass,
+            trimmed_n=statistics.trimmed_n,
+            cached_tokens=statistics.cached_tokens,
         )
 
 

@@ -11,9 +11,13 @@ from typing import Any, NoReturn
 
 import grpc
 
-from dynatree.common.errors import ServiceError
+from dynatree.common.errors import ServiceBusyError, ServiceError
+from dynatree.common.grpc_options import RETRY_AFTER
+from dynatree.common.limits import IDLE_SECONDS
 
 log = logging.getLogger(__name__)
+
+Metadata = tuple[tuple[str, str], ...]
 
 
 class CallTracker(grpc.aio.ServerInterceptor):
@@ -22,7 +26,9 @@ class CallTracker(grpc.aio.ServerInterceptor):
     Domain errors have their gRPC codes; anything else becomes INTERNAL with an id, its detail only in the log.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, idle_seconds: float = IDLE_SECONDS) -> None:
+        """`idle_seconds`: how long a call may wait for a peer that reads nothing."""
+        self._idle_seconds = idle_seconds
         # each call's task, which ends when its status is sent, and a future that is done when its handler is
         self._open: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
         self._ending = False
@@ -59,7 +65,7 @@ class CallTracker(grpc.aio.ServerInterceptor):
     def _awaited(self, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             handled = self._begin()
-            whole = _WholeMessages(context)
+            whole = _WholeMessages(context, self._idle_seconds)
             try:
                 return await behavior(request, whole)
             except (Exception, asyncio.CancelledError) as error:
@@ -98,8 +104,10 @@ class CallTracker(grpc.aio.ServerInterceptor):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
             except Exception as told:
                 raise (told if isinstance(told, grpc.aio.AbortError) else error) from None  # or the peer has just left
+        if isinstance(error, _PeerReadsNothingError):
+            raise asyncio.CancelledError  # nor would it read a status
         if isinstance(error, ServiceError):
-            await context.abort(grpc.StatusCode[error.code], str(error))
+            await context.abort(grpc.StatusCode[error.code], str(error), _trailing_metadata(error))
         if isinstance(error, grpc.aio.AbortError):
             raise error
         request_id = uuid.uuid4().hex[:12]
@@ -117,24 +125,39 @@ class _WholeMessages:
     not be told why its call ended.
     """
 
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], idle_seconds: float) -> None:
         self._context = context
+        self._idle_seconds = idle_seconds
         self._writing: asyncio.Future[None] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
     async def write(self, message: Any) -> None:
-        """As the context's own."""
+        """As the context's own, but not for longer than a peer may read nothing."""
         self._writing = asyncio.ensure_future(self._context.write(message))
         self._writing.add_done_callback(_retrieve_exception)
-        await asyncio.shield(self._writing)
+        written, _ = await asyncio.wait([self._writing], timeout=self._idle_seconds)
+        if not written:
+            raise _PeerReadsNothingError
+        await self._writing
 
-    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Metadata = ()) -> NoReturn:
         """As the context's own, after the message that is on its way, if one is."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
-        await self._context.abort(code, details)
+        await self._context.abort(code, details, trailing_metadata)
+
+
+class _PeerReadsNothingError(Exception):
+    """A message could not be sent within the time that a peer has to read."""
+
+
+def _trailing_metadata(error: ServiceError) -> Metadata:
+    """When to try again, where that is known."""
+    if not isinstance(error, ServiceBusyError) or error.retry_after is None:
+        return ()
+    return ((RETRY_AFTER, str(max(1, round(1e3 * error.retry_after)))),)
 
 
 def _retrieve_exception(writing: asyncio.Future[None]) -> None:

@@ -5,7 +5,8 @@
     ├── OutOfRangeError           it does not fit a model's context   OUT_OF_RANGE
     ├── FailedPreconditionError   the two sides disagree              FAILED_PRECONDITION
     ├── RoundInFlightError        two rounds at once on one session   ABORTED
-    ├── ServiceBusyError          no session is free                  RESOURCE_EXHAUSTED
+    ├── ServiceBusyError          no room, or not in time             RESOURCE_EXHAUSTED
+    ├── IdleSessionError          the peer was silent for too long    ABORTED
     ├── PeerUnavailableError      the other service is out of reach   UNAVAILABLE
     └── PeerFailedError           the other service failed            INTERNAL
 
@@ -48,9 +49,19 @@ class RoundInFlightError(ServiceError):
 
 
 class ServiceBusyError(ServiceError):
-    """Every session is in use."""
+    """There is no room, or not in time; the caller may try again after `retry_after` seconds, where that is known."""
 
     code = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class IdleSessionError(ServiceError):
+    """The peer sent nothing for too long, and others may want its session."""
+
+    code = "ABORTED"
 
 
 class PeerUnavailableError(ServiceError):

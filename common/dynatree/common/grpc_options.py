@@ -1,6 +1,8 @@
 """What both services and their clients ask of gRPC."""
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+RETRY_AFTER = "retry-after-ms"  # trailing metadata of RESOURCE_EXHAUSTED
+PRINCIPAL = "dynatree-principal"  # metadata of a request: on whose behalf it is made
 SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # two servers must not bind one port silently
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -1,3 +1,6 @@
 """What both services hold to."""
 
 MAX_TREE_NODES = 256  # of the largest tree that any policy sends
+MAX_SESSIONS = 16  # completions at once, where the command line names no number; more wait in the queue
+MAX_QUEUED = 256
+IDLE_SECONDS = 300.0  # that a session waits for a peer which sends or reads nothing

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dynatree.common.model_info import ModelInfo
+from dynatree.common.pass_statistics import PassStatistics
 from dynatree.common.sampling import Sampling
 
 
@@ -21,7 +22,8 @@ class FinishReason(Enum):
 class OpenSession:
     """A request for a session: the whole prompt, and how the target chooses.
 
-    `max_new_tokens` None: up to the context limit.
+    `max_new_tokens` None: up to the context limit. `principal` is on whose behalf: whose turn it waits for, and whose
+    cached prompts it may reuse.
     """
 
     prompt_ids: tuple[int, ...]
@@ -31,16 +33,21 @@ class OpenSession:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     log_probs: bool = False
+    principal: str = ""
 
 
 @dataclass(frozen=True)
 class VerifyTimings:
-    """Seconds that the verify service spent on one request; `total` contains the others, validation and waiting."""
+    """Seconds that the verify service spent on one request; `total` contains the others, validation and waiting.
+
+    `forward` is the whole pass, whoever shares it; `attributed` is this session's share of it.
+    """
 
     forward: float
     accept: float
     commit: float
     total: float
+    attributed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,8 @@ class Commit:
         timings: What it took.
         finish_reason: Set on the session's last commit.
         log_probs: One for each of `token_ids` where the request asked for them.
+        trimmed: Nodes of the tree that were not verified.
+        shared: The pass that verified it.
     """
 
     next_round: int
@@ -68,13 +77,28 @@ class Commit:
     timings: VerifyTimings
     finish_reason: FinishReason | None = None
     log_probs: tuple[float, ...] = ()
+    trimmed: int = 0
+    shared: PassStatistics = PassStatistics()
 
 
 @dataclass(frozen=True)
 class SessionOpened:
-    """The answer to `OpenSession`: the target, its limits, and the token that the prompt's own forward chose."""
+    """The answer to `OpenSession`: the target, its limits, and the token that the prompt's own forward chose.
+
+    Attributes:
+        target: The model, as its service describes it.
+        max_tree_nodes: Of the largest tree that the session accepts.
+        seed: The seed in force; 0 for greedy decoding.
+        commit: The first token.
+        replica_id: Opaque; names the process that serves the session.
+        queue_seconds: How long the request waited for a free session.
+        cached_tokens: Tokens of the prompt whose keys and values were cached.
+    """
 
     target: ModelInfo
     max_tree_nodes: int
     seed: int
     commit: Commit
+    replica_id: str = ""
+    queue_seconds: float = 0.0
+    cached_tokens: int = 0

@@ -15,6 +15,7 @@ from dynatree.common.address import check_address
 from dynatree.common.call_tracker import CallTracker
 from dynatree.common.errors import StartupError
 from dynatree.common.grpc_options import SERVER_OPTIONS
+from dynatree.common.limits import IDLE_SECONDS
 from dynatree.common.unix_socket import prepare_socket
 
 LAST_WORDS_SECONDS = 1.0  # for statuses on their way
@@ -30,8 +31,8 @@ class Server:
         address: Where it listens, with the port that was bound where port 0 was asked for.
     """
 
-    def __init__(self, service_names: Sequence[str]) -> None:
-        self._calls = CallTracker()
+    def __init__(self, service_names: Sequence[str], idle_seconds: float = IDLE_SECONDS) -> None:
+        self._calls = CallTracker(idle_seconds)
         self._server = grpc.aio.server(interceptors=[self._calls], options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         self._names = service_names

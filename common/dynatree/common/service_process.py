@@ -33,6 +33,8 @@ def model_settings(
         device=options.device,
         dtype=options.dtype,
         sessions=options.max_sessions,
+        kv_tokens=options.kv_tokens,
+        max_context=options.max_context,
         speculative_slots=speculative_slots,
         static_shapes=options.static_shapes,
         measured_rows=measured_rows,

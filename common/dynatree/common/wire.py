@@ -11,6 +11,7 @@ from types import MappingProxyType
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.messages import Commit, FinishReason, OpenSession, SessionOpened, VerifyTimings
 from dynatree.common.model_info import ForwardCost, ModelInfo
+from dynatree.common.pass_statistics import PassStatistics
 from dynatree.common.sampling import Sampling, Scheme
 from dynatree.common.tree import DraftDistribution, TokenTree, check_token_ids
 from dynatree.v1 import tree_pb2, verify_pb2
@@ -87,6 +88,7 @@ def open_session_to_pb(request: OpenSession) -> verify_pb2.OpenSession:
         draft=model_info_to_pb(request.draft),
         stop_token_ids=request.stop_token_ids,
         log_probs=request.log_probs,
+        principal=request.principal,
     )
 
 
@@ -106,6 +108,7 @@ def open_session_from_pb(
         ignore_eos=message.ignore_eos,
         stop_token_ids=tuple(message.stop_token_ids),
         log_probs=message.log_probs,
+        principal=message.principal,
     )
 
 
@@ -117,6 +120,9 @@ def session_opened_to_pb(opened: SessionOpened) -> verify_pb2.SessionOpened:
         commit=commit_to_pb(opened.commit),
         seed=opened.seed,
         target=model_info_to_pb(opened.target),
+        replica_id=opened.replica_id,
+        queue_seconds=opened.queue_seconds,
+        cached_tokens=opened.cached_tokens,
     )
 
 
@@ -127,6 +133,9 @@ def session_opened_from_pb(message: verify_pb2.SessionOpened) -> SessionOpened:
         max_tree_nodes=message.max_tree_nodes,
         seed=message.seed,
         commit=commit_from_pb(message.commit),
+        replica_id=message.replica_id,
+        queue_seconds=message.queue_seconds,
+        cached_tokens=message.cached_tokens,
     )
 
 
@@ -191,22 +200,32 @@ def commit_to_pb(commit: Commit) -> verify_pb2.Commit:
         token_ids=commit.token_ids,
         accepted_nodes=commit.accepted_nodes,
         acceptance=verify_pb2.AcceptanceStatistics(
-            drafted=commit.drafted, accepted=len(commit.accepted_nodes), tree_depth=commit.tree_depth
+            drafted=commit.drafted,
+            accepted=len(commit.accepted_nodes),
+            tree_depth=commit.tree_depth,
+            trimmed=commit.trimmed,
         ),
         timings=verify_pb2.VerifyTimings(
             forward_seconds=commit.timings.forward,
             accept_seconds=commit.timings.accept,
             commit_seconds=commit.timings.commit,
             total_seconds=commit.timings.total,
+            attributed_seconds=commit.timings.attributed,
         ),
         finish_reason=finish_reason_to_pb(commit.finish_reason),
         log_probs=commit.log_probs,
+        pass_statistics=verify_pb2.PassStatistics(
+            sessions=commit.shared.sessions,
+            rows=commit.shared.rows,
+            row_price=commit.shared.row_price,
+            hold_seconds=commit.shared.hold_seconds,
+        ),
     )
 
 
 def commit_from_pb(message: verify_pb2.Commit) -> Commit:
     """A commit from its message."""
-    timings = message.timings
+    timings, shared = message.timings, message.pass_statistics
     return Commit(
         next_round=message.next_round,
         base_length=message.base_length,
@@ -215,10 +234,16 @@ def commit_from_pb(message: verify_pb2.Commit) -> Commit:
         drafted=message.acceptance.drafted,
         tree_depth=message.acceptance.tree_depth,
         timings=VerifyTimings(
-            timings.forward_seconds, timings.accept_seconds, timings.commit_seconds, timings.total_seconds
+            forward=timings.forward_seconds,
+            accept=timings.accept_seconds,
+            commit=timings.commit_seconds,
+            total=timings.total_seconds,
+            attributed=timings.attributed_seconds,
         ),
         finish_reason=finish_reason_from_pb(message.finish_reason),
         log_probs=tuple(message.log_probs),
+        trimmed=message.acceptance.trimmed,
+        shared=PassStatistics(shared.sessions, shared.rows, shared.row_price, shared.hold_seconds),
     )
 
 

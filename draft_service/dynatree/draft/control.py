@@ -83,6 +83,16 @@ class ControlSettings:
     rate_fade: float = _constant(
         0.9, "weight of the past at each round in the session's rate", "share a round", neutral=1.0, source=GUARD
     )
+    row_price_step: float = _constant(
+        0.5, "weight of one pass in the price of a row", "share a round", neutral=1.0, source=GUARD
+    )
+    offered_share: float = _constant(
+        0.5,
+        "value, in prices of a row, above which a node is offered to a shared pass: which are verified is settled there",
+        "row prices",
+        neutral=1.0,
+        source=GUARD,
+    )
     foresight: tuple[int, ...] = _constant(
         (1, 2, 4, 8, 15), "numbers of further levels that are considered", "levels", neutral=(1,), source=GUARD
     )

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from dynatree.common.engine import Engine, Segment
+from dynatree.common.kv_range import KVRange
+from dynatree.common.prefix_cache import PrefixCache
 from dynatree.common.sampling import (
     Histories,
     Sampling,
@@ -22,6 +24,7 @@ from dynatree.common.sampling import (
 )
 from dynatree.common.tree import MAX_CANDIDATES, ROOT, DraftDistribution
 from dynatree.draft.draft_session import DraftSession
+from dynatree.draft.drafter import Expansion
 from dynatree.draft.growing_tree import GrowingTree, Proposal
 
 LEAST_LOG_PROB = -1e4  # a tree carries finite numbers only
@@ -31,30 +34,37 @@ CANDIDATES = 32  # of a truncated draft distribution; the rest of its mass is dr
 class EngineDraftModel:
     """A `DraftModel` that runs on an engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, cache: PrefixCache | None = None) -> None:
         self._engine = engine
+        self._cache = cache or PrefixCache(engine.arena, enabled=False)
         self.context_length = engine.info.context_length
 
-    def allocate(self) -> int | None:
-        """A free arena row, or None when every row is owned."""
-        return self._engine.arena.allocate()
+    def whole(self, slots: int) -> int:
+        """The slots of a range that holds so many."""
+        return self._engine.arena.whole(slots)
 
-    def free(self, kv_row: int) -> None:
-        """Give an arena row back."""
-        self._engine.arena.free(kv_row)
+    def reserve(self, slots: int, prompt_ids: Sequence[int], principal: str) -> tuple[KVRange | None, int]:
+        """A range of the arena, and how many tokens of the prompt it holds; None where too few slots are free."""
+        return self._cache.reserve(slots, prompt_ids, principal)
 
-    def move(self, kv_row: int, slots: Sequence[int], start: int) -> None:
+    def release(self, kv: KVRange, token_ids: Sequence[int], principal: str) -> None:
+        """Give back a range that holds these tokens."""
+        self._cache.release(kv, token_ids, principal)
+
+    def move(self, kv: KVRange, slots: Sequence[int], start: int) -> None:
         """Copy the slots, in that order, to slots `start` onwards."""
-        self._engine.arena.move(kv_row, slots, start)
+        self._engine.arena.move(kv, slots, start)
 
-    def expand(self, session: DraftSession, tree: GrowingTree, nodes: Sequence[int], breadth: int) -> float:
-        """Read nodes, parents first, in one forward, and set their proposals; returns its seconds."""
-        segment = tree_segment(session, tree, nodes, self._engine.info.vocab_size)
+    def expand(self, expansions: Sequence[Expansion]) -> float:
+        """Read the nodes of several sessions in one forward, and set their proposals; returns its seconds."""
+        vocab_size = self._engine.info.vocab_size
+        segments = [tree_segment(each.session, each.tree, each.nodes, vocab_size) for each in expansions]
         started = time.perf_counter()
-        (logits,) = self._engine.forward([segment])
+        logits = self._engine.forward(segments)
         self._engine.synchronize()
         seconds = time.perf_counter() - started
-        _propose(session, tree, nodes, logits, breadth)
+        for each, rows in zip(expansions, logits, strict=True):
+            _propose(each.session, each.tree, each.nodes, rows, each.breadth)
         return seconds
 
 
@@ -73,7 +83,7 @@ def tree_segment(session: DraftSession, tree: GrowingTree, nodes: Sequence[int],
     positions += [root + tree.depth(node) for node in below]
     keep = range(max(len(uncached) - 1, 0), len(token_ids))
     mask = _mask(session, tree, len(uncached), below) if below else None
-    return Segment(session.kv_row, session.num_used, token_ids, positions, mask=mask, keep=keep)
+    return Segment(session.kv, session.num_used, token_ids, positions, mask=mask, keep=keep)
 
 
 def _mask(session: DraftSession, tree: GrowingTree, uncached: int, below: Sequence[int]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dynatree.common.kv_range import KVRange
 from dynatree.common.sampling import Sampling
 from dynatree.draft.growing_tree import TrieNode
 
@@ -13,20 +14,22 @@ from dynatree.draft.growing_tree import TrieNode
 class DraftSession:
     """The committed tokens, the slots of the KV arena that hold them, and the trie of what was read below them.
 
-    Invariant: slots 0 to `num_cached` of arena row `kv_row` hold `committed[:num_cached]` in order, and slots
+    Invariant: slots 0 to `num_cached` of the arena's range `kv` hold `committed[:num_cached]` in order, and slots
     `num_cached` to `num_used` hold nodes below `root`, which stands for the last committed token. `num_cached` lags
     behind the committed tokens by those that the draft model has not read yet; once the
     root has proposals all are read.
 
     Attributes:
         vocab_size: Tokens that may be proposed.
+        principal: On whose behalf.
         rounds: Commits so far.
     """
 
-    kv_row: int
+    kv: KVRange
     committed: list[int]
     sampling: Sampling
     vocab_size: int
+    principal: str = ""
     num_cached: int = 0
     num_used: int = 0
     rounds: int = 0

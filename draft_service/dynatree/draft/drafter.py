@@ -1,18 +1,45 @@
-"""The drafter: grows a session's tree with one draft forward a level, and re-roots it after each commit."""
+"""The drafter: grows a session's tree a level at a time, and re-roots it after each commit."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from dynatree.common.errors import ServiceBusyError
+from dynatree.common.kv_range import KVRange
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import ROOT
 from dynatree.draft.draft_session import DraftSession
 from dynatree.draft.growing_tree import GrowingTree
 from dynatree.draft.policies import Policy
 from dynatree.draft.round import Growth
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """Nodes of one session to read, parents first; each gets its `breadth` best continuations."""
+
+    session: DraftSession
+    tree: GrowingTree
+    nodes: Sequence[int]
+    breadth: int
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds that reading an expansion took: the forward, and with the ranking of what may follow.
+
+    Of a forward that several sessions share, each has its share by its nodes.
+    """
+
+    forward: float
+    total: float
+
+
+T = TypeVar("T")
+Growing = Generator[Expansion, Spent, T]  # asks for expansions one after the other, and returns a T
 
 
 class DraftModel(Protocol):
@@ -24,17 +51,20 @@ class DraftModel(Protocol):
 
     context_length: int
 
-    def allocate(self) -> int | None:
-        """A free arena row, or None when every row is owned."""
+    def whole(self, slots: int) -> int:
+        """The slots of a range that holds so many."""
 
-    def free(self, kv_row: int) -> None:
-        """Give an arena row back."""
+    def reserve(self, slots: int, prompt_ids: Sequence[int], principal: str) -> tuple[KVRange | None, int]:
+        """A range of the arena, and how many tokens of the prompt it holds; None where too few slots are free."""
 
-    def move(self, kv_row: int, slots: Sequence[int], start: int) -> None:
+    def release(self, kv: KVRange, token_ids: Sequence[int], principal: str) -> None:
+        """Give back a range that holds these tokens."""
+
+    def move(self, kv: KVRange, slots: Sequence[int], start: int) -> None:
         """Copy the slots, in that order, to slots `start` onwards."""
 
-    def expand(self, session: DraftSession, tree: GrowingTree, nodes: Sequence[int], breadth: int) -> float:
-        """Read nodes, parents first, in one forward, and set their proposals; returns its seconds.
+    def expand(self, expansions: Sequence[Expansion]) -> float:
+        """Read the nodes of several sessions in one forward, and set their proposals; returns its seconds.
 
         Unread committed tokens are read with the root. What is read takes the slots from `session.num_used` on.
         """
@@ -52,48 +82,104 @@ class Drafter:
         self._model = model
         self._max_tree_nodes = max_tree_nodes
 
-    def open(self, prompt_ids: Sequence[int], sampling: Sampling, vocab_size: int) -> DraftSession:
-        """Take a free arena row; nothing is read yet. `vocab_size` bounds the tokens that may be proposed.
+    def slots(self, limit: int) -> int:
+        """Slots of a session of at most `limit` tokens, prompt included."""
+        return self._model.whole(min(limit, self._model.context_length) + 2 * self._max_tree_nodes)
+
+    def open(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        vocab_size: int,
+        limit: int | None = None,
+        principal: str = "",
+    ) -> DraftSession:
+        """Reserve a range of the arena; nothing is read yet.
+
+        Args:
+            prompt_ids: The prompt.
+            sampling: How the target chooses.
+            vocab_size: Bounds the tokens that may be proposed.
+            limit: Most tokens of the session, prompt included; None: the context.
+            principal: Whose earlier sessions it may go on from.
 
         Raises:
-            ServiceBusyError: Every session is in use.
+            ServiceBusyError: Too few slots are free.
         """
-        kv_row = self._model.allocate()
-        if kv_row is None:
-            raise ServiceBusyError("every session of the draft service is in use; try again later")
-        return DraftSession(kv_row, list(prompt_ids), sampling, vocab_size)
+        slots = self.slots(self._model.context_length if limit is None else limit)
+        readable = prompt_ids[: self._model.context_length]
+        kv, cached = self._model.reserve(slots, readable, principal)
+        if kv is None:
+            raise ServiceBusyError("the draft service's KV cache is full; try again later")
+        return DraftSession(kv, list(prompt_ids), sampling, vocab_size, principal, num_cached=cached, num_used=cached)
 
     def close(self, session: DraftSession) -> None:
-        """Free the session's arena row."""
-        self._model.free(session.kv_row)
+        """Give the session's range back."""
+        self._model.release(session.kv, session.committed[: session.num_cached], session.principal)
 
-    def read(self, session: DraftSession, policy: Policy) -> None:
+    def reading(self, session: DraftSession, policy: Policy) -> Growing[None]:
         """Read the committed tokens that are not cached yet: the prompt, while the target reads it too."""
         if policy.breadth and session.num_cached < len(session.committed) <= self._model.context_length:
-            self.expand(session, self.new_tree(session, 0, 0), [ROOT], policy.breadth)
+            yield from self._expanding(session, self.new_tree(session, 0, 0), [ROOT], policy.breadth)
 
-    def grow(self, session: DraftSession, policy: Policy, max_depth: int, max_nodes: int) -> Growth:
+    def growing(self, session: DraftSession, policy: Policy, max_depth: int, max_nodes: int) -> Growing[Growth]:
         """Grow a tree below the last committed token, at most `max_depth` deep and of at most `max_nodes` nodes.
 
-        One draft forward for each level that has nodes which the draft model has not read yet. What it has read, in
-        this round or before the last re-rooting, costs nothing, and the tree is the same either way.
+        One expansion for each level that has nodes which the draft model has not read yet. What it has read, in this
+        round or before the last re-rooting, costs nothing, and the tree is the same either way.
         """
-        started = time.perf_counter()
-        forwards = []
+        began = time.perf_counter()
+        spent = []
+        waited = 0.0  # for the forwards, those of others included
         max_depth = min(max_depth, self.reach(session))
         tree = self.new_tree(session, max_nodes, max_depth)
         level = policy.start(tree) if max_depth > 0 else []
         while level and self.has_room(session, tree, level):
-            if seconds := self.expand(session, tree, level, policy.breadth):
-                forwards.append(seconds)
+            asked = time.perf_counter()
+            spent += yield from self._expanding(session, tree, level, policy.breadth)
+            waited += time.perf_counter() - asked
             level = [node for node in policy.grow(tree, level) if tree.depth(node) < max_depth]
         frozen = tree.freeze(policy.select(tree))
-        return Growth(frozen, time.perf_counter() - started, sum(forwards), draft_forwards=len(forwards))
+        worked = sum(each.total for each in spent)
+        return Growth(
+            frozen,
+            seconds=time.perf_counter() - began - waited + worked,
+            forward_seconds=sum(each.forward for each in spent),
+            draft_forwards=len(spent),
+            waited_seconds=max(waited - worked, 0.0),
+        )
+
+    def grow(self, session: DraftSession, policy: Policy, max_depth: int, max_nodes: int) -> Growth:
+        """Grow a tree alone, as `growing` says."""
+        return self.alone(self.growing(session, policy, max_depth, max_nodes))
+
+    def read(self, session: DraftSession, policy: Policy) -> None:
+        """Read the committed tokens that are not cached yet, as `reading` says."""
+        self.alone(self.reading(session, policy))
+
+    def alone(self, growing: Growing[T]) -> T:
+        """Run what asks for expansions to its end, with a forward for each."""
+        try:
+            expansion = next(growing)
+            while True:
+                (spent,) = self.expand_all([expansion])
+                expansion = growing.send(spent)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def expand_all(self, expansions: Sequence[Expansion]) -> list[Spent]:
+        """One forward over the nodes of several sessions; what it took of each."""
+        started = time.perf_counter()
+        forward = self._model.expand(expansions)
+        total = time.perf_counter() - started
+        shares = [_tokens(each) for each in expansions]
+        return [Spent(forward * share / sum(shares), total * share / sum(shares)) for share in shares]
 
     def commit(self, session: DraftSession, token_ids: Sequence[int]) -> None:
         """Append committed tokens: slots on their path join the cached prefix, those below stay, others go."""
         start = session.num_cached
-        self._model.move(session.kv_row, session.commit(token_ids, most_kept=self._max_tree_nodes), start)
+        self._model.move(session.kv, session.commit(token_ids, most_kept=self._max_tree_nodes), start)
 
     def reach(self, session: DraftSession) -> int:
         """The deepest node that the draft model can propose; 0 or less where it has no context left."""
@@ -111,20 +197,33 @@ class Drafter:
         )
 
     def has_room(self, session: DraftSession, tree: GrowingTree, level: Sequence[int]) -> bool:
-        """Whether the session's arena row has slots for a level's unread nodes."""
+        """Whether the session's range has slots for a level's unread nodes."""
         unread = sum(not tree.is_expanded(node) for node in level if node != ROOT)
         return session.speculative_slots + unread <= 2 * self._max_tree_nodes
 
-    def expand(self, session: DraftSession, tree: GrowingTree, level: Sequence[int], breadth: int) -> float:
-        """Read the nodes of a level that have no proposals yet, in one forward; returns its seconds."""
+    def expand(self, session: DraftSession, tree: GrowingTree, level: Sequence[int], breadth: int) -> None:
+        """Read the nodes of a level that have no proposals yet, in one forward."""
+        self.alone(self._expanding(session, tree, level, breadth))
+
+    def _expanding(
+        self, session: DraftSession, tree: GrowingTree, level: Sequence[int], breadth: int
+    ) -> Growing[list[Spent]]:
+        """Read the nodes of a level that have no proposals yet, if there are any; what that took."""
         unread = [node for node in level if not tree.is_expanded(node)]
         if not unread:
-            return 0.0
+            return []
         start = session.num_used + len(session.committed) - session.num_cached if ROOT in unread else session.num_used
-        seconds = self._model.expand(session, tree, unread, breadth)
+        spent = yield Expansion(session, tree, unread, breadth)
         session.num_cached = len(session.committed)
         below = [node for node in unread if node != ROOT]
         for slot, node in enumerate(below, start=start):
             tree.node(node).slot = slot
         session.num_used = start + len(below)
-        return seconds
+        return [spent]
+
+
+def _tokens(expansion: Expansion) -> int:
+    """Tokens of an expansion in a forward: its nodes, and with the root the committed tokens that are not read yet."""
+    session = expansion.session
+    uncached = len(session.committed) - session.num_cached - 1 if ROOT in expansion.nodes else 0
+    return len(expansion.nodes) + uncached

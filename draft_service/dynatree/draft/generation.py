@@ -19,9 +19,10 @@ from dynatree.common.sampling import Sampling
 from dynatree.draft.ahead import DraftingAhead
 from dynatree.draft.detokenizer import Detokenizer
 from dynatree.draft.draft_session import DraftSession
-from dynatree.draft.drafter import Drafter
+from dynatree.draft.drafter import Drafter, Growing
 from dynatree.draft.policies import Policy
 from dynatree.draft.round import Growth, Round
+from dynatree.draft.shared_growth import SharedGrowth
 from dynatree.draft.statistics import Statistics, StatisticsRecorder
 from dynatree.draft.stop_strings import StopStrings
 from dynatree.draft.target import Target
@@ -33,11 +34,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Backend:
-    """What completions run on: the draft model, the thread on which it runs, and the way to the verify service."""
+    """What completions run on: the draft model, the thread on which it runs, what all grow on, the verify service."""
 
     engine: Engine
     drafter: Drafter
     thread: ModelThread
+    growth: SharedGrowth
     verify: VerifyClient
 
 
@@ -55,6 +57,14 @@ class GenerationRequest:
     trace: bool
     policy: Policy
     target: Target
+    principal: str = ""
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of the sequence, prompt included."""
+        if self.max_new_tokens is None:
+            return self.target.info.context_length
+        return len(self.prompt_ids) + self.max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -106,15 +116,17 @@ class Generation:
         self._request = request
         self._drafter = backend.drafter
         self._thread = backend.thread
+        self._growth = backend.growth
         self._tokenizer = backend.engine.tokenizer
         self._session = session
         self._stream = stream
         self._opened = opened
         self._prompt_read = prompt_read
-        self._recorder = StatisticsRecorder(arrival)
+        self._recorder = StatisticsRecorder(
+            arrival, queue_seconds=opened.queue_seconds, cached_tokens=opened.cached_tokens
+        )
         self._text = TextStream(Detokenizer(backend.engine.tokenizer, request.prompt_ids), StopStrings(request.stop))
-        new_tokens = request.max_new_tokens
-        self._limit = opened.target.context_length if new_tokens is None else len(request.prompt_ids) + new_tokens
+        self._limit = request.limit
 
     @classmethod
     @asynccontextmanager
@@ -127,18 +139,35 @@ class Generation:
         arrival = time.perf_counter()
         drafter, thread = backend.drafter, backend.thread
         # opened on the model thread, so behind the closing of sessions that have ended
-        opening = partial(drafter.open, request.prompt_ids, request.sampling, request.target.vocab_size)
+        opening = partial(
+            drafter.open,
+            request.prompt_ids,
+            request.sampling,
+            request.target.vocab_size,
+            request.limit,
+            request.principal,
+        )
         async with thread.held(opening, drafter.close) as session, backend.verify.session(timeout) as stream:
-            read_prompt = partial(thread.run, drafter.read, session, request.policy)
+            read_prompt = partial(backend.growth.run, partial(drafter.reading, session, request.policy))
             # on one device the two would only slow each other down, and the target has the first token
             reading = read_prompt() if request.target.ahead else None
-            opened = await stream.open(_open_session(request, backend.engine.info))
-            yield cls(request, backend, session, stream, opened, reading or read_prompt(), arrival)
+            try:
+                opened = await stream.open(_open_session(request, backend.engine.info))
+                reading = reading or read_prompt()
+                yield cls(request, backend, session, stream, opened, reading, arrival)
+            finally:
+                if reading is not None:
+                    reading.cancel()
 
     @property
     def target(self) -> ModelInfo:
         """The model that the verify service opened the session on."""
         return self._opened.target
+
+    def waited(self, seconds: float) -> None:
+        """Count a wait for this completion's turn; its time to the first token begins with it."""
+        self._recorder.arrival -= seconds
+        self._recorder.queue_seconds += seconds
 
     async def rounds(self) -> AsyncGenerator[Chunk | TracedRound | Completion]:
         """Grow, verify, commit, until the target or a stop string ends it; the last event is the `Completion`.
@@ -177,7 +206,7 @@ class Generation:
         # the deepest useful node is the one before the last token, which is the target's own in any case
         max_depth = self._limit - commit.base_length - 1
 
-        def commit_and_grow() -> tuple[Growth | None, dict[str, float]]:
+        def commit_and_grow() -> Growing[tuple[Growth | None, dict[str, float]]]:
             started = time.perf_counter()
             self._drafter.commit(self._session, commit.token_ids)
             if last is not None:
@@ -186,10 +215,10 @@ class Generation:
             parameters = policy.parameters() if self._request.trace else {}
             if commit.finish_reason is not None:
                 return None, parameters
-            growth = self._drafter.grow(self._session, policy, max_depth, self._opened.max_tree_nodes)
+            growth = yield from self._drafter.growing(self._session, policy, max_depth, self._opened.max_tree_nodes)
             return replace(growth, commit_seconds=commit_seconds), parameters
 
-        return self._thread.run(commit_and_grow)
+        return self._growth.run(commit_and_grow)
 
     async def _verify(self, growth: Growth, last: Commit) -> Round:
         """Have the target check a tree; the draft model reads ahead meanwhile, where it is to."""
@@ -257,6 +286,7 @@ def _open_session(request: GenerationRequest, draft: ModelInfo) -> OpenSession:
         ignore_eos=request.ignore_eos,
         stop_token_ids=request.stop_token_ids,
         log_probs=request.log_probs,
+        principal=request.principal,
     )
 
 

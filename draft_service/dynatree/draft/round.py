@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatree.common.messages import Commit
+from dynatree.common.pass_statistics import PassStatistics
 from dynatree.common.tree import TokenTree
 
 
@@ -19,6 +20,7 @@ class Growth:
         forward_seconds: The draft forwards.
         draft_forwards: Their number.
         commit_seconds: What went before: taking in the last commit, and learning from its round.
+        waited_seconds: Other sessions' shares of the draft forwards, and their trees.
     """
 
     tree: TokenTree
@@ -26,6 +28,7 @@ class Growth:
     forward_seconds: float
     draft_forwards: int
     commit_seconds: float = 0.0
+    waited_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ class Round:
         return self.commit.accepted_nodes
 
     @property
+    def shared(self) -> PassStatistics:
+        """The target's pass that verified the tree."""
+        return self.commit.shared
+
+    @property
     def draft_forwards(self) -> int:
         """Draft forwards that growing the tree took."""
         return self.growth.draft_forwards
@@ -76,8 +84,8 @@ class Round:
 
     @property
     def waited_seconds(self) -> float:
-        """What else lay between sending the tree and going on: other sessions' forwards, a forward that read ahead."""
-        return self._queued_seconds + self.ahead_seconds
+        """What else the round took: other sessions' forwards, of either model, and a forward that read ahead."""
+        return self._queued_seconds + self.ahead_seconds + self.growth.waited_seconds
 
     @property
     def _queued_seconds(self) -> float:

@@ -23,6 +23,7 @@ class RoundCost:
         draft_seconds: Seconds of the draft's work.
         caught_up: Whether the draft had read all but the last round's tokens before. If not, its forwards also read
             what a pause had left unread, and their time is no more than an upper bound.
+        shared: Whether other sessions were in the same pass of the target, whose time then says nothing of this tree.
     """
 
     nodes: int
@@ -30,6 +31,7 @@ class RoundCost:
     draft_forwards: int = 0
     draft_seconds: float = 0.0
     caught_up: bool = True
+    shared: bool = False
 
 
 class Costs:
@@ -68,11 +70,12 @@ class Costs:
         """Take in one round."""
         self._rounds += 1
         now = self._rounds
-        self._verify.observe(cost.nodes, cost.verify_seconds, after_draft=cost.draft_forwards > 0, now=now)
+        if not cost.shared:
+            self._verify.observe(cost.nodes, cost.verify_seconds, after_draft=cost.draft_forwards > 0, now=now)
         if not cost.draft_forwards:
             return
         alone = self._verify.alone(cost.nodes)
-        if alone.is_sure(now):
+        if alone.is_sure(now) and not cost.shared:
             longer = cost.verify_seconds - alone.value
             if longer < self._contention.value or now - alone.last <= self._control.contention_rounds:
                 self._contention.add(longer, now)

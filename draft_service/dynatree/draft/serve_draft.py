@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 
 from dynatree.common import embedded
+from dynatree.common.admission import Admission
 from dynatree.common.engine import Engine, ModelSettings, load_engine, with_forward_costs
 from dynatree.common.errors import FailedPreconditionError, StartupError
-from dynatree.common.limits import MAX_TREE_NODES
+from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_SESSIONS, MAX_TREE_NODES
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.model_thread import ModelThread
+from dynatree.common.prefix_cache import PrefixCache
 from dynatree.common.server import Server
 from dynatree.common.service_process import announce, model_settings, run_service
 from dynatree.draft.draft_model import EngineDraftModel
 from dynatree.draft.drafter import Drafter
 from dynatree.draft.generation import Backend
 from dynatree.draft.service import SERVICE_NAME, DefaultPolicy, DraftService
+from dynatree.draft.shared_growth import SharedGrowth
 from dynatree.draft.verify_client import VerifyClient
 from dynatree.v1 import draft_pb2_grpc
 
@@ -23,9 +27,20 @@ MEASURED_ROWS = 6  # a level of a tree has about so many
 AHEAD = {"auto": None, "on": True, "off": False}
 
 
+@dataclass(frozen=True)
+class DraftLimits:
+    """What completions may hold: how many run at once, how many wait, and how long one may wait for its client."""
+
+    sessions: int = MAX_SESSIONS
+    queue: int = MAX_QUEUED
+    idle_seconds: float = IDLE_SECONDS
+    prefix_cache: bool = True
+
+
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal."""
     policy = DefaultPolicy(options.policy, options.policy_settings)
+    limits = DraftLimits(options.max_sessions, options.queue, options.idle_timeout, options.prefix_cache == "on")
     settings = model_settings(
         options,
         options.draft_model,
@@ -42,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
             policy,
             options.grace,
             options.draft_ahead,
+            limits,
         )
     )
 
@@ -53,7 +69,8 @@ async def serve(
     verify_timeout: float,
     policy: DefaultPolicy,
     grace: float,
-    draft_ahead: str = "auto",
+    draft_ahead: str,
+    limits: DraftLimits,
 ) -> None:
     """Load the draft, find the verify service, then serve until a signal.
 
@@ -67,7 +84,7 @@ async def serve(
         target = await verify.target(verify_timeout)
         # measured when the verify service has measured its own: on one machine they would slow each other down
         engine = await thread.run(with_forward_costs, engine, MEASURED_ROWS)
-        server = await start_draft(engine, thread, verify, target, address, policy, AHEAD[draft_ahead])
+        server = await start_draft(engine, thread, verify, target, address, policy, limits, AHEAD[draft_ahead])
         info = engine.info
         announce(f"dynatree draft: {info.name} ({info.dtype}, {info.device}) for {target.name} on {server.address}")
         await server.wait(grace)
@@ -83,6 +100,7 @@ async def start_draft(
     target: ModelInfo,
     address: str,
     policy: DefaultPolicy,
+    limits: DraftLimits,
     ahead: bool | None = None,
 ) -> Server:
     """Serve completions at `address`; `thread` is the one that loaded the draft model, `target` what `verify` has now.
@@ -92,11 +110,13 @@ async def start_draft(
     Raises:
         StartupError: The models do not fit together, or the address cannot be used.
     """
-    drafter = Drafter(EngineDraftModel(engine), MAX_TREE_NODES)
-    backend = Backend(engine, drafter, thread, verify)
-    server = Server([SERVICE_NAME])
+    cache = PrefixCache(engine.arena, enabled=limits.prefix_cache)
+    drafter = Drafter(EngineDraftModel(engine, cache), MAX_TREE_NODES)
+    backend = Backend(engine, drafter, thread, SharedGrowth(drafter, thread), verify)
+    admission = Admission(limits.sessions, engine.arena.size, limits.queue)
+    server = Server([SERVICE_NAME], limits.idle_seconds)
     try:
-        service = DraftService(backend, target, policy, ahead)
+        service = DraftService(backend, target, policy, admission, ahead)
     except FailedPreconditionError as error:
         raise StartupError(str(error)) from error
     draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]

@@ -12,7 +12,9 @@ from typing import Any
 
 import grpc
 
+from dynatree.common.admission import Admission
 from dynatree.common.errors import InvalidArgumentError, ServiceError
+from dynatree.common.grpc_options import PRINCIPAL
 from dynatree.common.model_info import ModelInfo, token_limit
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.sampling import Sampling
@@ -31,6 +33,7 @@ SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_COMPLETIONS = 64
+MAX_PRINCIPAL_LENGTH = 256
 ASKING_SECONDS = 1.0  # for the target's name; the last known is told instead
 
 
@@ -51,6 +54,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         backend: The draft model and the way to the verify service.
         target: The model that the verify service had at the start.
         default_policy: The policy of requests that name none.
+        admission: Whose completions run, and whose wait.
         ahead: Whether to read on while the verify service works; None: where it has a device of its own.
 
     Raises:
@@ -58,9 +62,15 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     """
 
     def __init__(
-        self, backend: Backend, target: ModelInfo, default_policy: DefaultPolicy, ahead: bool | None = None
+        self,
+        backend: Backend,
+        target: ModelInfo,
+        default_policy: DefaultPolicy,
+        admission: Admission,
+        ahead: bool | None = None,
     ) -> None:
         self._backend = backend
+        self._admission = admission
         self._tokenizer_thread = ModelThread("tokenizer")  # a long prompt takes seconds, and others are streaming
         self._default_policy = default_policy
         self._ahead = ahead
@@ -97,19 +107,26 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     async def Generate(  # noqa: N802
         self, request: draft_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[draft_pb2.GenerateResponse]:
-        """One completion after the other."""
+        """One completion after the other, all under one admission: a request that has begun waits for nobody."""
         count = _count(request)
         _check_stop(request.stop)
         prompt_ids = await self._prompt_ids(request)
         seed = request.sampling.seed if request.sampling.HasField("seed") else secrets.randbits(63)
-        for index in range(count):
-            new_request = partial(self._checked, request, prompt_ids, (seed + index) % 2**64)
-            async with (
-                self._opened(new_request, context.time_remaining()) as generation,
-                aclosing(generation.rounds()) as events,
-            ):
-                async for event in events:
-                    yield response_to_pb(event, index=index)
+        principal = _principal(context)
+        slots = self._backend.drafter.slots(self._checked(request, prompt_ids, seed, principal).limit)
+        async with self._admission.queued(principal, slots, context.time_remaining()) as turn:
+            async for ahead in turn.positions():
+                if request.queue_position:
+                    yield draft_pb2.GenerateResponse(queue_position=ahead)
+            for index in range(count):
+                new_request = partial(self._checked, request, prompt_ids, (seed + index) % 2**64, principal)
+                async with (
+                    self._opened(new_request, context.time_remaining()) as generation,
+                    aclosing(generation.rounds()) as events,
+                ):
+                    generation.waited(turn.queue_seconds if index == 0 else 0.0)
+                    async for event in events:
+                        yield response_to_pb(event, index=index)
 
     @asynccontextmanager
     async def _opened(
@@ -124,7 +141,9 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                     return
             self._adopt(generation.target)
 
-    def _checked(self, message: draft_pb2.GenerateRequest, prompt_ids: tuple[int, ...], seed: int) -> GenerationRequest:
+    def _checked(
+        self, message: draft_pb2.GenerateRequest, prompt_ids: tuple[int, ...], seed: int, principal: str
+    ) -> GenerationRequest:
         """The request for a completion, as far as the draft side can check it; the verify service checks its own part.
 
         Raises:
@@ -155,6 +174,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             trace=message.trace,
             policy=policy,
             target=self._target,
+            principal=principal,
         )
 
     def _default_name(self, sampling: Sampling) -> str:
@@ -176,6 +196,14 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._backend.engine.tokenizer(text, verbose=False)["input_ids"])
+
+
+def _principal(context: Context) -> str:
+    """On whose behalf a request is made, by its own word: "" where it names nobody."""
+    named = dict(context.invocation_metadata() or ()).get(PRINCIPAL, "")
+    if not isinstance(named, str) or len(named) > MAX_PRINCIPAL_LENGTH:
+        raise InvalidArgumentError(f"{PRINCIPAL} is longer than {MAX_PRINCIPAL_LENGTH} characters")
+    return named
 
 
 def _count(message: draft_pb2.GenerateRequest) -> int:

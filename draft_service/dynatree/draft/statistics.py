@@ -41,6 +41,11 @@ class Statistics:
     draft_seconds: float
     wire_seconds: float
     verify_seconds: float
+    queue_seconds: float
+    sessions_per_pass: float
+    rows_per_pass: float
+    trimmed_n: int
+    cached_tokens: int
 
 
 @dataclass
@@ -57,6 +62,11 @@ class StatisticsRecorder:
     depth_sum: int = 0  # of the trees
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    cached_tokens: int = 0
+    pass_sessions: int = 0
+    pass_rows: int = 0
+    trimmed: int = 0
     reached: list[int] = field(default_factory=list)  # rounds whose tree reached depth i + 1
     survived: list[int] = field(default_factory=list)  # rounds whose accepted path reached depth i + 1
     parts: dict[str, list[float]] = field(default_factory=dict)
@@ -78,6 +88,9 @@ class StatisticsRecorder:
         self.depth_sum += done.tree.depth
         self.draft_seconds += done.draft_seconds
         self.verify_seconds += timings.total
+        self.pass_sessions += done.shared.sessions
+        self.pass_rows += done.shared.rows
+        self.trimmed += done.commit.trimmed
         self._depths(done.tree, accepted)
         times = {
             "draft_forward": growth.forward_seconds,
@@ -119,6 +132,11 @@ class StatisticsRecorder:
             draft_seconds=self.draft_seconds,
             wire_seconds=sum(self.parts.get("wire", ())),
             verify_seconds=self.verify_seconds,
+            queue_seconds=self.queue_seconds,
+            sessions_per_pass=_ratio(self.pass_sessions, rounds),
+            rows_per_pass=_ratio(self.pass_rows, rounds),
+            trimmed_n=self.trimmed,
+            cached_tokens=self.cached_tokens,
         )
 
     def _depths(self, tree: TokenTree, accepted: int) -> None:

@@ -19,7 +19,7 @@ from dynatree.common.errors import (
     ServiceError,
     StartupError,
 )
-from dynatree.common.grpc_options import CHANNEL_OPTIONS
+from dynatree.common.grpc_options import CHANNEL_OPTIONS, RETRY_AFTER
 from dynatree.common.messages import Commit, OpenSession, SessionOpened
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.tree import TokenTree
@@ -34,8 +34,7 @@ from dynatree.v1 import verify_pb2, verify_pb2_grpc
 
 # Errors that the verify service blames on the request keep their code; it was the client's request.
 PASSED_ON = {
-    grpc.StatusCode[error.code]: error
-    for error in (InvalidArgumentError, OutOfRangeError, FailedPreconditionError, ServiceBusyError)
+    grpc.StatusCode[error.code]: error for error in (InvalidArgumentError, OutOfRangeError, FailedPreconditionError)
 }
 
 
@@ -125,17 +124,24 @@ class VerifySession:
             await self._call.write(request)
             response = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise translated(error.code(), error.details(), self._address) from error
+            raise translated(error.code(), error.details(), self._address, error.trailing_metadata()) from error
         except asyncio.InvalidStateError as error:  # the stream was over before the write
-            raise translated(await self._call.code(), await self._call.details(), self._address) from error
+            raise await self._ended() from error
         if response is grpc.aio.EOF:
-            raise translated(await self._call.code(), await self._call.details(), self._address)
+            raise await self._ended()
         assert isinstance(response, verify_pb2.VerifyResponse)
         return response
 
+    async def _ended(self) -> ServiceError:
+        call = self._call
+        return translated(await call.code(), await call.details(), self._address, await call.trailing_metadata())
 
-def translated(code: grpc.StatusCode, details: str | None, address: str) -> ServiceError:
+
+def translated(code: grpc.StatusCode, details: str | None, address: str, metadata: Any = ()) -> ServiceError:
     """What a client is told of a status that the verify service at `address` ended a call with."""
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        after = dict(metadata or ()).get(RETRY_AFTER, "")
+        return ServiceBusyError(details or code.name, int(after) / 1e3 if after.isdecimal() else None)
     if code in PASSED_ON:
         return PASSED_ON[code](details or code.name)
     if code == grpc.StatusCode.UNAVAILABLE:

@@ -22,7 +22,7 @@ class DraftServiceGetModelInfoResponse(_message.Message):
     def __init__(self, draft: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., target: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., policies: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "max_new_tokens", "sampling", "stop", "ignore_eos", "policy", "stop_token_ids", "log_probs", "n", "trace")
+    __slots__ = ("text", "token_ids", "max_new_tokens", "sampling", "stop", "ignore_eos", "policy", "stop_token_ids", "log_probs", "n", "trace", "queue_position")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class GenerateRequest(_message.Message):
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     max_new_tokens: int
@@ -45,7 +46,8 @@ class GenerateRequest(_message.Message):
     log_probs: bool
     n: int
     trace: bool
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., log_probs: bool = ..., n: _Optional[int] = ..., trace: bool = ...) -> None: ...
+    queue_position: bool
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., log_probs: bool = ..., n: _Optional[int] = ..., trace: bool = ..., queue_position: bool = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -84,20 +86,22 @@ class Numbers(_message.Message):
     def __init__(self, values: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("text", "token_ids", "completion", "log_probs", "index", "trace")
+    __slots__ = ("text", "token_ids", "completion", "log_probs", "index", "trace", "queue_position")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     completion: Completion
     log_probs: _containers.RepeatedScalarFieldContainer[float]
     index: int
     trace: RoundTrace
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., completion: _Optional[_Union[Completion, _Mapping]] = ..., log_probs: _Optional[_Iterable[float]] = ..., index: _Optional[int] = ..., trace: _Optional[_Union[RoundTrace, _Mapping]] = ...) -> None: ...
+    queue_position: int
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., completion: _Optional[_Union[Completion, _Mapping]] = ..., log_probs: _Optional[_Iterable[float]] = ..., index: _Optional[int] = ..., trace: _Optional[_Union[RoundTrace, _Mapping]] = ..., queue_position: _Optional[int] = ...) -> None: ...
 
 class RoundTrace(_message.Message):
     __slots__ = ("round", "base_length", "token_ids", "parents", "probabilities", "texts", "accepted_nodes", "committed_ids", "committed_texts", "parameters", "draft_seconds", "verify_seconds")
@@ -145,7 +149,7 @@ class Completion(_message.Message):
     def __init__(self, finish_reason: _Optional[_Union[_tree_pb2.FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., statistics: _Optional[_Union[GenerationStatistics, _Mapping]] = ...) -> None: ...
 
 class GenerationStatistics(_message.Message):
-    __slots__ = ("generated_tokens", "rounds", "draft_n", "draft_n_accepted", "acceptance_rate", "tokens_per_round", "mean_path_length", "nodes_per_round", "acceptance_by_depth", "time_to_first_token_seconds", "time_per_output_token_seconds", "total_seconds", "round_parts", "seed", "committed_per_level", "draft_seconds", "wire_seconds", "verify_seconds")
+    __slots__ = ("generated_tokens", "rounds", "draft_n", "draft_n_accepted", "acceptance_rate", "tokens_per_round", "mean_path_length", "nodes_per_round", "acceptance_by_depth", "time_to_first_token_seconds", "time_per_output_token_seconds", "total_seconds", "round_parts", "seed", "committed_per_level", "draft_seconds", "wire_seconds", "verify_seconds", "queue_seconds", "sessions_per_pass", "rows_per_pass", "trimmed_n", "cached_tokens")
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_N_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +168,11 @@ class GenerationStatistics(_message.Message):
     DRAFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WIRE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_PER_PASS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_PER_PASS_FIELD_NUMBER: _ClassVar[int]
+    TRIMMED_N_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     generated_tokens: int
     rounds: int
     draft_n: int
@@ -182,7 +191,12 @@ class GenerationStatistics(_message.Message):
     draft_seconds: float
     wire_seconds: float
     verify_seconds: float
-    def __init__(self, generated_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., draft_n: _Optional[int] = ..., draft_n_accepted: _Optional[int] = ..., acceptance_rate: _Optional[float] = ..., tokens_per_round: _Optional[float] = ..., mean_path_length: _Optional[float] = ..., nodes_per_round: _Optional[float] = ..., acceptance_by_depth: _Optional[_Iterable[float]] = ..., time_to_first_token_seconds: _Optional[float] = ..., time_per_output_token_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., round_parts: _Optional[_Iterable[_Union[RoundPart, _Mapping]]] = ..., seed: _Optional[int] = ..., committed_per_level: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., wire_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ...) -> None: ...
+    queue_seconds: float
+    sessions_per_pass: float
+    rows_per_pass: float
+    trimmed_n: int
+    cached_tokens: int
+    def __init__(self, generated_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., draft_n: _Optional[int] = ..., draft_n_accepted: _Optional[int] = ..., acceptance_rate: _Optional[float] = ..., tokens_per_round: _Optional[float] = ..., mean_path_length: _Optional[float] = ..., nodes_per_round: _Optional[float] = ..., acceptance_by_depth: _Optional[_Iterable[float]] = ..., time_to_first_token_seconds: _Optional[float] = ..., time_per_output_token_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., round_parts: _Optional[_Iterable[_Union[RoundPart, _Mapping]]] = ..., seed: _Optional[int] = ..., committed_per_level: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., wire_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., sessions_per_pass: _Optional[float] = ..., rows_per_pass: _Optional[float] = ..., trimmed_n: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class RoundPart(_message.Message):
     __slots__ = ("name", "total_seconds", "p50_seconds")

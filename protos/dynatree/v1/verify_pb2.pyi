@@ -26,7 +26,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[OpenSession, _Mapping]] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("prompt_ids", "max_new_tokens", "ignore_eos", "sampling", "draft", "stop_token_ids", "log_probs")
+    __slots__ = ("prompt_ids", "max_new_tokens", "ignore_eos", "sampling", "draft", "stop_token_ids", "log_probs", "principal")
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class OpenSession(_message.Message):
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    PRINCIPAL_FIELD_NUMBER: _ClassVar[int]
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     max_new_tokens: int
     ignore_eos: bool
@@ -41,7 +42,8 @@ class OpenSession(_message.Message):
     draft: _tree_pb2.ModelInfo
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     log_probs: bool
-    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: bool = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., draft: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., log_probs: bool = ...) -> None: ...
+    principal: str
+    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: bool = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., draft: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., log_probs: bool = ..., principal: _Optional[str] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("opened", "commit")
@@ -52,21 +54,27 @@ class VerifyResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
-    __slots__ = ("max_tree_nodes", "context_length", "commit", "seed", "target")
+    __slots__ = ("max_tree_nodes", "context_length", "commit", "seed", "target", "replica_id", "queue_seconds", "cached_tokens")
     MAX_TREE_NODES_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     max_tree_nodes: int
     context_length: int
     commit: Commit
     seed: int
     target: _tree_pb2.ModelInfo
-    def __init__(self, max_tree_nodes: _Optional[int] = ..., context_length: _Optional[int] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., seed: _Optional[int] = ..., target: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ...) -> None: ...
+    replica_id: str
+    queue_seconds: float
+    cached_tokens: int
+    def __init__(self, max_tree_nodes: _Optional[int] = ..., context_length: _Optional[int] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., seed: _Optional[int] = ..., target: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., replica_id: _Optional[str] = ..., queue_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("next_round", "base_length", "token_ids", "accepted_nodes", "acceptance", "timings", "finish_reason", "log_probs")
+    __slots__ = ("next_round", "base_length", "token_ids", "accepted_nodes", "acceptance", "timings", "finish_reason", "log_probs", "pass_statistics")
     NEXT_ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +83,7 @@ class Commit(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    PASS_STATISTICS_FIELD_NUMBER: _ClassVar[int]
     next_round: int
     base_length: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -83,26 +92,43 @@ class Commit(_message.Message):
     timings: VerifyTimings
     finish_reason: _tree_pb2.FinishReason
     log_probs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, next_round: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., acceptance: _Optional[_Union[AcceptanceStatistics, _Mapping]] = ..., timings: _Optional[_Union[VerifyTimings, _Mapping]] = ..., finish_reason: _Optional[_Union[_tree_pb2.FinishReason, str]] = ..., log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
+    pass_statistics: PassStatistics
+    def __init__(self, next_round: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., acceptance: _Optional[_Union[AcceptanceStatistics, _Mapping]] = ..., timings: _Optional[_Union[VerifyTimings, _Mapping]] = ..., finish_reason: _Optional[_Union[_tree_pb2.FinishReason, str]] = ..., log_probs: _Optional[_Iterable[float]] = ..., pass_statistics: _Optional[_Union[PassStatistics, _Mapping]] = ...) -> None: ...
+
+class PassStatistics(_message.Message):
+    __slots__ = ("sessions", "rows", "row_price", "hold_seconds")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    ROW_PRICE_FIELD_NUMBER: _ClassVar[int]
+    HOLD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    sessions: int
+    rows: int
+    row_price: float
+    hold_seconds: float
+    def __init__(self, sessions: _Optional[int] = ..., rows: _Optional[int] = ..., row_price: _Optional[float] = ..., hold_seconds: _Optional[float] = ...) -> None: ...
 
 class AcceptanceStatistics(_message.Message):
-    __slots__ = ("drafted", "accepted", "tree_depth")
+    __slots__ = ("drafted", "accepted", "tree_depth", "trimmed")
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     TREE_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    TRIMMED_FIELD_NUMBER: _ClassVar[int]
     drafted: int
     accepted: int
     tree_depth: int
-    def __init__(self, drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., tree_depth: _Optional[int] = ...) -> None: ...
+    trimmed: int
+    def __init__(self, drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., tree_depth: _Optional[int] = ..., trimmed: _Optional[int] = ...) -> None: ...
 
 class VerifyTimings(_message.Message):
-    __slots__ = ("forward_seconds", "accept_seconds", "commit_seconds", "total_seconds")
+    __slots__ = ("forward_seconds", "accept_seconds", "commit_seconds", "total_seconds", "attributed_seconds")
     FORWARD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COMMIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ATTRIBUTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     forward_seconds: float
     accept_seconds: float
     commit_seconds: float
     total_seconds: float
-    def __init__(self, forward_seconds: _Optional[float] = ..., accept_seconds: _Optional[float] = ..., commit_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ...) -> None: ...
+    attributed_seconds: float
+    def __init__(self, forward_seconds: _Optional[float] = ..., accept_seconds: _Optional[float] = ..., commit_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., attributed_seconds: _Optional[float] = ...) -> None: ...

@@ -36,9 +36,18 @@ def depth_first(tree: TokenTree) -> tuple[TokenTree, tuple[int, ...]]:
     return reordered, tuple(order)
 
 
+def prompt_segment(session: Session, tokens: int) -> Segment:
+    """The next tokens of a session's prompt; the logits of its last one are kept, of others none."""
+    stop = session.read + tokens
+    keep = [tokens - 1] if stop == len(session.request.prompt_ids) else []
+    return Segment(
+        session.kv, session.read, session.request.prompt_ids[session.read : stop], range(session.read, stop), keep=keep
+    )
+
+
 def tree_segment(session: Session, tree: TokenTree) -> Segment:
     """The root and the tree behind the session's committed slots; a token's position is its distance from the start."""
     root = session.length - 1
     positions = [root, *(root + depth for depth in tree.depths)]
     mask = ancestor_mask(tree.parents) if tree else None
-    return Segment(session.row, root, [session.pending, *tree.token_ids], positions, mask=mask)
+    return Segment(session.kv, root, [session.pending, *tree.token_ids], positions, mask=mask)

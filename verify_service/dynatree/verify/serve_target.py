@@ -3,32 +3,67 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 
 from dynatree.common import embedded
+from dynatree.common.admission import Admission
 from dynatree.common.engine import Engine, ModelSettings, load_engine
+from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_SESSIONS, MAX_TREE_NODES
 from dynatree.common.model_thread import ModelThread
+from dynatree.common.prefix_cache import PrefixCache
 from dynatree.common.server import Server
 from dynatree.common.service_process import announce, model_settings, run_service
 from dynatree.v1 import verify_pb2_grpc
+from dynatree.verify.pass_costs import PassCosts
+from dynatree.verify.scheduler import Scheduler
 from dynatree.verify.service import SERVICE_NAME, VerifyService
 from dynatree.verify.verifier import Verifier
 
-MEASURED_ROWS = 64  # larger trees seldom pay
+AUTO_ROWS = 256  # of a pass, where the command line names no number
+
+
+@dataclass(frozen=True)
+class VerifyLimits:
+    """What sessions may ask for, and hold.
+
+    Attributes:
+        sessions: That may be open at once.
+        queue: That may wait.
+        max_tree_nodes: Of the largest tree.
+        batch_rows: Of the largest pass.
+        idle_seconds: How long a session may wait for its peer.
+        prefix_cache: Whether ended sessions leave their keys and values to those that begin alike.
+    """
+
+    sessions: int = MAX_SESSIONS
+    queue: int = MAX_QUEUED
+    max_tree_nodes: int = MAX_TREE_NODES
+    batch_rows: int = AUTO_ROWS
+    idle_seconds: float = IDLE_SECONDS
+    prefix_cache: bool = True
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal."""
+    limits = VerifyLimits(
+        options.max_sessions,
+        options.queue,
+        options.max_tree_nodes,
+        options.batch_rows or AUTO_ROWS,
+        options.idle_timeout,
+        options.prefix_cache == "on",
+    )
     settings = model_settings(
         options,
         options.target_model,
         embedded.target_path(),
-        speculative_slots=options.max_tree_nodes,
-        measured_rows=min(MEASURED_ROWS, options.max_tree_nodes + 1),
+        speculative_slots=limits.max_tree_nodes,
+        measured_rows=limits.batch_rows,
     )
-    return run_service(lambda: serve(settings, options.listen, options.max_tree_nodes, options.grace))
+    return run_service(lambda: serve(settings, options.listen, limits, options.grace))
 
 
-async def serve(settings: ModelSettings, address: str, max_tree_nodes: int, grace: float) -> None:
+async def serve(settings: ModelSettings, address: str, limits: VerifyLimits, grace: float) -> None:
     """Load the target, then serve it until a signal.
 
     Raises:
@@ -36,21 +71,28 @@ async def serve(settings: ModelSettings, address: str, max_tree_nodes: int, grac
     """
     thread = ModelThread("verify-model")
     engine = await thread.run(load_engine, settings)
-    server = await start_verify(engine, thread, address, max_tree_nodes)
+    server = await start_verify(engine, thread, address, limits)
     info = engine.info
     announce(f"dynatree verify: {info.name} ({info.dtype}, {info.device}) on {server.address}")
     await server.wait(grace)
     thread.shutdown()
 
 
-async def start_verify(engine: Engine, thread: ModelThread, address: str, max_tree_nodes: int) -> Server:
+async def start_verify(engine: Engine, thread: ModelThread, address: str, limits: VerifyLimits) -> Server:
     """Serve a target at `address`; `thread` is the one that loaded it.
 
     Raises:
         StartupError: The address cannot be used.
     """
-    server = Server([SERVICE_NAME])
-    service = VerifyService(Verifier(engine, max_tree_nodes), thread)
+    in_16_bits = engine.arena.dtype.itemsize == 2
+    cache = PrefixCache(engine.arena, enabled=limits.prefix_cache, only_prompts=in_16_bits)
+    verifier = Verifier(engine, limits.max_tree_nodes, cache)
+    scheduler = Scheduler(
+        lambda parts: thread.run(verifier.run, parts), PassCosts(engine.info.forward_costs), limits.batch_rows
+    )
+    admission = Admission(limits.sessions, engine.arena.size, limits.queue)
+    service = VerifyService(verifier, thread, scheduler, admission, limits.idle_seconds)
+    server = Server([SERVICE_NAME], limits.idle_seconds)
     verify_pb2_grpc.add_VerifyServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]
     await server.start(address)
     return server

@@ -11,7 +11,9 @@ from typing import Any
 
 import grpc
 
-from dynatree.common.errors import InvalidArgumentError, RoundInFlightError
+from dynatree.common.admission import Admission
+from dynatree.common.errors import IdleSessionError, InvalidArgumentError, RoundInFlightError
+from dynatree.common.limits import IDLE_SECONDS
 from dynatree.common.messages import Commit, SessionOpened, VerifyTimings
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.tree import TokenTree
@@ -23,9 +25,9 @@ from dynatree.common.wire import (
     tree_from_pb,
 )
 from dynatree.v1 import verify_pb2, verify_pb2_grpc
-from dynatree.verify.accept import Verdict
+from dynatree.verify.scheduler import Done, Scheduler
 from dynatree.verify.session import Session, SessionRequest
-from dynatree.verify.verifier import Timings, Verifier
+from dynatree.verify.verifier import Verifier
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Requests = AsyncIterator[verify_pb2.VerifyRequest]
@@ -34,11 +36,30 @@ SERVICE_NAME = verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name
 
 
 class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
-    """Serves sessions on one verifier; a session ends with its stream, whatever the reason."""
+    """Serves sessions on one verifier; a session ends with its stream, whatever the reason.
 
-    def __init__(self, verifier: Verifier, thread: ModelThread) -> None:
+    Args:
+        verifier: The target model and its sessions.
+        thread: On which it runs.
+        scheduler: Gathers the sessions' trees and prompts into passes.
+        admission: Who may open a session, and when.
+        idle_seconds: How long a session waits for the next tree.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        thread: ModelThread,
+        scheduler: Scheduler,
+        admission: Admission,
+        idle_seconds: float = IDLE_SECONDS,
+    ) -> None:
         self._verifier = verifier
         self._thread = thread
+        self._scheduler = scheduler
+        self._admission = admission
+        self._idle_seconds = idle_seconds
+        self._replica_id = secrets.token_hex(8)
 
     async def GetModelInfo(  # noqa: N802
         self, request: verify_pb2.VerifyServiceGetModelInfoRequest, context: Context
@@ -47,29 +68,47 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         return verify_pb2.VerifyServiceGetModelInfoResponse(model=model_info_to_pb(self._verifier.target))
 
     async def Verify(self, request_iterator: Requests, context: Context) -> None:  # noqa: N802
-        """Open a session, then answer each tree with its commit.
+        """Open a session when its turn comes, then answer each tree with its commit.
 
         Reads and writes through the context, which costs less a message than an asynchronous generator does.
         """
         first, arrival = await _read(context)
         if first is None:
             return
-        opening = partial(self._verifier.open, self._check_open(first))
-        async with self._thread.held(opening, self._close) as (session, verdict, timings):
-            opened = self._opened(session, _commit(session, TokenTree(), verdict, timings, arrival))
-            await context.write(verify_pb2.VerifyResponse(opened=session_opened_to_pb(opened)))
-            request, arrival = await _read(context)
-            while request is not None:
-                following = asyncio.ensure_future(_read(context))
+        request = self._check_open(first)
+        slots = self._verifier.slots(request)
+        async with self._admission.queued(request.principal, slots, context.time_remaining()) as turn:
+            await turn.come()
+            async with self._thread.held(partial(self._verifier.open, request), self._verifier.close) as session:
                 try:
-                    commit = await self._round(session, request, following, arrival)
-                    await context.write(verify_pb2.VerifyResponse(commit=commit_to_pb(commit)))
-                    request, arrival = await following
+                    await self._serve(session, turn.queue_seconds, context, arrival)
                 finally:
-                    following.cancel()
+                    self._scheduler.forget(session)
 
-    def _close(self, opened: tuple[Session, Verdict, Timings]) -> None:
-        self._verifier.close(opened[0])
+    async def _serve(self, session: Session, queue_seconds: float, context: Context, arrival: float) -> None:
+        done = await self._scheduler.read(session)
+        opened = self._opened(session, _commit(session, TokenTree(), done, arrival), queue_seconds)
+        await context.write(verify_pb2.VerifyResponse(opened=session_opened_to_pb(opened)))
+        following = asyncio.ensure_future(_read(context))
+        try:
+            while (request := await self._next(following)) is not None:
+                arrival = following.result()[1]
+                following = asyncio.ensure_future(_read(context))
+                commit = await self._round(session, request, following, arrival)
+                await context.write(verify_pb2.VerifyResponse(commit=commit_to_pb(commit)))
+        finally:
+            following.cancel()
+
+    async def _next(self, following: asyncio.Future[Arrival]) -> verify_pb2.VerifyRequest | None:
+        """The next request; None at the end.
+
+        Raises:
+            IdleSessionError: None came in time.
+        """
+        arrived, _ = await asyncio.wait([following], timeout=self._idle_seconds)
+        if not arrived:
+            raise IdleSessionError(f"no tree came for {self._idle_seconds:g} s, the longest that a session may be idle")
+        return following.result()[0]
 
     def _check_open(self, message: verify_pb2.VerifyRequest) -> SessionRequest:
         if message.WhichOneof("request") != "open":
@@ -93,13 +132,16 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         session.check_distributions(tree)
         return tree
 
-    def _opened(self, session: Session, commit: Commit) -> SessionOpened:
+    def _opened(self, session: Session, commit: Commit, queue_seconds: float) -> SessionOpened:
         sampling = session.request.sampling
         return SessionOpened(
             target=self._verifier.target,
             max_tree_nodes=self._verifier.max_tree_nodes,
             seed=0 if sampling.greedy else sampling.seed,
             commit=commit,
+            replica_id=self._replica_id,
+            queue_seconds=queue_seconds,
+            cached_tokens=session.cached,
         )
 
     async def _round(
@@ -115,13 +157,15 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
             RoundInFlightError: A second request came before this one was answered.
         """
         tree = self._check_tree(session, request)
-        verifying = self._thread.run(self._verifier.verify, [(session, tree)])
+        verifying = asyncio.ensure_future(self._scheduler.verify(session, tree))
         both: set[asyncio.Future[Any]] = {verifying, following}
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if following.done() and following.result()[0] is not None:
-            raise RoundInFlightError("a request came before the round was answered; expected one round at a time")
-        verdicts, timings = await verifying
-        return _commit(session, tree, verdicts[0], timings, arrival)
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if following.done() and following.result()[0] is not None:
+                raise RoundInFlightError("a request came before the round was answered; expected one round at a time")
+            return _commit(session, tree, await verifying, arrival)
+        finally:
+            verifying.cancel()  # no pass takes what nobody waits for
 
 
 async def _read(context: Context) -> Arrival:
@@ -129,8 +173,9 @@ async def _read(context: Context) -> Arrival:
     return None if request is grpc.aio.EOF else request, time.perf_counter()
 
 
-def _commit(session: Session, tree: TokenTree, verdict: Verdict, timings: Timings, arrival: float) -> Commit:
+def _commit(session: Session, tree: TokenTree, done: Done, arrival: float) -> Commit:
     """What a session's client is told of a round, or of the prompt's forward, whose request came at `arrival`."""
+    verdict, timings = done.verdict, done.timings
     return Commit(
         next_round=session.round,
         base_length=session.length,
@@ -138,7 +183,15 @@ def _commit(session: Session, tree: TokenTree, verdict: Verdict, timings: Timing
         accepted_nodes=verdict.accepted,
         drafted=len(tree),
         tree_depth=tree.depth,
-        timings=VerifyTimings(timings.forward, timings.accept, timings.commit, total=time.perf_counter() - arrival),
+        timings=VerifyTimings(
+            timings.forward,
+            timings.accept,
+            timings.commit,
+            total=time.perf_counter() - arrival,
+            attributed=done.attributed_seconds,
+        ),
         finish_reason=verdict.finish_reason,
         log_probs=verdict.log_probs,
+        trimmed=done.trimmed,
+        shared=done.shared,
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatree.common.errors import FailedPreconditionError, InvalidArgumentError
+from dynatree.common.kv_range import KVRange
 from dynatree.common.messages import OpenSession
 from dynatree.common.model_info import ModelInfo, check_same_tokenizer, token_limit
 from dynatree.common.sampling import Sampling
@@ -21,6 +22,7 @@ class SessionRequest:
     end_tokens: frozenset[int]
     sampling: Sampling
     log_probs: bool = False
+    principal: str = ""
 
     @classmethod
     def checked(cls, request: OpenSession, target: ModelInfo, end_tokens: frozenset[int]) -> SessionRequest:
@@ -44,20 +46,27 @@ class SessionRequest:
             end_tokens=frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else end_tokens),
             sampling=request.sampling,
             log_probs=request.log_probs,
+            principal=request.principal,
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """An open session.
 
-    Invariant between rounds: the first `length - 1` slots of arena row `row` are the committed tokens in order, and
-    `pending`, the last committed token, is not in the arena yet: it is the next tree's root.
+    Invariant while the prompt is read: the first `read` slots of the arena's range `kv` are its first tokens in order.
+    Invariant between rounds: the first `length - 1` slots are the committed tokens in order, and `pending`, the last
+    committed token, is not in the arena yet: it is the next tree's root.
+
+    Attributes:
+        cached: Tokens of the prompt that were not read, since their slots were copied from an earlier session's.
     """
 
-    row: int
+    kv: KVRange
     request: SessionRequest
     committed: list[int]
+    read: int = 0
+    cached: int = 0
     round: int = 0
     finished: bool = False
 
@@ -70,6 +79,11 @@ class Session:
     def pending(self) -> int:
         """The last committed token."""
         return self.committed[-1]
+
+    @property
+    def unread(self) -> int:
+        """Tokens of the prompt that are not in the arena yet."""
+        return len(self.request.prompt_ids) - self.read
 
     @property
     def remaining(self) -> int:

@@ -1,4 +1,4 @@
-"""The verifier: one target forward over any number of sessions' trees, then the commit of each."""
+"""The verifier: one target forward over any number of sessions' trees and prompts, then the commit of each."""
 
 from __future__ import annotations
 
@@ -10,97 +10,122 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynatree.common.engine import Engine, Segment
+from dynatree.common.engine import Engine
 from dynatree.common.errors import ServiceBusyError
 from dynatree.common.model_info import ModelInfo
+from dynatree.common.prefix_cache import PrefixCache
 from dynatree.common.sampling import Histories, Stream, adjusted, choose, random_generator, warped
 from dynatree.common.tree import TokenTree
 from dynatree.verify.accept import Verdict, accept, cut
-from dynatree.verify.layout import depth_first, tree_segment
+from dynatree.verify.layout import depth_first, prompt_segment, tree_segment
 from dynatree.verify.residual import Distribution, accept_residual
 from dynatree.verify.session import Session, SessionRequest
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of one forward, and of what went before it (in `accept`) and after it, for the whole batch."""
+    """Seconds of one forward, and of what went before it (in `accept`) and after it, for the whole pass."""
 
     forward: float
     accept: float
     commit: float
 
 
+@dataclass(frozen=True)
+class Part:
+    """What one session puts into a pass: a tree below its last token, or the next `prompt_tokens` of its prompt."""
+
+    session: Session
+    tree: TokenTree = TokenTree()
+    prompt_tokens: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of the forward."""
+        return self.prompt_tokens or 1 + len(self.tree)
+
+
 class Verifier:
     """Opens, advances and closes sessions on the target model. Not thread-safe: one thread calls it.
 
-    Invariant: after every round the arena row of a session holds its committed tokens but the last, as a fresh prefill
-    of them would (DynaTree section 3.5, KV-cache management, by moving rows instead of a second forward).
+    Invariant: after every round the range of a session holds its committed tokens but the last, as a fresh prefill of
+    them would (DynaTree section 3.5, KV-cache management, by moving slots instead of a second forward).
     """
 
-    def __init__(self, engine: Engine, max_tree_nodes: int) -> None:
+    def __init__(self, engine: Engine, max_tree_nodes: int, cache: PrefixCache | None = None) -> None:
         self.engine = engine
         self.max_tree_nodes = max_tree_nodes
+        self._cache = cache or PrefixCache(engine.arena, enabled=False)
 
     @property
     def target(self) -> ModelInfo:
         """What the target model is."""
         return self.engine.info
 
-    def open(self, request: SessionRequest) -> tuple[Session, Verdict, Timings]:
-        """Read the prompt and commit the first token.
+    def slots(self, request: SessionRequest) -> int:
+        """Slots that a session reserves: its tokens, and its largest tree behind them."""
+        return self.engine.arena.whole(request.limit + self.max_tree_nodes)
+
+    def open(self, request: SessionRequest) -> Session:
+        """Reserve a session's slots, and fill those of the prompt that are cached.
 
         Raises:
-            ServiceBusyError: Every session is in use.
+            ServiceBusyError: Too few slots are free.
         """
-        row = self.engine.arena.allocate()
-        if row is None:
-            raise ServiceBusyError("every session of the verify service is in use; try again later")
-        try:
-            prompt = request.prompt_ids
-            session = Session(row, request, list(prompt))
-            started = time.perf_counter()
-            segment = Segment(row, 0, prompt, range(len(prompt)), keep=[len(prompt) - 1])
-            (logits,) = self.engine.forward([segment])
-            verdict, timings = self._commit([(session, TokenTree())], [logits], started)
-        except BaseException:
-            self.engine.arena.free(row)
-            raise
-        return session, verdict[0], timings
+        kv, cached = self._cache.reserve(self.slots(request), request.prompt_ids, request.principal)
+        if kv is None:
+            raise ServiceBusyError("the verify service's KV cache is full; try again later")
+        return Session(kv, request, list(request.prompt_ids), read=cached, cached=cached)
 
-    def verify(self, batch: Sequence[tuple[Session, TokenTree]]) -> tuple[list[Verdict], Timings]:
-        """One round for each session: one target forward over all trees, then each session's commit."""
+    def run(self, parts: Sequence[Part]) -> tuple[list[Verdict | None], Timings]:
+        """One pass: one target forward over all parts, then each session's commit.
+
+        Returns:
+            For each part what it commits; None for a prompt that is not read to its end.
+        """
         began = time.perf_counter()
-        orders = [depth_first(tree) for _, tree in batch]
-        laid_out = [(session, tree) for (session, _), (tree, _) in zip(batch, orders, strict=True)]
-        segments = [tree_segment(session, tree) for session, tree in laid_out]
+        orders = [depth_first(part.tree) for part in parts]
+        parts = [replace(part, tree=tree) for part, (tree, _) in zip(parts, orders, strict=True)]
+        segments = [
+            prompt_segment(part.session, part.prompt_tokens)
+            if part.prompt_tokens
+            else tree_segment(part.session, part.tree)
+            for part in parts
+        ]
         started = time.perf_counter()
         logits = self.engine.forward(segments)
-        verdicts, timings = self._commit(laid_out, logits, started)
-        for session, _ in batch:
-            session.round += 1
-        verdicts = [
-            replace(verdict, accepted=tuple(order[node] for node in verdict.accepted))
-            for verdict, (_, order) in zip(verdicts, orders, strict=True)
-        ]
-        return verdicts, replace(timings, accept=timings.accept + started - began)
-
-    def close(self, session: Session) -> None:
-        """Free the session's arena row."""
-        self.engine.arena.free(session.row)
-
-    def _commit(
-        self, batch: Sequence[tuple[Session, TokenTree]], logits: Sequence[Tensor], started: float
-    ) -> tuple[list[Verdict], Timings]:
         self.engine.synchronize()
         forwarded = time.perf_counter()
-        verdicts = [_judge(session, tree, rows) for (session, tree), rows in zip(batch, logits, strict=True)]
+        verdicts = [
+            _judge(part.session, part.tree, rows) if len(rows) else None
+            for part, rows in zip(parts, logits, strict=True)
+        ]
         accepted = time.perf_counter()
-        for (session, _), verdict in zip(batch, verdicts, strict=True):
-            # the root sits in slot length - 1 and node i in slot length + i; the path follows the root
-            self.engine.arena.move(session.row, [session.length + n for n in verdict.accepted], session.length)
-            session.commit(verdict.token_ids, finished=verdict.finish_reason is not None)
+        for part, verdict in zip(parts, verdicts, strict=True):
+            self._commit(part, verdict)
         done = time.perf_counter()
-        return verdicts, Timings(forwarded - started, accepted - forwarded, done - accepted)
+        renamed = [
+            verdict and replace(verdict, accepted=tuple(order[node] for node in verdict.accepted))
+            for verdict, (_, order) in zip(verdicts, orders, strict=True)
+        ]
+        return renamed, Timings(forwarded - started, started - began + accepted - forwarded, done - accepted)
+
+    def close(self, session: Session) -> None:
+        """Give the session's range back, or leave what it holds to the prefix cache until it is wanted."""
+        request = session.request
+        held = session.read if session.unread or self._cache.only_prompts else session.length - 1
+        self._cache.release(session.kv, session.committed[:held], request.principal)
+
+    def _commit(self, part: Part, verdict: Verdict | None) -> None:
+        session = part.session
+        session.read += part.prompt_tokens
+        if verdict is None:
+            return
+        if not part.prompt_tokens:
+            # the root sits in slot length - 1 and node i in slot length + i; the path follows the root
+            self.engine.arena.move(session.kv, [session.length + n for n in verdict.accepted], session.length)
+            session.round += 1
+        session.commit(verdict.token_ids, finished=verdict.finish_reason is not None)
 
 
 def _judge(session: Session, tree: TokenTree, logits: Tensor) -> Verdict:

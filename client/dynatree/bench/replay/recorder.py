@@ -21,7 +21,7 @@ from dynatree.bench.replay.session import sampling_of
 from dynatree.bench.replay.table_model import Ask
 from dynatree.common.engine import Engine, ModelSettings, load_engine
 from dynatree.common.sampling import Sampling
-from dynatree.common.tree import ROOT, TokenTree
+from dynatree.common.tree import ROOT
 from dynatree.draft.control import DEFAULT_CONTROL
 from dynatree.draft.draft_model import EngineDraftModel
 from dynatree.draft.draft_session import DraftSession
@@ -31,7 +31,7 @@ from dynatree.draft.ngram_index import NGramIndex
 from dynatree.draft.policies.base import Policy
 from dynatree.draft.target import Target
 from dynatree.verify.session import SessionRequest
-from dynatree.verify.verifier import Verifier
+from dynatree.verify.verifier import Part, Verifier
 
 BREADTH = 16  # of nodes on the true path: the most that a policy's defaults ask for
 LEAST_PROPOSALS = 4  # of a node off the true path: what `throughput` and `dynatree` ask for at most
@@ -113,10 +113,11 @@ class Recorder:
 
     def _decode(self, prompt_ids: Sequence[int], new_tokens: int, sampling: Sampling) -> tuple[int, ...]:
         request = SessionRequest(tuple(prompt_ids), len(prompt_ids) + new_tokens, frozenset(), sampling)
-        session, _, _ = self._verifier.open(request)
+        session = self._verifier.open(request)
         try:
+            self._verifier.run([Part(session, prompt_tokens=session.unread)])
             while not session.finished:
-                self._verifier.verify([(session, TokenTree())])
+                self._verifier.run([Part(session)])
             return tuple(session.committed[len(prompt_ids) :])
         finally:
             self._verifier.close(session)

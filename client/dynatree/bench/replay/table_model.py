@@ -10,8 +10,10 @@ from functools import cached_property
 
 from dynatree.bench.replay.machines import Machine, seconds_on
 from dynatree.bench.replay.recording import RecordedRun
+from dynatree.common.kv_range import KVRange
 from dynatree.common.tree import ROOT
 from dynatree.draft.draft_session import DraftSession
+from dynatree.draft.drafter import Expansion
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 
 FIRST_TAIL_TOKEN = 2**32  # no vocabulary has it
@@ -58,26 +60,33 @@ class TableModel:
         self.expanded = 0
         self.stood_in = 0
 
-    def allocate(self) -> int | None:
-        """Row 0, always: nothing is stored in it."""
-        return 0
+    def whole(self, slots: int) -> int:
+        """As many: nothing is stored."""
+        return slots
 
-    def free(self, kv_row: int) -> None:
+    def reserve(self, slots: int, prompt_ids: Sequence[int], principal: str) -> tuple[KVRange | None, int]:
+        """A range in which nothing is stored."""
+        return KVRange(0, slots), 0
+
+    def release(self, kv: KVRange, token_ids: Sequence[int], principal: str) -> None:
         """Nothing to do."""
 
-    def move(self, kv_row: int, slots: Sequence[int], start: int) -> None:
+    def move(self, kv: KVRange, slots: Sequence[int], start: int) -> None:
         """Nothing to do."""
 
-    def expand(self, session: DraftSession, tree: GrowingTree, nodes: Sequence[int], breadth: int) -> float:
+    def expand(self, expansions: Sequence[Expansion]) -> float:
         """Look up the proposals of nodes, parents first; returns the seconds of a forward over them."""
-        for node in nodes:
-            place = self._place(session, tree, node)
-            self._places[tree.node(node)] = place
-            tree.node(node).proposals = self._proposals(place.node, breadth)
-            self.stood_in += not place.recorded
-        self.expanded += len(nodes)
-        uncached = len(session.committed) - session.num_cached if ROOT in nodes else 0
-        rows = uncached + len(nodes) - (ROOT in nodes and uncached > 0)
+        rows = 0
+        for each in expansions:
+            session, tree, nodes, breadth = each.session, each.tree, each.nodes, each.breadth
+            for node in nodes:
+                place = self._place(session, tree, node)
+                self._places[tree.node(node)] = place
+                tree.node(node).proposals = self._proposals(place.node, breadth)
+                self.stood_in += not place.recorded
+            self.expanded += len(nodes)
+            uncached = len(session.committed) - session.num_cached if ROOT in nodes else 0
+            rows += uncached + len(nodes) - (ROOT in nodes and uncached > 0)
         return seconds_on(self._machine.draft, rows)
 
     def _place(self, session: DraftSession, tree: GrowingTree, node: int) -> _Place:

@@ -1,14 +1,17 @@
-"""The KV arena: keys and values of every session, in one preallocated tensor."""
+"""The KV arena: keys and values of every session, in one preallocated pool of slots."""
 
 from __future__ import annotations
 
 import math
 import mmap
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from dynatree.common.kv_range import KVRange
 
 
 @dataclass(frozen=True)
@@ -19,69 +22,111 @@ class KVShape:
     kv_heads: int
     head_dim: int
 
+    def slot_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
 
 class KVArena:
-    """`sessions` rows of `capacity` slots; a slot holds one token's key and value in every layer.
+    """A pool of slots; a slot holds one token's key and value in every layer. A session owns one contiguous range.
 
-    A session owns one row. The row's first slots hold the session's committed tokens in order; speculative tokens sit
-    behind them. Keys carry their rotary position, so a slot may be moved without changing its meaning.
+    Keys carry their rotary position, so a slot may be moved without changing its meaning.
 
     Invariant: every number in the arena is finite; zeros are stored in place of others. A mask gives a slot the weight
     0, and 0 times NaN is NaN: a rejected token, or another session's, may overflow in float16 and would spread.
 
     Attributes:
         shape: Of one token's keys and values.
-        capacity: Slots of one row.
+        size: Slots that ranges can have.
         dtype: Of keys and values.
         device: That holds them.
     """
 
-    def __init__(self, shape: KVShape, sessions: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: KVShape,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        read_beyond: int = 0,
+        unit: int = 1,
+    ) -> None:
+        """An arena of zeros.
+
+        Args:
+            shape: Of one token's keys and values.
+            size: Slots that ranges can have.
+            dtype: Of keys and values.
+            device: That holds them.
+            read_beyond: How many slots past the end of a range a forward may read; what it reads there is masked.
+            unit: Ranges have a multiple of so many slots.
+        """
+        self._unit = unit
         self.shape = shape
-        self.capacity = capacity
+        self.size = size
         self.dtype = dtype
         self.device = device
-        # [layer, key or value, row, head, slot, dim]
-        self._data = _zeros((shape.layers, 2, sessions, shape.kv_heads, capacity, shape.head_dim), dtype, device)
-        self._free = list(reversed(range(sessions)))
+        # [layer, key or value, head, slot, dim]
+        self._data = _zeros((shape.layers, 2, shape.kv_heads, size + read_beyond, shape.head_dim), dtype, device)
+        self._ranges: list[KVRange] = []  # in the order of their starts
 
     @property
-    def free_rows(self) -> int:
-        """Rows that no session owns."""
-        return len(self._free)
+    def free_slots(self) -> int:
+        """Slots that no range owns."""
+        return self.size - sum(each.size for each in self._ranges)
 
-    def allocate(self) -> int | None:
-        """A free row, or None when every row is owned."""
-        return self._free.pop() if self._free else None
+    def whole(self, size: int) -> int:
+        """The slots of a range that holds `size`: whole units."""
+        return -(-size // self._unit) * self._unit
 
-    def free(self, row: int) -> None:
-        """Give a row back."""
-        self._free.append(row)
+    def reserve(self, size: int) -> KVRange | None:
+        """A new range for `size` slots, or None where too few are free. Other ranges are moved together if need be."""
+        size = self.whole(size)
+        if size > self.free_slots:
+            return None
+        start = self._gap(size)
+        if start is None:
+            self._compact()
+            start = sum(each.size for each in self._ranges)
+        reserved = KVRange(start, size)
+        insort(self._ranges, reserved, key=lambda each: each.start)
+        return reserved
 
-    def write(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
+    def release(self, kv: KVRange) -> None:
+        """Give a range back."""
+        self._ranges.remove(kv)
+
+    def shrink(self, kv: KVRange, size: int) -> None:
+        """Give back all slots of a range but its first `size`."""
+        kv.size = self.whole(size)
+
+    def write(self, layer: int, kv: KVRange, start: int, keys: Tensor, values: Tensor) -> None:
         """Store keys and values `[kv_heads, n, head_dim]` of one layer in slots `start` to `start + n`."""
+        start += kv.start
         stop = start + keys.shape[1]
-        for slots, numbers in zip(self._data[layer, :, row, :, start:stop], (keys, values), strict=True):
+        for slots, numbers in zip(self._data[layer, :, :, start:stop], (keys, values), strict=True):
             torch.nan_to_num(numbers.to(slots.dtype), nan=0.0, posinf=0.0, neginf=0.0, out=slots)
 
-    def put(self, layer: int, row: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def put(self, layer: int, kv: KVRange, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values `[kv_heads, n, head_dim]` of one layer in the slots of an index tensor `[n]`.
 
         Unlike `write` it runs no code that depends on the slots' values, so a CUDA graph can capture it.
         """
-        for held, numbers in zip(self._data[layer, :, row], (keys, values), strict=True):
+        for held, numbers in zip(self.slots(kv, kv.size)[layer], (keys, values), strict=True):
             held.index_copy_(1, slots, numbers.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
-    def read(self, layer: int, row: int, stop: int) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int, kv: KVRange, stop: int) -> tuple[Tensor, Tensor]:
         """Views of one layer's keys and values in slots 0 to `stop`, each `[kv_heads, stop, head_dim]`."""
-        return self._data[layer, 0, row, :, :stop], self._data[layer, 1, row, :, :stop]
+        slots = slice(kv.start, kv.start + stop)
+        return self._data[layer, 0, :, slots], self._data[layer, 1, :, slots]
 
-    def slots(self, row: int, stop: int) -> Tensor:
+    def slots(self, kv: KVRange, stop: int) -> Tensor:
         """A view of slots 0 to `stop` in every layer: `[layers, 2, kv_heads, stop, head_dim]`."""
-        return self._data[:, :, row, :, :stop]
+        return self._data[:, :, :, kv.start : kv.start + stop]
 
     @torch.inference_mode()
-    def move(self, row: int, sources: Sequence[int], start: int) -> None:
+    def move(self, kv: KVRange, sources: Sequence[int], start: int) -> None:
         """Copy the slots `sources`, in that order, to slots `start` onwards, in every layer at once."""
         in_place = 0
         while in_place < len(sources) and sources[in_place] == start + in_place:
@@ -89,9 +134,37 @@ class KVArena:
         if in_place == len(sources):
             return
         index = torch.tensor(sources[in_place:], device=self.device)
-        slots = self._data[:, :, row]  # [layers, 2, kv_heads, capacity, head_dim]
+        slots = self.slots(kv, kv.size)  # [layers, 2, kv_heads, size, head_dim]
         # index_select copies first, so overlapping sources and targets are safe
         slots[:, :, :, start + in_place : start + len(sources)] = slots.index_select(3, index)
+
+    @torch.inference_mode()
+    def copy(self, source: KVRange, target: KVRange, stop: int) -> None:
+        """Copy slots 0 to `stop` of one range to those of another."""
+        self.slots(target, stop).copy_(self.slots(source, stop))
+
+    def _gap(self, size: int) -> int | None:
+        """Where `size` free slots begin; None where no gap between ranges has as many."""
+        begin = 0
+        for each in [*self._ranges, KVRange(self.size, 0)]:
+            if each.start - begin >= size:
+                return begin
+            begin = each.start + each.size
+        return None
+
+    @torch.inference_mode()
+    def _compact(self) -> None:
+        """Move all ranges to the front of the pool, in their order."""
+        begin = 0
+        for each in self._ranges:
+            if each.start > begin:
+                step = each.start - begin  # no more slots at a time, so that source and target never overlap
+                for offset in range(0, each.size, step):
+                    stop = min(offset + step, each.size)
+                    moved = KVRange(begin + offset, stop - offset)
+                    self.copy(KVRange(each.start + offset, stop - offset), moved, stop - offset)
+                each.start = begin
+            begin += each.size
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

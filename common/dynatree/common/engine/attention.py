@@ -1,4 +1,4 @@
-"""The attention function that every served model calls: each segment attends to its own arena row.
+"""The attention function that every served model calls: each segment attends to its own range of the arena.
 
 It is registered with `transformers.AttentionInterface`, so no model-specific code is needed. The batch travels to it as
 a keyword argument of the model's forward. The registered mask function returns None, so transformers builds no mask.
@@ -82,8 +82,8 @@ class Batch:
             tokens = len(segment.token_ids)
             span = slice(offset, offset + tokens)
             offset = span.stop
-            self.arena.write(layer, segment.row, segment.start, key[:, span], value[:, span])
-            keys, values = self.arena.read(layer, segment.row, stop)  # [kv_heads, stop, head_dim]
+            self.arena.write(layer, segment.kv, segment.start, key[:, span], value[:, span])
+            keys, values = self.arena.read(layer, segment.kv, stop)  # [kv_heads, stop, head_dim]
             queries = query[None, :, span]  # [1, heads, tokens, head_dim]
             if padded_tokens > tokens:
                 queries = pad(queries, (0, 0, 0, padded_tokens - tokens))

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 MIN_ROWS = 4  # rows or queries; kernels sum fewer in another order, and four take no longer than one
 # torch's attention on a CPU works in blocks of this many keys, and of this many queries or a multiple of them.
-_KEY_BLOCK = 512
+KEY_BLOCK = 512
 _QUERY_BLOCK = 32
 _KEY_TILE = 16  # keys; a whole number of vectors on any processor
 
@@ -38,8 +38,8 @@ def padded_queries(count: int) -> int:
 
 def padded_keys(count: int, head_dim: int, dtype: torch.dtype) -> int:
     """The smallest number of keys, at least `count`, whose last block is summed in the order of a whole block."""
-    blocks, last = divmod(count, _KEY_BLOCK)
-    return blocks * _KEY_BLOCK + (next(each for each in _key_counts(head_dim, dtype) if each >= last) if last else 0)
+    blocks, last = divmod(count, KEY_BLOCK)
+    return blocks * KEY_BLOCK + (next(each for each in _key_counts(head_dim, dtype) if each >= last) if last else 0)
 
 
 @cache
@@ -51,21 +51,21 @@ def _key_counts(head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
     with their opposites: their exact sum is 0, so what a kernel returns is rounding, which differs from order to order.
     """
     generator = torch.Generator().manual_seed(0)
-    counts = range(_KEY_TILE, _KEY_BLOCK + 1, _KEY_TILE)
+    counts = range(_KEY_TILE, KEY_BLOCK + 1, _KEY_TILE)
 
     def in_one_order(count: int) -> bool:
         exponents = torch.randint(-6, 6, (count // 2, head_dim), generator=generator)
         half = torch.randn(count // 2, head_dim, generator=generator) * 2.0**exponents  # [count / 2, head_dim]
-        values = torch.zeros(1, 2, _KEY_BLOCK, head_dim, dtype=dtype)  # [1, heads, keys, head_dim]
+        values = torch.zeros(1, 2, KEY_BLOCK, head_dim, dtype=dtype)  # [1, heads, keys, head_dim]
         values[:, :, :count] = torch.cat([half, -half])[torch.randperm(count, generator=generator)].to(dtype)
         queries = torch.zeros(1, 2, MIN_ROWS, head_dim, dtype=dtype)  # zeros, so every key has one weight
-        bias = torch.zeros(MIN_ROWS, _KEY_BLOCK, dtype=dtype)
+        bias = torch.zeros(MIN_ROWS, KEY_BLOCK, dtype=dtype)
         bias[:, count:] = float("-inf")
         few, many = (
             scaled_dot_product_attention(
                 queries, values.new_zeros(1, 2, read, head_dim), values[:, :, :read], attn_mask=bias[:, :read]
             )
-            for read in (count, _KEY_BLOCK)
+            for read in (count, KEY_BLOCK)
         )
         return torch.equal(few, many)
 

@@ -17,11 +17,12 @@ from dynatree.common import embedded
 from dynatree.common.device import device_id
 from dynatree.common.engine.arena import KVArena, KVShape
 from dynatree.common.engine.attention import NAME
-from dynatree.common.engine.batch_invariance import is_batch_invariant, padded_keys
+from dynatree.common.engine.batch_invariance import KEY_BLOCK, is_batch_invariant
 from dynatree.common.engine.eager import EagerRunner
 from dynatree.common.engine.engine import Engine
 from dynatree.common.engine.flat_forward import FlatForward
 from dynatree.common.engine.generation_defaults import GenerationDefaults
+from dynatree.common.engine.kv_budget import KVBudget
 from dynatree.common.engine.packing import pack
 from dynatree.common.engine.runner import Runner
 from dynatree.common.engine.static import StaticRunner
@@ -44,6 +45,8 @@ class ModelSettings:
         device: A torch device, or "auto" for the first GPU if any.
         dtype: A key of `DTYPES`, or "auto" for the checkpoint's own.
         sessions: Sequences that can be open at once.
+        kv_tokens: Slots of the KV arena; None: what the sessions can need, as far as the memory goes.
+        max_context: Longest sequence that is served, in tokens; None: the model's own.
         speculative_slots: KV slots of each session for tokens that are not committed.
         static_shapes: Whether all forwards but prompts are padded to a few sizes, and on a GPU captured as CUDA graphs.
         measured_rows: Rows of the largest forward whose cost is measured; 0: none is.
@@ -54,7 +57,9 @@ class ModelSettings:
     model: str
     device: str = "auto"
     dtype: str = "auto"
-    sessions: int = 4
+    sessions: int = 16
+    kv_tokens: int | None = None
+    max_context: int | None = None
     speculative_slots: int = 256
     static_shapes: bool = False
     measured_rows: int = 0
@@ -78,12 +83,23 @@ def load_engine(settings: ModelSettings) -> Engine:
         shape = record_kv_shape(model)
         context_length = _context_length(model)
         check_config(model.config, context_length)
+        context_length = min(context_length, settings.max_context or context_length)
         defaults = GenerationDefaults.of(model.generation_config if settings.chooses_tokens else None)
     batch_invariant = model.device.type == "cpu" and is_batch_invariant(model.dtype)
-    capacity = context_length + settings.speculative_slots
-    if batch_invariant:
-        capacity = padded_keys(capacity, shape.head_dim, model.dtype)  # padded reads stay within the arena
-    arena = _allocate(name, shape, settings.sessions, capacity, model)
+    budget = KVBudget(
+        settings.sessions,
+        context_length + settings.speculative_slots,
+        shape.slot_bytes(model.dtype),
+        model.device,
+    )
+    arena = _allocate(
+        name,
+        shape,
+        budget.slots(settings.kv_tokens),
+        model,
+        read_beyond=KEY_BLOCK if batch_invariant else 0,
+        unit=budget.session_slots if settings.static_shapes else 1,  # so that captured graphs are found again
+    )
     info = ModelInfo(
         name=name,
         architecture=type(model).__name__,
@@ -141,17 +157,19 @@ def _load_model(settings: ModelSettings, name: str) -> PreTrainedModel:
     return loaded
 
 
-def _allocate(name: str, shape: KVShape, sessions: int, capacity: int, model: PreTrainedModel) -> KVArena:
+def _allocate(name: str, shape: KVShape, slots: int, model: PreTrainedModel, **layout: int) -> KVArena:
     """An arena for a model.
 
     Raises:
         StartupError: The device has not enough memory.
     """
     try:
-        return KVArena(shape, sessions, capacity, model.dtype, model.device)
+        return KVArena(shape, slots, model.dtype, model.device, **layout)
     except (RuntimeError, MemoryError, OSError) as error:
-        room = f"{sessions} sessions of {capacity} tokens"
-        raise StartupError(f"the KV cache of {name} for {room} does not fit into the device's memory") from error
+        raise StartupError(
+            f"the KV cache of {name} for {slots} tokens does not fit into the device's memory; expected a lower "
+            f"--kv-tokens or --max-sessions"
+        ) from error
 
 
 def _runner(model: PreTrainedModel, arena: KVArena, batch_invariant: bool, static_shapes: bool) -> Runner:

@@ -18,7 +18,7 @@ class Runner(Protocol):
     """
 
     def run(self, segments: Sequence[Segment]) -> list[Tensor]:
-        """One forward over segments of different arena rows; their keys and values are stored in the arena.
+        """One forward over segments of different sessions; their keys and values are stored in the arena.
 
         Returns:
             For each segment the logits of the tokens that it keeps: `[kept, vocabulary]`, in the model's dtype. The

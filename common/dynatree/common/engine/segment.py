@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dynatree.common.kv_range import KVRange
+
 
 @dataclass(frozen=True)
 class Segment:
     """The tokens that one session puts through a forward.
 
     Attributes:
-        row: The session's arena row.
+        kv: The session's range of the arena.
         start: The slot of the first token; token `i` is stored in slot `start + i`.
         token_ids: `[n]`.
         positions: `[n]`; token `i` is embedded at position `positions[i]`.
@@ -22,7 +24,7 @@ class Segment:
         keep: Indices of the tokens whose logits are wanted; None means all.
     """
 
-    row: int
+    kv: KVRange
     start: int
     token_ids: Sequence[int]
     positions: Sequence[int]

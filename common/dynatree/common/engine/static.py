@@ -16,6 +16,7 @@ from dynatree.common.engine.arena import KVArena
 from dynatree.common.engine.flat_forward import FlatForward
 from dynatree.common.engine.runner import Runner
 from dynatree.common.engine.segment import Segment
+from dynatree.common.kv_range import KVRange
 
 MAX_ROWS = 256  # tokens; longer segments are prompts, which are read once
 CONTEXT_STEP = 256  # slots
@@ -27,37 +28,40 @@ class StaticShape:
     """The sizes that a graph is captured for, rounded up.
 
     Attributes:
-        row: The arena row.
+        kv_start: The first slot of the session's range.
+        kv_size: Slots of the range.
         tokens: Of the segment.
         tail: Slots that the segment's mask covers.
         context: Slots that attention reads.
     """
 
-    row: int
+    kv_start: int
+    kv_size: int
     tokens: int
     tail: int
     context: int
 
     @classmethod
-    def of(cls, segment: Segment, capacity: int) -> StaticShape | None:
+    def of(cls, segment: Segment) -> StaticShape | None:
         """The shape that a segment fits into; None where it is a prompt or leaves no slot for padding."""
-        tokens = len(segment.token_ids)
-        if tokens > MAX_ROWS or segment.stop >= capacity or segment.start == 0:
+        tokens, kv = len(segment.token_ids), segment.kv
+        if tokens > MAX_ROWS or segment.stop >= kv.size or segment.start == 0:
             return None
-        context = min(-(-segment.stop // CONTEXT_STEP) * CONTEXT_STEP, capacity)
-        return cls(segment.row, _power_of_two(tokens), _power_of_two(_tail(segment)), context)
+        context = min(-(-segment.stop // CONTEXT_STEP) * CONTEXT_STEP, kv.size)
+        return cls(kv.start, kv.size, _power_of_two(tokens), _power_of_two(_tail(segment)), context)
 
 
 class StaticBatch:
     """One segment, padded to a shape; implements `Attending`.
 
-    Padding repeats the segment's last token. Its keys and values go to the arena row's last slot, which no token sees.
+    Padding repeats the segment's last token. Its keys and values go to the range's last slot, which no token sees.
     """
 
     def __init__(self, shape: StaticShape, arena: KVArena) -> None:
         dtype, device = arena.dtype, arena.device
         self.shape = shape
         self._arena = arena
+        self._kv = KVRange(shape.kv_start, shape.kv_size)
         self.token_ids = torch.zeros(1, shape.tokens, dtype=torch.long, device=device)
         self.positions = torch.zeros(1, shape.tokens, dtype=torch.long, device=device)
         self._slots = torch.zeros(shape.tokens, dtype=torch.long, device=device)
@@ -71,7 +75,7 @@ class StaticBatch:
         padding = self.shape.tokens - tokens
         self.token_ids.copy_(_row([*segment.token_ids, *[segment.token_ids[-1]] * padding])[None])
         self.positions.copy_(_row([*segment.positions, *[segment.positions[-1]] * padding])[None])
-        self._slots.copy_(_row([*range(segment.start, segment.stop), *[self._arena.capacity - 1] * padding]))
+        self._slots.copy_(_row([*range(segment.start, segment.stop), *[self._kv.size - 1] * padding]))
         self._in_use.fill_(float("-inf"))
         self._in_use[: segment.stop] = 0.0
         # the tail's padding adds 0 to the bias of slot 0
@@ -84,8 +88,8 @@ class StaticBatch:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Store the new keys and values, then attend; as `Attending.attend`."""
-        self._arena.put(layer, self.shape.row, self._slots, key, value)
-        keys, values = self._arena.read(layer, self.shape.row, self.shape.context)  # [kv_heads, context, head_dim]
+        self._arena.put(layer, self._kv, self._slots, key, value)
+        keys, values = self._arena.read(layer, self._kv, self.shape.context)  # [kv_heads, context, head_dim]
         heads, tokens, dim = query.shape
         scale = dim**-0.5 if scale is None else scale  # of the queries, so that no score is too large for float16
         # heads that share a key, one below the other: [kv_heads, heads / kv_heads * tokens, head_dim]
@@ -117,7 +121,7 @@ class StaticRunner:
 
     def run(self, segments: Sequence[Segment]) -> list[Tensor]:
         """As `Runner.run`."""
-        shape = StaticShape.of(segments[0], self._arena.capacity) if len(segments) == 1 else None
+        shape = StaticShape.of(segments[0]) if len(segments) == 1 else None
         if shape is None:
             return self._otherwise.run(segments)
         logits, keep = self._replay(shape, segments[0]), segments[0].keep

@@ -120,14 +120,14 @@ def _tree_logits(engine: Engine) -> Tensor:
     mask = torch.tensor(
         [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]], dtype=torch.bool
     )
-    row = engine.arena.allocate()
-    assert row is not None, "probed before any session is open"
+    kv = engine.arena.reserve(root + 1 + sum(map(len, BRANCHES)))
+    assert kv is not None, "probed before any session is open"
     try:
-        engine.forward([Segment(row, 0, PREFIX[:root], range(root), keep=[])])
+        engine.forward([Segment(kv, 0, PREFIX[:root], range(root), keep=[])])
         positions = [root, root + 1, root + 1, root + 2, root + 2]
-        (logits,) = engine.forward([Segment(row, root, [PREFIX[root], a, c, b, d], positions, mask=mask)])
+        (logits,) = engine.forward([Segment(kv, root, [PREFIX[root], a, c, b, d], positions, mask=mask)])
     finally:
-        engine.arena.free(row)
+        engine.arena.release(kv)
     return torch.stack([logits[[0, 1, 3]], logits[[0, 2, 4]]]).float()
 
 

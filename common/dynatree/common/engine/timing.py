@@ -8,6 +8,7 @@ import torch
 
 from dynatree.common.engine.engine import Engine
 from dynatree.common.engine.segment import Segment
+from dynatree.common.kv_range import KVRange
 from dynatree.common.model_info import FORWARD_SIZES, ForwardCost
 
 CONTEXT = 128  # slots that the tokens attend to
@@ -26,28 +27,28 @@ def measure_forwards(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
     context = min(CONTEXT, engine.info.context_length // 2)
     sizes = [rows for rows in FORWARD_SIZES if rows <= min(max_rows, engine.info.context_length - context)]
     measured: dict[int, list[float]] = {}
-    row = engine.arena.allocate()
-    assert row is not None, "measured before any session is open"
+    kv = engine.arena.reserve(context + max(sizes, default=1))
+    assert kv is not None, "measured before any session is open"
     try:
-        _seconds(engine, row, context, 1)
+        _seconds(engine, kv, context, 1)
         for rows in sorted(sizes, key=lambda rows: (rows in LAST, rows)):
-            measured[rows] = [_seconds(engine, row, context, rows)]
+            measured[rows] = [_seconds(engine, kv, context, rows)]
             if sum(map(sum, measured.values())) > ALL_SECONDS:
                 break
         for _ in range(MAX_PASSES - 1):
             for rows, seconds in measured.items():
                 if sum(seconds) < SIZE_SECONDS:
-                    seconds.append(_seconds(engine, row, context, rows))
+                    seconds.append(_seconds(engine, kv, context, rows))
     finally:
-        engine.arena.free(row)
+        engine.arena.release(kv)
     return tuple(ForwardCost(rows, min(seconds)) for rows, seconds in sorted(measured.items()))
 
 
-def _seconds(engine: Engine, row: int, context: int, rows: int) -> float:
+def _seconds(engine: Engine, kv: KVRange, context: int, rows: int) -> float:
     """The seconds of one forward over `rows` tokens; the context's contents do not matter, so it is not read first."""
     tokens = [token % engine.info.vocab_size for token in range(rows)]
     mask = torch.ones(rows, rows, dtype=torch.bool).tril()
     started = time.perf_counter()
-    engine.forward([Segment(row, context, tokens, range(context, context + rows), mask=mask)])
+    engine.forward([Segment(kv, context, tokens, range(context, context + rows), mask=mask)])
     engine.synchronize()
     return time.perf_counter() - started

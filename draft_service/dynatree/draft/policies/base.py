@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.pass_statistics import PassStatistics
 from dynatree.common.tree import ROOT, TokenTree
 from dynatree.draft.growing_tree import GrowingTree
 
@@ -33,6 +34,10 @@ class Outcome(Protocol):
     @property
     def verify_seconds(self) -> float:
         """Seconds of the verify service's own work on it, and of the wire."""
+
+    @property
+    def shared(self) -> PassStatistics:
+        """The target's pass that verified it."""
 
     @property
     def waited_seconds(self) -> float:

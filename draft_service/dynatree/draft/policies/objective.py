@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dynatree.common.pass_statistics import PassStatistics
 from dynatree.draft.control import ControlSettings
 from dynatree.draft.policies.child_mass import ChildMass
 from dynatree.draft.round_costs import Costs
@@ -30,6 +31,10 @@ class Objective:
 
     V(n) and D are seconds of a verification and of a draft forward (`Costs`). Maximising a round's own ratio of tokens
     to seconds instead stops too early in easy rounds and too late in hard ones.
+
+    Where other sessions share the target's passes, a row delays all of them, and the verify service says what a row is
+    worth: with its price in tokens, lambda (V(n) - V(0)) is the price times n, and lambda the session's own rate. D is
+    the session's share of a draft forward, so lambda D is what the forward takes from all, shared among those it is for.
     """
 
     def __init__(self, costs: Costs, control: ControlSettings) -> None:
@@ -37,15 +42,24 @@ class Objective:
         self._control = control
         self._tokens = 0.0
         self._seconds = 0.0
+        self._row_price: float | None = None  # tokens a row; None while the session is alone
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Take in what one round committed, and its seconds, waiting included."""
+    def observe(self, tokens: int, seconds: float, shared: PassStatistics) -> None:
+        """Take in what one round committed, its seconds, waiting included, and the pass that verified its tree."""
+        if shared.sessions == 1:
+            self._row_price = None
+        elif self._row_price is None:
+            self._row_price = shared.row_price
+        else:
+            self._row_price += self._control.row_price_step * (shared.row_price - self._row_price)
         self._tokens = self._control.rate_fade * self._tokens + tokens
         self._seconds = self._control.rate_fade * self._seconds + seconds
 
     @property
     def rate(self) -> float:
         """Lambda: the tokens that a second is worth."""
+        if self._row_price is not None and self._seconds:
+            return self._tokens / self._seconds
         plain = 1.0 / self._costs.verify(0)
         return max(plain, self._tokens / self._seconds) if self._seconds else plain
 
@@ -54,6 +68,9 @@ class Objective:
 
         V is one figure for each bucket of sizes, so that G is greatest at a bucket's largest tree, or at all nodes.
         """
+        if self._row_price is not None:
+            worth = [value - self._row_price for value in values if value > self._row_price]
+            return sum(worth), len(worth)
         rate, verify = self.rate, self._costs.verify
         total, size = 0.0, 0
         highest, best = total - rate * verify(size), size
@@ -68,7 +85,7 @@ class Objective:
 
     def forward_price(self, *, from_root: bool) -> float:
         """Lambda D of one draft forward, in tokens; the root's also makes the verification longer."""
-        contention = self._costs.draft_contention if from_root else 0.0
+        contention = self._costs.draft_contention if from_root and self._row_price is None else 0.0
         return self.rate * (self._costs.draft_forward_seconds + contention)
 
     def plan(
@@ -100,6 +117,17 @@ class Objective:
             gain, size = self.best_size(merged)
             gain -= price + (levels - 1) * further
             if gain > highest:
-                room = largest_tree(size)
-                highest, plan = gain, Plan(merged[room] if room < len(merged) else 0.0)
+                highest, plan = gain, Plan(self._threshold(merged, size))
         return plan
+
+    def _threshold(self, values: Sequence[float], size: int) -> float:
+        """The value above which a node is sent, if a tree of `size` of these nodes is best."""
+        if self._row_price is not None:
+            return self._row_price
+        room = largest_tree(size)
+        return values[room] if room < len(values) else 0.0
+
+    @property
+    def row_price(self) -> float | None:
+        """What a row is worth to all sessions that share the target's passes, in tokens; None where it has no others."""
+        return self._row_price

@@ -59,7 +59,7 @@ class Throughput(Policy):
         self._caught_up = self._levels > 0 or self._is_first
         self._levels = 0
         self._value.start(tree)
-        if self._costs.plain_is_due:
+        if self._costs.plain_is_due and self._objective.row_price is None:
             return []
         level = [ROOT, *self._ngrams.add_to(tree)]
         if tree.is_expanded(ROOT):  # which costs nothing, so nothing that does may come with it
@@ -87,7 +87,11 @@ class Throughput(Policy):
     def select(self, tree: GrowingTree) -> Sequence[int]:
         """The n nodes of highest value, n = argmax G."""
         ranked = self._ranked(tree)
-        _, size = self._objective.best_size([tree.value(node) for node in ranked])
+        price = self._objective.row_price
+        if price is None:
+            _, size = self._objective.best_size([tree.value(node) for node in ranked])
+        else:
+            size = sum(tree.value(node) > self._control.offered_share * price for node in ranked)
         sent = sorted(ranked[:size])
         if self._levels:
             self._fruitless = all(tree.draft_log_prob(node) is None for node in sent)
@@ -103,10 +107,11 @@ class Throughput(Policy):
                 draft_forwards=outcome.draft_forwards,
                 draft_seconds=outcome.draft_seconds,
                 caught_up=self._caught_up,
+                shared=outcome.shared.sessions > 1,
             )
         )
         seconds = outcome.draft_seconds + outcome.waited_seconds + outcome.verify_seconds
-        self._objective.observe(len(outcome.accepted) + 1, seconds)
+        self._objective.observe(len(outcome.accepted) + 1, seconds, outcome.shared)
         self._value.observe(outcome)
 
     def parameters(self) -> dict[str, float]:
@@ -116,6 +121,7 @@ class Throughput(Policy):
             "draft_forward_ms": 1e3 * self._costs.draft_forward_seconds,
             "draft_contention_ms": 1e3 * self._costs.draft_contention,
             "rate": self._objective.rate,
+            "row_price": self._objective.row_price or 0.0,
             "best_child_mass": self._mass.best,
             "child_mass": self._mass.children,
             "levels": float(self._levels),

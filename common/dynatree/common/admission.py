@@ -1,0 +1,162 @@
+"""Admission: who may begin, who waits for a turn, and who is refused at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from dynatree.common.errors import OutOfRangeError, ServiceBusyError
+
+HELD_STEP = 0.2  # weight of one completion in how long one usually takes
+LEAST_RETRY = 0.1  # seconds
+
+
+@dataclass(eq=False)
+class Turn:
+    """A place in the queue, and then among those that were admitted."""
+
+    principal: str
+    slots: int
+    entered: float = field(default_factory=time.monotonic)
+    admitted: float | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    ahead: int = 0
+
+    async def positions(self) -> AsyncIterator[int]:
+        """How many are ahead, now and whenever it changes; ends with the admission."""
+        last = None
+        while self.admitted is None:
+            if self.ahead != last:
+                last = self.ahead
+                yield last
+            self.changed.clear()
+            if self.admitted is None and self.ahead == last:
+                await self.changed.wait()
+
+    async def come(self) -> None:
+        """Wait for the admission."""
+        async for _ in self.positions():
+            pass
+
+    @property
+    def queue_seconds(self) -> float:
+        """How long it waited."""
+        return (self.admitted or time.monotonic()) - self.entered
+
+
+class Admission:
+    """A bounded queue for each principal, served in turn; each is first come, first served.
+
+    Whoever is next waits until it fits, and nobody overtakes it: a large request is not starved by small ones.
+
+    Args:
+        sessions: That may run at once.
+        slots: Of the KV arena, over all sessions.
+        queue: How many may wait.
+    """
+
+    def __init__(self, sessions: int, slots: int, queue: int) -> None:
+        self._sessions = sessions
+        self._slots = slots
+        self._queue = queue
+        self._running = 0
+        self._slots_held = 0
+        self._waiting: dict[str, deque[Turn]] = {}  # of principals with somebody waiting; the next in turn first
+        self._usual: float | None = None  # seconds that an admitted one takes
+
+    @property
+    def running(self) -> int:
+        """Admitted, and not ended."""
+        return self._running
+
+    @property
+    def waiting(self) -> int:
+        """In the queue."""
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def slots_held(self) -> int:
+        """Slots of those that run."""
+        return self._slots_held
+
+    @asynccontextmanager
+    async def queued(self, principal: str, slots: int, seconds: float | None = None) -> AsyncIterator[Turn]:
+        """A place in the queue, left however the context ends; await the turn's `come` before using anything.
+
+        Args:
+            principal: On whose behalf.
+            slots: Of the KV arena that it needs.
+            seconds: Until its deadline; None without one.
+
+        Raises:
+            OutOfRangeError: It needs more slots than there are.
+            ServiceBusyError: The queue is full, or the turn would come after the deadline.
+        """
+        if slots > self._slots:
+            raise OutOfRangeError(f"the request needs {slots} tokens of KV cache, and there are {self._slots} in all")
+        self._check(seconds)
+        turn = Turn(principal, slots)
+        self._waiting.setdefault(principal, deque()).append(turn)
+        self._admit()
+        try:
+            yield turn
+        finally:
+            self._leave(turn)
+
+    def _check(self, seconds: float | None) -> None:
+        waiting = self.waiting
+        if self._running < self._sessions and not waiting:
+            return
+        expected = self._expected(waiting)
+        if waiting >= self._queue:
+            raise ServiceBusyError(
+                f"every session is in use and {waiting} requests wait, the most that may", retry_after=self._expected(0)
+            )
+        if seconds is not None and expected > seconds:
+            raise ServiceBusyError(
+                f"{waiting} requests wait, and a turn in {expected:.1f} s is after the deadline in {seconds:.1f} s",
+                retry_after=expected - seconds,
+            )
+
+    def _expected(self, ahead: int) -> float:
+        """Seconds until the turn of a request with so many ahead."""
+        return max((ahead + 1) * (self._usual or 0.0) / self._sessions, LEAST_RETRY if ahead else 0.0)
+
+    def _leave(self, turn: Turn) -> None:
+        if turn.admitted is None:
+            queue = self._waiting[turn.principal]
+            queue.remove(turn)
+            if not queue:
+                del self._waiting[turn.principal]
+        else:
+            self._running -= 1
+            self._slots_held -= turn.slots
+            took = time.monotonic() - turn.admitted
+            self._usual = took if self._usual is None else self._usual + HELD_STEP * (took - self._usual)
+        self._admit()
+
+    def _admit(self) -> None:
+        """Admit whoever is next for as long as they fit, then tell the others where they stand."""
+        while self._waiting and self._running < self._sessions:
+            principal, queue = next(iter(self._waiting.items()))
+            if self._slots_held + queue[0].slots > self._slots:
+                break
+            turn = queue.popleft()
+            del self._waiting[principal]
+            if queue:
+                self._waiting[principal] = queue  # behind the other principals
+            self._running += 1
+            self._slots_held += turn.slots
+            turn.admitted = time.monotonic()
+            turn.changed.set()
+        queues = list(self._waiting.values())
+        for place, queue in enumerate(queues):
+            for index, turn in enumerate(queue):
+                others = [min(len(other), index + (before < place)) for before, other in enumerate(queues)]
+                others[place] = index
+                turn.ahead = sum(others)
+                turn.changed.set()

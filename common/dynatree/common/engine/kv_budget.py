@@ -1,0 +1,96 @@
+"""How many slots the KV arena gets: as many as asked for, or as the sessions can need, as far as the memory goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dynatree.common.errors import StartupError
+
+CPU_SHARE = 0.5  # of the memory that is free once the weights are loaded; other programs run beside a service
+GPU_SHARE = 0.85
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class KVBudget:
+    """What is known before the arena is made.
+
+    Attributes:
+        sessions: That may be open at once.
+        session_slots: The most that one session can need: the context and its speculative slots.
+        slot_bytes: Bytes of a slot.
+        device: That holds the arena.
+    """
+
+    sessions: int
+    session_slots: int
+    slot_bytes: int
+    device: torch.device
+
+    def slots(self, asked: int | None) -> int:
+        """The arena's slots: `asked`, or where that is None what fits of all that the sessions can need.
+
+        Raises:
+            StartupError: It cannot hold one session of the whole context, or does not fit into the memory.
+        """
+        free = free_memory(self.device)
+        if asked is None:
+            share = GPU_SHARE if self.device.type == "cuda" else CPU_SHARE
+            most = self.sessions * self.session_slots
+            slots = most if free is None else min(most, int(share * free) // self.slot_bytes)
+            if slots < self.session_slots:
+                raise StartupError(
+                    f"the KV cache of one session takes {_gib(self.session_slots * self.slot_bytes)} "
+                    f"({self.session_slots} slots of {self.slot_bytes} bytes), and {_gib(slots * self.slot_bytes)} of "
+                    f"the {_gib(free or 0)} that are free may go to it; lower --max-context"
+                )
+            return slots
+        if asked < self.session_slots:
+            raise StartupError(
+                f"--kv-tokens is {asked}, and one session can need {self.session_slots} (the context and a tree); "
+                f"expected as many at least, or a lower --max-context"
+            )
+        if free is not None and asked * self.slot_bytes > free:
+            raise StartupError(
+                f"--kv-tokens {asked} takes {_gib(asked * self.slot_bytes)} ({self.slot_bytes} bytes each), and "
+                f"{_gib(free)} are free; expected at most {free // self.slot_bytes}"
+            )
+        return asked
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that the device, or on a CPU this process's control group, has left; None where that is not known."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return None
+    known = [free for free in (_machine_free(), _group_free()) if free is not None]
+    return min(known, default=None)
+
+
+def _machine_free() -> int | None:
+    """MemAvailable: what can be had without swapping, by Linux's own estimate."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kilobytes = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return None if kilobytes is None else 1024 * int(kilobytes)
+
+
+def _group_free() -> int | None:
+    """What a container may still take: its limit less what it holds, but for file pages that can be dropped."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        held = int((_CGROUP / "memory.current").read_text())
+        statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else max(int(limit) - held + int(statistics.get("inactive_file", 0)), 0)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

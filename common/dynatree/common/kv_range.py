@@ -1,0 +1,17 @@
+"""A session's place in the KV arena."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(eq=False)
+class KVRange:
+    """A session's slots: `size` slots of the pool, from slot `start` on.
+
+    Its slots are counted from its own start. Its first slots hold the session's committed tokens in order; speculative
+    tokens sit behind them. The arena moves ranges when it makes room for another one, never during a forward.
+    """
+
+    start: int
+    size: int

@@ -1,0 +1,138 @@
+"""The queue: order, turns of principals, room, refusals, and those who leave."""
+
+import asyncio
+
+import pytest
+
+from dynatree.common.admission import Admission
+from dynatree.common.errors import OutOfRangeError, ServiceBusyError
+
+
+class Visitor:
+    """A request that stays until it is told to leave."""
+
+    def __init__(self, admission, name, order, principal="", slots=1, seconds=None):
+        self.leave = asyncio.Event()
+        self.positions = []
+        self.task = asyncio.ensure_future(self._run(admission, name, order, principal, slots, seconds))
+
+    async def _run(self, admission, name, order, principal, slots, seconds):
+        async with admission.queued(principal, slots, seconds) as turn:
+            async for ahead in turn.positions():
+                self.positions.append(ahead)
+            order.append(name)
+            await self.leave.wait()
+
+
+async def settle():
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def run(scenario):
+    asyncio.run(asyncio.wait_for(scenario, 20))
+
+
+def test_first_come_first_served_and_the_positions_say_so():
+    async def scenario():
+        admission, order = Admission(sessions=1, slots=10, queue=10), []
+        visitors = [Visitor(admission, number, order) for number in range(4)]
+        await settle()
+        assert (admission.running, admission.waiting) == (1, 3)
+        for visitor in visitors:
+            visitor.leave.set()
+            await settle()
+        assert order == [0, 1, 2, 3]
+        assert [visitor.positions for visitor in visitors] == [[], [0], [1, 0], [2, 1, 0]]
+        assert (admission.running, admission.waiting, admission.slots_held) == (0, 0, 0)
+
+    run(scenario())
+
+
+def test_principals_take_turns():
+    async def scenario():
+        admission, order = Admission(sessions=1, slots=10, queue=10), []
+        names = [("first", "a"), ("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("c1", "c"), ("b2", "b")]
+        visitors = {name: Visitor(admission, name, order, principal) for name, principal in names}
+        await settle()
+        assert visitors["a3"].positions[-1] == 5  # behind a1, a2, b1, b2, c1
+        assert visitors["b2"].positions[-1] == 4  # behind a1, a2, b1, c1
+        while len(order) < len(names):
+            visitors[order[-1]].leave.set()
+            await settle()
+        assert order == ["first", "a1", "b1", "c1", "a2", "b2", "a3"]
+
+    run(scenario())
+
+
+def test_a_large_request_is_not_overtaken():
+    async def scenario():
+        admission, order = Admission(sessions=9, slots=10, queue=10), []
+        running = Visitor(admission, "running", order, slots=5)
+        await settle()
+        large, small = (Visitor(admission, name, order, slots=slots) for name, slots in (("large", 8), ("small", 1)))
+        await settle()
+        assert order == ["running"]
+        running.leave.set()
+        await settle()
+        assert order == ["running", "large", "small"]
+        assert admission.slots_held == 9
+        for visitor in (large, small):
+            visitor.leave.set()
+        await settle()
+
+    run(scenario())
+
+
+def test_who_leaves_the_queue_leaves_nothing_behind():
+    async def scenario():
+        admission, order = Admission(sessions=1, slots=10, queue=10), []
+        visitors = [Visitor(admission, number, order) for number in range(4)]
+        await settle()
+        visitors[1].task.cancel()
+        await settle()
+        assert visitors[3].positions[-1] == 1
+        visitors[0].task.cancel()
+        visitors[2].leave.set()
+        visitors[3].leave.set()
+        await settle()
+        assert order == [0, 2, 3]
+        assert (admission.running, admission.waiting, admission.slots_held) == (0, 0, 0)
+
+    run(scenario())
+
+
+def test_what_cannot_be_served_is_refused_at_once():
+    async def scenario():
+        admission, order = Admission(sessions=1, slots=10, queue=2), []
+        with pytest.raises(OutOfRangeError, match="11 tokens"):
+            await Visitor(admission, "too large", order, slots=11).task
+        visitors = [Visitor(admission, number, order) for number in range(3)]
+        await settle()
+        with pytest.raises(ServiceBusyError, match="2 requests wait") as refused:
+            await Visitor(admission, "one more", order).task
+        assert refused.value.retry_after is not None
+        for visitor in visitors:
+            visitor.leave.set()
+        await settle()
+        assert order == [0, 1, 2]
+
+    run(scenario())
+
+
+def test_a_deadline_before_the_turn_is_refused_with_the_time_to_wait():
+    async def scenario():
+        admission, order = Admission(sessions=1, slots=10, queue=9), []
+        admission._usual = 10.0  # a completion takes so long
+        visitors = [Visitor(admission, number, order) for number in range(2)]
+        await settle()
+        with pytest.raises(ServiceBusyError, match="after the deadline") as refused:
+            await Visitor(admission, "hurried", order, seconds=5.0).task
+        assert refused.value.retry_after == pytest.approx(15.0)
+        patient = Visitor(admission, "patient", order, seconds=60.0)
+        for visitor in (*visitors, patient):
+            visitor.leave.set()
+        await settle()
+        assert order == [0, 1, "patient"]
+
+    run(scenario())

@@ -1,0 +1,66 @@
+"""c(rows): the seconds that a pass over so many rows takes, measured at start and corrected by the passes themselves."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable
+from itertools import accumulate
+
+from dynatree.common.model_info import ForwardCost
+
+STEP = 0.2  # weight of one pass in the correction of its own size
+REACH = 0.7  # natural logarithm of the ratio of two sizes over which a correction fades to 1 / e
+GUESS = ((1, 0.05), (65, 0.1))  # of a service that has measured nothing
+
+
+class PassCosts:
+    """The measured curve, on straight lines between its sizes and on through the last two.
+
+    Every pass corrects it: sizes near the pass's own move most. A pass over several sessions reads several contexts, so
+    it takes longer than the measurement at start, which had one. It never falls with rows.
+    """
+
+    def __init__(self, measured: Iterable[ForwardCost]) -> None:
+        points = sorted((each.rows, each.seconds) for each in measured if each.rows and 0.0 < each.seconds < math.inf)
+        if len(points) < 2:
+            points = list(GUESS)
+        self._rows = [rows for rows, _ in points]
+        self._measured = [seconds for _, seconds in points]
+        self._factors = [1.0] * len(points)
+        self._seconds = list(accumulate(self._measured, max))
+
+    def seconds(self, rows: int) -> float:
+        """The seconds of a pass over `rows` rows; 0 for none."""
+        if not rows:
+            return 0.0
+        return _on_lines(self._rows, self._seconds, rows)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Take in what a pass took."""
+        ratio = seconds / _on_lines(self._rows, self._measured, rows)
+        for place, size in enumerate(self._rows):
+            weight = STEP * math.exp(-abs(math.log(size / rows)) / REACH)
+            self._factors[place] += weight * (ratio - self._factors[place])
+        corrected = (factor * seconds for factor, seconds in zip(self._factors, self._measured, strict=True))
+        self._seconds = list(accumulate(corrected, max))
+
+    def most_rows(self, seconds: float, at_most: int) -> int:
+        """The most rows, up to `at_most`, that a pass of so many seconds can have."""
+        low, high = 0, at_most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.seconds(middle) <= seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+def _on_lines(sizes: list[int], values: list[float], rows: int) -> float:
+    after = min(max(bisect_left(sizes, rows), 1), len(sizes) - 1)
+    low, high = sizes[after - 1], sizes[after]
+    least, most = values[after - 1], values[after]
+    if rows <= sizes[0]:
+        return values[0]
+    return max(least + (most - least) * (rows - low) / (high - low), 0.0)

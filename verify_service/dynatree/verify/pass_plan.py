@@ -1,0 +1,92 @@
+"""What goes into a pass: every session's root first, then the nodes that are worth their rows, under one price.
+
+A pass over R rows takes c(R) seconds, and while it runs nobody else's tokens come: a second is worth lambda tokens, the
+rate of the whole service. So of all nodes offered, whoever offered them, those n are verified that maximise
+
+    G(n) = sum of the n highest path probabilities - lambda c(roots + n)
+
+which is `throughput`'s own objective, over the trees of all sessions at once. Path probabilities never rise from a node
+to its children, so what is admitted of a tree is a tree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dynatree.common.tree import ROOT, TokenTree
+from dynatree.verify.pass_costs import PassCosts
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What is verified of each tree: its nodes' indices, rising; and the price of the next row, in tokens."""
+
+    nodes: tuple[tuple[int, ...], ...]
+    price: float
+
+
+def admit(trees: Sequence[TokenTree], rate: float, costs: PassCosts, max_rows: int) -> Admission:
+    """Choose the nodes of a pass over these trees, whose roots are in it already.
+
+    A tree of random draws is taken whole, or not at all where it does not fit: which of its nodes are verified must not
+    depend on their tokens (DySpec Algorithm 3). So is a tree without probabilities.
+
+    Args:
+        trees: Of the sessions of the pass.
+        rate: Lambda, tokens a second of all sessions together.
+        costs: c(rows).
+        max_rows: Of the pass, roots included.
+    """
+    kept: list[list[int]] = [[] for _ in trees]
+    rows = len(trees)
+    offered: list[tuple[float, int, int]] = []  # (minus the path probability, tree, node)
+    for place, tree in enumerate(trees):
+        if tree.candidates or not tree.log_probs:
+            if rows + len(tree) <= max_rows:
+                kept[place] = list(range(len(tree)))
+                rows += len(tree)
+        else:
+            offered += [(-prob, place, node) for node, prob in enumerate(path_probs(tree))]
+    offered.sort()
+    size = _best_size([-negative for negative, _, _ in offered], rows, rate, costs, max_rows)
+    for _, place, node in offered[:size]:
+        kept[place].append(node)
+    rows += size
+    price = rate * (costs.seconds(rows + 1) - costs.seconds(rows))
+    if size < len(offered) and rows >= max_rows:  # nobody may have more, whatever the price
+        price = max(price, -offered[size][0])
+    return Admission(tuple(tuple(sorted(nodes)) for nodes in kept), price)
+
+
+def _best_size(probs: Sequence[float], rows: int, rate: float, costs: PassCosts, max_rows: int) -> int:
+    """argmax G(n), for descending probabilities; `rows` are in the pass in any case."""
+    total, best, size = 0.0, -rate * costs.seconds(rows), 0
+    for nodes, prob in enumerate(probs[: max_rows - rows], start=1):
+        total += prob
+        gain = total - rate * costs.seconds(rows + nodes)
+        if gain > best:
+            best, size = gain, nodes
+    return size
+
+
+def path_probs(tree: TokenTree) -> list[float]:
+    """The probability of every node's path from the root, as the draft has it; never above the parent's."""
+    logs: list[float] = []
+    for parent, log_prob in zip(tree.parents, tree.log_probs, strict=True):
+        logs.append(log_prob if parent == ROOT else logs[parent] + log_prob)
+    return [math.exp(log) for log in logs]
+
+
+def subtree(tree: TokenTree, nodes: Sequence[int]) -> TokenTree:
+    """The tree of some nodes of a tree, rising and each with its parent."""
+    if len(nodes) == len(tree):
+        return tree
+    place = {ROOT: ROOT} | {node: place for place, node in enumerate(nodes)}
+    return TokenTree(
+        token_ids=tuple(tree.token_ids[node] for node in nodes),
+        parents=tuple(place[tree.parents[node]] for node in nodes),
+        log_probs=tuple(tree.log_probs[node] for node in nodes) if tree.log_probs else (),
+        candidates=(),
+    )
