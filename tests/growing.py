@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from dynatree.common.pass_statistics import PassStatistics
+from dynatree.common.pass_statistics import ALONE, PassStatistics
 from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 
@@ -55,7 +55,7 @@ class Outcome:
     draft_seconds: float
     verify_seconds: float
     waited_seconds: float = 0.0
-    shared: PassStatistics = PassStatistics()
+    shared: PassStatistics = ALONE
 
 
 def outcome_of(tree, accepted, *, verify=0.1, draft=0.004, levels=2):

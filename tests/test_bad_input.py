@@ -13,7 +13,7 @@ import pytest
 from model_zoo import CONTEXT, save_random_model
 from services import running_services
 
-from dynatree.client import AsyncClient, Client, InvalidRequestError, ServerBusyError
+from dynatree.client import AsyncClient, Client, InvalidRequestError
 from dynatree.common.errors import RoundInFlightError
 from dynatree.common.wire import model_info_to_pb
 from dynatree.v1 import tree_pb2, verify_pb2, verify_pb2_grpc

@@ -24,7 +24,6 @@ from dynatree.bench.tables import print_report
 from dynatree.cli.main import main
 from dynatree.common import embedded
 from dynatree.common.engine import Engine, ModelSettings, load_engine
-from dynatree.common.tree import TokenTree
 from dynatree.verify.verifier import Part, Verifier
 
 

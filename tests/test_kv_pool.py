@@ -1,6 +1,7 @@
 """The pool of KV slots: ranges, their moves, the prefix cache, and what is refused at start."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -35,8 +36,8 @@ def test_ranges_never_overlap_and_keep_what_they_hold_wherever_they_are_moved():
             fill(arena, kv, step)
             held[step] = kv, size
         places = sorted((kv.start, kv.start + kv.size) for kv, _ in held.values())
-        assert all(before[1] <= after[0] for before, after in zip(places, places[1:], strict=False))
-        assert all(0 <= start and stop <= 100 for start, stop in places)
+        assert all(before[1] <= after[0] for before, after in pairwise(places))
+        assert all(start >= 0 and stop <= 100 for start, stop in places)
         for value, (kv, size) in held.items():
             assert kv.size == size
             assert bool((arena.slots(kv, size) == value).all())

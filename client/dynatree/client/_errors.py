@@ -13,7 +13,7 @@
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import grpc
 
@@ -123,7 +123,6 @@ def error_from_rpc(
 
 def _retry_after(error: grpc.RpcError) -> float | None:
     """Seconds from the trailing metadata `retry-after-ms`."""
-    for key, value in error.trailing_metadata() or ():
-        if key == "retry-after-ms" and isinstance(value, str) and value.isdecimal():
-            return int(value) / 1e3
-    return None
+    metadata: Any = error.trailing_metadata() or ()
+    value = dict(metadata).get("retry-after-ms", "")
+    return int(value) / 1e3 if value.isdecimal() else None

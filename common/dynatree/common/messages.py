@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dynatree.common.model_info import ModelInfo
-from dynatree.common.pass_statistics import PassStatistics
+from dynatree.common.pass_statistics import ALONE, PassStatistics
 from dynatree.common.sampling import Sampling
 
 
@@ -78,7 +78,7 @@ class Commit:
     finish_reason: FinishReason | None = None
     log_probs: tuple[float, ...] = ()
     trimmed: int = 0
-    shared: PassStatistics = PassStatistics()
+    shared: PassStatistics = ALONE
 
 
 @dataclass(frozen=True)

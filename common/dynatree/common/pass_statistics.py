@@ -21,3 +21,6 @@ class PassStatistics:
     rows: int = 1
     row_price: float = 0.0
     hold_seconds: float = 0.0
+
+
+ALONE = PassStatistics()  # of one session that has nothing but a root in it

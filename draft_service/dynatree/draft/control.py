@@ -88,7 +88,7 @@ class ControlSettings:
     )
     offered_share: float = _constant(
         0.5,
-        "value, in prices of a row, above which a node is offered to a shared pass: which are verified is settled there",
+        "value, in prices of a row, above which a node is offered to a shared pass",
         "row prices",
         neutral=1.0,
         source=GUARD,

@@ -1,4 +1,4 @@
-"""c(rows): the seconds that a pass over so many rows takes, measured at start and corrected by the passes themselves."""
+"""c(rows): the seconds of a pass over so many rows, measured at start and corrected by the passes themselves."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def admit(trees: Sequence[TokenTree], rate: float, costs: PassCosts, max_rows: i
 
 
 def _best_size(probs: Sequence[float], rows: int, rate: float, costs: PassCosts, max_rows: int) -> int:
-    """argmax G(n), for descending probabilities; `rows` are in the pass in any case."""
+    """The n of the highest G(n), for descending probabilities; `rows` are in the pass in any case."""
     total, best, size = 0.0, -rate * costs.seconds(rows), 0
     for nodes, prob in enumerate(probs[: max_rows - rows], start=1):
         total += prob

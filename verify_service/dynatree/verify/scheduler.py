@@ -7,9 +7,8 @@ that are worth their rows (`pass_plan`), and pieces of prompts as far as they do
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from dynatree.common.pass_statistics import PassStatistics
 from dynatree.common.tree import TokenTree
@@ -28,10 +27,8 @@ LEAST_PROMPT_ROWS = 16  # of a pass that reads a prompt: less would take for eve
 HOLD_SHARE = 0.5  # longest wait for trees about to come, in plain steps
 
 
-class PassRunner(Protocol):
-    """Runs a pass, elsewhere than on the event loop: `Verifier.run` on the model thread."""
-
-    def __call__(self, parts: Sequence[Part]) -> asyncio.Future[tuple[list[Verdict | None], Timings]]: ...
+# Runs a pass elsewhere than on the event loop: `Verifier.run` on the model thread.
+PassRunner = Callable[[Sequence[Part]], Awaitable[tuple[list[Verdict | None], Timings]]]
 
 
 @dataclass(frozen=True)

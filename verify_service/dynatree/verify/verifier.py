@@ -22,6 +22,9 @@ from dynatree.verify.residual import Distribution, accept_residual
 from dynatree.verify.session import Session, SessionRequest
 
 
+NO_TREE = TokenTree()
+
+
 @dataclass(frozen=True)
 class Timings:
     """Seconds of one forward, and of what went before it (in `accept`) and after it, for the whole pass."""
@@ -36,7 +39,7 @@ class Part:
     """What one session puts into a pass: a tree below its last token, or the next `prompt_tokens` of its prompt."""
 
     session: Session
-    tree: TokenTree = TokenTree()
+    tree: TokenTree = NO_TREE
     prompt_tokens: int = 0
 
     @property

@@ -9,7 +9,7 @@ from dynatree.bench.replay.machines import Machine, seconds_on
 from dynatree.bench.replay.recording import RecordedRun
 from dynatree.bench.replay.table_model import Ask, TableModel
 from dynatree.common.limits import MAX_TREE_NODES
-from dynatree.common.pass_statistics import PassStatistics
+from dynatree.common.pass_statistics import ALONE, PassStatistics
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import TokenTree
 from dynatree.draft.drafter import Drafter
@@ -30,7 +30,7 @@ class ReplayedRound:
     draft_seconds: float
     verify_seconds: float
     waited_seconds: float = 0.0
-    shared: PassStatistics = PassStatistics()
+    shared: PassStatistics = ALONE
 
 
 @dataclass(frozen=True)

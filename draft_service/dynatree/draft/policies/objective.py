@@ -34,7 +34,7 @@ class Objective:
 
     Where other sessions share the target's passes, a row delays all of them, and the verify service says what a row is
     worth: with its price in tokens, lambda (V(n) - V(0)) is the price times n, and lambda the session's own rate. D is
-    the session's share of a draft forward, so lambda D is what the forward takes from all, shared among those it is for.
+    the session's share of a draft forward, so lambda D is what the forward takes from all, shared by those it is for.
     """
 
     def __init__(self, costs: Costs, control: ControlSettings) -> None:
@@ -129,5 +129,5 @@ class Objective:
 
     @property
     def row_price(self) -> float | None:
-        """What a row is worth to all sessions that share the target's passes, in tokens; None where it has no others."""
+        """What a row is worth to all who share the target's passes, in tokens; None for a session alone."""
         return self._row_price
