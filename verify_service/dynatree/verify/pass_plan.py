@@ -30,8 +30,8 @@ class Admission:
 def admit(trees: Sequence[TokenTree], rate: float, costs: PassCosts, max_rows: int) -> Admission:
     """Choose the nodes of a pass over these trees, whose roots are in it already.
 
-    A tree of random draws is taken whole, or not at all where it does not fit: which of its nodes are verified must not
-    depend on their tokens (DySpec Algorithm 3). So is a tree without probabilities.
+    A tree of random draws is taken whole: its shape has a say in its tokens (DySpec Algorithm 3), and those must not
+    depend on who else is served. So is a tree without probabilities.
 
     Args:
         trees: Of the sessions of the pass.
@@ -43,10 +43,9 @@ def admit(trees: Sequence[TokenTree], rate: float, costs: PassCosts, max_rows: i
     rows = len(trees)
     offered: list[tuple[float, int, int]] = []  # (minus the path probability, tree, node)
     for place, tree in enumerate(trees):
-        if tree.candidates or not tree.log_probs:
-            if rows + len(tree) <= max_rows:
-                kept[place] = list(range(len(tree)))
-                rows += len(tree)
+        if is_whole(tree):
+            kept[place] = list(range(len(tree)))
+            rows += len(tree)
         else:
             offered += [(-prob, place, node) for node, prob in enumerate(path_probs(tree))]
     offered.sort()
@@ -60,10 +59,15 @@ def admit(trees: Sequence[TokenTree], rate: float, costs: PassCosts, max_rows: i
     return Admission(tuple(tuple(sorted(nodes)) for nodes in kept), price)
 
 
+def is_whole(tree: TokenTree) -> bool:
+    """Whether a tree is verified whole or not at all."""
+    return bool(tree.candidates) or not tree.log_probs
+
+
 def _best_size(probs: Sequence[float], rows: int, rate: float, costs: PassCosts, max_rows: int) -> int:
     """The n of the highest G(n), for descending probabilities; `rows` are in the pass in any case."""
     total, best, size = 0.0, -rate * costs.seconds(rows), 0
-    for nodes, prob in enumerate(probs[: max_rows - rows], start=1):
+    for nodes, prob in enumerate(probs[: max(max_rows - rows, 0)], start=1):
         total += prob
         gain = total - rate * costs.seconds(rows + nodes)
         if gain > best:

@@ -14,7 +14,7 @@ from dynatree.common.pass_statistics import PassStatistics
 from dynatree.common.tree import TokenTree
 from dynatree.verify.accept import Verdict
 from dynatree.verify.pass_costs import PassCosts
-from dynatree.verify.pass_plan import admit, subtree
+from dynatree.verify.pass_plan import admit, is_whole, subtree
 from dynatree.verify.session import Session
 from dynatree.verify.verifier import Part, Timings
 
@@ -215,7 +215,7 @@ class Scheduler:
 
     def _take(self) -> tuple[list[_Job], list[Part], float]:
         """The jobs of the next pass, what each puts into it, and the price of a row."""
-        jobs, self._trees = self._trees[: self.max_rows], self._trees[self.max_rows :]
+        jobs = self._next_jobs()
         trees = [job.tree or TokenTree() for job in jobs]
         alone = len(self._paces) == 1
         if alone or not jobs:
@@ -229,6 +229,17 @@ class Scheduler:
             parts.append(Part(job.session, subtree(tree, nodes)))
         prompts, pieces = self._take_prompts(sum(part.rows for part in parts), alone)
         return [*jobs, *prompts], [*parts, *pieces], price
+
+    def _next_jobs(self) -> list[_Job]:
+        """Take the trees that waited longest, as many as have room with their roots, or with all of a whole tree."""
+        rows, count = 0, 0
+        for job in self._trees:
+            rows += job.rows if job.tree is not None and is_whole(job.tree) else 1
+            if count and rows > self.max_rows:
+                break
+            count += 1
+        jobs, self._trees = self._trees[:count], self._trees[count:]
+        return jobs
 
     def _take_prompts(self, rows: int, alone: bool) -> tuple[list[_Job], list[Part]]:
         """Pieces of prompts, in turn; all of a prompt where no other session streams."""

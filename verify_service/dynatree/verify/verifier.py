@@ -21,7 +21,6 @@ from dynatree.verify.layout import depth_first, prompt_segment, tree_segment
 from dynatree.verify.residual import Distribution, accept_residual
 from dynatree.verify.session import Session, SessionRequest
 
-
 NO_TREE = TokenTree()
 
 

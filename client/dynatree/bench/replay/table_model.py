@@ -76,18 +76,19 @@ class TableModel:
 
     def expand(self, expansions: Sequence[Expansion]) -> float:
         """Look up the proposals of nodes, parents first; returns the seconds of a forward over them."""
-        rows = 0
-        for each in expansions:
-            session, tree, nodes, breadth = each.session, each.tree, each.nodes, each.breadth
-            for node in nodes:
-                place = self._place(session, tree, node)
-                self._places[tree.node(node)] = place
-                tree.node(node).proposals = self._proposals(place.node, breadth)
-                self.stood_in += not place.recorded
-            self.expanded += len(nodes)
-            uncached = len(session.committed) - session.num_cached if ROOT in nodes else 0
-            rows += uncached + len(nodes) - (ROOT in nodes and uncached > 0)
-        return seconds_on(self._machine.draft, rows)
+        return seconds_on(self._machine.draft, sum(map(self.look_up, expansions)))
+
+    def look_up(self, expansion: Expansion) -> int:
+        """Set the proposals of nodes; returns the rows of a forward over them."""
+        session, tree, nodes = expansion.session, expansion.tree, expansion.nodes
+        for node in nodes:
+            place = self._place(session, tree, node)
+            self._places[tree.node(node)] = place
+            tree.node(node).proposals = self._proposals(place.node, expansion.breadth)
+            self.stood_in += not place.recorded
+        self.expanded += len(nodes)
+        uncached = len(session.committed) - session.num_cached if ROOT in nodes else 0
+        return uncached + len(nodes) - (ROOT in nodes and uncached > 0)
 
     def _place(self, session: DraftSession, tree: GrowingTree, node: int) -> _Place:
         position = len(session.committed) - len(self._run.prompt_ids)

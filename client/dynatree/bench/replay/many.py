@@ -1,0 +1,308 @@
+"""Many sessions on recorded rounds and recorded costs: the services' own scheduler and policies, in virtual time.
+
+Forwards take a machine's time and no other. The two models are taken to compute side by side, without slowing each
+other down, as on two devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from typing import Any, TypeVar, cast
+
+from dynatree.bench.methods import PLAIN, Method
+from dynatree.bench.replay.machines import Machine, seconds_on
+from dynatree.bench.replay.recording import RecordedRun
+from dynatree.bench.replay.runs import ROW_BUCKETS, starting_costs
+from dynatree.bench.replay.session import VOCAB_SIZE, sampling_of, verify
+from dynatree.bench.replay.table_model import TableModel
+from dynatree.common.kv_range import KVRange
+from dynatree.common.limits import MAX_TREE_NODES
+from dynatree.common.model_info import ForwardCost
+from dynatree.common.model_thread import ModelThread
+from dynatree.common.pass_statistics import PassStatistics
+from dynatree.common.tree import TokenTree
+from dynatree.draft.control import DEFAULT_CONTROL
+from dynatree.draft.drafter import Drafter, Expansion, Growing
+from dynatree.draft.policies import create_policy
+from dynatree.draft.round import Growth
+from dynatree.draft.shared_growth import SharedGrowth
+from dynatree.verify.accept import Verdict
+from dynatree.verify.pass_costs import PassCosts
+from dynatree.verify.scheduler import Scheduler
+from dynatree.verify.session import Session, SessionRequest
+from dynatree.verify.verifier import Part, Timings
+
+T = TypeVar("T")
+MEASURED_ROWS = 256  # what a verify service measures when it starts
+
+
+@dataclass(frozen=True)
+class Load:
+    """What became of so many clients, each of which completed its prompts one after the other.
+
+    Attributes:
+        method: The policy.
+        machine: Its name.
+        clients: At once.
+        tokens: Of all completions.
+        seconds: Until the last has ended, in virtual time.
+        rounds: Trees, over all sessions.
+        nodes: Of those trees.
+        trimmed: Nodes that were not verified.
+        passes: Forwards of the target.
+        rows: Of those forwards, prompts left out.
+        row_price: The mean over passes, in tokens.
+    """
+
+    method: Method
+    machine: str
+    clients: int
+    tokens: int
+    seconds: float
+    rounds: int
+    nodes: int
+    trimmed: int
+    passes: int
+    rows: int
+    row_price: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of all clients together."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class SharedRound:
+    """What a policy learns of a round; an `Outcome`."""
+
+    tree: TokenTree
+    accepted: Sequence[int]
+    draft_forwards: int
+    draft_seconds: float
+    verify_seconds: float
+    waited_seconds: float
+    shared: PassStatistics
+
+
+def simulate(
+    runs: Sequence[RecordedRun], method: Method, machine: Machine, clients: int, completions: int, max_rows: int
+) -> Load:
+    """So many clients, each with `completions` recorded prompts, one after the other."""
+    loop = _VirtualLoop()
+    try:
+        return loop.run_until_complete(_Simulation(machine, max_rows).run(runs, method, clients, completions))
+    finally:
+        loop.close()
+
+
+@dataclass
+class _Figures:
+    tokens: int = 0
+    rounds: int = 0
+    nodes: int = 0
+    trimmed: int = 0
+    passes: int = 0
+    rows: int = 0
+    price: float = 0.0
+
+
+class _Simulation:
+    """Both services without models, sockets or clocks."""
+
+    def __init__(self, machine: Machine, max_rows: int) -> None:
+        measured = [
+            ForwardCost(rows, seconds_on(machine.verify, rows)) for rows in ROW_BUCKETS if rows <= MEASURED_ROWS
+        ]
+        self._machine = machine
+        self._model = _SharedTable(machine)
+        self._drafter = Drafter(self._model, MAX_TREE_NODES)
+        self._growth = SharedGrowth(self._drafter, cast(ModelThread, _VirtualThread(self._model)))
+        self._scheduler = Scheduler(self._pass, PassCosts(measured), max_rows)
+        self._coming: dict[Session, tuple[int, ...]] = {}  # what plain decoding chooses from here on
+        self._costs = starting_costs(machine, DEFAULT_CONTROL)
+        self._figures = _Figures()
+
+    async def run(self, runs: Sequence[RecordedRun], method: Method, clients: int, completions: int) -> Load:
+        """All clients to their ends."""
+        work = [list(islice(cycle(runs), client, client + completions)) for client in range(clients)]
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(*(self._client(prompts, method) for prompts in work))
+        seconds = asyncio.get_running_loop().time() - began
+        f = self._figures
+        price = f.price / f.passes if f.passes else 0.0
+        return Load(
+            method,
+            self._machine.name,
+            clients,
+            f.tokens,
+            seconds,
+            f.rounds,
+            f.nodes,
+            f.trimmed,
+            f.passes,
+            f.rows,
+            price,
+        )
+
+    async def _client(self, prompts: Sequence[RecordedRun], method: Method) -> None:
+        for run in prompts:
+            await self._complete(run, method)
+
+    async def _complete(self, run: RecordedRun, method: Method) -> None:
+        machine = self._machine
+        policy = create_policy(method.policy or PLAIN.label, dict(method.settings), self._costs)
+        limit = len(run.prompt_ids) + len(run.completion)
+        request = SessionRequest(run.prompt_ids, limit, frozenset(), sampling_of(run))
+        verifying = Session(KVRange(0, 0), request, list(run.prompt_ids))
+        drafting = self._drafter.open(run.prompt_ids, sampling_of(run), VOCAB_SIZE)
+        self._model.add(drafting.kv, run)
+        self._coming[verifying] = run.completion
+        reading = self._growth.run(lambda: self._drafter.reading(drafting, policy))
+        done = await self._scheduler.read(verifying)
+        await reading
+        now = asyncio.get_running_loop().time
+        self._figures.tokens += 1
+        while done.verdict.finish_reason is None:
+            tokens = done.verdict.token_ids
+
+            def grow(tokens: tuple[int, ...] = tokens) -> Growing[Growth]:
+                self._drafter.commit(drafting, tokens)
+                return self._drafter.growing(drafting, policy, verifying.remaining - 1, MAX_TREE_NODES)
+
+            began = now()
+            growth = await self._growth.run(grow)
+            grown = now() - began
+            await asyncio.sleep(machine.round_seconds)
+            sent = now()
+            done = await self._scheduler.verify(verifying, growth.tree)
+            exchange = now() - sent
+            draft_seconds = growth.forward_seconds + machine.level_seconds * growth.draft_forwards
+            verify_seconds = done.timings.forward + machine.round_seconds
+            policy.observe(
+                SharedRound(
+                    growth.tree,
+                    done.verdict.accepted,
+                    growth.draft_forwards,
+                    draft_seconds,
+                    verify_seconds,
+                    waited_seconds=max(grown - draft_seconds, 0.0) + exchange - done.timings.forward,
+                    shared=done.shared,
+                )
+            )
+            self._figures.tokens += len(done.verdict.token_ids)
+            self._figures.rounds += 1
+            self._figures.nodes += len(growth.tree)
+            self._figures.trimmed += done.trimmed
+        self._scheduler.forget(verifying)
+        del self._coming[verifying]
+        self._drafter.close(drafting)
+
+    async def _pass(self, parts: Sequence[Part]) -> tuple[list[Verdict | None], Timings]:
+        rows = sum(part.rows for part in parts)
+        seconds = seconds_on(self._machine.verify, rows)
+        await asyncio.sleep(seconds)
+        verdicts: list[Verdict | None] = []
+        for part in parts:
+            session = part.session
+            session.read += part.prompt_tokens
+            if session.unread:
+                verdicts.append(None)
+                continue
+            verdict = verify(part.tree, self._coming[session])
+            self._coming[session] = self._coming[session][len(verdict.token_ids) :]
+            session.commit(verdict.token_ids, finished=verdict.finish_reason is not None)
+            verdicts.append(verdict)
+        if not any(part.prompt_tokens for part in parts):
+            self._figures.passes += 1
+            self._figures.rows += rows
+        return verdicts, Timings(seconds, 0.0, 0.0)
+
+
+class _SharedTable:
+    """A `DraftModel` over many runs, by the range of the session that each is of."""
+
+    context_length = TableModel.context_length
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._tables: dict[KVRange, TableModel] = {}
+        self.spent = 0.0  # virtual seconds since `take_spent`
+
+    def add(self, kv: KVRange, run: RecordedRun) -> None:
+        """What the session of a range reads."""
+        self._tables[kv] = TableModel(run, self._machine)
+
+    def whole(self, slots: int) -> int:
+        """As many."""
+        return slots
+
+    def reserve(self, slots: int, prompt_ids: Sequence[int], principal: str) -> tuple[KVRange | None, int]:
+        """A range in which nothing is stored."""
+        return KVRange(0, slots), 0
+
+    def release(self, kv: KVRange, token_ids: Sequence[int], principal: str) -> None:
+        """Forget the run."""
+        self._tables.pop(kv, None)
+
+    def move(self, kv: KVRange, slots: Sequence[int], start: int) -> None:
+        """Nothing to do."""
+
+    def expand(self, expansions: Sequence[Expansion]) -> float:
+        """Look up the proposals of all sessions' nodes; returns the seconds of one forward over them."""
+        rows = sum(self._tables[each.session.kv].look_up(each) for each in expansions)
+        seconds = seconds_on(self._machine.draft, rows)
+        self.spent += seconds + self._machine.level_seconds
+        return seconds
+
+    def take_spent(self) -> float:
+        """The virtual seconds of the forwards since the last call."""
+        spent, self.spent = self.spent, 0.0
+        return spent
+
+
+@dataclass
+class _VirtualThread:
+    """Runs calls at once, and hands on their results when the forwards in them would have ended."""
+
+    model: _SharedTable
+    idle: bool = field(default=False, init=False)
+
+    async def run(self, call: Callable[..., T], *args: Any) -> T:
+        """What the call returns."""
+        result = call(*args)
+        await asyncio.sleep(self.model.take_spent())
+        return result
+
+
+class _Selector(selectors.SelectSelector):
+    """Waits for nothing: the clock is moved to when the wait would have ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Nothing ever comes from outside."""
+        self.now += timeout or 0.0
+        return []
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock moves when there is nothing to do."""
+
+    def __init__(self) -> None:
+        self._virtual = _Selector()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        """Seconds since the loop was made."""
+        return self._virtual.now
+
+    def run_until_complete(self, future: Coroutine[Any, Any, T]) -> T:  # type: ignore[override]
+        """As the base's."""
+        return super().run_until_complete(future)

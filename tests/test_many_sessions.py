@@ -1,0 +1,145 @@
+"""Many requests at once: each gets the tokens that it gets alone, in order, and leaves nothing behind."""
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from model_zoo import save_noisy_copy, save_random_model
+from services import running_services
+
+from dynatree.client import Client, InvalidRequestError, ServerBusyError
+from dynatree.draft.policies import policy_names, residual_policies
+
+FAMILIES = ("gpt_neox", "llama", "gpt2")
+SESSIONS = 6
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def services(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    target = save_random_model(folder / "target", request.param, seed=3)
+    draft = save_noisy_copy(folder / "draft", target, seed=4)
+    with running_services(folder, target, draft, sessions=SESSIONS) as running:
+        yield running
+
+
+def mixed_requests(count):
+    """Requests of every kind: policies, lengths, sampling schemes, stop tokens and n."""
+    generator = random.Random(11)
+    requests = []
+    for number in range(count):
+        options = {"max_new_tokens": generator.choice([3, 20, 40, 64]), "n": generator.choice([1, 1, 1, 3])}
+        options["policy"] = policy_names()[number % len(policy_names())]
+        if number % 3:
+            options |= {"temperature": generator.choice([0.7, 1.0]), "seed": number, "top_k": 30}
+            if options["policy"] in residual_policies() and number % 2:
+                options["scheme"] = "residual"
+        if number % 4 == 0:
+            options |= {"stop": ["a", "on"], "stop_token_ids": [generator.randrange(2, 2048) for _ in range(40)]}
+        if number % 5 == 0:
+            options["repetition_penalty"] = 1.3
+        prompt = generator.choices(range(2, 2048), k=generator.choice([1, 5, 30, 60]))
+        requests.append((prompt, options | {"ignore_eos": number % 2 == 0}))
+    return requests
+
+
+def outcome(client, request):
+    prompt, options = request
+    completion = client.generate(prompt, **options)
+    every = (completion, *completion.alternatives)
+    return [(each.token_ids, each.text, each.finish_reason) for each in every]
+
+
+@pytest.mark.parametrize("count", [36, pytest.param(340, marks=pytest.mark.long)])
+def test_each_gets_what_it_gets_alone(services, count):
+    requests = mixed_requests(count)
+    with Client(services.draft_address) as client:
+        alone = [outcome(client, request) for request in requests]
+        with ThreadPoolExecutor(32) as threads:
+            together = list(threads.map(lambda request: outcome(client, request), requests))
+        for request, expected, got in zip(requests, alone, together, strict=True):
+            assert got == expected, request
+
+
+def test_sessions_share_passes_and_say_so(services):
+    with Client(services.draft_address) as client, ThreadPoolExecutor(SESSIONS) as threads:
+        request = ([5, 6, 7], {"max_new_tokens": 60, "ignore_eos": True})
+        stats = list(threads.map(lambda _: client.generate(request[0], **request[1]).stats, range(SESSIONS)))
+    assert max(each.sessions_per_pass for each in stats) > 1.5
+    assert all(each.rows_per_pass >= each.sessions_per_pass for each in stats)
+
+
+def test_no_forward_runs_for_what_was_cancelled_in_the_queue(services, monkeypatch):
+    """Those who leave the queue are gone at once, and whoever comes next is served."""
+    prompts = []
+    forward = services.target.forward
+
+    def counted(segments):
+        prompts.extend(segment.token_ids[0] for segment in segments if segment.start == 0)
+        return forward(segments)
+
+    monkeypatch.setattr(services.target, "forward", counted)
+    with Client(services.draft_address) as client:
+        running = [client.stream([5], ignore_eos=True) for _ in range(SESSIONS)]
+        for stream in running:
+            next(stream)
+        queued = [client.stream([9, 9], queue_position=True) for _ in range(20)]
+        assert [next(stream).queue_position for stream in queued] == list(range(20))
+        for stream in queued:
+            stream.close()
+        for stream in running:
+            stream.close()
+        assert len(client.generate([7, 7], max_new_tokens=2).token_ids) == 2
+    assert 9 not in prompts
+    assert prompts.count(7) == 1
+
+
+def test_the_queue_is_served_in_order(services):
+    order, lock = [], threading.Lock()
+
+    def wait_for_turn(number, client):
+        with client.stream([5, 6], max_new_tokens=8, ignore_eos=True) as stream:
+            next(stream)
+            with lock:
+                order.append(number)
+
+    with Client(services.draft_address) as client:
+        running = [client.stream([5], ignore_eos=True) for _ in range(SESSIONS)]
+        for stream in running:
+            next(stream)
+        threads = []
+        for number in range(8):
+            threads.append(threading.Thread(target=wait_for_turn, args=(number, client)))
+            threads[-1].start()
+            time.sleep(0.05)  # so that they come in this order
+        for stream in running[1:]:
+            stream.close()
+        for thread in threads:
+            thread.join(60)
+        running[0].close()
+    assert sorted(order) == list(range(8))
+
+
+def test_a_prompt_that_can_never_fit_is_refused_at_once_and_a_full_queue_says_when_to_come_back(tmp_path):
+    target = save_random_model(tmp_path / "target", "gpt_neox", seed=3)
+    with (
+        running_services(tmp_path, target, target, sessions=1, queue=1, prefix_cache=False) as services,
+        Client(services.draft_address) as client,
+    ):
+        running = client.stream([5], ignore_eos=True)
+        next(running)
+        with pytest.raises(InvalidRequestError):
+            client.generate([5] * 5000, max_new_tokens=2)
+        waiting = client.stream([5], max_new_tokens=2, queue_position=True)
+        next(waiting)
+        with pytest.raises(ServerBusyError, match="1 requests wait") as busy:
+            client.generate([5], max_new_tokens=2)
+        assert busy.value.retry_after is not None
+        running.close()
+        assert sum(len(chunk.token_ids) for chunk in waiting) == 2
+        deadline = time.monotonic() + 10
+        while not services.idle:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
