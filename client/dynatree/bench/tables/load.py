@@ -89,8 +89,7 @@ def _pass_table(title: str, heading: str, level: Callable[[LoadRuns], str], each
         [
             level(one),
             one.label,
-            *(milliseconds(spread([one.queue(percent)])) for percent in (50, 99)),
-            milliseconds(spread([one.queue_max])),
+            *(_whole_milliseconds(seconds) for seconds in (one.queue(50), one.queue(99), one.queue_max)),
             ratio(spread([one.per_pass("sessions_per_pass")])),
             ratio(spread([one.per_pass("rows_per_pass")])),
             ratio(spread([one.per_round("draft_n")])),
@@ -117,13 +116,17 @@ def _pass_table(title: str, heading: str, level: Callable[[LoadRuns], str], each
     return Table(f"Passes, {title}", headings, rows).without_empty_columns()
 
 
+def _whole_milliseconds(seconds: float | None) -> str:
+    """A time that is mostly nothing at all."""
+    return NONE if seconds is None else f"{1e3 * seconds:.0f}"
+
+
 def _count(number: int) -> Marked | str:
     return Marked(number) if number else NONE
 
 
 def failures(report: Report) -> Iterator[str]:
-    """What was refused and what failed in a load, by what the services said."""
-    said = by(report.get("failures", ()), lambda failure: (failure["code"], failure["details"]))
-    for (code, details), each in said.items():
+    """How many requests of a load were refused or failed, by code, and what the services said of the first."""
+    for code, each in by(report.get("failures", ()), lambda failure: failure["code"]).items():
         methods = ", ".join(dict.fromkeys(failure["label"] for failure in each))
-        yield Marked(f"{len(each)} requests ended in {code}: {details} ({methods})")
+        yield Marked(f"requests that ended in {code}: {len(each)} ({methods}); the first: {each[0]['details']}")
