@@ -162,7 +162,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch) -> None:
         replies = await drive(service, case, *arguments)
         if case.method.policy == "linear":
             error = ServerError(grpc.StatusCode.INTERNAL, "broken", token_ids=[1, 2])
-            replies[::2] = [Reply(each.prompt, each.client, each.start, 0.5, None, error) for each in replies[::2]]
+            replies[::2] = [Reply(each.prompt, each.client, each.start, 0.5, error) for each in replies[::2]]
         return replies
 
     monkeypatch.setattr(load_runs_module, "drive", failing)

@@ -17,18 +17,17 @@ from dynatree.client import AsyncClient, DynaTreeError
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of a request: an output, or an error after so many seconds.
+    """What became of a request, after so many seconds.
 
-    `start` is when it was due, in seconds since the load began; the output's times are since then. `client` is None in
-    an open loop.
+    `start` is when it was due, in seconds since the load began; `seconds` and an output's times are since then.
+    `client` is None in an open loop.
     """
 
     prompt: int
     client: int | None
     start: float
     seconds: float
-    output: Output | None
-    error: DynaTreeError | None = None
+    result: Output | DynaTreeError
 
 
 @dataclass(frozen=True)
@@ -94,12 +93,12 @@ class _Requests:
     async def make(self, request: int, client: int | None, due: float) -> None:
         """Send one, and keep its reply. A request that is sent late was waiting already."""
         prompt = prompt_number(self.load, self.repetition, request, len(self.prompts))
+        result: Output | DynaTreeError
         try:
-            output = await self._complete(prompt, due)
+            result = await self._complete(prompt, due)
         except DynaTreeError as error:
-            self.replies.append(Reply(prompt, client, due, self.clock() - due, None, error))
-        else:
-            self.replies.append(Reply(prompt, client, due, output.seconds, output))
+            result = error
+        self.replies.append(Reply(prompt, client, due, self.clock() - due, result))
 
     async def _complete(self, prompt: int, due: float) -> Output:
         arrivals: list[Arrival] = []

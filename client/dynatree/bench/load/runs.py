@@ -13,6 +13,7 @@ from dynatree.bench.load.loads import ClosedLoop, Load, OpenLoop, prompt_number
 from dynatree.bench.methods import PLAIN, Case
 from dynatree.bench.record import Failure, Place, Run
 from dynatree.bench.runs import RunSettings, agreement
+from dynatree.client import DynaTreeError
 
 WARM_UP_CLIENTS = 4  # where only rates are given
 
@@ -67,11 +68,12 @@ class LoadBench:
                 for case in able[::-1] if backwards else able:
                     cell = Cell([], [])
                     for reply in self._replies(case, load, repetition):
-                        if reply.output is None:
-                            cell.failures.append(_failure(reply, case, load, repetition))
+                        if isinstance(reply.result, Output):
+                            run = _run(reply, reply.result, case, load, repetition, self.settings.seed)
+                            plain.compare(run, reply.result.token_ids)
+                            cell.runs.append(run)
                         else:
-                            cell.runs.append(_run(reply, reply.output, case, load, repetition, self.settings.seed))
-                            plain.compare(cell.runs[-1], reply.output.token_ids)
+                            cell.failures.append(_failure(reply, reply.result, case, load, repetition))
                     yield cell
                 backwards = not backwards
 
@@ -140,17 +142,16 @@ def _run(reply: Reply, output: Output, case: Case, load: Load, repetition: int, 
     )
 
 
-def _failure(reply: Reply, case: Case, load: Load, repetition: int) -> Failure:
-    error = reply.error
+def _failure(reply: Reply, error: DynaTreeError, case: Case, load: Load, repetition: int) -> Failure:
     return Failure(
         label=case.method.label,
         prompt=reply.prompt,
         repetition=repetition,
         load=_place(reply, load),
         seconds=reply.seconds,
-        tokens=len(error.token_ids) if error else 0,
-        code=error.code.name if error else "",
-        details=error.details if error else "",
+        tokens=len(error.token_ids),
+        code=error.code.name,
+        details=error.details,
     )
 
 
