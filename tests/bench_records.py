@@ -143,6 +143,47 @@ def new_report(command: str, runs: Sequence[Run], *, dtype: str = "float32", **c
     )
 
 
+def load_report(**changes: Any) -> Report:
+    """A record of `dynatree bench load`: two clients under plain decoding and a policy, and a request every 2 seconds.
+
+    Of a closed loop's 40 tokens, plain decoding makes 10 a second, 20 in a second repetition, and the policy 40.
+    """
+    shared = {"sessions_per_pass": 1.5, "rows_per_pass": 3.0, "trimmed_n": 8, "cached_tokens": 0}
+
+    def loaded(label: str, seconds: float, *, start: float = 0.0, queue: float = 0.0, **where: Any) -> Run:
+        base = STATISTICS if label == "autoregressive" else DRAFTED
+        place = {"clients": None, "rate": None, "client": None} | where.pop("load") | {"start_seconds": start}
+        statistics = base | shared | {"queue_seconds": queue}
+        return new_run(label, seconds, load=place, statistics=statistics, peak_memory=None, **where)
+
+    closed = [{"clients": 2, "client": client} for client in range(2)]
+    at_rate = {"rate": 0.5}
+    refused = {
+        "label": "linear",
+        "prompt": 1,
+        "repetition": 0,
+        "load": {"clients": None, "rate": 0.5, "client": None, "start_seconds": 2.0},
+        "seconds": 0.01,
+        "tokens": 0,
+        "code": "RESOURCE_EXHAUSTED",
+        "details": "every session is in use",
+    }
+    runs = [
+        loaded("autoregressive", 2.0, load=closed[0]),
+        loaded("autoregressive", 4.0, load=closed[1], queue=1.0, prompt=1),
+        loaded("linear", 1.0, load=closed[0]),
+        loaded("linear", 1.0, load=closed[1], prompt=1),
+        loaded("linear", 1.0, load=closed[0], repetition=1),
+        loaded("linear", 1.0, load=closed[1], repetition=1, prompt=1),
+        loaded("autoregressive", 2.0, load=closed[0], repetition=1),
+        loaded("autoregressive", 2.0, load=closed[1], repetition=1, prompt=1),
+        loaded("autoregressive", 2.0, load=at_rate),
+        loaded("autoregressive", 4.0, load=at_rate, start=2.0, prompt=1),
+        loaded("linear", 1.0, load=at_rate),
+    ]
+    return new_report("load", runs, **{"failures": [refused]} | changes)
+
+
 def costs_report(**changes: Any) -> Report:
     """A record of `dynatree bench costs`: a plain step of 10 ms, of which the floor is 4."""
     curves = {

@@ -105,7 +105,12 @@ def shared_pair(embedded_services: EmbeddedServices, monkeypatch: pytest.MonkeyP
     def shared(target_model: str, draft_model: str, *_: object) -> Iterator[service_pair.ServicePair]:
         assert (target_model, draft_model) == ("embedded", "embedded")
         with Client(embedded_services.draft_address) as client:
-            yield service_pair.ServicePair(client, embedded_services.draft_process, embedded_services.verify_process)
+            yield service_pair.ServicePair(
+                client,
+                embedded_services.draft_process,
+                embedded_services.verify_process,
+                embedded_services.draft_address,
+            )
 
     monkeypatch.setattr(service_pair, "service_pair", shared)
     monkeypatch.setattr(bench, "service_pair", shared)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_records import baseline, costs_report, new_report, new_run, old_report, old_run
+from bench_records import baseline, costs_report, load_report, new_report, new_run, old_report, old_run
 
 from dynatree.bench.record import Report, load, save
 from dynatree.cli.main import main
@@ -21,6 +21,7 @@ KEPT = Path(__file__).parent.parent / "benchmarks"
         new_report("compare", [baseline("transformers", 1.0)], complete=False),
         new_report("compare", []),
         costs_report(),
+        load_report(),
     ],
 )
 def test_what_is_saved_loads_again(tmp_path: Path, report: Report) -> None:

@@ -18,6 +18,7 @@ from bench_records import (
     baseline,
     costs_report,
     detailed,
+    load_report,
     new_report,
     new_run,
     old_report,
@@ -42,6 +43,7 @@ TITLES = [
     "Speedup by data set",
     "Speedup by length of the output",
     "Speedup by length of the prompt",
+    "Many clients",
     "Settings",
     "Acceptance by depth",
     "Time of a round",
@@ -117,6 +119,7 @@ def save_all(folder: Path) -> Path:
         "long": long,
         "sweep": sweep(),
         "costs": costs_report(),
+        "load": load_report(),
         "version-1": old_report("ablation", [old_run("autoregressive")]),
     }
     for name, report in written.items():

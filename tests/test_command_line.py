@@ -300,6 +300,7 @@ print(json.dumps(answers))
 PAIR = ["--target-model", "embedded", "--draft-model", "embedded"]
 DRAFT = ["draft", "--draft-model", "embedded", "--verify", "localhost:1"]
 VERIFY = ["verify", "--target-model", "embedded"]
+LOAD = ["bench", "load", "--prompts", "book.txt"]
 COMPARE = ["bench", "compare", "--prompts", "book.txt"]
 HELP = [
     ["--help"],
@@ -334,6 +335,15 @@ WRONG = [
     [*COMPARE, "--scheme", "nope"],
     [*COMPARE, "--server", "localhost:1", "--threads", "2"],
     ["bench", "costs", "--repetitions", "0"],
+    LOAD,
+    [*LOAD, "--clients", "1,none"],
+    [*LOAD, "--clients", "1,1"],
+    [*LOAD, "--rate", "0"],
+    [*LOAD, "--rate", "2", "--rounds", "3"],
+    [*LOAD, "--clients", "2", "--requests", "3"],
+    [*LOAD, "--rate", "2", "--baseline", "transformers"],
+    [*LOAD, "--clients", "2", "--baseline", "transformers", "--temperature", "0.7"],
+    [*LOAD, "--clients", "2", "--server", "localhost:1", "--max-sessions", "2"],
 ]
 REFUSED = [
     [*DRAFT, "--policy", "linear", "--set", "depth=99"],
@@ -342,6 +352,7 @@ REFUSED = [
     ["generate", "Once", "--server", "localhost"],
     [*COMPARE, "--policy", "nope"],
     [*COMPARE, "--policy", "linear:depth=99"],
+    [*LOAD, "--clients", "2", "--policy", "linear:depth=99"],
     ["trace", "/no/such/file", "--html", "page.html"],
 ]
 STATUSES = [*((line, 0) for line in HELP), *((line, 2) for line in WRONG), *((line, 1) for line in REFUSED)]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from dynatree.bench.measurements import EMBEDDED, MEASUREMENTS, Measurement
 from dynatree.bench.methods import BASELINES, SCHEMES, parse_method, parse_methods
 from dynatree.cli.arguments import DTYPES
+
+T = TypeVar("T")
 
 _COSTS = "what a round costs by nodes, context and sessions, and a draft forward by rows, against the memory's speed"
 
@@ -25,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _add_services(subparser)
         _add_prompts(subparser)
         _add_runs(subparser, measurement)
+        if measurement.takes_loads:
+            _add_loads(subparser)
         _add_out(subparser)
     _add_costs(subparsers.add_parser("costs", help=_COSTS, description=_COSTS, allow_abbrev=False))
     _add_record(subparsers.add_parser("record", help=_RECORD, description=_RECORD, allow_abbrev=False))
@@ -232,18 +237,28 @@ def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None
             type=parse_method,
             action="append",
             metavar="NAME[:set=value,...]",
-            help="may be repeated (default: "
-            + ("every policy of the server)" if measurement.takes_scheme else "linear, fixed, dynatree and dyspec)"),
+            help=f"may be repeated (default: {measurement.default_policies})",
         )
     if measurement.takes_baselines:
         group.add_argument(
             "--baseline",
             dest="baselines",
             action="append",
-            choices=[*BASELINES, "all"],
-            help="transformers' own generate(), in this process, at temperature 0; may be repeated (default: none)",
+            choices=["transformers"] if measurement.takes_loads else [*BASELINES, "all"],
+            help="transformers' own generate(), in this process, at temperature 0; "
+            + ("the prompts of all clients in one batch" if measurement.takes_loads else "may be repeated")
+            + " (default: none)",
         )
-    _add_temperatures(group, measurement.temperatures)
+    if measurement.takes_loads:
+        group.add_argument(
+            "--temperature",
+            dest="temperatures",
+            type=lambda text: (_temperature(text),),
+            metavar="T",
+            help="default: 0",
+        )
+    else:
+        _add_temperatures(group, measurement.temperatures)
     group.add_argument(
         "--seed", type=_at_least(0), default=0, metavar="S", help="of the first prompt; grows by 1 with each"
     )
@@ -261,6 +276,53 @@ def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None
         group.add_argument(
             "--warmup", type=_at_least(0), default=1, metavar="W", help="runs that do not count (default: %(default)s)"
         )
+
+
+def _add_loads(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("loads", "--clients, --rate or both")
+    group.add_argument(
+        "--clients",
+        type=_list_of(_at_least(1)),
+        metavar="N,N,...",
+        help="closed loops: so many clients, each of which sends a prompt when its last completion has ended",
+    )
+    group.add_argument("--rounds", type=_at_least(1), metavar="R", help="prompts of each client (default: 2)")
+    group.add_argument(
+        "--rate",
+        dest="rates",
+        type=_list_of(_rate),
+        metavar="R,R,...",
+        help="open loops: so many requests a second, at random times (a Poisson process, which --seed sets)",
+    )
+    group.add_argument("--requests", type=_at_least(1), metavar="N", help="of each open loop (default: 32)")
+    group.add_argument(
+        "--max-sessions",
+        type=_at_least(1),
+        metavar="N",
+        help="completions at once, of services that are started here; more wait (default: theirs)",
+    )
+
+
+def _list_of(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """An argparse type: one or several of another type, each once, with commas between."""
+
+    def parse_all(text: str) -> list[T]:
+        values = [parse(part) for part in text.split(",")]
+        if len(set(values)) < len(values):
+            raise argparse.ArgumentTypeError(f"{text!r} has a number twice")
+        return values
+
+    return parse_all
+
+
+def _rate(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of requests a second above 0")
+    return number
 
 
 def _at_least(least: int) -> Callable[[str], int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from dynatree.client import ModelInfo
 from dynatree.common.tokenizer import first_line
 
 _LOOKUP_TOKENS = 10
-_PADDING = 0  # never used, as there is one prompt at a time; without one transformers warns
+_PADDING = 0  # before the shorter prompts of a batch, where attention leaves it out
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,15 @@ def load_baselines(methods: Sequence[Method], target: LocalModel, draft: LocalMo
     return {method.label: partial(_generate, model, options.get(method.label, {})) for method in methods}
 
 
+def load_batches(target: LocalModel) -> Callable[[Sequence[Prompt], int], list[Output]]:
+    """What completes a batch of prompts greedily, by so many tokens each.
+
+    Raises:
+        SystemExit: The model cannot be loaded.
+    """
+    return partial(_generate_batch, _load(target), {})
+
+
 def _load(local: LocalModel) -> Any:
     """The model with transformers' default attention; it knows no end of sequence, as the services ignore theirs.
 
@@ -66,14 +75,27 @@ def _load(local: LocalModel) -> Any:
     return model
 
 
-@torch.inference_mode()
 def _generate(model: Any, options: dict[str, Any], prompt: Prompt, max_new_tokens: int) -> Output:
-    arrivals = _Arrivals()
-    token_ids = torch.tensor([list(prompt)], device=model.device)
+    [output] = _generate_batch(model, options, [prompt], max_new_tokens)
+    return output
+
+
+@torch.inference_mode()
+def _generate_batch(
+    model: Any, options: dict[str, Any], prompts: Sequence[Prompt], max_new_tokens: int
+) -> list[Output]:
+    """One batch, padded on the left to the longest prompt; its outputs arrive together."""
+    arrivals = _Arrivals(len(prompts))
+    longest = max(map(len, prompts))
+    padding = [longest - len(prompt) for prompt in prompts]
+    token_ids = torch.tensor(  # (batch, longest)
+        [[_PADDING] * pads + list(prompt) for pads, prompt in zip(padding, prompts, strict=True)], device=model.device
+    )
+    mask = torch.tensor([[0] * pads + [1] * (longest - pads) for pads in padding], device=model.device)
     try:
         output = model.generate(
             token_ids,
-            attention_mask=torch.ones_like(token_ids),
+            attention_mask=mask,
             do_sample=False,
             max_new_tokens=max_new_tokens,
             pad_token_id=_PADDING,
@@ -83,13 +105,17 @@ def _generate(model: Any, options: dict[str, Any], prompt: Prompt, max_new_token
     except ValueError as error:
         raise SystemExit(f"transformers' generate() refuses: {first_line(error)}") from None
     seconds = time.perf_counter() - arrivals.started
-    return Output(tuple(output[0, len(prompt) :].tolist()), tuple(arrivals.entries), seconds)
+    return [Output(tuple(row), tuple(arrivals.entries), seconds) for row in output[:, longest:].tolist()]
 
 
 class _Arrivals(BaseStreamer):
-    """Notes when tokens come. What `generate()` puts first is the prompt; after that, one or several new tokens."""
+    """Notes when tokens come to each row of a batch.
 
-    def __init__(self) -> None:
+    What `generate()` puts first are the prompts; after that, one or several new tokens of every row.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
         self.entries: list[Arrival] = []
         self.started = time.perf_counter()
         self._tokens: int | None = None
@@ -99,7 +125,7 @@ class _Arrivals(BaseStreamer):
         if self._tokens is None:
             self._tokens = 0
             return
-        self._tokens += value.numel()
+        self._tokens += value.numel() // self._rows
         self.entries.append((self._tokens, time.perf_counter() - self.started))
 
     def end(self) -> None:

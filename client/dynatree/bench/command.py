@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,12 +12,15 @@ from pathlib import Path
 
 from dynatree.bench.decoding import Baseline, Decoders
 from dynatree.bench.environment import Environment, environment
+from dynatree.bench.load.clients import Service
+from dynatree.bench.load.loads import ClosedLoop, Load, OpenLoop
+from dynatree.bench.load.runs import Batch, LoadBench, admitted_to
 from dynatree.bench.measurements import EMBEDDED, MEASUREMENTS
 from dynatree.bench.memory import PeakMemory
 from dynatree.bench.methods import ABLATION, ASSISTED, BASELINES, COUPLING, GUESSES, PLAIN, SCHEMES, Case, Method
 from dynatree.bench.progress import progress_bar
 from dynatree.bench.prompts import Prompts, Selection, load_tokenizer, read_prompts
-from dynatree.bench.record import Costs, Report, check_writable, is_replaceable, load, new_report, save
+from dynatree.bench.record import REFUSED, Costs, Report, check_writable, is_replaceable, load, new_report, save
 from dynatree.bench.report.command import write_report
 from dynatree.bench.runs import RunSettings, admitted, measure, plan, warm_up
 from dynatree.bench.tables import print_report, unequal
@@ -24,7 +28,8 @@ from dynatree.cli.service_pair import service_pair
 from dynatree.client import Client, ModelInfo, ServiceInfo
 from dynatree.common import embedded
 
-SERVICE_OPTIONS = ("draft_model", "dtype", "device", "threads")  # of the services that are started here
+SERVICE_OPTIONS = ("draft_model", "dtype", "device", "threads", "max_sessions")  # of services that are started here
+ROUNDS, REQUESTS = 2, 32  # of a closed loop's clients, and of an open loop
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,13 @@ class Services:
     """The services to measure; their processes are None where they were not started here."""
 
     client: Client
+    address: str
     draft_process: int | None = None
     verify_process: int | None = None
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print and keep it; 1 if an output that must equal plain decoding's does not.
+    """Measure, print and keep it; 1 if an output that must equal plain decoding's does not, or a load's request failed.
 
     In 16-bit dtypes forwards over one row and over many may round differently, so two tokens that are almost tied can
     change places: there a difference is reported and is no failure.
@@ -65,7 +71,8 @@ def run(options: argparse.Namespace) -> int:
     report = _measure_costs(options) if options.measurement == "costs" else _measure_runs(options)
     print_report(report)
     exact = report["models"]["target"]["dtype"] == "float32"
-    return 1 if exact and unequal(report["runs"]) else 0
+    failed = any(failure["code"] != REFUSED for failure in report.get("failures", ()))
+    return 1 if failed or (exact and unequal(report["runs"])) else 0
 
 
 def _measure_runs(options: argparse.Namespace) -> Report:
@@ -82,7 +89,8 @@ def _measure_runs(options: argparse.Namespace) -> Report:
                 "name the target with --target-model"
             )
         _check_context(info, prompts, options.max_new_tokens)
-        return _measure(services, info, prompts, measured_on, options)
+        measure = _measure_loads if options.measurement == "load" else _measure
+        return measure(services, info, prompts, measured_on, options)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -90,19 +98,32 @@ def _check(options: argparse.Namespace) -> None:
     given = [
         name
         for name in SERVICE_OPTIONS
-        if getattr(options, name) is not None and not (name == "draft_model" and assisted)
+        if getattr(options, name, None) is not None and not (name == "draft_model" and assisted)
     ]
     if options.server is not None and given:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
         options.usage_error(f"{names}: only for services that are started here, not with --server")
     if options.server is not None and assisted and options.draft_model is None:
         options.usage_error("--baseline transformers-assisted with --server: expected --draft-model as well")
+    if options.measurement == "load":
+        _check_loads(options)
     if options.baselines and 0 not in _temperatures(options):
         options.usage_error("--baseline: baselines decode at temperature 0 only; expected --temperature 0 as well")
     if options.out and options.out.exists() and options.prompts.exists() and options.out.samefile(options.prompts):
         raise SystemExit(f"{options.out} holds the prompts; expected a file of its own for --out")
     if options.server is None:
         _check_policies(getattr(options, "policies", None) or ())
+
+
+def _check_loads(options: argparse.Namespace) -> None:
+    if options.clients is None and options.rates is None:
+        options.usage_error("expected --clients, --rate or both")
+    if options.clients is None and options.rounds is not None:
+        options.usage_error("--rounds: only with --clients")
+    if options.rates is None and options.requests is not None:
+        options.usage_error("--requests: only with --rate")
+    if options.clients is None and options.baselines:
+        options.usage_error("--baseline: its batches are a closed loop; expected --clients as well")
 
 
 def _check_policies(methods: Sequence[Method]) -> None:
@@ -133,19 +154,19 @@ def _environment(options: argparse.Namespace) -> Environment:
 @contextmanager
 def _services(options: argparse.Namespace) -> Iterator[Services]:
     if options.server is None:
-        flags = ["--max-sessions", "2"]
+        flags = [] if options.measurement == "load" else ["--max-sessions", "2"]
         for name in SERVICE_OPTIONS[1:]:
-            if getattr(options, name) is not None:
-                flags += [f"--{name}", str(getattr(options, name))]
+            if getattr(options, name, None) is not None:
+                flags += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
         with service_pair(options.target_model, options.draft_model or EMBEDDED, flags) as pair:
-            yield Services(pair.client, pair.draft_process, pair.verify_process)
+            yield Services(pair.client, pair.address, pair.draft_process, pair.verify_process)
         return
     try:
         client = Client(options.server)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     with client:
-        yield Services(client)
+        yield Services(client, options.server)
 
 
 def _check_context(info: ServiceInfo, prompts: Prompts, max_new_tokens: int) -> None:
@@ -200,6 +221,68 @@ def _measure(
                 save(report, options.out)  # an hour of measuring outlives a kill
             progress.advance(task)
     return report
+
+
+def _measure_loads(
+    services: Services, info: ServiceInfo, prompts: Prompts, measured_on: Environment, options: argparse.Namespace
+) -> Report:
+    """Run every load; those that are done by then are kept even where one fails or is interrupted."""
+    settings = RunSettings(options.max_new_tokens, options.seed, options.repetitions, options.warmup)
+    loads = _loads(options)
+    cases, _ = admitted(Decoders(services.client), prompts.token_ids[0], _load_cases(options, info))
+    baselines = plan(_baselines(options), [0.0], ["gumbel"])
+    cases = [cases[0], *baselines, *cases[1:]]
+    report = new_report(
+        options.measurement,
+        measured_on,
+        info.target,
+        info.draft,
+        prompts=_describe_prompts(prompts, options.name),
+        options={
+            "clients": options.clients or [],
+            "rounds": options.rounds or ROUNDS,
+            "rates": options.rates or [],
+            "requests": options.requests or REQUESTS,
+            "max_new_tokens": settings.max_new_tokens,
+            "prompt_tokens": options.prompt_tokens,
+            "seed": settings.seed,
+            "repetitions": settings.repetitions,
+            "warmup": settings.warmup,
+            "ignore_eos": True,
+        },
+    )
+    report["failures"] = []
+    batch = _load_batches(options, info) if baselines else None
+    total = len(cases) * settings.warmup + settings.repetitions * sum(len(admitted_to(load, cases)) for load in loads)
+    with asyncio.Runner() as runner, _kept(report, options.out), progress_bar() as progress:
+        bench = LoadBench(runner, Service(services.address, prompts.token_ids), batch, settings)
+        task = progress.add_task(options.measurement, total=total)
+        for _ in bench.warm_up(loads, cases):
+            progress.advance(task)
+        for cell in bench.measure(loads, cases):
+            report["runs"] += cell.runs
+            report["failures"] += cell.failures
+            if options.out is not None and is_replaceable(options.out):
+                save(report, options.out)
+            progress.advance(task)
+    return report
+
+
+def _loads(options: argparse.Namespace) -> list[Load]:
+    closed = [ClosedLoop(clients, options.rounds or ROUNDS) for clients in options.clients or ()]
+    return [*closed, *(OpenLoop(rate, options.requests or REQUESTS) for rate in options.rates or ())]
+
+
+def _load_cases(options: argparse.Namespace, info: ServiceInfo) -> list[Case]:
+    """Plain decoding, in passes that sessions share as those of any policy, and then the policies."""
+    default = Method(info.policies[0], info.policies[0])
+    return plan([PLAIN, *(options.policies or [default])], _temperatures(options), ["gumbel"])
+
+
+def _load_batches(options: argparse.Namespace, info: ServiceInfo) -> Batch:
+    from dynatree.bench.baselines import LocalModel, load_batches
+
+    return load_batches(LocalModel(_path(options.target_model, embedded.target_path()), info.target))
 
 
 def _temperatures(options: argparse.Namespace) -> Sequence[float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dynatree.bench.methods import Case
-from dynatree.client import Client, RoundTrace, Statistics
+from dynatree.client import Client, GenerateOptions, RoundTrace, Statistics
 
 Prompt = Sequence[int]
 Arrival = tuple[int, float]
@@ -26,6 +26,20 @@ class Output:
     seconds: float
     statistics: Statistics | None = None
     trace: tuple[RoundTrace, ...] = ()
+
+
+def options_of(case: Case, max_new_tokens: int, seed: int, trace: bool = False) -> GenerateOptions:
+    """What the services are asked for; end-of-sequence tokens are ignored."""
+    return GenerateOptions(
+        max_new_tokens=max_new_tokens,
+        temperature=case.temperature,
+        seed=seed,
+        scheme=case.scheme,
+        ignore_eos=True,
+        trace=trace,
+        policy=case.method.policy,
+        policy_settings=dict(case.method.settings),
+    )
 
 
 Baseline = Callable[[Prompt, int], Output]  # completes a prompt greedily by so many tokens
@@ -50,17 +64,7 @@ class Decoders:
         arrivals: list[Arrival] = []
         tokens = 0
         started = time.perf_counter()
-        with self.client.stream(
-            prompt,
-            max_new_tokens=max_new_tokens,
-            temperature=case.temperature,
-            seed=seed,
-            scheme=case.scheme,
-            ignore_eos=True,
-            trace=trace,
-            policy=case.method.policy,
-            policy_settings=dict(case.method.settings),
-        ) as stream:
+        with self.client.stream(prompt, **options_of(case, max_new_tokens, seed, trace)) as stream:
             for chunk in stream:
                 if chunk.token_ids:
                     tokens += len(chunk.token_ids)

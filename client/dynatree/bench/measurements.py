@@ -14,10 +14,12 @@ class Measurement:
     help: str
     temperatures: tuple[float, ...]
     takes_policies: bool = False
+    default_policies: str = "every policy of the server"
     takes_alternatives: bool = False  # for the settings of policies, which must be given then
     takes_baselines: bool = False
     takes_scheme: bool = True
     takes_repetitions: bool = True
+    takes_loads: bool = False
 
 
 MEASUREMENTS = {
@@ -34,7 +36,17 @@ MEASUREMENTS = {
         "tokens per round by sampling scheme: gumbel, independent, residual",
         (0.7, 1.0),
         takes_policies=True,
+        default_policies="linear, fixed, dynatree and dyspec",
         takes_scheme=False,
+    ),
+    "load": Measurement(
+        "many clients at once: throughput, waiting and shared passes, by clients or by requests a second",
+        (0.0,),
+        takes_policies=True,
+        default_policies="the server's default; autoregressive is always there",
+        takes_baselines=True,
+        takes_scheme=False,
+        takes_loads=True,
     ),
     "ranks": Measurement(
         "how often the target chooses the draft's first, second ... guess", (0.0,), takes_repetitions=False

@@ -3,7 +3,7 @@
 Schema, version 2; one object:
 
     schema_version  2
-    command         "compare", "sweep", "ablation", "coupling", "ranks" or "costs"
+    command         "compare", "sweep", "ablation", "coupling", "ranks", "load" or "costs"
     started         when, ISO 8601 with its offset from UTC
     complete        false where the measurement was interrupted
     versions        of dynatree, torch, transformers (null where not installed) and python, on the client's side
@@ -37,6 +37,16 @@ Schema, version 2; one object:
                                      null where not known. A baseline runs in the client
         statistics                   all of `dynatree.client.Statistics`; null for a baseline
         ranks                        of `dynatree bench ranks` only: {"trials", "hits"}, see `ranks.py`
+        load                         of `dynatree bench load` only: {"clients", "rate", "client", "start_seconds"}. A
+                                     closed loop has `clients`, and one of them, from 0, made the request; an open loop
+                                     has a rate, in requests a second. The others are null. The request was due
+                                     `start_seconds` after its load began; wall_seconds and arrivals are since then
+
+`dynatree bench load` has "clients", "rounds", "rates" and "requests" among its options, no peak_memory, and
+
+    failures        [{"label", "prompt", "repetition", "load", "seconds", "tokens", "code", "details"}]: requests that
+                    ended in an error, after so many seconds and tokens; its gRPC code and what the service said. Code
+                    "RESOURCE_EXHAUSTED" is a refusal: the queue was full
 
 `dynatree bench costs` has no runs and 0 prompts, its options are {"max_nodes", "repetitions"}, and it has
 
@@ -69,10 +79,20 @@ from dynatree.bench.ranks import RankCounts
 from dynatree.client import ModelInfo
 
 SCHEMA_VERSION = 2
-COMMANDS = ("compare", "sweep", "ablation", "coupling", "ranks", "costs")
+COMMANDS = ("compare", "sweep", "ablation", "coupling", "ranks", "load", "costs")
+REFUSED = "RESOURCE_EXHAUSTED"  # the code of a failure: there was no room
 CURVES = ("nodes", "context", "sessions", "draft")
 PARTS = ("draft_forward", "grow", "verify_forward", "accept", "commit", "wire")  # of a round, in its order
 _READABLE = (1, SCHEMA_VERSION)
+
+
+class Place(TypedDict):
+    """Where in a load a request was made; see the module."""
+
+    clients: int | None
+    rate: float | None
+    client: int | None
+    start_seconds: float
 
 
 class Run(TypedDict):
@@ -94,6 +114,20 @@ class Run(TypedDict):
     peak_memory: NotRequired[dict[str, int | None] | None]
     statistics: dict[str, Any] | None
     ranks: NotRequired[RankCounts]
+    load: NotRequired[Place]
+
+
+class Failure(TypedDict):
+    """A request of a load that ended in an error; see the module."""
+
+    label: str
+    prompt: int
+    repetition: int
+    load: Place
+    seconds: float
+    tokens: int
+    code: str
+    details: str
 
 
 class Skipped(TypedDict):
@@ -139,6 +173,7 @@ class Report(TypedDict):
     skipped: list[Skipped]
     runs: list[Run]
     costs: NotRequired[Costs]
+    failures: NotRequired[list[Failure]]
 
 
 def new_report(
@@ -365,6 +400,28 @@ _RUN = {
     "peak_memory": _Since2(_OrNull({name: _OrNull(_is_count) for name in ("draft", "verify", "client")})),
     "statistics": _OrNull(_STATISTICS),
 }
+_PLACE = {
+    "clients": _OrNull(_is_some),
+    "rate": _OrNull(_is_positive),
+    "client": _OrNull(_is_count),
+    "start_seconds": _is_number,
+}
+_LOADED = {
+    "queue_seconds": _is_number,
+    "sessions_per_pass": _is_number,
+    "rows_per_pass": _is_number,
+    "trimmed_n": _is_count,
+    "cached_tokens": _is_count,
+    "draft_n_accepted": _is_count,
+}
+_FAILURE = {
+    "label": _is_text,
+    "repetition": _is_count,
+    "load": _PLACE,
+    "seconds": _is_number,
+    "code": _is_text,
+    "details": _is_text,
+}
 _POINT = {
     "curve": CURVES.__contains__,
     "nodes": _is_count,
@@ -389,5 +446,6 @@ _REPORT = {
 _OF_RUNS = {"options": {"max_new_tokens": _is_some}}
 _OF_COMMAND: dict[str, dict[str, Any]] = {
     "ranks": _OF_RUNS | {"runs": [{"ranks": _RANKS}]},
+    "load": _OF_RUNS | {"runs": [{"load": _PLACE, "statistics": _OrNull(_LOADED)}], "failures": [_FAILURE]},
     "costs": {"costs": {"plain_seconds": _Some(_is_positive), "points": [_POINT], "floor": _FLOOR}},
 }

@@ -28,11 +28,12 @@ _INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT)  # exit statuses, without a
 
 @dataclass(frozen=True)
 class ServicePair:
-    """A client of two services that run here, and their process ids."""
+    """A client of two services that run here, their process ids, and the draft service's address."""
 
     client: Client
     draft_process: int
     verify_process: int
+    address: str
 
 
 @contextmanager
@@ -62,7 +63,7 @@ def service_pair(
         children = {name: stack.enter_context(_child(folder, name, args)) for name, args in commands.items()}
         client = stack.enter_context(Client(draft, connect_timeout=1.0))
         _wait(client, list(children.values()), start_timeout)
-        yield ServicePair(client, children["draft"][0].pid, children["verify"][0].pid)
+        yield ServicePair(client, children["draft"][0].pid, children["verify"][0].pid, draft)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from types import ModuleType
 from dynatree.bench.record import load
 from dynatree.bench.report.content import Content
 from dynatree.bench.report.costs import memory, round_times, verify_costs
+from dynatree.bench.report.load import many_clients
 from dynatree.bench.report.measured import tables_by_file, what_was_measured
 from dynatree.bench.report.observations import Record
 from dynatree.bench.report.speed import by_length, by_prompt_length, matrix, throughput
@@ -22,6 +23,7 @@ SECTIONS = (
     matrix,
     by_length,
     by_prompt_length,
+    many_clients,
     sweeps,
     acceptance,
     round_times,

@@ -10,6 +10,7 @@ from rich.markup import escape
 from dynatree.bench.figures import SIXTEEN_BIT, by, unequal
 from dynatree.bench.record import Report, Run
 from dynatree.bench.tables.costs import costs
+from dynatree.bench.tables.load import failures, load
 from dynatree.bench.tables.speed import compare, sweep
 from dynatree.bench.tables.studies import ablation, coupling, ranks
 from dynatree.bench.tables.table import Marked, Table, to_rich
@@ -52,6 +53,7 @@ def remarks(report: Report) -> Iterator[str]:
         yield from _differences(wrong)
     elif checked:
         yield f"equal to plain decoding: all of {len(checked)} outputs"
+    yield from failures(report)
     if not report["complete"]:
         yield Marked("The measurement was interrupted: not every run is there.")
 
@@ -95,5 +97,6 @@ _TABLES: dict[str, Callable[[Report], Iterable[Table]]] = {
     "ablation": ablation,
     "coupling": coupling,
     "ranks": ranks,
+    "load": load,
     "costs": costs,
 }

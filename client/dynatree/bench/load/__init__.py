@@ -1,0 +1,1 @@
+"""`dynatree bench load`: many clients at once."""
