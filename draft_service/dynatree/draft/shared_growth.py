@@ -73,14 +73,22 @@ class SharedGrowth:
         return future
 
     async def _run(self) -> None:
-        while self._tasks:
-            tasks, self._tasks = self._tasks, []
-            await self._thread.run(self._step, tasks)
-            for task in tasks:
-                if task.wanted is None:
-                    task.settle()
-            self._tasks[:0] = [task for task in tasks if task.wanted is not None]
-        self._stepping = None
+        tasks: list[_Task] = []
+        try:
+            while self._tasks:
+                tasks, self._tasks = self._tasks, []
+                await self._thread.run(self._step, tasks)
+                for task in tasks:
+                    if task.wanted is None:
+                        task.settle()
+                self._tasks[:0] = [task for task in tasks if task.wanted is not None]
+        except BaseException:
+            for task in (*tasks, *self._tasks):
+                task.future.cancel()  # nobody must wait for a loop that has ended
+            self._tasks = []
+            raise
+        finally:
+            self._stepping = None
 
     def _step(self, tasks: list[_Task]) -> None:
         """Advance every task to its next expansion or its end, with one forward over what they wait for."""
