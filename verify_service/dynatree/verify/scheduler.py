@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from dynatree.common.pass_statistics import PassStatistics
@@ -20,7 +21,7 @@ from dynatree.verify.verifier import Part, Timings
 
 RATE_FADE = 0.9  # weight of the past at each pass in the rate of the service
 GAP_STEP = 0.3  # weight of one gap in a session's usual gap
-STREAMING_GAPS = 4.0  # usual gaps after which a session that is silent is not waited for
+LATE_SPREADS = 2.0  # mean deviations from its usual gap after which a silent session is not waited for
 PROMPT_STRETCH = 1.7  # a pass that reads a prompt may take so many times as long as those before it
 PROMPT_ROWS = 512  # of a prompt in a pass where no session streams: what others may have to wait for
 LEAST_PROMPT_ROWS = 16  # of a pass that reads a prompt: less would take for ever
@@ -72,13 +73,29 @@ class _Pace:
 
     answered: float | None = None  # None while it waits for a pass
     gap: float | None = None
+    spread: float = 0.0  # mean absolute deviation of the gap
     rows: float = 1.0
+
+    def came(self, now: float) -> None:
+        """Its next tree is here."""
+        if self.answered is not None:
+            gap = now - self.answered
+            if self.gap is None:
+                self.gap, self.spread = gap, gap / 2
+            else:
+                self.spread += GAP_STEP * (abs(gap - self.gap) - self.spread)
+                self.gap += GAP_STEP * (gap - self.gap)
+        self.answered = None
 
     def expected(self, now: float) -> float | None:
         """When its next tree should come; None where that cannot be said, or it should have come long since."""
-        if self.answered is None or self.gap is None or now > self.answered + STREAMING_GAPS * self.gap:
+        if self.answered is None or self.gap is None:
             return None
-        return max(self.answered + self.gap, now)
+        usual = self.answered + self.gap
+        if now < usual:
+            return usual
+        late = usual + LATE_SPREADS * self.spread
+        return late if now < late else None
 
 
 @dataclass
@@ -128,11 +145,7 @@ class Scheduler:
 
     async def verify(self, session: Session, tree: TokenTree) -> Done:
         """Verify a session's tree, or of it what is worth its rows."""
-        pace, now = self._paces[session], _now()
-        if pace.answered is not None:
-            gap = now - pace.answered
-            pace.gap = gap if pace.gap is None else pace.gap + GAP_STEP * (gap - pace.gap)
-        pace.answered = None
+        self._paces[session].came(_now())
         return await self._wait(self._trees, _Job(session, tree, _future()))
 
     def forget(self, session: Session) -> None:
@@ -176,10 +189,8 @@ class Scheduler:
         latest = began + HOLD_SHARE * self.costs.seconds(1)
         while (until := self._worth_waiting(_now(), latest)) is not None:
             self._came.clear()
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._came.wait(), until - _now())
-            except TimeoutError:
-                break
         return _now() - began
 
     def _worth_waiting(self, now: float, latest: float) -> float | None:
@@ -200,7 +211,7 @@ class Scheduler:
         best, until, late_rows = 0.0, None, 0.0
         for late, (expected, of_one) in enumerate(coming, start=1):
             delay = expected - now
-            if expected > latest:
+            if expected >= latest:
                 break
             late_rows += of_one
             both, behind = seconds(int(rows + late_rows)), seconds(int(late_rows))
@@ -209,7 +220,7 @@ class Scheduler:
                 best, until = gain, expected
         if until is None:
             return None
-        return min(until + 0.25 * (until - now) + 0.001, latest)  # a little late is still in time
+        return min(until + 0.001, latest)  # a little late is still in time
 
     # Take
 
