@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dynatree.bench.prompts import Selection, cut_text, read_prompts
+from dynatree.bench.prompts import Selection, cut_text, load_tokenizer, read_prompts
 
 TEXT = "".join(
     f" = Title {part} = \n \n" + " ".join(f"word{part}x{i}" for i in range(60)) + " \n \n" for part in range(4)
@@ -193,3 +193,10 @@ def test_the_configuration_of_a_data_set(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     prompts = read_prompts(Path("someone/tales:raw"), Selection(1, 9), encode)
     assert (asked, prompts.file) == (["someone/tales", "raw", "test"], "someone/tales:raw")
+
+
+def test_half_of_a_surrogate_pair_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "Hi \\ud800 there"}\n')
+    with pytest.raises(SystemExit, match="is not valid Unicode"):
+        read_prompts(path, Selection(1, 8), load_tokenizer("embedded").encode)

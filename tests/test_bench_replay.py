@@ -397,3 +397,8 @@ def test_mistakes_are_answered_without_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for line, (_, message) in zip(done.stderr.splitlines(), MISTAKES, strict=True):
         assert message in line
+
+
+def test_a_missing_recording_is_what_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "replay", str(tmp_path / "missing.npz")]) == 1
+    assert "missing.npz" in capsys.readouterr().err

@@ -158,7 +158,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes", type=_at_least(1), default=1, metavar="N", help="the results are the same (default: 1)"
     )
-    _add_out(parser)
+    _add_out(parser, "keep the figures, as JSON")
 
 
 def _add_temperatures(parser: argparse._ActionsContainer, default: Sequence[float]) -> None:
@@ -173,8 +173,8 @@ def _add_temperatures(parser: argparse._ActionsContainer, default: Sequence[floa
     )
 
 
-def _add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="keep the measurement; `show` prints it again")
+def _add_out(parser: argparse.ArgumentParser, what: str = "keep the measurement; `show` prints it again") -> None:
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help=what)
 
 
 def _add_prompts(parser: argparse.ArgumentParser, several: bool = False) -> None:

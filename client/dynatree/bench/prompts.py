@@ -68,7 +68,16 @@ def load_tokenizer(model: str) -> Tokenizer:
         loaded: Any = tokenizer.load_tokenizer(str(embedded.target_path()) if model == embedded.NAME else model)
     except StartupError as error:
         raise SystemExit(str(error)) from None
-    return Tokenizer(lambda text: loaded(text, verbose=False)["input_ids"], tokenizer.fingerprint(loaded))
+
+    def encode(text: str) -> Sequence[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("a prompt is not valid Unicode: it has half of a surrogate pair") from None
+        token_ids: list[int] = loaded(text, verbose=False)["input_ids"]
+        return token_ids
+
+    return Tokenizer(encode, tokenizer.fingerprint(loaded))
 
 
 def read_prompts(source: Path, selection: Selection, encode: Encode) -> Prompts:

@@ -55,7 +55,7 @@ def _round_seconds(stats: Statistics) -> float:
 
 def breakdown(stats: Statistics) -> Table:
     """The parts of a round."""
-    table = Table(title=f"time per round, {stats.rounds} rounds")
+    table = Table(title=f"time per round, rounds: {stats.rounds}")
     for heading in ("part", "p50 (ms)", "mean (ms)"):
         table.add_column(heading, justify="left" if heading == "part" else "right")
     parts = stats.round_parts

@@ -108,7 +108,8 @@ def build_request(
         InvalidRequestError: a value that the message cannot carry, such as a negative count.
     """
     for option in unknown:
-        raise TypeError(f"there is no option {option!r}; the options are {', '.join(GenerateOptions.__annotations__)}")
+        names = ", ".join([*GenerateOptions.__annotations__, "timeout"])
+        raise TypeError(f"there is no option {option!r}; the options are {names}")
     sampling = tree_pb2.SamplingOptions(
         temperature=_number("temperature", temperature),
         top_k=_integer("top_k", top_k, _UINT32_MAX),

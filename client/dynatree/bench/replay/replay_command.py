@@ -38,8 +38,8 @@ def run(options: argparse.Namespace) -> int:
     names = [DEFAULT_POLICY] if options.constants else policy_names()
     methods = options.policies or [Method(name, name) for name in names]
     _check_methods(methods)
-    machines = _machines(options)
-    tasks = _tasks(methods, machines, _runs(options), options)
+    runs = _runs(options)  # first, so that a recording that is missing is named, and not the costs beside it
+    tasks = _tasks(methods, _machines(options), runs, options)
     if options.constants:
         _constants(tasks, options)
     else:
