@@ -143,6 +143,15 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="what each tuned constant is worth, to --policy or to throughput: the speed with other values of it",
     )
+    parser.add_argument(
+        "--clients",
+        type=_list_of(_at_least(1)),
+        metavar="N,N,...",
+        help="many clients at once through the real scheduler, in virtual time; plain decoding beside them",
+    )
+    parser.add_argument(
+        "--rounds", type=_at_least(1), default=2, metavar="R", help="with --clients: prompts of each (default: 2)"
+    )
     parser.add_argument("--fresh", action="store_true", help="every prompt finds a service that has just started")
     parser.add_argument(
         "--noise", type=_share, default=0.0, metavar="SHARE", help="of measured times, lognormal (default: none)"

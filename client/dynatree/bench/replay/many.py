@@ -7,8 +7,7 @@ other down, as on two devices.
 from __future__ import annotations
 
 import asyncio
-import selectors
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any, TypeVar, cast
@@ -16,9 +15,11 @@ from typing import Any, TypeVar, cast
 from dynatree.bench.methods import PLAIN, Method
 from dynatree.bench.replay.machines import Machine, seconds_on
 from dynatree.bench.replay.recording import RecordedRun
-from dynatree.bench.replay.runs import ROW_BUCKETS, starting_costs
+from dynatree.bench.replay.runs import Group, starting_costs
 from dynatree.bench.replay.session import VOCAB_SIZE, sampling_of, verify
 from dynatree.bench.replay.table_model import TableModel
+from dynatree.bench.replay.virtual_time import run_in_virtual_time
+from dynatree.bench.tables.table import Table
 from dynatree.common.kv_range import KVRange
 from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.model_info import ForwardCost
@@ -30,6 +31,7 @@ from dynatree.draft.drafter import Drafter, Expansion, Growing
 from dynatree.draft.policies import create_policy
 from dynatree.draft.round import Growth
 from dynatree.draft.shared_growth import SharedGrowth
+from dynatree.draft.verify_cost import ROW_BUCKETS
 from dynatree.verify.accept import Verdict
 from dynatree.verify.pass_costs import PassCosts
 from dynatree.verify.scheduler import Scheduler
@@ -37,7 +39,18 @@ from dynatree.verify.session import Session, SessionRequest
 from dynatree.verify.verifier import Part, Timings
 
 T = TypeVar("T")
-MEASURED_ROWS = 256  # what a verify service measures when it starts
+MEASURED_ROWS = 256  # what a verify service measures when it starts, and its largest pass
+HEADINGS = (
+    "clients",
+    "policy",
+    "tokens/s",
+    "over\nplain",
+    "sessions\nper pass",
+    "rows\nper pass",
+    "nodes\nper round",
+    "trimmed\nper round",
+    "row price\n(tokens)",
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,7 @@ class Load:
         trimmed: Nodes that were not verified.
         passes: Forwards of the target.
         rows: Of those forwards, prompts left out.
-        row_price: The mean over passes, in tokens.
+        row_price: The mean over trees, in tokens.
     """
 
     method: Method
@@ -90,14 +103,43 @@ class SharedRound:
 
 
 def simulate(
-    runs: Sequence[RecordedRun], method: Method, machine: Machine, clients: int, completions: int, max_rows: int
+    runs: Sequence[RecordedRun],
+    method: Method,
+    machine: Machine,
+    clients: int,
+    completions: int,
+    max_rows: int = MEASURED_ROWS,
 ) -> Load:
     """So many clients, each with `completions` recorded prompts, one after the other."""
-    loop = _VirtualLoop()
-    try:
-        return loop.run_until_complete(_Simulation(machine, max_rows).run(runs, method, clients, completions))
-    finally:
-        loop.close()
+    return run_in_virtual_time(_Simulation(machine, max_rows).run(runs, method, clients, completions))
+
+
+def table(loads: Sequence[Load], machine: Machine, group: Group) -> Table:
+    """Tokens a second of each policy by clients, over plain decoding in the same passes."""
+    kind = "" if machine.measured else " (expected, not measured)"
+    title = f"{machine.name}{kind}, temperature {group.temperature:g}, {group.new_tokens} new tokens, simulated"
+    plain = {load.clients: load.rate for load in loads if load.method == PLAIN}
+    rows = [
+        [
+            str(load.clients),
+            load.method.label,
+            f"{load.rate:.1f}",
+            f"{load.rate / plain[load.clients]:.2f}",
+            f"{load.rounds / max(load.passes, 1):.2f}",
+            f"{load.rows / max(load.passes, 1):.1f}",
+            f"{load.nodes / max(load.rounds, 1):.1f}",
+            f"{load.trimmed / max(load.rounds, 1):.1f}",
+            f"{load.row_price:.2f}",
+        ]
+        for load in loads
+    ]
+    return Table(title, HEADINGS, rows)
+
+
+def to_dict(load: Load, group: Group) -> dict[str, Any]:
+    """A load's figures, for JSON."""
+    figures = {name: value for name, value in vars(load).items() if name != "method"}
+    return {"policy": load.method.label, "temperature": group.temperature, "new_tokens": group.new_tokens, **figures}
 
 
 @dataclass
@@ -134,7 +176,7 @@ class _Simulation:
         await asyncio.gather(*(self._client(prompts, method) for prompts in work))
         seconds = asyncio.get_running_loop().time() - began
         f = self._figures
-        price = f.price / f.passes if f.passes else 0.0
+        price = f.price / f.rounds if f.rounds else 0.0
         return Load(
             method,
             self._machine.name,
@@ -198,6 +240,7 @@ class _Simulation:
             self._figures.rounds += 1
             self._figures.nodes += len(growth.tree)
             self._figures.trimmed += done.trimmed
+            self._figures.price += done.shared.row_price
         self._scheduler.forget(verifying)
         del self._coming[verifying]
         self._drafter.close(drafting)
@@ -277,32 +320,3 @@ class _VirtualThread:
         result = call(*args)
         await asyncio.sleep(self.model.take_spent())
         return result
-
-
-class _Selector(selectors.SelectSelector):
-    """Waits for nothing: the clock is moved to when the wait would have ended."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Nothing ever comes from outside."""
-        self.now += timeout or 0.0
-        return []
-
-
-class _VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock moves when there is nothing to do."""
-
-    def __init__(self) -> None:
-        self._virtual = _Selector()
-        super().__init__(self._virtual)
-
-    def time(self) -> float:
-        """Seconds since the loop was made."""
-        return self._virtual.now
-
-    def run_until_complete(self, future: Coroutine[Any, Any, T]) -> T:  # type: ignore[override]
-        """As the base's."""
-        return super().run_until_complete(future)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from dynatree.bench.environment import environment
-from dynatree.bench.methods import Method
+from dynatree.bench.methods import PLAIN, Method
 from dynatree.bench.progress import progress_bar
 from dynatree.bench.record import check_writable
 from dynatree.bench.replay import recording
@@ -39,6 +39,9 @@ def run(options: argparse.Namespace) -> int:
     methods = options.policies or [Method(name, name) for name in names]
     _check_methods(methods)
     runs = _runs(options)  # first, so that a recording that is missing is named, and not the costs beside it
+    if options.clients:
+        _clients(methods, _machines(options), runs, options)
+        return 0
     tasks = _tasks(methods, _machines(options), runs, options)
     if options.constants:
         _constants(tasks, options)
@@ -79,6 +82,26 @@ def _policies(tasks: Sequence[Task], options: argparse.Namespace) -> None:
     _save([to_dict(result) for result in results], options)
 
 
+def _clients(
+    methods: Sequence[Method], machines: Sequence[Machine], runs: Sequence[RecordedRun], options: argparse.Namespace
+) -> None:
+    from dynatree.bench.replay.many import simulate, table, to_dict
+    from dynatree.bench.replay.runs import groups
+
+    console, loads = Console(width=WIDTH), []
+    for machine in machines:
+        for group in groups(runs):
+            here = [
+                simulate(group.runs, method, machine, clients, options.rounds)
+                for clients in options.clients
+                for method in dict.fromkeys([PLAIN, *methods])
+            ]
+            console.print(to_rich(table(here, machine, group)))
+            console.print()
+            loads += [to_dict(load, group) for load in here]
+    _save(loads, options)
+
+
 def _constants(tasks: Sequence[Task], options: argparse.Namespace) -> None:
     from dynatree.bench.replay import constants
     from dynatree.bench.replay.runs import replay_all
@@ -98,7 +121,7 @@ def _save(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> Non
         "git": environment(None, None).git,
         "recordings": [path.name for path in options.recordings],
         "constants": options.constants,
-        "options": {name: getattr(options, name) for name in ("fresh", "noise", "stalls", "seed")},
+        "options": {name: getattr(options, name) for name in ("fresh", "noise", "stalls", "seed", "clients", "rounds")},
         "results": results,
     }
     try:

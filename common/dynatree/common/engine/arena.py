@@ -101,17 +101,10 @@ class KVArena:
         """Give back all slots of a range but its first `size`."""
         kv.size = self.whole(size)
 
-    def write(self, layer: int, kv: KVRange, start: int, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values `[kv_heads, n, head_dim]` of one layer in slots `start` to `start + n`."""
-        start += kv.start
-        stop = start + keys.shape[1]
-        for slots, numbers in zip(self._data[layer, :, :, start:stop], (keys, values), strict=True):
-            torch.nan_to_num(numbers.to(slots.dtype), nan=0.0, posinf=0.0, neginf=0.0, out=slots)
-
     def put(self, layer: int, kv: KVRange, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values `[kv_heads, n, head_dim]` of one layer in the slots of an index tensor `[n]`.
 
-        Unlike `write` it runs no code that depends on the slots' values, so a CUDA graph can capture it.
+        No code depends on the slots' values, so a CUDA graph can capture it.
         """
         for held, numbers in zip(self.slots(kv, kv.size)[layer], (keys, values), strict=True):
             held.index_copy_(1, slots, numbers.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))

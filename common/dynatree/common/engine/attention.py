@@ -7,11 +7,12 @@ a keyword argument of the model's forward. The registered mask function returns 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from dynatree.common.engine.arena import KVArena
@@ -51,8 +52,8 @@ class Attending(Protocol):
 class Batch:
     """Segments laid side by side in one row of tokens, with the attention bias of each, built once for all layers.
 
-    If `batch_invariant`, the segments' queries and keys are padded to batch-invariant sizes. Padded keys are masked.
-    Prompts are not padded: each is read in one forward of its own size under every policy.
+    If `batch_invariant`, the segments' queries and keys are padded to batch-invariant sizes. Padded keys are masked,
+    and a padded query repeats the segment's last one. The first piece of a prompt is not padded.
     """
 
     def __init__(
@@ -61,43 +62,57 @@ class Batch:
         arena: KVArena,
         batch_invariant: bool = False,
     ) -> None:
-        self.segments = segments
-        self.arena = arena
-        self._sizes = []  # of each segment: numbers of queries and of keys, with padding
+        sizes = []  # of each segment: numbers of queries and of keys, with padding
         for segment in segments:
             queries, keys = len(segment.token_ids), segment.stop
             if batch_invariant and (segment.start > 0 or queries < MIN_ROWS):
                 queries, keys = padded_queries(queries), padded_keys(keys, arena.shape.head_dim, arena.dtype)
-            self._sizes.append((queries, keys))
-        self.biases = [
-            _bias(segment, sizes, arena.dtype, arena.device)
-            for segment, sizes in zip(segments, self._sizes, strict=True)
+            sizes.append((queries, keys))
+        places = list(accumulate((len(segment.token_ids) for segment in segments), initial=0))
+        padded = list(accumulate((queries for queries, _ in sizes), initial=0))
+        self._tokens = [slice(*span) for span in pairwise(places)]  # of each segment, in the row of tokens
+        self._queries = [slice(*span) for span in pairwise(padded)]  # likewise, with padding
+        # of each segment, in every layer: the slots that it reads, and those that it fills
+        self._slots = [arena.slots(each.kv, keys) for each, (_, keys) in zip(segments, sizes, strict=True)]
+        self._filled = [arena.slots(each.kv, each.stop)[:, :, :, each.start :] for each in segments]
+        self._biases = [
+            _bias(segment, size, arena.dtype, arena.device) for segment, size in zip(segments, sizes, strict=True)
         ]
+        self._dtype = arena.dtype
+        self._spread = self._gathered = None  # indices of tokens, by padded place; of padded places, by token
+        if padded[-1] > places[-1]:
+            spread, gathered = [], []
+            for tokens, queries in zip(self._tokens, self._queries, strict=True):
+                spread += [min(tokens.start + place, tokens.stop - 1) for place in range(queries.stop - queries.start)]
+                gathered += [queries.start + place for place in range(tokens.stop - tokens.start)]
+            self._spread = torch.tensor(spread, device=arena.device)
+            self._gathered = torch.tensor(gathered, device=arena.device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Store the new keys and values, then attend; as `Attending.attend`."""
-        outputs = []  # of each segment: [1, heads, tokens, head_dim]
-        offset = 0
-        for segment, bias, (padded_tokens, stop) in zip(self.segments, self.biases, self._sizes, strict=True):
-            tokens = len(segment.token_ids)
-            span = slice(offset, offset + tokens)
-            offset = span.stop
-            self.arena.write(layer, segment.kv, segment.start, key[:, span], value[:, span])
-            keys, values = self.arena.read(layer, segment.kv, stop)  # [kv_heads, stop, head_dim]
-            queries = query[None, :, span]  # [1, heads, tokens, head_dim]
-            if padded_tokens > tokens:
-                queries = pad(queries, (0, 0, 0, padded_tokens - tokens))
-            output = scaled_dot_product_attention(  # [1, heads, padded_tokens, head_dim]
-                queries,
-                keys[None],
-                values[None],
-                attn_mask=bias,
-                is_causal=bias is None and tokens > 1,
-                scale=scale,
-                enable_gqa=query.shape[0] != keys.shape[0],
+        both = torch.stack((key, value)).to(self._dtype)  # [2, kv_heads, n, head_dim]
+        both.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        queries = query if self._spread is None else query.index_select(1, self._spread)
+        grouped = query.shape[0] != key.shape[0]
+        outputs = []  # of each segment: [1, heads, padded tokens, head_dim]
+        for tokens, padded, slots, filled, bias in zip(
+            self._tokens, self._queries, self._slots, self._filled, self._biases, strict=True
+        ):
+            filled[layer].copy_(both[:, :, tokens])
+            keys, values = slots[layer].unbind(0)  # [kv_heads, keys, head_dim]
+            outputs.append(
+                scaled_dot_product_attention(
+                    queries[None, :, padded],
+                    keys[None],
+                    values[None],
+                    attn_mask=bias,
+                    is_causal=bias is None and padded.stop - padded.start > 1,
+                    scale=scale,
+                    enable_gqa=grouped,
+                )
             )
-            outputs.append(output[:, :, :tokens])
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2))[0].transpose(0, 1)
+        output = (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2))[0]
+        return (output if self._gathered is None else output.index_select(1, self._gathered)).transpose(0, 1)
 
 
 def _bias(segment: Segment, sizes: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor | None:

@@ -1,0 +1,225 @@
+"""Passes: what is admitted, who waits for whom, pieces of prompts, failures; in virtual time, without a model."""
+
+import asyncio
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from dynatree.bench.replay.virtual_time import run_in_virtual_time
+from dynatree.common.kv_range import KVRange
+from dynatree.common.model_info import ForwardCost
+from dynatree.common.sampling import Sampling
+from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
+from dynatree.verify.accept import Verdict
+from dynatree.verify.pass_costs import PassCosts
+from dynatree.verify.pass_plan import admit, path_probs, subtree
+from dynatree.verify.scheduler import PROMPT_STRETCH, Scheduler
+from dynatree.verify.session import Session, SessionRequest
+from dynatree.verify.verifier import Timings
+
+STEEP = PassCosts([ForwardCost(1, 0.1), ForwardCost(8, 0.1), ForwardCost(256, 2.58)])  # 10 ms a row from the ninth on
+
+
+FLAT = PassCosts([ForwardCost(1, 0.1), ForwardCost(256, 0.11)])
+
+
+def random_tree(generator, nodes):
+    parents = tuple(generator.randrange(ROOT, node) for node in range(nodes))
+    log_probs = tuple(-generator.expovariate(1.5) for _ in range(nodes))
+    return TokenTree(tuple(generator.sample(range(1000), nodes)), parents, log_probs)
+
+
+def test_the_nodes_that_are_admitted_bring_the_most():
+    generator = random.Random(4)
+    for _ in range(60):
+        trees = [random_tree(generator, generator.randrange(12)) for _ in range(generator.randint(1, 9))]
+        rate, most = generator.uniform(1.0, 80.0), generator.randint(10, 40)
+        admission = admit(trees, rate, STEEP, most)
+        probs = sorted((prob for tree in trees for prob in path_probs(tree)), reverse=True)
+
+        def gain(count):
+            return sum(probs[:count]) - rate * STEEP.seconds(len(trees) + count)  # noqa: B023 - called at once
+
+        kept = sorted(
+            (path_probs(tree)[node] for tree, nodes in zip(trees, admission.nodes, strict=True) for node in nodes),
+            reverse=True,
+        )
+        assert kept == probs[: len(kept)]
+        assert gain(len(kept)) == pytest.approx(max(gain(n) for n in range(min(len(probs), most - len(trees)) + 1)))
+        for tree, nodes in zip(trees, admission.nodes, strict=True):
+            assert all(tree.parents[node] in (ROOT, *nodes) for node in nodes), "a tree remains"
+            assert subtree(tree, nodes).token_ids == tuple(tree.token_ids[node] for node in nodes)
+
+
+def test_draws_are_verified_whole():
+    draws = DraftDistribution((3, 4), (0.5, 0.5))
+    drawn = TokenTree((3, 4), (ROOT, ROOT), (-0.7, -0.7), candidates=(draws, None, None))
+    admission = admit([drawn, random_tree(random.Random(1), 10)], 1e6, STEEP, 4)
+    assert admission.nodes == ((0, 1), ())
+
+
+def test_the_curve_is_corrected_by_what_passes_take():
+    costs = PassCosts([ForwardCost(rows, 0.1) for rows in (1, 2, 4, 8, 16, 32)])
+    for _ in range(40):
+        costs.observe(8, 0.3)
+    assert costs.seconds(8) == pytest.approx(0.3, rel=0.05)
+    assert 0.2 < costs.seconds(16) <= 0.31
+    assert costs.seconds(1) < 0.2
+    assert costs.most_rows(0.2, 32) < 8
+
+
+class Target:
+    """Takes the time of a curve, commits one token a session, and notes its passes."""
+
+    def __init__(self, costs):
+        self.costs = costs
+        self.passes = []
+        self.breaking = set()
+
+    async def __call__(self, parts):
+        await asyncio.sleep(self.costs.seconds(sum(part.rows for part in parts)))
+        if self.breaking.intersection(part.session for part in parts):
+            raise RuntimeError("broken")
+        self.passes.append(parts)
+        verdicts = []
+        for part in parts:
+            part.session.read += part.prompt_tokens
+            if part.session.unread:
+                verdicts.append(None)
+                continue
+            verdict = Verdict(accepted=(), token_ids=(7,))
+            part.session.commit(verdict.token_ids, finished=False)
+            verdicts.append(verdict)
+        return verdicts, Timings(0.1, 0.0, 0.0)
+
+
+def session_of(prompt_tokens):
+    request = SessionRequest((5,) * prompt_tokens, 10_000, frozenset(), Sampling())
+    return Session(KVRange(0, 0), request, list(request.prompt_ids))
+
+
+def scheduler_of(target, max_rows=64):
+    return Scheduler(target, target.costs, max_rows)
+
+
+async def stream(scheduler, session, rounds, pause, times=None):
+    """A client that comes back `pause` seconds after each answer."""
+    await scheduler.read(session)
+    for _ in range(rounds):
+        await asyncio.sleep(pause)
+        await scheduler.verify(session, TokenTree((1, 2), (ROOT, 0), (-0.1, -0.2)))
+        if times is not None:
+            times.append(asyncio.get_running_loop().time())
+    scheduler.forget(session)
+
+
+def test_sessions_that_come_back_together_share_passes():
+    target = Target(FLAT)
+
+    async def scenario():
+        scheduler = scheduler_of(target)
+        pauses = [0.001, 0.004, 0.012, 0.02]
+        await asyncio.gather(*(stream(scheduler, session_of(4), 50, pause) for pause in pauses))
+
+    run_in_virtual_time(scenario())
+    sizes = Counter(len(parts) for parts in target.passes[10:])
+    assert sizes[4] >= 40
+
+
+def test_nobody_waits_for_those_who_take_long():
+    target, times = Target(STEEP), []
+
+    async def scenario():
+        scheduler = scheduler_of(target)
+        slow = asyncio.ensure_future(stream(scheduler, session_of(4), 3, 5.0))
+        await stream(scheduler, session_of(4), 60, 0.001, times)
+        await slow
+
+    run_in_virtual_time(scenario())
+    gaps = [after - before for before, after in pairwise(times[5:])]
+    assert sorted(gaps)[len(gaps) // 2] < 0.11
+
+
+def test_a_long_prompt_holds_no_stream_up_for_longer_than_promised():
+    target, times = Target(STEEP), []
+
+    async def scenario():
+        scheduler = scheduler_of(target)
+        streams = [asyncio.ensure_future(stream(scheduler, session_of(4), 80, 0.002, times)) for _ in range(3)]
+        await asyncio.sleep(2.0)
+        reading = [asyncio.ensure_future(scheduler.read(session_of(900))) for _ in range(2)]
+        await asyncio.gather(*streams)
+        await asyncio.gather(*reading)
+
+    run_in_virtual_time(scenario())
+    with_prompt = [
+        STEEP.seconds(sum(part.rows for part in parts))
+        for parts in target.passes
+        if len(parts) > 1 and any(part.prompt_tokens for part in parts) and not all(p.prompt_tokens for p in parts)
+    ]
+    assert len(with_prompt) > 20
+    assert max(with_prompt) <= max(PROMPT_STRETCH * 0.2, STEEP.seconds(3 * 3 + 16))
+    both = [part.session for parts in target.passes for part in parts if part.prompt_tokens and part.rows < 900]
+    assert sum(first is not second for first, second in pairwise(both)) > 10, "prompts take turns"
+
+
+def test_a_prompt_alone_is_read_in_few_passes():
+    target = Target(STEEP)
+    run_in_virtual_time(read_alone(scheduler_of(target)))
+    assert [part.prompt_tokens for (part,) in target.passes] == [512, 388]
+
+
+async def read_alone(scheduler):
+    await scheduler.read(session_of(900))
+
+
+def test_what_was_cancelled_is_in_no_pass():
+    target = Target(STEEP)
+
+    async def scenario():
+        scheduler = scheduler_of(target)
+        first, second, third = (session_of(4) for _ in range(3))
+        await asyncio.gather(*(scheduler.read(session) for session in (first, second, third)))
+        running = asyncio.ensure_future(scheduler.verify(first, TokenTree()))
+        await asyncio.sleep(0.01)
+        left = asyncio.ensure_future(scheduler.verify(second, TokenTree()))
+        await asyncio.sleep(0.01)
+        left.cancel()
+        await scheduler.verify(third, TokenTree())
+        await running
+        assert second not in [part.session for parts in target.passes[3:] for part in parts]
+
+    run_in_virtual_time(scenario())
+
+
+def test_only_the_session_at_fault_fails():
+    target = Target(STEEP)
+
+    async def scenario():
+        scheduler = scheduler_of(target)
+        sessions = [session_of(4) for _ in range(3)]
+        await asyncio.gather(*(scheduler.read(session) for session in sessions))
+        target.breaking = {sessions[1]}
+        answers = await asyncio.gather(
+            *(scheduler.verify(session, TokenTree()) for session in sessions), return_exceptions=True
+        )
+        assert [isinstance(answer, RuntimeError) for answer in answers] == [False, True, False]
+        target.breaking = set()
+        await scheduler.verify(sessions[0], TokenTree())
+
+    run_in_virtual_time(scenario())
+
+
+def test_more_sessions_than_rows_take_turns():
+    target = Target(STEEP)
+
+    async def scenario():
+        scheduler = scheduler_of(target, max_rows=4)
+        await asyncio.gather(*(stream(scheduler, session_of(1), 30, 0.001) for _ in range(10)))
+
+    run_in_virtual_time(scenario())
+    rounds = Counter(part.session for parts in target.passes for part in parts if not part.prompt_tokens)
+    assert set(rounds.values()) == {30}
+    assert max(sum(part.rows for part in parts) for parts in target.passes) <= 4 + 1
