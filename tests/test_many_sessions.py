@@ -5,12 +5,15 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 from model_zoo import save_noisy_copy, save_random_model
 from services import running_services
 
-from dynatree.client import Client, InvalidRequestError, ServerBusyError
+from dynatree.client import Client, DynaTreeError, InvalidRequestError, ServerBusyError
+from dynatree.common.wire import model_info_to_pb
 from dynatree.draft.policies import policy_names, residual_policies
+from dynatree.v1 import verify_pb2, verify_pb2_grpc
 
 FAMILIES = ("gpt_neox", "llama", "gpt2")
 SESSIONS = 6
@@ -143,3 +146,53 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once_and_a_full_queue_says_wh
         while not services.idle:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+@pytest.fixture(name="impatient")
+def impatient_fixture(tmp_path):
+    """Services that wait for a silent peer for half a second."""
+    target = save_random_model(tmp_path / "target", "gpt_neox", seed=3)
+    with running_services(tmp_path, target, target, sessions=2, idle_seconds=0.5, prefix_cache=False) as services:
+        yield services
+
+
+def wait_until_idle(services):
+    deadline = time.monotonic() + 20
+    while not services.idle:
+        assert time.monotonic() < deadline, "a session was not closed"
+        time.sleep(0.01)
+
+
+def test_a_session_whose_peer_sends_nothing_is_ended(impatient):
+    opening = verify_pb2.OpenSession(
+        prompt_ids=[5, 6], draft=model_info_to_pb(impatient.draft.info), max_new_tokens=50, ignore_eos=True
+    )
+
+    def requests():
+        yield verify_pb2.VerifyRequest(open=opening)
+        silent.wait(20)
+
+    silent = threading.Event()
+    with grpc.insecure_channel(impatient.verify_address) as channel:
+        answers = verify_pb2_grpc.VerifyServiceStub(channel).Verify(requests())
+        assert next(answers).HasField("opened")
+        with pytest.raises(grpc.RpcError) as ended:
+            next(answers)
+        silent.set()
+    assert ended.value.code() == grpc.StatusCode.ABORTED
+    assert "idle" in ended.value.details()
+    wait_until_idle(impatient)
+
+
+def test_a_client_that_reads_nothing_loses_its_session_and_others_are_served(impatient):
+    small_window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    with Client(impatient.draft_address, channel_options=small_window) as client:
+        streams = [client.stream([5, 6], policy="hybrid", trace=True, ignore_eos=True) for _ in range(2)]
+        for stream in streams:
+            next(stream)
+        with Client(impatient.draft_address, timeout=20) as other:
+            assert len(other.generate([5, 6], max_new_tokens=4, ignore_eos=True).token_ids) == 4
+        wait_until_idle(impatient)
+        for stream in streams:
+            with pytest.raises(DynaTreeError):
+                list(stream)

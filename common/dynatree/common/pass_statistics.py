@@ -13,14 +13,16 @@ class PassStatistics:
         sessions: That shared it.
         rows: Tokens over all sessions: roots, nodes and prompt tokens.
         row_price: What one more row is worth, in tokens: a node less likely to be accepted is not verified. 0 where the
-            session was alone.
+            session was alone on the service.
         hold_seconds: How long it was held back for trees about to come.
+        open_sessions: That were open on the service, in this pass or not.
     """
 
     sessions: int = 1
     rows: int = 1
     row_price: float = 0.0
     hold_seconds: float = 0.0
+    open_sessions: int = 1
 
 
 ALONE = PassStatistics()  # of one session that has nothing but a root in it

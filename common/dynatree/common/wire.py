@@ -219,6 +219,7 @@ def commit_to_pb(commit: Commit) -> verify_pb2.Commit:
             rows=commit.shared.rows,
             row_price=commit.shared.row_price,
             hold_seconds=commit.shared.hold_seconds,
+            open_sessions=commit.shared.open_sessions,
         ),
     )
 
@@ -243,7 +244,9 @@ def commit_from_pb(message: verify_pb2.Commit) -> Commit:
         finish_reason=finish_reason_from_pb(message.finish_reason),
         log_probs=tuple(message.log_probs),
         trimmed=message.acceptance.trimmed,
-        shared=PassStatistics(shared.sessions, shared.rows, shared.row_price, shared.hold_seconds),
+        shared=PassStatistics(
+            shared.sessions, shared.rows, shared.row_price, shared.hold_seconds, shared.open_sessions
+        ),
     )
 
 

@@ -284,7 +284,7 @@ class Scheduler:
             return
         now = _now()
         rows = sum(part.rows for part in parts)
-        shared = PassStatistics(len(parts), rows, price, held)
+        shared = PassStatistics(len(parts), rows, price, held, open_sessions=max(len(self._paces), 1))
         self._observe(parts, verdicts, rows, timings, began, now)
         self._ended = now
         for job, part, verdict in zip(jobs, parts, verdicts, strict=True):

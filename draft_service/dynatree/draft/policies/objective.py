@@ -46,7 +46,7 @@ class Objective:
 
     def observe(self, tokens: int, seconds: float, shared: PassStatistics) -> None:
         """Take in what one round committed, its seconds, waiting included, and the pass that verified its tree."""
-        if shared.sessions == 1:
+        if shared.open_sessions <= 1:
             self._row_price = None
         elif self._row_price is None:
             self._row_price = shared.row_price
