@@ -197,6 +197,6 @@ def test_both_services_say_what_their_forwards_took_at_start(embedded_services):
     with grpc.insecure_channel(embedded_services.draft_address) as channel:
         stub = draft_pb2_grpc.DraftServiceStub(channel)
         info = stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=30)
-    assert [cost.rows for cost in info.target.forward_costs] == [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64]
+    assert [cost.rows for cost in info.target.forward_costs] == [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256]
     assert [cost.rows for cost in info.draft.forward_costs] == [1, 2, 3, 4, 5, 6]
     assert all(cost.seconds > 0 for model in (info.target, info.draft) for cost in model.forward_costs)

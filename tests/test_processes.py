@@ -156,10 +156,13 @@ def test_a_socket_where_no_folder_can_be(models, run_here):
     assert_one_clear_line(result, "cannot listen on unix:/proc/nope/x.sock")
 
 
-def test_more_sessions_than_memory(models, run_here):
-    target = ["verify", "--target-model", str(models[0]), "--listen", "localhost:0"]
-    result = run_here(*target, "--max-sessions", "1000000000")
-    assert_one_clear_line(result, "1000000000 sessions", "does not fit into the device's memory")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(["--kv-tokens", "1000000000000"], "expected at most"), (["--kv-tokens", "100"], "one session can need")],
+)
+def test_a_kv_cache_that_cannot_be(models, run_here, options, words):
+    result = run_here("verify", "--target-model", str(models[0]), "--listen", "localhost:0", *options)
+    assert_one_clear_line(result, f"--kv-tokens {options[1]}" if words == "expected at most" else "--kv-tokens", words)
 
 
 def test_an_unreachable_verify_service(models, tmp_path, run_here):

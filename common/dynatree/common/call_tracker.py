@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from dynatree.common.errors import ServiceBusyError, ServiceError
+from dynatree.common.errors import IdleSessionError, ServiceBusyError, ServiceError
 from dynatree.common.grpc_options import RETRY_AFTER
 from dynatree.common.limits import IDLE_SECONDS
 
@@ -104,8 +104,6 @@ class CallTracker(grpc.aio.ServerInterceptor):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
             except Exception as told:
                 raise (told if isinstance(told, grpc.aio.AbortError) else error) from None  # or the peer has just left
-        if isinstance(error, _PeerReadsNothingError):
-            raise asyncio.CancelledError  # nor would it read a status
         if isinstance(error, ServiceError):
             await context.abort(grpc.StatusCode[error.code], str(error), _trailing_metadata(error))
         if isinstance(error, grpc.aio.AbortError):
@@ -134,12 +132,17 @@ class _WholeMessages:
         return getattr(self._context, name)
 
     async def write(self, message: Any) -> None:
-        """As the context's own, but not for longer than a peer may read nothing."""
+        """As the context's own, but not for longer than a peer may read nothing.
+
+        Raises:
+            IdleSessionError: The peer read nothing for too long.
+        """
         self._writing = asyncio.ensure_future(self._context.write(message))
         self._writing.add_done_callback(_retrieve_exception)
         written, _ = await asyncio.wait([self._writing], timeout=self._idle_seconds)
         if not written:
-            raise _PeerReadsNothingError
+            self._writing = None  # the status goes out behind it, should the peer read again
+            raise IdleSessionError(f"the client read nothing for {self._idle_seconds:g} s")
         await self._writing
 
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Metadata = ()) -> NoReturn:
@@ -147,10 +150,6 @@ class _WholeMessages:
         if self._writing is not None:
             await asyncio.wait([self._writing])
         await self._context.abort(code, details, trailing_metadata)
-
-
-class _PeerReadsNothingError(Exception):
-    """A message could not be sent within the time that a peer has to read."""
 
 
 def _trailing_metadata(error: ServiceError) -> Metadata:
