@@ -16,11 +16,13 @@ SETTINGS = ModelSettings(str(embedded.draft_path()))
 
 
 def serve_verify():
-    return verify.serve(SETTINGS, "localhost:0", max_tree_nodes=64, grace=0.0)
+    return verify.serve(SETTINGS, "localhost:0", verify.VerifyLimits(), grace=0.0)
 
 
 def serve_draft():
-    return draft.serve(SETTINGS, "localhost:0", "localhost:1", 1.0, DefaultPolicy("linear", {}), grace=0.0)
+    return draft.serve(
+        SETTINGS, "localhost:0", "localhost:1", 1.0, DefaultPolicy("linear", {}), 0.0, "auto", draft.DraftLimits()
+    )
 
 
 @pytest.mark.parametrize(

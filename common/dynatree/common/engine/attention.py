@@ -82,9 +82,9 @@ class Batch:
         self._spread = self._gathered = None  # indices of tokens, by padded place; of padded places, by token
         if padded[-1] > places[-1]:
             spread, gathered = [], []
-            for tokens, queries in zip(self._tokens, self._queries, strict=True):
-                spread += [min(tokens.start + place, tokens.stop - 1) for place in range(queries.stop - queries.start)]
-                gathered += [queries.start + place for place in range(tokens.stop - tokens.start)]
+            for (start, stop), (queries, _), (size, _) in zip(pairwise(places), pairwise(padded), sizes, strict=True):
+                spread += [min(start + place, stop - 1) for place in range(size)]
+                gathered += [queries + place for place in range(stop - start)]
             self._spread = torch.tensor(spread, device=arena.device)
             self._gathered = torch.tensor(gathered, device=arena.device)
 
