@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from conftest import EmbeddedServices
 
-from dynatree.bench.methods import Method, parse_method
+from dynatree.bench.methods import PLAIN, Method, parse_method
 from dynatree.bench.replay import constants, measured_machines, recording
 from dynatree.bench.replay.machines import Machine, load_machines, seconds_on, to_json
+from dynatree.bench.replay.many import simulate
 from dynatree.bench.replay.recorder import Recorder
 from dynatree.bench.replay.recording import LOG_PROB_STEPS, RecordedRun, Recording
 from dynatree.bench.replay.runs import Group, Result, Settings, Task, groups, replay_all, replay_group
@@ -397,6 +398,28 @@ def test_mistakes_are_answered_without_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for line, (_, message) in zip(done.stderr.splitlines(), MISTAKES, strict=True):
         assert message in line
+
+
+def test_many_clients_go_through_the_services_scheduler() -> None:
+    run = hand_made()
+    one, eight = (simulate([run], PLAIN, TOY, clients, completions=2) for clients in (1, 8))
+    assert (one.tokens, eight.tokens) == (2 * len(run.completion), 16 * len(run.completion))
+    assert one.rounds == one.passes
+    assert eight.rounds / eight.passes > 2
+    assert eight.rate > 2 * one.rate
+
+
+def test_clients_at_once_are_told_of_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded, out = tmp_path / "some.npz", tmp_path / "out.json"
+    recording.save(Recording({}, (hand_made(),)), recorded)
+    (tmp_path / "costs.json").write_text(to_json([TOY]))
+    arguments = ["--clients", "1,3", "--policy", "linear:depth=2", "--out", str(out)]
+    assert main(["bench", "replay", str(recorded), *arguments]) == 0
+    assert "row price" in capsys.readouterr().out
+    loads = json.loads(out.read_text())["results"]
+    assert [(load["clients"], load["policy"]) for load in loads] == [
+        (clients, policy) for clients in (1, 3) for policy in ("autoregressive", "linear:depth=2")
+    ]
 
 
 def test_a_missing_recording_is_what_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,8 +66,8 @@ class Load:
         rounds: Trees, over all sessions.
         nodes: Of those trees.
         trimmed: Nodes that were not verified.
-        passes: Forwards of the target.
-        rows: Of those forwards, prompts left out.
+        passes: Forwards of the target with a tree in them.
+        rows: Of those trees, their roots included.
         row_price: The mean over trees, in tokens.
     """
 
@@ -260,9 +260,9 @@ class _Simulation:
             self._coming[session] = self._coming[session][len(verdict.token_ids) :]
             session.commit(verdict.token_ids, finished=verdict.finish_reason is not None)
             verdicts.append(verdict)
-        if not any(part.prompt_tokens for part in parts):
+        if trees := [part for part in parts if not part.prompt_tokens]:
             self._figures.passes += 1
-            self._figures.rows += rows
+            self._figures.rows += sum(part.rows for part in trees)
         return verdicts, Timings(seconds, 0.0, 0.0)
 
 
