@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import grpc
 import pytest
@@ -66,7 +67,10 @@ def test_each_gets_what_it_gets_alone(services, count):
             assert got == expected, request
 
 
-def test_sessions_share_passes_and_say_so(services):
+def test_sessions_share_passes_and_say_so(services, monkeypatch):
+    forward = services.target.forward
+    # whoever comes while a pass runs is in the next one
+    monkeypatch.setattr(services.target, "forward", lambda segments: time.sleep(0.02) or forward(segments))
     with Client(services.draft_address) as client, ThreadPoolExecutor(SESSIONS) as threads:
         request = ([5, 6, 7], {"max_new_tokens": 60, "ignore_eos": True})
         stats = list(threads.map(lambda _: client.generate(request[0], **request[1]).stats, range(SESSIONS)))
@@ -74,55 +78,66 @@ def test_sessions_share_passes_and_say_so(services):
     assert all(each.rows_per_pass >= each.sessions_per_pass for each in stats)
 
 
+class Gate:
+    """Forwards of the target wait while it is shut; it notes the first token of every prompt that is read."""
+
+    def __init__(self, target, monkeypatch):
+        self.read = []
+        self._open = threading.Event()
+        self._open.set()
+        self._forward = target.forward
+        monkeypatch.setattr(target, "forward", self)
+
+    def __call__(self, segments):
+        assert self._open.wait(30)
+        self.read += [segment.token_ids[0] for segment in segments if segment.start == 0]
+        return self._forward(segments)
+
+    @contextmanager
+    def shut(self):
+        self._open.clear()
+        try:
+            yield
+        finally:
+            self._open.set()
+
+
 def test_no_forward_runs_for_what_was_cancelled_in_the_queue(services, monkeypatch):
     """Those who leave the queue are gone at once, and whoever comes next is served."""
-    prompts = []
-    forward = services.target.forward
-
-    def counted(segments):
-        prompts.extend(segment.token_ids[0] for segment in segments if segment.start == 0)
-        return forward(segments)
-
-    monkeypatch.setattr(services.target, "forward", counted)
+    gate = Gate(services.target, monkeypatch)
     with Client(services.draft_address) as client:
-        running = [client.stream([5], ignore_eos=True) for _ in range(SESSIONS)]
+        running = [client.stream([5], ignore_eos=True, queue_position=True) for _ in range(SESSIONS)]
+        with gate.shut():
+            queued = []
+            for number in range(20):
+                queued.append(client.stream([9, 9], queue_position=True))
+                assert next(queued[-1]).queue_position == number
+            for stream in queued:
+                stream.close()
         for stream in running:
             next(stream)
-        queued = [client.stream([9, 9], queue_position=True) for _ in range(20)]
-        assert [next(stream).queue_position for stream in queued] == list(range(20))
-        for stream in queued:
-            stream.close()
-        for stream in running:
             stream.close()
         assert len(client.generate([7, 7], max_new_tokens=2).token_ids) == 2
-    assert 9 not in prompts
-    assert prompts.count(7) == 1
+    assert 9 not in gate.read
+    assert gate.read.count(7) == 1
 
 
-def test_the_queue_is_served_in_order(services):
-    order, lock = [], threading.Lock()
-
-    def wait_for_turn(number, client):
-        with client.stream([5, 6], max_new_tokens=8, ignore_eos=True) as stream:
-            next(stream)
-            with lock:
-                order.append(number)
-
-    with Client(services.draft_address) as client:
-        running = [client.stream([5], ignore_eos=True) for _ in range(SESSIONS)]
-        for stream in running:
-            next(stream)
-        threads = []
-        for number in range(8):
-            threads.append(threading.Thread(target=wait_for_turn, args=(number, client)))
-            threads[-1].start()
-            time.sleep(0.05)  # so that they come in this order
-        for stream in running[1:]:
-            stream.close()
-        for thread in threads:
-            thread.join(60)
-        running[0].close()
-    assert sorted(order) == list(range(8))
+def test_the_queue_is_served_in_order(tmp_path, monkeypatch):
+    target = save_random_model(tmp_path / "target", "gpt_neox", seed=3)
+    with (
+        running_services(tmp_path, target, target, sessions=1) as services,
+        Client(services.draft_address) as client,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        gate = Gate(services.target, monkeypatch)
+        running = client.stream([5], ignore_eos=True, max_new_tokens=8)
+        with gate.shut():
+            queued = []
+            for number in range(8):
+                queued.append(client.stream([100 + number], max_new_tokens=4, queue_position=True))
+                assert next(queued[-1]).queue_position == number
+        list(threads.map(list, [running, *queued]))
+    assert gate.read == [5, *range(100, 108)]
 
 
 def test_a_prompt_that_can_never_fit_is_refused_at_once_and_a_full_queue_says_when_to_come_back(tmp_path):

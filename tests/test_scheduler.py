@@ -36,19 +36,19 @@ def test_the_nodes_that_are_admitted_bring_the_most():
     for _ in range(60):
         trees = [random_tree(generator, generator.randrange(12)) for _ in range(generator.randint(1, 9))]
         rate, most = generator.uniform(1.0, 80.0), generator.randint(10, 40)
-        admission = admit(trees, rate, STEEP, most)
+        admitted = admit(trees, rate, STEEP, most)
         probs = sorted((prob for tree in trees for prob in path_probs(tree)), reverse=True)
 
         def gain(count):
             return sum(probs[:count]) - rate * STEEP.seconds(len(trees) + count)  # noqa: B023 - called at once
 
         kept = sorted(
-            (path_probs(tree)[node] for tree, nodes in zip(trees, admission.nodes, strict=True) for node in nodes),
+            (path_probs(tree)[node] for tree, nodes in zip(trees, admitted.nodes, strict=True) for node in nodes),
             reverse=True,
         )
         assert kept == probs[: len(kept)]
         assert gain(len(kept)) == pytest.approx(max(gain(n) for n in range(min(len(probs), most - len(trees)) + 1)))
-        for tree, nodes in zip(trees, admission.nodes, strict=True):
+        for tree, nodes in zip(trees, admitted.nodes, strict=True):
             assert all(tree.parents[node] in (ROOT, *nodes) for node in nodes), "a tree remains"
             assert subtree(tree, nodes).token_ids == tuple(tree.token_ids[node] for node in nodes)
 
@@ -56,8 +56,8 @@ def test_the_nodes_that_are_admitted_bring_the_most():
 def test_draws_are_verified_whole():
     draws = DraftDistribution((3, 4), (0.5, 0.5))
     drawn = TokenTree((3, 4), (ROOT, ROOT), (-0.7, -0.7), candidates=(draws, None, None))
-    admission = admit([drawn, random_tree(random.Random(1), 10)], 1e6, STEEP, 4)
-    assert admission.nodes == ((0, 1), ())
+    admitted = admit([drawn, random_tree(random.Random(1), 10)], 1e6, STEEP, 4)
+    assert admitted.nodes == ((0, 1), ())
 
 
 def test_the_curve_is_corrected_by_what_passes_take():

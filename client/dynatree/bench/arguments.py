@@ -324,14 +324,23 @@ def _list_of(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
     return parse_all
 
 
-def _rate(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of requests a second above 0")
-    return number
+def _between(low: float, high: float, meaning: str) -> Callable[[str], float]:
+    """An argparse type: a number above `low` and below `high`, which is `meaning`."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = low
+        if not low < number < high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {meaning}")
+        return number
+
+    return parse
+
+
+_rate = _between(0, float("inf"), "a number of requests a second above 0")
+_share = _between(0, 1, "a number between 0 and 1")
 
 
 def _at_least(least: int) -> Callable[[str], int]:
@@ -347,16 +356,6 @@ def _at_least(least: int) -> Callable[[str], int]:
         return number
 
     return parse
-
-
-def _share(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 < number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
-    return number
 
 
 def _temperature(text: str) -> float:

@@ -140,7 +140,8 @@ class Statistics:
         seed: the seed that was used; 0 for greedy decoding.
         committed_per_level: tokens committed by rounds / levels drafted, which may exceed 1; 0 where nothing was
             drafted.
-        draft_seconds: over all rounds, growing and committing on the draft side.
+        draft_seconds: over all rounds, growing and committing on the draft side; of draft forwards that other sessions
+            shared, this one's share.
         wire_seconds: over all rounds, the stream between the services.
         verify_seconds: over all rounds, the verify service.
         queue_seconds: how long the request waited for its turn.

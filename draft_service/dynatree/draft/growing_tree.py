@@ -25,8 +25,8 @@ class Proposal:
 class TrieNode:
     """What the draft model knows of one token in its context; kept across rounds for as long as the context stands.
 
-    `slot` is its place in the session's arena row and `proposals` its likeliest continuations, best first. The forward
-    that reads the token sets both. Where continuations are drawn, `proposals` are in the order of the draws and
+    `slot` is its place in the session's range of the arena and `proposals` its likeliest continuations, best first. The
+    forward that reads the token sets both. Where continuations are drawn, `proposals` are in the order of the draws and
     `candidates` is the distribution that they were drawn from. `children` are the continuations that a tree has used.
     """
 

@@ -20,14 +20,14 @@ from dynatree.verify.pass_costs import PassCosts
 
 
 @dataclass(frozen=True)
-class Admission:
+class Admitted:
     """What is verified of each tree: its nodes' indices, rising; and the price of the next row, in tokens."""
 
     nodes: tuple[tuple[int, ...], ...]
     price: float
 
 
-def admit(trees: Sequence[TokenTree], rate: float, costs: PassCosts, max_rows: int) -> Admission:
+def admit(trees: Sequence[TokenTree], rate: float, costs: PassCosts, max_rows: int) -> Admitted:
     """Choose the nodes of a pass over these trees, whose roots are in it already.
 
     A tree of random draws is taken whole: its shape has a say in its tokens (DySpec Algorithm 3), and those must not
@@ -56,7 +56,7 @@ def admit(trees: Sequence[TokenTree], rate: float, costs: PassCosts, max_rows: i
     price = rate * (costs.seconds(rows + 1) - costs.seconds(rows))
     if size < len(offered) and rows >= max_rows:  # nobody may have more, whatever the price
         price = max(price, -offered[size][0])
-    return Admission(tuple(tuple(sorted(nodes)) for nodes in kept), price)
+    return Admitted(tuple(tuple(sorted(nodes)) for nodes in kept), price)
 
 
 def is_whole(tree: TokenTree) -> bool:

@@ -232,8 +232,8 @@ class Scheduler:
         if alone or not jobs:
             kept, price = [tuple(range(len(tree))) for tree in trees], 0.0
         else:
-            admission = admit(trees, self.rate.value(len(jobs), self.costs), self.costs, self.max_rows)
-            kept, price = list(admission.nodes), admission.price
+            admitted = admit(trees, self.rate.value(len(jobs), self.costs), self.costs, self.max_rows)
+            kept, price = list(admitted.nodes), admitted.price
         parts = []
         for job, tree, nodes in zip(jobs, trees, kept, strict=True):
             job.kept = nodes
@@ -253,7 +253,7 @@ class Scheduler:
         return jobs
 
     def _take_prompts(self, rows: int, alone: bool) -> tuple[list[_Job], list[Part]]:
-        """Pieces of prompts, in turn; all of a prompt where no other session streams."""
+        """A piece of the prompt whose turn it is; a large one where no other session streams."""
         if not self._prompts:
             return [], []
         job = self._prompts.pop(0)
@@ -275,8 +275,6 @@ class Scheduler:
     async def _pass(self, jobs: list[_Job], parts: list[Part], price: float, held: float) -> None:
         """Run one pass, and hand each session what is its own of it."""
         began = _now()
-        for job in jobs:
-            self._paces.setdefault(job.session, _Pace()).answered = None
         try:
             verdicts, timings = await self.run_pass(parts)
         except Exception as error:

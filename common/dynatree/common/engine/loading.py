@@ -29,6 +29,7 @@ from dynatree.common.engine.static import StaticRunner
 from dynatree.common.engine.support import check_config, check_family, check_outputs, record_kv_shape
 from dynatree.common.engine.timing import measure_forwards
 from dynatree.common.errors import StartupError
+from dynatree.common.limits import MAX_SESSIONS
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.tokenizer import check_folder, fingerprint, first_line, load_tokenizer
 from dynatree.common.version import version
@@ -57,7 +58,7 @@ class ModelSettings:
     model: str
     device: str = "auto"
     dtype: str = "auto"
-    sessions: int = 16
+    sessions: int = MAX_SESSIONS
     kv_tokens: int | None = None
     max_context: int | None = None
     speculative_slots: int = 256
