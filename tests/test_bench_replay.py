@@ -168,9 +168,9 @@ def test_runs_of_one_temperature_and_length_belong_together() -> None:
     ]
 
 
-def test_seconds_are_on_lines_between_the_points() -> None:
+def test_seconds_are_on_lines_between_the_points_and_on_by_the_mean_slope() -> None:
     curve = ((2, 1.0), (4, 2.0), (8, 2.5))
-    assert [seconds_on(curve, rows) for rows in (1, 2, 3, 6, 8, 12)] == pytest.approx([1.0, 1.0, 1.5, 2.25, 2.5, 3.0])
+    assert [seconds_on(curve, rows) for rows in (1, 2, 3, 6, 8, 12)] == pytest.approx([1.0, 1.0, 1.5, 2.25, 2.5, 3.5])
     assert seconds_on(((3, 1.0),), 100) == 1.0
 
 

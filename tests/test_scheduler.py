@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import pytest
 
@@ -13,6 +13,7 @@ from dynatree.common.model_info import ForwardCost
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
 from dynatree.verify.accept import Verdict
+from dynatree.verify.hold import Ready, worth_waiting
 from dynatree.verify.pass_costs import PassCosts
 from dynatree.verify.pass_plan import admit, path_probs, subtree
 from dynatree.verify.scheduler import PROMPT_STRETCH, Scheduler
@@ -63,11 +64,36 @@ def test_draws_are_verified_whole():
 def test_the_curve_is_corrected_by_what_passes_take():
     costs = PassCosts([ForwardCost(rows, 0.1) for rows in (1, 2, 4, 8, 16, 32)])
     for _ in range(40):
-        costs.observe(8, 0.3)
+        costs.observe(8, 1, 0.3)
     assert costs.seconds(8) == pytest.approx(0.3, rel=0.05)
     assert 0.2 < costs.seconds(16) <= 0.31
     assert costs.seconds(1) < 0.2
     assert costs.most_rows(0.2, 32) < 8
+
+
+def test_what_further_sessions_cost_makes_no_row_dearer():
+    costs = PassCosts([ForwardCost(1, 0.1), ForwardCost(16, 0.1), ForwardCost(32, 0.2)])
+    for _ in range(40):
+        costs.observe(8, 8, 0.17)
+    assert costs.seconds(8, 8) == pytest.approx(0.17, rel=0.01)
+    assert costs.seconds(9, 2) == costs.seconds(2, 2) == pytest.approx(0.11, rel=0.01)
+    assert costs.most_rows(0.17, 32, 8) == 16
+
+
+@pytest.mark.parametrize(
+    ("ready", "coming", "waits"),
+    [
+        (Ready(4, 4, 0.05), [(0.05, 1.0)] * 4, True),  # two halves that would take turns for ever
+        (Ready(7, 7, 0.005), [(0.09, 1.0)], False),  # seven lose more than one gains
+        (Ready(7, 7, 0.005), [(0.01, 1.0)], True),
+        (Ready(1, 1, 0.005), [(0.09, 1.0)] * 7, True),
+        (Ready(1, 30, 0.0), [(0.03, 1.0)] * 3, True),  # a prompt; the streams would wait for all of it
+        (Ready(1, 1, 0.005), [(0.2, 1.0)] * 7, False),  # nobody is held up for so long
+    ],
+)
+def test_a_pass_waits_where_all_together_gain(ready, coming, waits):
+    delay = worth_waiting(ready, coming, FLAT, 0.1)
+    assert delay == (max(seconds for seconds, _ in coming) if waits else None)
 
 
 class Target:
@@ -161,8 +187,37 @@ def test_a_long_prompt_holds_no_stream_up_for_longer_than_promised():
     ]
     assert len(with_prompt) > 20
     assert max(with_prompt) <= max(PROMPT_STRETCH * 0.2, STEEP.seconds(3 * 3 + 16))
-    both = [part.session for parts in target.passes for part in parts if part.prompt_tokens and part.rows < 900]
-    assert sum(first is not second for first, second in pairwise(both)) > 10, "prompts take turns"
+    pieces = [part for parts in target.passes for part in parts if part.prompt_tokens and part.session.length > 800]
+    turns = [sum(part.rows for part in turn) for _, turn in groupby(pieces, lambda part: part.session)]
+    assert len(turns) == 8
+    assert max(turns[:-2]) == 256, "prompts take turns"
+
+
+def test_prompts_ride_in_the_passes_of_streams():
+    """A pass with nothing but a piece of a prompt makes streams wait that come back a little later."""
+    target = Target(STEEP)
+
+    async def scenario():
+        scheduler = scheduler_of(target)
+        streams = [asyncio.ensure_future(stream(scheduler, session_of(4), 100, 0.02)) for _ in range(3)]
+        await asyncio.sleep(2.0)
+        await scheduler.read(session_of(900))
+        await asyncio.gather(*streams)
+
+    run_in_virtual_time(scenario())
+    sizes = Counter(len(parts) for parts in target.passes if any(part.session.length > 800 for part in parts))
+    assert sizes[4] > 0.9 * sizes.total()
+
+
+def test_prompts_that_come_together_are_read_in_few_passes_while_few_stream():
+    target = Target(STEEP)
+
+    async def scenario():
+        scheduler = scheduler_of(target)
+        await asyncio.gather(*(stream(scheduler, session_of(64), 20, 0.002) for _ in range(8)))
+
+    run_in_virtual_time(scenario())
+    assert sum(any(part.prompt_tokens for part in parts) for parts in target.passes) <= 8
 
 
 def test_a_prompt_alone_is_read_in_few_passes():
@@ -222,4 +277,4 @@ def test_more_sessions_than_rows_take_turns():
     run_in_virtual_time(scenario())
     rounds = Counter(part.session for parts in target.passes for part in parts if not part.prompt_tokens)
     assert set(rounds.values()) == {30}
-    assert max(sum(part.rows for part in parts) for parts in target.passes) <= 4 + 1
+    assert max(sum(part.rows for part in parts if not part.prompt_tokens) for parts in target.passes) <= 4

@@ -1,4 +1,4 @@
-"""c(rows): the seconds of a pass over so many rows, measured at start and corrected by the passes themselves."""
+"""c(rows, sessions): the seconds of a pass, measured at start and corrected by the passes themselves."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from itertools import accumulate
 
 from dynatree.common.model_info import ForwardCost
 
-STEP = 0.2  # weight of one pass in the correction of its own size
+STEP = 0.2  # weight of one pass in a correction
 REACH = 0.7  # natural logarithm of the ratio of two sizes over which a correction fades to 1 / e
 GUESS = ((1, 0.05), (65, 0.1))  # of a service that has measured nothing
 
 
 class PassCosts:
-    """The measured curve, on straight lines between its sizes and on through the last two.
+    """The seconds of a pass over so many rows of so many sessions:
 
-    Every pass corrects it: sizes near the pass's own move most. A pass over several sessions reads several contexts, so
-    it takes longer than the measurement at start, which had one. It never falls with rows.
+        c(R, S) = f(R) m(R) + a (S - 1)
+
+    m is the measured curve of one session, on straight lines between its sizes and on through the last two. f corrects
+    it near the sizes that passes of one session have. a is what a further session costs: each reads a context of its
+    own. Passes of several sessions correct a. Both never fall with rows.
     """
 
     def __init__(self, measured: Iterable[ForwardCost]) -> None:
@@ -29,15 +32,20 @@ class PassCosts:
         self._measured = [seconds for _, seconds in points]
         self._factors = [1.0] * len(points)
         self._seconds = list(accumulate(self._measured, max))
+        self._of_a_session = 0.0
 
-    def seconds(self, rows: int) -> float:
+    def seconds(self, rows: int, sessions: int = 1) -> float:
         """The seconds of a pass over `rows` rows; 0 for none."""
         if not rows:
             return 0.0
-        return _on_lines(self._rows, self._seconds, rows)
+        return _on_lines(self._rows, self._seconds, rows) + self._of_a_session * (sessions - 1)
 
-    def observe(self, rows: int, seconds: float) -> None:
+    def observe(self, rows: int, sessions: int, seconds: float) -> None:
         """Take in what a pass took."""
+        if sessions > 1:
+            further = (seconds - self.seconds(rows)) / (sessions - 1)
+            self._of_a_session = max(self._of_a_session + STEP * (further - self._of_a_session), 0.0)
+            return
         ratio = seconds / _on_lines(self._rows, self._measured, rows)
         for place, size in enumerate(self._rows):
             weight = STEP * math.exp(-abs(math.log(size / rows)) / REACH)
@@ -45,12 +53,12 @@ class PassCosts:
         corrected = (factor * seconds for factor, seconds in zip(self._factors, self._measured, strict=True))
         self._seconds = list(accumulate(corrected, max))
 
-    def most_rows(self, seconds: float, at_most: int) -> int:
-        """The most rows, up to `at_most`, that a pass of so many seconds can have."""
+    def most_rows(self, seconds: float, at_most: int, sessions: int = 1) -> int:
+        """The most rows, up to `at_most`, that a pass of so many seconds and sessions can have."""
         low, high = 0, at_most
         while low < high:
             middle = (low + high + 1) // 2
-            if self.seconds(middle) <= seconds:
+            if self.seconds(middle, sessions) <= seconds:
                 low = middle
             else:
                 high = middle - 1

@@ -7,23 +7,26 @@ that are worth their rows (`pass_plan`), and pieces of prompts as far as they do
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from dynatree.common.pass_statistics import PassStatistics
 from dynatree.common.tree import TokenTree
 from dynatree.verify.accept import Verdict
+from dynatree.verify.hold import Pace, Ready, worth_waiting
 from dynatree.verify.pass_costs import PassCosts
 from dynatree.verify.pass_plan import admit, is_whole, subtree
 from dynatree.verify.session import Session
 from dynatree.verify.verifier import Part, Timings
 
 RATE_FADE = 0.9  # weight of the past at each pass in the rate of the service
-GAP_STEP = 0.3  # weight of one gap in a session's usual gap
-LATE_SPREADS = 2.0  # mean deviations from its usual gap after which a silent session is not waited for
-PROMPT_STRETCH = 1.7  # a pass that reads a prompt may take so many times as long as those before it
-PROMPT_ROWS = 512  # of a prompt in a pass where no session streams: what others may have to wait for
+CYCLE_STEP = 0.3  # weight of one pass in their usual time
+PROMPT_STRETCH = 1.7  # a pass that reads prompts may take so many times as long as those before it
+CROWD = 2  # prompts that wait for each session that streams, above which passes may take longer in proportion
+PROMPT_ROWS = 512  # of prompts in a pass at most: what others may have to wait for
+PROMPT_TURN = 256  # tokens of a prompt after which it is the next one's turn
 LEAST_PROMPT_ROWS = 16  # of a pass that reads a prompt: less would take for ever
 HOLD_SHARE = 0.5  # longest wait for trees about to come, in plain steps
 
@@ -51,6 +54,7 @@ class _Job:
     tree: TokenTree | None
     future: asyncio.Future[Done]
     kept: Sequence[int] = ()  # the tree's nodes that are in the pass
+    turn: int = 0  # tokens of the prompt that were read since its turn came
 
     @property
     def rows(self) -> int:
@@ -67,37 +71,6 @@ class _Job:
             self.future.set_result(Done(replace(verdict, accepted=accepted), timings, share, self.trimmed, shared))
 
 
-@dataclass(eq=False)
-class _Pace:
-    """When a session's last answer went out, how long it usually takes to come back, and with how many rows."""
-
-    answered: float | None = None  # None while it waits for a pass
-    gap: float | None = None
-    spread: float = 0.0  # mean absolute deviation of the gap
-    rows: float = 1.0
-
-    def came(self, now: float) -> None:
-        """Its next tree is here."""
-        if self.answered is not None:
-            gap = now - self.answered
-            if self.gap is None:
-                self.gap, self.spread = gap, gap / 2
-            else:
-                self.spread += GAP_STEP * (abs(gap - self.gap) - self.spread)
-                self.gap += GAP_STEP * (gap - self.gap)
-        self.answered = None
-
-    def expected(self, now: float) -> float | None:
-        """When its next tree should come; None where that cannot be said, or it should have come long since."""
-        if self.answered is None or self.gap is None:
-            return None
-        usual = self.answered + self.gap
-        if now < usual:
-            return usual
-        late = usual + LATE_SPREADS * self.spread
-        return late if now < late else None
-
-
 @dataclass
 class ServiceRate:
     """Lambda: the tokens that a second is worth to all sessions together."""
@@ -112,7 +85,7 @@ class ServiceRate:
 
     def value(self, sessions: int, costs: PassCosts) -> float:
         """At least what plain decoding of the pass's sessions would bring."""
-        plain = sessions / costs.seconds(sessions)
+        plain = sessions / costs.seconds(sessions, sessions)
         return max(plain, self.tokens / self.seconds) if self.seconds else plain
 
 
@@ -122,7 +95,7 @@ class Scheduler:
 
     Attributes:
         run_pass: Runs a pass.
-        costs: c(rows).
+        costs: c(rows, sessions).
         max_rows: Of a pass.
     """
 
@@ -132,7 +105,7 @@ class Scheduler:
     rate: ServiceRate = field(default_factory=ServiceRate)
     _trees: list[_Job] = field(default_factory=list)  # in the order in which they came
     _prompts: list[_Job] = field(default_factory=list)  # the next to be read first
-    _paces: dict[Session, _Pace] = field(default_factory=dict)
+    _paces: dict[Session, Pace] = field(default_factory=dict)
     _loop: asyncio.Task[None] | None = None
     _came: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: float = 0.0  # when the last pass ended
@@ -140,7 +113,7 @@ class Scheduler:
 
     async def read(self, session: Session) -> Done:
         """Read the rest of a session's prompt, and commit its first token."""
-        self._paces[session] = _Pace()
+        self._paces[session] = Pace()
         return await self._wait(self._prompts, _Job(session, None, _future()))
 
     async def verify(self, session: Session, tree: TokenTree) -> Done:
@@ -187,40 +160,27 @@ class Scheduler:
         """Wait for trees about to come, where all sessions together gain by it; the seconds waited."""
         began = _now()
         latest = began + HOLD_SHARE * self.costs.seconds(1)
-        while (until := self._worth_waiting(_now(), latest)) is not None:
+        while (delay := self._worth_waiting(_now(), latest)) is not None:
             self._came.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._came.wait(), until - _now())
+                await asyncio.wait_for(self._came.wait(), delay)
         return _now() - began
 
     def _worth_waiting(self, now: float, latest: float) -> float | None:
-        """Until when to wait for the sessions that are expected till then; None if running now is better.
-
-        Let A be the rows that are ready and B those that are late by d. Running A now makes the late wait for it and
-        then for their own pass; waiting makes those that are ready wait for d and for the larger pass. So wait iff
-
-            n_late (c(A) - d + c(B) - c(A + B)) > n_ready (d + c(A + B) - c(A)).
-        """
-        if not self._trees:
+        """For how many seconds to wait for those who are expected till then; None if running now is better."""
+        coming = [(delay, pace.rows) for pace in self._paces.values() if (delay := pace.expected(now)) is not None]
+        if not coming:
             return None
-        seconds = self.costs.seconds
-        ready, rows = len(self._trees), min(sum(job.rows for job in self._trees), self.max_rows)
-        coming = sorted(
-            (expected, pace.rows) for pace in self._paces.values() if (expected := pace.expected(now)) is not None
+        rows = min(sum(job.rows for job in self._trees), self.max_rows)
+        pieces = self._pieces(rows, len(self._trees))
+        gaps = [pace.gap for job in self._trees if (pace := self._paces.get(job.session)) and pace.gap is not None]
+        ready = Ready(
+            sessions=len(self._trees) + len(pieces),
+            rows=rows + sum(tokens for _, tokens in pieces),
+            gap=fmean(gaps) if gaps else 0.0,
         )
-        best, until, late_rows = 0.0, None, 0.0
-        for late, (expected, of_one) in enumerate(coming, start=1):
-            delay = expected - now
-            if expected >= latest:
-                break
-            late_rows += of_one
-            both, behind = seconds(int(rows + late_rows)), seconds(int(late_rows))
-            gain = late * (seconds(rows) - delay + behind - both) - ready * (delay + both - seconds(rows))
-            if gain > best:
-                best, until = gain, expected
-        if until is None:
-            return None
-        return min(until + 0.001, latest)  # a little late is still in time
+        delay = worth_waiting(ready, coming, self.costs, latest - now)
+        return None if delay is None else min(delay + 0.001, latest - now)  # a little late is still in time
 
     # Take
 
@@ -238,8 +198,13 @@ class Scheduler:
         for job, tree, nodes in zip(jobs, trees, kept, strict=True):
             job.kept = nodes
             parts.append(Part(job.session, subtree(tree, nodes)))
-        prompts, pieces = self._take_prompts(sum(part.rows for part in parts), alone)
-        return [*jobs, *prompts], [*parts, *pieces], price
+        pieces = self._pieces(sum(part.rows for part in parts), len(parts))
+        del self._prompts[: len(pieces)]
+        for job, tokens in pieces:
+            job.turn += tokens
+            jobs.append(job)
+            parts.append(Part(job.session, prompt_tokens=tokens))
+        return jobs, parts, price
 
     def _next_jobs(self) -> list[_Job]:
         """Take the trees that waited longest, as many as have room with their roots, or with all of a whole tree."""
@@ -252,18 +217,33 @@ class Scheduler:
         jobs, self._trees = self._trees[:count], self._trees[count:]
         return jobs
 
-    def _take_prompts(self, rows: int, alone: bool) -> tuple[list[_Job], list[Part]]:
-        """A piece of the prompt whose turn it is; a large one where no other session streams."""
+    def _pieces(self, rows: int, sessions: int) -> list[tuple[_Job, int]]:
+        """The prompts whose turn it is, and how many tokens of each a pass reads beside its trees."""
+        room = self._prompt_rows(rows, sessions)
+        turn = PROMPT_TURN if len(self._prompts) > 1 else PROMPT_ROWS
+        pieces = []
+        for job in self._prompts:
+            tokens = min(job.session.unread, max(turn - job.turn, 0), room)
+            if tokens <= 0:
+                break
+            room -= tokens
+            pieces.append((job, tokens))
+        return pieces
+
+    def _prompt_rows(self, rows: int, sessions: int) -> int:
+        """How many tokens of prompts a pass may read beside its trees, which have so many rows and sessions.
+
+        Where many more prompts wait than sessions stream, the few may be held up for longer, in proportion.
+        """
         if not self._prompts:
-            return [], []
-        job = self._prompts.pop(0)
-        unread = job.session.unread
-        if not rows and (alone or not self._streaming()):
-            return [job], [Part(job.session, prompt_tokens=min(unread, PROMPT_ROWS))]
-        most = PROMPT_STRETCH * max(self._usual, self.costs.seconds(max(rows, 1)))
-        room = self.costs.most_rows(most, rows + unread) - rows
-        tokens = min(max(room, LEAST_PROMPT_ROWS), unread, PROMPT_ROWS)
-        return [job], [Part(job.session, prompt_tokens=tokens)]
+            return 0
+        streaming = len(self._paces) - len(self._prompts)
+        if not rows and not self._streaming():
+            return PROMPT_ROWS
+        stretch = PROMPT_STRETCH * max(1.0, len(self._prompts) / (CROWD * max(streaming, 1)))
+        longest = stretch * max(self._usual, self.costs.seconds(max(rows, 1), max(sessions, 1)))
+        room = self.costs.most_rows(longest, rows + PROMPT_ROWS, sessions + 1) - rows
+        return max(room, LEAST_PROMPT_ROWS)
 
     def _streaming(self) -> bool:
         """Whether a session's next tree is about to come."""
@@ -275,6 +255,8 @@ class Scheduler:
     async def _pass(self, jobs: list[_Job], parts: list[Part], price: float, held: float) -> None:
         """Run one pass, and hand each session what is its own of it."""
         began = _now()
+        for each in self._paces.values():
+            each.missed(began)
         try:
             verdicts, timings = await self.run_pass(parts)
         except Exception as error:
@@ -285,16 +267,29 @@ class Scheduler:
         shared = PassStatistics(len(parts), rows, price, held, open_sessions=max(len(self._paces), 1))
         self._observe(parts, verdicts, rows, timings, began, now)
         self._ended = now
+        unread: list[_Job] = []
         for job, part, verdict in zip(jobs, parts, verdicts, strict=True):
             if verdict is None:
-                self._prompts.append(job)
+                unread.append(job)
                 continue
             pace = self._paces.get(job.session)
             if pace is not None:
-                pace.answered, pace.rows = now, float(part.rows if not part.prompt_tokens else 1)
+                pace.answer(now, 1 if part.prompt_tokens else part.rows)
                 if verdict.finish_reason is not None:
                     self.forget(job.session)
             job.settle(verdict, timings, timings.forward * part.rows / rows, shared)
+        self._put_back(unread)
+
+    def _put_back(self, unread: Iterable[_Job]) -> None:
+        """Prompts that were not read to their ends go on, but behind the others once their turn is over."""
+        going_on = []
+        for job in unread:
+            if job.turn < PROMPT_TURN:
+                going_on.append(job)
+            else:
+                job.turn = 0
+                self._prompts.append(job)
+        self._prompts[:0] = going_on
 
     def _observe(
         self,
@@ -308,10 +303,10 @@ class Scheduler:
         plain = self.costs.seconds(1)
         if any(part.prompt_tokens for part in parts):
             return  # its rows are no trees, and its tokens no rounds
-        self.costs.observe(rows, timings.forward)
+        self.costs.observe(rows, len(parts), timings.forward)
         cycle = now - max(self._ended, began - plain)  # after a pause the service was idle, not slow
         self.rate.observe(sum(len(verdict.token_ids) for verdict in verdicts if verdict is not None), cycle)
-        self._usual = cycle if not self._usual else self._usual + GAP_STEP * (cycle - self._usual)
+        self._usual = cycle if not self._usual else self._usual + CYCLE_STEP * (cycle - self._usual)
 
     async def _failed(self, jobs: list[_Job], parts: list[Part], error: Exception) -> None:
         """A pass over several sessions has failed: run each by itself, so that only the one at fault fails."""

@@ -52,10 +52,16 @@ class Machine:
 
 @cache
 def seconds_on(curve: Curve, rows: int) -> float:
-    """The seconds of a forward over so many rows: on straight lines between the points, and on through the last two."""
-    if len(curve) == 1 or rows <= curve[0][0]:
-        return curve[0][1]
-    after = min(bisect_left(curve, (rows,)), len(curve) - 1)
+    """The seconds of a forward over so many rows: on straight lines between the points, then on by the mean slope.
+
+    The last two points may be a row apart, so that their slope says nothing of larger forwards.
+    """
+    first, last = curve[0], curve[-1]
+    if len(curve) == 1 or rows <= first[0]:
+        return first[1]
+    if rows > last[0]:
+        return last[1] + (last[1] - first[1]) * (rows - last[0]) / (last[0] - first[0])
+    after = bisect_left(curve, (rows,))
     (low, least), (high, most) = curve[after - 1 : after + 1]
     return least + (most - least) * (rows - low) / (high - low)
 

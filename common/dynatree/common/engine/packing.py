@@ -27,6 +27,10 @@ _SUPPORTED = {
 # Rows that oneDNN chooses a weight's blocks for. 16-bit weights blocked for 1 row take no longer for up to 16 rows;
 # float32 weights blocked for 16 rows are as fast at one row as those blocked for 1, and much faster above.
 _BLOCKED_FOR = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 16}
+# Above _FEW_ROWS rows oneDNN's AMX kernels are slow at numbers that are no multiples of 4: a forward of a 2.8B shape
+# over 32, 36, 37, 38, 63 and 64 rows took 353, 401, 512, 506, 540 and 465 ms.
+_FEW_ROWS = 32
+_ROUND_ROWS = 4
 _SMALL = 2**18  # elements; up to this size torch's own float32 layer is faster: a oneDNN call costs some 40 us
 _HALF_EXPONENT = 16  # the largest float16 is just below 2 to this power
 _TILE = 6  # rows of FBGEMM's largest tile
@@ -36,7 +40,8 @@ _MAX_TRIED = 20 * _TILE
 class PackedLinear(nn.Module):
     """A linear layer whose weight `[out_features, in_features]` is kept in oneDNN's blocked layout only.
 
-    Where `batch_invariance` says so, fewer than `MIN_ROWS` rows are padded to `MIN_ROWS`, which takes no longer.
+    Where `batch_invariance` says so, fewer than `MIN_ROWS` rows are padded to `MIN_ROWS`, which takes no longer. On a
+    CPU with AMX larger numbers are padded to multiples of `_ROUND_ROWS`, which is up to a quarter faster.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -45,13 +50,17 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else _parameter(bias)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _BLOCKED_FOR[weight.dtype])
         self._min_rows = MIN_ROWS if is_batch_invariant(weight.dtype) else 0
+        self._rounds = weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
 
     def forward(self, rows: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
         count = rows.shape[:-1].numel()
-        if count >= self._min_rows:
+        wanted = max(count, self._min_rows)
+        if self._rounds and wanted > _FEW_ROWS:
+            wanted += -wanted % _ROUND_ROWS
+        if wanted == count:
             return self._multiply(rows)
-        padded = pad(rows.reshape(count, self.in_features), (0, 0, 0, self._min_rows - count))
+        padded = pad(rows.reshape(count, self.in_features), (0, 0, 0, wanted - count))
         return self._multiply(padded)[:count].view(*rows.shape[:-1], self.out_features)
 
     def _multiply(self, rows: Tensor) -> Tensor:

@@ -13,7 +13,9 @@ from dynatree.common.model_info import FORWARD_SIZES, ForwardCost
 
 CONTEXT = 128  # slots that the tokens attend to
 MAX_PASSES = 5
+LEAST_PASSES = 2  # the first forward over a size also prepares its kernels
 SIZE_SECONDS = 0.6  # a size that took so long in all is not measured again
+LONG_SECONDS = 2.0  # a size that took so long is measured once
 ALL_SECONDS = 7.0  # no further size is tried once all took so long
 LAST = (3, 5)  # between sizes of nearly their cost, so a slow model does without them
 
@@ -37,7 +39,8 @@ def measure_forwards(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
                 break
         for _ in range(MAX_PASSES - 1):
             for rows, seconds in measured.items():
-                if sum(seconds) < SIZE_SECONDS:
+                again = len(seconds) < LEAST_PASSES and sum(seconds) < LONG_SECONDS
+                if again or sum(seconds) < SIZE_SECONDS:
                     seconds.append(_seconds(engine, kv, context, rows))
     finally:
         engine.arena.release(kv)
