@@ -20,6 +20,7 @@ def arena_of(size):
 
 def fill(arena, kv, value):
     arena.slots(kv, kv.size).fill_(value)
+    kv.used = kv.size
 
 
 def test_ranges_never_overlap_and_keep_what_they_hold_wherever_they_are_moved():
@@ -49,6 +50,7 @@ def reserve(cache, arena, tokens, slots, principal="one"):
     assert kv is not None
     for slot in range(cached, len(tokens)):
         arena.slots(kv, slot + 1)[:, :, :, slot] = tokens[slot]
+    kv.used = len(tokens)
     assert arena.slots(kv, len(tokens))[0, 0, 0, :, 0].tolist() == list(tokens)
     return kv, cached
 
@@ -77,12 +79,31 @@ def test_cached_slots_are_free_for_the_asking_the_oldest_first():
         kv, _ = reserve(cache, arena, text, 30)
         cache.release(kv, text, "one")
     assert cache.slots == 60
-    kv, cached = reserve(cache, arena, [*texts[0], 5], 60)  # the first is used now; the second has to go
+    kv, cached = reserve(cache, arena, [*texts[0], 5], 60)  # the first is used now; what lies behind it has to go
     assert cached == 20
     cache.release(kv, [], "one")
-    assert [entry.token_ids[0] for entry in cache._entries] == [3, 1]
+    assert [entry.token_ids[0] for entry in cache._entries] == [1]
     kv, _ = cache.reserve(101, [1, 2], "one")
     assert kv is None
+
+
+def test_entries_make_room_before_any_session_is_moved():
+    """Moving what sessions hold takes seconds of a large pool, in which no pass runs."""
+    arena = arena_of(100)
+    cache = PrefixCache(arena)
+    ranges = [reserve(cache, arena, [start] * 20, size)[0] for start, size in ((1, 30), (2, 20), (3, 10), (4, 20))]
+    cache.release(ranges[1], [2] * 20, "one")
+    cache.release(ranges[3], [4] * 20, "one")
+    kv, _ = reserve(cache, arena, [5] * 20, 35)
+    assert [each.start for each in (ranges[0], ranges[2], kv)] == [0, 50, 60]
+    assert [entry.token_ids[0] for entry in cache._entries] == [2], "the older one is not in the way"
+    fill(arena, kv, 9)
+    kv.used = 25
+    cache.release(ranges[0], [], "one")
+    last, _ = reserve(cache, arena, [6], 52)  # 55 slots are free, but not side by side
+    assert (ranges[2].start, kv.start, last.start) == (0, 10, 45)
+    assert not cache.slots
+    assert bool((arena.slots(kv, 25) == 9).all())
 
 
 def test_what_begins_with_a_cached_text_takes_its_place():

@@ -12,9 +12,13 @@ from model_zoo import save_noisy_copy, save_random_model
 from services import running_services
 
 from dynatree.client import Client, DynaTreeError, InvalidRequestError, ServerBusyError
+from dynatree.common.admission import Admission
+from dynatree.common.limits import MAX_SESSIONS, MAX_TREE_NODES
 from dynatree.common.wire import model_info_to_pb
+from dynatree.draft import serve_draft
 from dynatree.draft.policies import policy_names, residual_policies
 from dynatree.v1 import verify_pb2, verify_pb2_grpc
+from dynatree.verify import serve_target
 
 FAMILIES = ("gpt_neox", "llama", "gpt2")
 SESSIONS = 6
@@ -75,6 +79,8 @@ def test_sessions_share_passes_and_say_so(services, monkeypatch):
         request = ([5, 6, 7], {"max_new_tokens": 60, "ignore_eos": True})
         stats = list(threads.map(lambda _: client.generate(request[0], **request[1]).stats, range(SESSIONS)))
     assert max(each.sessions_per_pass for each in stats) > 1.5
+    slots = 3 + 60 + MAX_TREE_NODES
+    assert max(each.kv_cache_usage for each in stats) == pytest.approx(SESSIONS * slots / services.target.arena.size)
     assert all(each.rows_per_pass >= each.sessions_per_pass for each in stats)
 
 
@@ -138,6 +144,61 @@ def test_the_queue_is_served_in_order(tmp_path, monkeypatch):
                 assert next(queued[-1]).queue_position == number
         list(threads.map(list, [running, *queued]))
     assert gate.read == [5, *range(100, 108)]
+
+
+def test_of_many_calls_half_are_cancelled_and_nothing_of_them_remains(tmp_path, monkeypatch):
+    """On default settings 400 calls, 120 cancelled in the queue and 80 in mid-stream; who stays is served in order."""
+    admissions = []
+
+    class Noted(Admission):
+        def __init__(self, *args):
+            super().__init__(*args)
+            admissions.append(self)
+
+    monkeypatch.setattr(serve_target, "Admission", Noted)
+    monkeypatch.setattr(serve_draft, "Admission", Noted)
+    target = save_random_model(tmp_path / "target", "gpt_neox", seed=3)
+    draft = save_noisy_copy(tmp_path / "draft", target, seed=4)
+    generator = random.Random(5)
+    with (
+        running_services(tmp_path, target, draft, sessions=MAX_SESSIONS, prefix_cache=False) as services,
+        Client(services.draft_address) as client,
+        ThreadPoolExecutor(200) as threads,
+    ):
+        gate = Gate(services.target, monkeypatch)
+        waits = []
+
+        def read(stream, leaves):
+            for chunk in stream:
+                if leaves and chunk.token_ids:
+                    stream.close()
+                    return None
+            waits.append(stream.completion.stats.queue_seconds)
+            return len(stream.completion.token_ids)
+
+        for wave in range(2):
+            prompts = range(100 + 200 * wave, 300 + 200 * wave)
+            options = {"max_new_tokens": 12, "ignore_eos": True, "queue_position": True}
+            gate.read.clear()
+            with gate.shut():
+                streams = {prompt: client.stream([prompt], **options) for prompt in prompts}
+                places = {prompt: next(stream).queue_position for prompt, stream in streams.items()}
+                queued = [prompt for prompt, place in places.items() if place]
+                left = set(generator.sample(queued, 60))
+                for prompt in left:
+                    streams[prompt].close()
+            leaving = set(generator.sample(sorted(set(prompts) - left), 40))
+            stayed = [prompt for prompt in prompts if prompt not in left]
+            counts = list(threads.map(lambda prompt: read(streams[prompt], prompt in leaving), stayed))  # noqa: B023
+            assert counts == [None if prompt in leaving else 12 for prompt in stayed]
+            assert sorted(gate.read) == stayed, "each once, and none that left the queue"
+            order = [stayed.index(prompt) for prompt in gate.read]
+            # those who are admitted together open their sessions side by side
+            assert all(abs(place - read) < MAX_SESSIONS for read, place in enumerate(order))
+        wait_until_idle(services)
+        assert [(each.running, each.waiting, each.slots_held) for each in admissions] == [(0, 0, 0)] * 2
+        assert client.generate([7, 7], max_new_tokens=2).stats.queue_seconds < 0.01
+    assert len(waits) == 200
 
 
 def test_a_prompt_that_can_never_fit_is_refused_at_once_and_a_full_queue_says_when_to_come_back(tmp_path):

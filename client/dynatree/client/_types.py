@@ -149,6 +149,7 @@ class Statistics:
         rows_per_pass: the mean number of tokens in those passes, of all sessions.
         trimmed_n: nodes drafted, but not verified, over all rounds.
         cached_tokens: tokens of the prompt that the target had cached.
+        kv_cache_usage: the highest share of the target's KV slots that all sessions together held meanwhile.
     """
 
     generated_tokens: int
@@ -174,6 +175,7 @@ class Statistics:
     rows_per_pass: float = 0.0
     trimmed_n: int = 0
     cached_tokens: int = 0
+    kv_cache_usage: float = 0.0
 
     @classmethod
     def from_pb(cls, statistics: draft_pb2.GenerationStatistics) -> Self:
@@ -205,6 +207,7 @@ class Statistics:
             rows_per_pass=statistics.rows_per_pass,
             trimmed_n=statistics.trimmed_n,
             cached_tokens=statistics.cached_tokens,
+            kv_cache_usage=statistics.kv_cache_usage,
         )
 
 

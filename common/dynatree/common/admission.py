@@ -83,6 +83,11 @@ class Admission:
         """Slots of those that run."""
         return self._slots_held
 
+    @property
+    def usage(self) -> float:
+        """Slots of those that run / all slots."""
+        return self._slots_held / self._slots
+
     @asynccontextmanager
     async def queued(self, principal: str, slots: int, seconds: float | None = None) -> AsyncIterator[Turn]:
         """A place in the queue, left however the context ends; await the turn's `come` before using anything.

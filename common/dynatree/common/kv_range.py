@@ -10,8 +10,10 @@ class KVRange:
     """A session's slots: `size` slots of the pool, from slot `start` on.
 
     Its slots are counted from its own start. Its first slots hold the session's committed tokens in order; speculative
-    tokens sit behind them. The arena moves ranges when it makes room for another one, never during a forward.
+    tokens sit behind them. The arena moves ranges when it makes room for another one, never during a forward. A move
+    copies the first `used` slots: those that forwards have written.
     """
 
     start: int
     size: int
+    used: int = 0

@@ -16,6 +16,7 @@ class PassStatistics:
             session was alone on the service.
         hold_seconds: How long it was held back for trees about to come.
         open_sessions: That were open on the service, in this pass or not.
+        kv_cache_usage: KV slots that sessions held / all slots of the service, when the pass had ended.
     """
 
     sessions: int = 1
@@ -23,6 +24,7 @@ class PassStatistics:
     row_price: float = 0.0
     hold_seconds: float = 0.0
     open_sessions: int = 1
+    kv_cache_usage: float = 0.0
 
 
 ALONE = PassStatistics()  # of one session that has nothing but a root in it

@@ -61,16 +61,31 @@ class PrefixCache:
             self._entries.append(found)
         else:
             found, cached = None, 0
+        self._make_room(slots)
         kv = self._arena.reserve(slots)
-        while kv is None and self._entries:
-            evicted = self._entries.pop(0)
-            if evicted is found:
-                found, cached = None, 0
-            self._arena.release(evicted.kv)
-            kv = self._arena.reserve(slots)
-        if kv is not None and found is not None:
-            self._arena.copy(found.kv, kv, cached)
+        if kv is None or found is None or found not in self._entries:
+            return kv, 0
+        self._arena.copy(found.kv, kv, cached)
         return kv, cached
+
+    def _make_room(self, slots: int) -> None:
+        """Evict the entries in the way of a range, the oldest ones that will do; where none will, as many as it takes.
+
+        Moving other ranges together would keep more entries, and hold every session up meanwhile.
+        """
+        evicted: list[_Entry] = []
+        start = self._arena.gap(slots)
+        while start is None and len(evicted) < len(self._entries):
+            evicted = self._entries[: len(evicted) + 1]
+            start = self._arena.gap(slots, [entry.kv for entry in evicted])
+        if start is not None:
+            stop = start + self._arena.whole(slots)
+            evicted = [each for each in evicted if each.kv.start < stop and each.kv.start + each.kv.size > start]
+        for entry in evicted:
+            if start is None and self._arena.free_slots >= self._arena.whole(slots):
+                break
+            self._entries.remove(entry)
+            self._arena.release(entry.kv)
 
     def release(self, kv: KVRange, token_ids: Sequence[int], principal: str) -> None:
         """Take a range back whose first slots hold these tokens, and keep it if nothing kept begins with them."""

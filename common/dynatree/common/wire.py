@@ -220,6 +220,7 @@ def commit_to_pb(commit: Commit) -> verify_pb2.Commit:
             row_price=commit.shared.row_price,
             hold_seconds=commit.shared.hold_seconds,
             open_sessions=commit.shared.open_sessions,
+            kv_cache_usage=commit.shared.kv_cache_usage,
         ),
     )
 
@@ -245,7 +246,12 @@ def commit_from_pb(message: verify_pb2.Commit) -> Commit:
         log_probs=tuple(message.log_probs),
         trimmed=message.acceptance.trimmed,
         shared=PassStatistics(
-            shared.sessions, shared.rows, shared.row_price, shared.hold_seconds, shared.open_sessions
+            shared.sessions,
+            shared.rows,
+            shared.row_price,
+            shared.hold_seconds,
+            shared.open_sessions,
+            shared.kv_cache_usage,
         ),
     )
 

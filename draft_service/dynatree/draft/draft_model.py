@@ -58,26 +58,43 @@ class EngineDraftModel:
     def expand(self, expansions: Sequence[Expansion]) -> float:
         """Read the nodes of several sessions in one forward, and set their proposals; returns its seconds."""
         vocab_size = self._engine.info.vocab_size
-        segments = [tree_segment(each.session, each.tree, each.nodes, vocab_size) for each in expansions]
+        segments = [
+            tree_segment(each.session, each.tree, each.nodes, vocab_size)
+            if each.nodes
+            else prompt_segment(each.session, each.tokens, vocab_size)
+            for each in expansions
+        ]
         started = time.perf_counter()
         logits = self._engine.forward(segments)
         self._engine.synchronize()
         seconds = time.perf_counter() - started
         for each, rows in zip(expansions, logits, strict=True):
-            _propose(each.session, each.tree, each.nodes, rows, each.breadth)
+            if each.nodes:
+                _propose(each.session, each.tree, each.nodes, rows, each.breadth)
         return seconds
+
+
+def prompt_segment(session: DraftSession, tokens: int, vocab_size: int) -> Segment:
+    """The next committed tokens that are not cached; no logits of them are kept."""
+    read = range(session.num_cached, session.num_cached + tokens)
+    token_ids = [_known(session.committed[position], vocab_size) for position in read]
+    return Segment(session.kv, session.num_cached, token_ids, read, keep=[])
+
+
+def _known(token: int, vocab_size: int) -> int:
+    """The token, or 0 in place of one that the draft cannot embed: a target may be padded further."""
+    return token if token < vocab_size else 0
 
 
 def tree_segment(session: DraftSession, tree: GrowingTree, nodes: Sequence[int], vocab_size: int) -> Segment:
     """Nodes, ancestors first, behind the slots in use; each sees the committed prefix, its ancestors and itself.
 
-    The root brings the committed tokens before it that are not cached. A target that is padded further than the draft
-    may choose an id that the draft cannot embed (`vocab_size` or above): token 0 stands in for it.
+    The root brings the committed tokens before it that are not cached.
     """
     uncached = session.committed[session.num_cached :] if nodes[0] == ROOT else []
     below = nodes[1:] if uncached else nodes
     token_ids = [*uncached, *(tree.node(node).token for node in below)]
-    token_ids = [token if token < vocab_size else 0 for token in token_ids]
+    token_ids = [_known(token, vocab_size) for token in token_ids]
     root = len(session.committed) - 1
     positions = [*range(session.num_cached, session.num_cached + len(uncached))]
     positions += [root + tree.depth(node) for node in below]

@@ -16,15 +16,28 @@ from dynatree.draft.growing_tree import GrowingTree
 from dynatree.draft.policies import Policy
 from dynatree.draft.round import Growth
 
+PIECE = 128  # tokens of a prompt in one forward, in which other sessions read the next levels of their trees
+
 
 @dataclass(frozen=True)
 class Expansion:
-    """Nodes of one session to read, parents first; each gets its `breadth` best continuations."""
+    """Nodes of one session to read, parents first; each gets its `breadth` best continuations.
+
+    With the root the committed tokens are read that are not read yet. Without nodes, the next `PIECE` of those.
+    """
 
     session: DraftSession
     tree: GrowingTree
     nodes: Sequence[int]
     breadth: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of it in a forward."""
+        if not self.nodes:
+            return PIECE
+        unread = len(self.session.committed) - self.session.num_cached
+        return len(self.nodes) + (max(unread - 1, 0) if ROOT in self.nodes else 0)
 
 
 @dataclass(frozen=True)
@@ -173,7 +186,7 @@ class Drafter:
         started = time.perf_counter()
         forward = self._model.expand(expansions)
         total = time.perf_counter() - started
-        shares = [_tokens(each) for each in expansions]
+        shares = [each.tokens for each in expansions]
         return [Spent(forward * share / sum(shares), total * share / sum(shares)) for share in shares]
 
     def commit(self, session: DraftSession, token_ids: Sequence[int]) -> None:
@@ -208,22 +221,23 @@ class Drafter:
     def _expanding(
         self, session: DraftSession, tree: GrowingTree, level: Sequence[int], breadth: int
     ) -> Growing[list[Spent]]:
-        """Read the nodes of a level that have no proposals yet, if there are any; what that took."""
+        """Read the nodes of a level that have no proposals yet, if there are any; what that took.
+
+        A long prompt is read in pieces, so that other sessions do not wait for all of it.
+        """
         unread = [node for node in level if not tree.is_expanded(node)]
         if not unread:
             return []
+        spent = []
+        while ROOT in unread and len(session.committed) - session.num_cached > PIECE and not session.speculative_slots:
+            spent.append((yield Expansion(session, tree, (), breadth)))
+            session.num_cached += PIECE
+            session.num_used = session.num_cached
         start = session.num_used + len(session.committed) - session.num_cached if ROOT in unread else session.num_used
-        spent = yield Expansion(session, tree, unread, breadth)
+        spent.append((yield Expansion(session, tree, unread, breadth)))
         session.num_cached = len(session.committed)
         below = [node for node in unread if node != ROOT]
         for slot, node in enumerate(below, start=start):
             tree.node(node).slot = slot
         session.num_used = start + len(below)
-        return [spent]
-
-
-def _tokens(expansion: Expansion) -> int:
-    """Tokens of an expansion in a forward: its nodes, and with the root the committed tokens that are not read yet."""
-    session = expansion.session
-    uncached = len(session.committed) - session.num_cached - 1 if ROOT in expansion.nodes else 0
-    return len(expansion.nodes) + uncached
+        return spent

@@ -46,6 +46,7 @@ class Statistics:
     rows_per_pass: float
     trimmed_n: int
     cached_tokens: int
+    kv_cache_usage: float
 
 
 @dataclass
@@ -66,6 +67,7 @@ class StatisticsRecorder:
     cached_tokens: int = 0
     pass_sessions: int = 0
     pass_rows: int = 0
+    kv_cache_usage: float = 0.0
     trimmed: int = 0
     reached: list[int] = field(default_factory=list)  # rounds whose tree reached depth i + 1
     survived: list[int] = field(default_factory=list)  # rounds whose accepted path reached depth i + 1
@@ -90,6 +92,7 @@ class StatisticsRecorder:
         self.verify_seconds += timings.total
         self.pass_sessions += done.shared.sessions
         self.pass_rows += done.shared.rows
+        self.kv_cache_usage = max(self.kv_cache_usage, done.shared.kv_cache_usage)
         self.trimmed += done.commit.trimmed
         self._depths(done.tree, accepted)
         times = {
@@ -137,6 +140,7 @@ class StatisticsRecorder:
             rows_per_pass=_ratio(self.pass_rows, rounds),
             trimmed_n=self.trimmed,
             cached_tokens=self.cached_tokens,
+            kv_cache_usage=self.kv_cache_usage,
         )
 
     def _depths(self, tree: TokenTree, accepted: int) -> None:

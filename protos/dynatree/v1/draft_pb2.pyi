@@ -149,7 +149,7 @@ class Completion(_message.Message):
     def __init__(self, finish_reason: _Optional[_Union[_tree_pb2.FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., statistics: _Optional[_Union[GenerationStatistics, _Mapping]] = ...) -> None: ...
 
 class GenerationStatistics(_message.Message):
-    __slots__ = ("generated_tokens", "rounds", "draft_n", "draft_n_accepted", "acceptance_rate", "tokens_per_round", "mean_path_length", "nodes_per_round", "acceptance_by_depth", "time_to_first_token_seconds", "time_per_output_token_seconds", "total_seconds", "round_parts", "seed", "committed_per_level", "draft_seconds", "wire_seconds", "verify_seconds", "queue_seconds", "sessions_per_pass", "rows_per_pass", "trimmed_n", "cached_tokens")
+    __slots__ = ("generated_tokens", "rounds", "draft_n", "draft_n_accepted", "acceptance_rate", "tokens_per_round", "mean_path_length", "nodes_per_round", "acceptance_by_depth", "time_to_first_token_seconds", "time_per_output_token_seconds", "total_seconds", "round_parts", "seed", "committed_per_level", "draft_seconds", "wire_seconds", "verify_seconds", "queue_seconds", "sessions_per_pass", "rows_per_pass", "trimmed_n", "cached_tokens", "kv_cache_usage")
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_N_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +173,7 @@ class GenerationStatistics(_message.Message):
     ROWS_PER_PASS_FIELD_NUMBER: _ClassVar[int]
     TRIMMED_N_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
     generated_tokens: int
     rounds: int
     draft_n: int
@@ -196,7 +197,8 @@ class GenerationStatistics(_message.Message):
     rows_per_pass: float
     trimmed_n: int
     cached_tokens: int
-    def __init__(self, generated_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., draft_n: _Optional[int] = ..., draft_n_accepted: _Optional[int] = ..., acceptance_rate: _Optional[float] = ..., tokens_per_round: _Optional[float] = ..., mean_path_length: _Optional[float] = ..., nodes_per_round: _Optional[float] = ..., acceptance_by_depth: _Optional[_Iterable[float]] = ..., time_to_first_token_seconds: _Optional[float] = ..., time_per_output_token_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., round_parts: _Optional[_Iterable[_Union[RoundPart, _Mapping]]] = ..., seed: _Optional[int] = ..., committed_per_level: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., wire_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., sessions_per_pass: _Optional[float] = ..., rows_per_pass: _Optional[float] = ..., trimmed_n: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    kv_cache_usage: float
+    def __init__(self, generated_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., draft_n: _Optional[int] = ..., draft_n_accepted: _Optional[int] = ..., acceptance_rate: _Optional[float] = ..., tokens_per_round: _Optional[float] = ..., mean_path_length: _Optional[float] = ..., nodes_per_round: _Optional[float] = ..., acceptance_by_depth: _Optional[_Iterable[float]] = ..., time_to_first_token_seconds: _Optional[float] = ..., time_per_output_token_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., round_parts: _Optional[_Iterable[_Union[RoundPart, _Mapping]]] = ..., seed: _Optional[int] = ..., committed_per_level: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., wire_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., sessions_per_pass: _Optional[float] = ..., rows_per_pass: _Optional[float] = ..., trimmed_n: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ...) -> None: ...
 
 class RoundPart(_message.Message):
     __slots__ = ("name", "total_seconds", "p50_seconds")

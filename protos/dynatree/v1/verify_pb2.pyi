@@ -96,18 +96,20 @@ class Commit(_message.Message):
     def __init__(self, next_round: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., acceptance: _Optional[_Union[AcceptanceStatistics, _Mapping]] = ..., timings: _Optional[_Union[VerifyTimings, _Mapping]] = ..., finish_reason: _Optional[_Union[_tree_pb2.FinishReason, str]] = ..., log_probs: _Optional[_Iterable[float]] = ..., pass_statistics: _Optional[_Union[PassStatistics, _Mapping]] = ...) -> None: ...
 
 class PassStatistics(_message.Message):
-    __slots__ = ("sessions", "rows", "row_price", "hold_seconds", "open_sessions")
+    __slots__ = ("sessions", "rows", "row_price", "hold_seconds", "open_sessions", "kv_cache_usage")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     ROW_PRICE_FIELD_NUMBER: _ClassVar[int]
     HOLD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     OPEN_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
     sessions: int
     rows: int
     row_price: float
     hold_seconds: float
     open_sessions: int
-    def __init__(self, sessions: _Optional[int] = ..., rows: _Optional[int] = ..., row_price: _Optional[float] = ..., hold_seconds: _Optional[float] = ..., open_sessions: _Optional[int] = ...) -> None: ...
+    kv_cache_usage: float
+    def __init__(self, sessions: _Optional[int] = ..., rows: _Optional[int] = ..., row_price: _Optional[float] = ..., hold_seconds: _Optional[float] = ..., open_sessions: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ...) -> None: ...
 
 class AcceptanceStatistics(_message.Message):
     __slots__ = ("drafted", "accepted", "tree_depth", "trimmed")

@@ -22,11 +22,14 @@ from dynatree.verify.session import Session
 from dynatree.verify.verifier import Part, Timings
 
 RATE_FADE = 0.9  # weight of the past at each pass in the rate of the service
+PROMPT_STEP = 0.3  # weight of one pass in what passes that read prompts take
 CYCLE_STEP = 0.3  # weight of one pass in their usual time
 PROMPT_STRETCH = 1.7  # a pass that reads prompts may take so many times as long as those before it
-CROWD = 2  # prompts that wait for each session that streams, above which passes may take longer in proportion
+TREE_SHARE = 0.3  # of such a pass's time that trees may take, but for their roots and what hardly costs more
+FREE_STRETCH = 1.15  # of a pass over the roots alone: nodes within it hardly cost anything
 PROMPT_ROWS = 512  # of prompts in a pass at most: what others may have to wait for
 PROMPT_TURN = 256  # tokens of a prompt after which it is the next one's turn
+RECENT_STEPS = 8  # plain steps after an answer in which a session still streams
 LEAST_PROMPT_ROWS = 16  # of a pass that reads a prompt: less would take for ever
 HOLD_SHARE = 0.5  # longest wait for trees about to come, in plain steps
 
@@ -96,7 +99,7 @@ class Scheduler:
     Attributes:
         run_pass: Runs a pass.
         costs: c(rows, sessions).
-        max_rows: Of a pass.
+        max_rows: Of a pass, but for a prompt that nobody streams beside.
     """
 
     run_pass: PassRunner
@@ -109,6 +112,7 @@ class Scheduler:
     _loop: asyncio.Task[None] | None = None
     _came: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: float = 0.0  # when the last pass ended
+    _prompt_factor: float = 1.0  # seconds of passes that read prompts / what the curve says
     _usual: float = 0.0  # seconds of passes of late that read no prompt, with the gap before each
 
     async def read(self, session: Session) -> Done:
@@ -172,10 +176,11 @@ class Scheduler:
         if not coming:
             return None
         rows = min(sum(job.rows for job in self._trees), self.max_rows)
-        pieces = self._pieces(rows, len(self._trees))
+        sessions = len(self._trees)
+        pieces = self._pieces(rows, self._longest(rows, sessions), sessions)
         gaps = [pace.gap for job in self._trees if (pace := self._paces.get(job.session)) and pace.gap is not None]
         ready = Ready(
-            sessions=len(self._trees) + len(pieces),
+            sessions=sessions + len(pieces),
             rows=rows + sum(tokens for _, tokens in pieces),
             gap=fmean(gaps) if gaps else 0.0,
         )
@@ -191,14 +196,19 @@ class Scheduler:
         alone = len(self._paces) == 1
         if alone or not jobs:
             kept, price = [tuple(range(len(tree))) for tree in trees], 0.0
+            longest = self._longest(sum(map(len, kept)) + len(jobs), len(jobs))
         else:
-            admitted = admit(trees, self.rate.value(len(jobs), self.costs), self.costs, self.max_rows)
+            rate = self.rate.value(len(jobs), self.costs)
+            admitted = admit(trees, rate, self.costs, self.max_rows)
+            longest = self._longest(sum(map(len, admitted.nodes)) + len(jobs), len(jobs))
+            if self._prompts:
+                admitted = admit(trees, rate, self.costs, self._tree_rows(longest, len(jobs)))
             kept, price = list(admitted.nodes), admitted.price
         parts = []
         for job, tree, nodes in zip(jobs, trees, kept, strict=True):
             job.kept = nodes
             parts.append(Part(job.session, subtree(tree, nodes)))
-        pieces = self._pieces(sum(part.rows for part in parts), len(parts))
+        pieces = self._pieces(sum(part.rows for part in parts), longest, len(parts))
         del self._prompts[: len(pieces)]
         for job, tokens in pieces:
             job.turn += tokens
@@ -217,9 +227,20 @@ class Scheduler:
         jobs, self._trees = self._trees[:count], self._trees[count:]
         return jobs
 
-    def _pieces(self, rows: int, sessions: int) -> list[tuple[_Job, int]]:
-        """The prompts whose turn it is, and how many tokens of each a pass reads beside its trees."""
-        room = self._prompt_rows(rows, sessions)
+    def _tree_rows(self, longest: float, sessions: int) -> int:
+        """The most rows of trees in a pass of `longest` seconds that reads prompts, which get the larger part of it."""
+        share = max(TREE_SHARE * longest, FREE_STRETCH * self.costs.seconds(sessions, sessions))
+        return max(self.costs.most_rows(share, self.max_rows, sessions), sessions)
+
+    def _pieces(self, rows: int, longest: float, sessions: int) -> list[tuple[_Job, int]]:
+        """The prompts whose turn it is, and how many tokens of each a pass reads beside the trees of some sessions.
+
+        Args:
+            rows: Of the trees.
+            longest: Seconds that the pass may take.
+            sessions: Whose trees they are.
+        """
+        room = self._prompt_rows(rows, longest, sessions)
         turn = PROMPT_TURN if len(self._prompts) > 1 else PROMPT_ROWS
         pieces = []
         for job in self._prompts:
@@ -230,25 +251,27 @@ class Scheduler:
             pieces.append((job, tokens))
         return pieces
 
-    def _prompt_rows(self, rows: int, sessions: int) -> int:
-        """How many tokens of prompts a pass may read beside its trees, which have so many rows and sessions.
-
-        Where many more prompts wait than sessions stream, the few may be held up for longer, in proportion.
-        """
+    def _prompt_rows(self, rows: int, longest: float, sessions: int) -> int:
         if not self._prompts:
             return 0
-        streaming = len(self._paces) - len(self._prompts)
         if not rows and not self._streaming():
             return PROMPT_ROWS
-        stretch = PROMPT_STRETCH * max(1.0, len(self._prompts) / (CROWD * max(streaming, 1)))
-        longest = stretch * max(self._usual, self.costs.seconds(max(rows, 1), max(sessions, 1)))
-        room = self.costs.most_rows(longest, rows + PROMPT_ROWS, sessions + 1) - rows
+        room = self.costs.most_rows(longest / self._prompt_factor, self.max_rows, sessions + 1) - rows
         return max(room, LEAST_PROMPT_ROWS)
 
+    def _longest(self, rows: int, sessions: int) -> float:
+        """Seconds that a pass may take that reads prompts; without them it would have so many rows and sessions.
+
+        Where more prompts wait than sessions stream, the few may be held up for longer, in proportion.
+        """
+        streaming = max(len(self._paces) - len(self._prompts), 1)
+        crowd = max(1.0, len(self._prompts) / streaming)
+        return PROMPT_STRETCH * crowd * max(self._usual, self.costs.seconds(max(rows, 1), max(sessions, 1)))
+
     def _streaming(self) -> bool:
-        """Whether a session's next tree is about to come."""
-        now = _now()
-        return any(pace.expected(now) is not None for pace in self._paces.values())
+        """Whether a session was answered lately, so that its next tree should not find the model busy for long."""
+        since = _now() - RECENT_STEPS * self.costs.seconds(1)
+        return any(pace.answered is not None and pace.answered > since for pace in self._paces.values())
 
     # Run and resolve
 
@@ -301,8 +324,10 @@ class Scheduler:
         now: float,
     ) -> None:
         plain = self.costs.seconds(1)
-        if any(part.prompt_tokens for part in parts):
-            return  # its rows are no trees, and its tokens no rounds
+        if any(part.prompt_tokens for part in parts):  # its rows are no trees, and its tokens no rounds
+            factor = timings.forward / self.costs.seconds(rows, len(parts))
+            self._prompt_factor += PROMPT_STEP * (max(factor, 1.0) - self._prompt_factor)
+            return
         self.costs.observe(rows, len(parts), timings.forward)
         cycle = now - max(self._ended, began - plain)  # after a pause the service was idle, not slow
         self.rate.observe(sum(len(verdict.token_ids) for verdict in verdicts if verdict is not None), cycle)

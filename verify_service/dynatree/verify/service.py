@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -87,7 +88,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
 
     async def _serve(self, session: Session, queue_seconds: float, context: Context, arrival: float) -> None:
         done = await self._scheduler.read(session)
-        opened = self._opened(session, _commit(session, TokenTree(), done, arrival), queue_seconds)
+        opened = self._opened(session, self._commit(session, TokenTree(), done, arrival), queue_seconds)
         await context.write(verify_pb2.VerifyResponse(opened=session_opened_to_pb(opened)))
         following = asyncio.ensure_future(_read(context))
         try:
@@ -163,35 +164,34 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if following.done() and following.result()[0] is not None:
                 raise RoundInFlightError("a request came before the round was answered; expected one round at a time")
-            return _commit(session, tree, await verifying, arrival)
+            return self._commit(session, tree, await verifying, arrival)
         finally:
             verifying.cancel()  # no pass takes what nobody waits for
+
+    def _commit(self, session: Session, tree: TokenTree, done: Done, arrival: float) -> Commit:
+        """What a session's client is told of a round, or of the prompt's forward, whose request came at `arrival`."""
+        verdict, timings = done.verdict, done.timings
+        return Commit(
+            next_round=session.round,
+            base_length=session.length,
+            token_ids=verdict.token_ids,
+            accepted_nodes=verdict.accepted,
+            drafted=len(tree),
+            tree_depth=tree.depth,
+            timings=VerifyTimings(
+                timings.forward,
+                timings.accept,
+                timings.commit,
+                total=time.perf_counter() - arrival,
+                attributed=done.attributed_seconds,
+            ),
+            finish_reason=verdict.finish_reason,
+            log_probs=verdict.log_probs,
+            trimmed=done.trimmed,
+            shared=replace(done.shared, kv_cache_usage=self._admission.usage),
+        )
 
 
 async def _read(context: Context) -> Arrival:
     request = await context.read()
     return None if request is grpc.aio.EOF else request, time.perf_counter()
-
-
-def _commit(session: Session, tree: TokenTree, done: Done, arrival: float) -> Commit:
-    """What a session's client is told of a round, or of the prompt's forward, whose request came at `arrival`."""
-    verdict, timings = done.verdict, done.timings
-    return Commit(
-        next_round=session.round,
-        base_length=session.length,
-        token_ids=verdict.token_ids,
-        accepted_nodes=verdict.accepted,
-        drafted=len(tree),
-        tree_depth=tree.depth,
-        timings=VerifyTimings(
-            timings.forward,
-            timings.accept,
-            timings.commit,
-            total=time.perf_counter() - arrival,
-            attributed=done.attributed_seconds,
-        ),
-        finish_reason=verdict.finish_reason,
-        log_probs=verdict.log_probs,
-        trimmed=done.trimmed,
-        shared=done.shared,
-    )

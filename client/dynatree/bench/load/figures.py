@@ -82,6 +82,11 @@ class LoadRuns:
         """Tokens of prompts that the target had cached, over all requests."""
         return sum(self._statistic("cached_tokens"))
 
+    @property
+    def kv_cache_usage(self) -> float:
+        """The highest of any request; 0 in records from before it was there."""
+        return max((statistics.get("kv_cache_usage", 0.0) for statistics in self._statistics()), default=0.0)
+
     def _over(self, total: float, name: str) -> float | None:
         base = sum(self._statistic(name))
         return total / base if base else None

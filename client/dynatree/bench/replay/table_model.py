@@ -87,8 +87,7 @@ class TableModel:
             tree.node(node).proposals = self._proposals(place.node, expansion.breadth)
             self.stood_in += not place.recorded
         self.expanded += len(nodes)
-        uncached = len(session.committed) - session.num_cached if ROOT in nodes else 0
-        return uncached + len(nodes) - (ROOT in nodes and uncached > 0)
+        return expansion.tokens
 
     def _place(self, session: DraftSession, tree: GrowingTree, node: int) -> _Place:
         position = len(session.committed) - len(self._run.prompt_ids)

@@ -96,6 +96,7 @@ def _pass_table(title: str, heading: str, level: Callable[[LoadRuns], str], each
             ratio(spread([one.per_round("trimmed_n")])),
             NONE if one.acceptance is None else f"{100 * one.acceptance:.1f}",
             f"{one.cached_tokens:.0f}" if one.cached_tokens else NONE,
+            f"{100 * one.kv_cache_usage:.0f}" if one.kv_cache_usage else NONE,
         ]
         for one in each
         if any(run["statistics"] for run in one.runs)
@@ -112,6 +113,7 @@ def _pass_table(title: str, heading: str, level: Callable[[LoadRuns], str], each
         "trimmed\nper\nround",
         "accept-\nance %",
         "cached\ntokens",
+        "KV\nusage %",
     ]
     return Table(f"Passes, {title}", headings, rows).without_empty_columns()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,7 +85,7 @@ class KVArena:
         size = self.whole(size)
         if size > self.free_slots:
             return None
-        start = self._gap(size)
+        start = self.gap(size)
         if start is None:
             self._compact()
             start = sum(each.size for each in self._ranges)
@@ -100,6 +100,7 @@ class KVArena:
     def shrink(self, kv: KVRange, size: int) -> None:
         """Give back all slots of a range but its first `size`."""
         kv.size = self.whole(size)
+        kv.used = min(kv.used, kv.size)
 
     def put(self, layer: int, kv: KVRange, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values `[kv_heads, n, head_dim]` of one layer in the slots of an index tensor `[n]`.
@@ -135,11 +136,15 @@ class KVArena:
     def copy(self, source: KVRange, target: KVRange, stop: int) -> None:
         """Copy slots 0 to `stop` of one range to those of another."""
         self.slots(target, stop).copy_(self.slots(source, stop))
+        target.used = stop
 
-    def _gap(self, size: int) -> int | None:
-        """Where `size` free slots begin; None where no gap between ranges has as many."""
+    def gap(self, size: int, without: Collection[KVRange] = ()) -> int | None:
+        """Where `size` free slots begin, or were free if it were not for some ranges; None where no gap is as large."""
+        size = self.whole(size)
         begin = 0
         for each in [*self._ranges, KVRange(self.size, 0)]:
+            if each in without:
+                continue
             if each.start - begin >= size:
                 return begin
             begin = each.start + each.size
@@ -152,8 +157,8 @@ class KVArena:
         for each in self._ranges:
             if each.start > begin:
                 step = each.start - begin  # no more slots at a time, so that source and target never overlap
-                for offset in range(0, each.size, step):
-                    stop = min(offset + step, each.size)
+                for offset in range(0, each.used, step):
+                    stop = min(offset + step, each.used)
                     moved = KVRange(begin + offset, stop - offset)
                     self.copy(KVRange(each.start + offset, stop - offset), moved, stop - offset)
                 each.start = begin

@@ -38,6 +38,8 @@ class Engine:
         Returns:
             For each segment the logits of the tokens that it keeps: `[kept, vocabulary]`, in the model's dtype.
         """
+        for segment in segments:
+            segment.kv.used = max(segment.kv.used, segment.stop)
         return self.runner.run(segments)
 
     def synchronize(self) -> None:
