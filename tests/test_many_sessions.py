@@ -182,8 +182,8 @@ def test_of_many_calls_half_are_cancelled_and_nothing_of_them_remains(tmp_path, 
             gate.read.clear()
             with gate.shut():
                 streams = {prompt: client.stream([prompt], **options) for prompt in prompts}
-                places = {prompt: next(stream).queue_position for prompt, stream in streams.items()}
-                queued = [prompt for prompt, place in places.items() if place]
+                queued = prompts[MAX_SESSIONS:]
+                assert [next(streams[prompt]).queue_position for prompt in queued] == list(range(len(queued)))
                 left = set(generator.sample(queued, 60))
                 for prompt in left:
                     streams[prompt].close()

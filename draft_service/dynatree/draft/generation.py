@@ -178,11 +178,11 @@ class Generation:
             ServiceError: The verify service failed or refused.
         """
         last, commit = None, self._opened.commit
-        growing = self._commit_and_grow(last, commit)
+        growing: asyncio.Future[tuple[Growth | None, dict[str, float]]]
+        growing = asyncio.ensure_future(self._first_tree(commit))
         try:
             while True:
                 yield self._emit(last, commit)
-                await self._prompt_read
                 growth, parameters = await growing
                 if last is not None and self._request.trace:
                     yield self._traced(last, parameters)
@@ -194,6 +194,11 @@ class Generation:
         finally:
             growing.cancel()
         yield self._completion(commit)
+
+    async def _first_tree(self, commit: Commit) -> tuple[Growth | None, dict[str, float]]:
+        """As `_commit_and_grow`, once the prompt is read, which takes steps of its own."""
+        await self._prompt_read
+        return await self._commit_and_grow(None, commit)
 
     def _commit_and_grow(
         self, last: Round | None, commit: Commit

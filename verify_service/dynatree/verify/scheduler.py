@@ -24,7 +24,7 @@ from dynatree.verify.verifier import Part, Timings
 RATE_FADE = 0.9  # weight of the past at each pass in the rate of the service
 PROMPT_STEP = 0.3  # weight of one pass in what passes that read prompts take
 CYCLE_STEP = 0.3  # weight of one pass in their usual time
-PROMPT_STRETCH = 1.7  # a pass that reads prompts may take so many times as long as those before it
+PROMPT_STRETCH = 2.0  # a pass that reads prompts may take so many times as long as those before it
 TREE_SHARE = 0.3  # of such a pass's time that trees may take, but for their roots and what hardly costs more
 FREE_STRETCH = 1.15  # of a pass over the roots alone: nodes within it hardly cost anything
 PROMPT_ROWS = 512  # of prompts in a pass at most: what others may have to wait for
