@@ -16,7 +16,8 @@ from dynatree.verify.accept import Verdict
 from dynatree.verify.hold import Ready, worth_waiting
 from dynatree.verify.pass_costs import PassCosts
 from dynatree.verify.pass_plan import admit, path_probs, subtree
-from dynatree.verify.scheduler import PROMPT_STRETCH, Scheduler
+from dynatree.verify.prompt_budget import STRETCH
+from dynatree.verify.scheduler import Scheduler
 from dynatree.verify.session import Session, SessionRequest
 from dynatree.verify.verifier import Timings
 
@@ -186,7 +187,7 @@ def test_a_long_prompt_holds_no_stream_up_for_longer_than_promised():
         if len(parts) > 1 and any(part.prompt_tokens for part in parts) and not all(p.prompt_tokens for p in parts)
     ]
     assert len(with_prompt) > 20
-    assert max(with_prompt) <= max(PROMPT_STRETCH * 0.2, STEEP.seconds(3 * 3 + 16))
+    assert max(with_prompt) <= max(STRETCH * 0.2, STEEP.seconds(3 * 3 + 16))
     pieces = [part for parts in target.passes for part in parts if part.prompt_tokens and part.session.length > 800]
     turns = [sum(part.rows for part in turn) for _, turn in groupby(pieces, lambda part: part.session)]
     assert len(turns) == 8

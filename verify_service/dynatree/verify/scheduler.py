@@ -18,19 +18,14 @@ from dynatree.verify.accept import Verdict
 from dynatree.verify.hold import Pace, Ready, worth_waiting
 from dynatree.verify.pass_costs import PassCosts
 from dynatree.verify.pass_plan import admit, is_whole, subtree
+from dynatree.verify.prompt_budget import PromptBudget
 from dynatree.verify.session import Session
 from dynatree.verify.verifier import Part, Timings
 
 RATE_FADE = 0.9  # weight of the past at each pass in the rate of the service
-PROMPT_STEP = 0.3  # weight of one pass in what passes that read prompts take
-CYCLE_STEP = 0.3  # weight of one pass in their usual time
-PROMPT_STRETCH = 2.0  # a pass that reads prompts may take so many times as long as those before it
-TREE_SHARE = 0.3  # of such a pass's time that trees may take, but for their roots and what hardly costs more
-FREE_STRETCH = 1.15  # of a pass over the roots alone: nodes within it hardly cost anything
 PROMPT_ROWS = 512  # of prompts in a pass at most: what others may have to wait for
 PROMPT_TURN = 256  # tokens of a prompt after which it is the next one's turn
 RECENT_STEPS = 8  # plain steps after an answer in which a session still streams
-LEAST_PROMPT_ROWS = 16  # of a pass that reads a prompt: less would take for ever
 HOLD_SHARE = 0.5  # longest wait for trees about to come, in plain steps
 
 
@@ -106,14 +101,16 @@ class Scheduler:
     costs: PassCosts
     max_rows: int
     rate: ServiceRate = field(default_factory=ServiceRate)
+    _budget: PromptBudget = field(init=False)
     _trees: list[_Job] = field(default_factory=list)  # in the order in which they came
     _prompts: list[_Job] = field(default_factory=list)  # the next to be read first
     _paces: dict[Session, Pace] = field(default_factory=dict)
     _loop: asyncio.Task[None] | None = None
     _came: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: float = 0.0  # when the last pass ended
-    _prompt_factor: float = 1.0  # seconds of passes that read prompts / what the curve says
-    _usual: float = 0.0  # seconds of passes of late that read no prompt, with the gap before each
+
+    def __post_init__(self) -> None:
+        self._budget = PromptBudget(self.costs, self.max_rows)
 
     async def read(self, session: Session) -> Done:
         """Read the rest of a session's prompt, and commit its first token."""
@@ -202,7 +199,7 @@ class Scheduler:
             admitted = admit(trees, rate, self.costs, self.max_rows)
             longest = self._longest(sum(map(len, admitted.nodes)) + len(jobs), len(jobs))
             if self._prompts:
-                admitted = admit(trees, rate, self.costs, self._tree_rows(longest, len(jobs)))
+                admitted = admit(trees, rate, self.costs, self._budget.tree_rows(longest, len(jobs)))
             kept, price = list(admitted.nodes), admitted.price
         parts = []
         for job, tree, nodes in zip(jobs, trees, kept, strict=True):
@@ -226,11 +223,6 @@ class Scheduler:
             count += 1
         jobs, self._trees = self._trees[:count], self._trees[count:]
         return jobs
-
-    def _tree_rows(self, longest: float, sessions: int) -> int:
-        """The most rows of trees in a pass of `longest` seconds that reads prompts, which get the larger part of it."""
-        share = max(TREE_SHARE * longest, FREE_STRETCH * self.costs.seconds(sessions, sessions))
-        return max(self.costs.most_rows(share, self.max_rows, sessions), sessions)
 
     def _pieces(self, rows: int, longest: float, sessions: int) -> list[tuple[_Job, int]]:
         """The prompts whose turn it is, and how many tokens of each a pass reads beside the trees of some sessions.
@@ -256,17 +248,12 @@ class Scheduler:
             return 0
         if not rows and not self._streaming():
             return PROMPT_ROWS
-        room = self.costs.most_rows(longest / self._prompt_factor, self.max_rows, sessions + 1) - rows
-        return max(room, LEAST_PROMPT_ROWS)
+        return self._budget.prompt_rows(longest, rows, sessions)
 
     def _longest(self, rows: int, sessions: int) -> float:
-        """Seconds that a pass may take that reads prompts; without them it would have so many rows and sessions.
-
-        Where more prompts wait than sessions stream, the few may be held up for longer, in proportion.
-        """
-        streaming = max(len(self._paces) - len(self._prompts), 1)
-        crowd = max(1.0, len(self._prompts) / streaming)
-        return PROMPT_STRETCH * crowd * max(self._usual, self.costs.seconds(max(rows, 1), max(sessions, 1)))
+        """Seconds that a pass may take that reads prompts; without them it would have so many rows and sessions."""
+        waiting = len(self._prompts)
+        return self._budget.longest(rows, sessions, waiting, streaming=len(self._paces) - waiting)
 
     def _streaming(self) -> bool:
         """Whether a session was answered lately, so that its next tree should not find the model busy for long."""
@@ -325,13 +312,12 @@ class Scheduler:
     ) -> None:
         plain = self.costs.seconds(1)
         if any(part.prompt_tokens for part in parts):  # its rows are no trees, and its tokens no rounds
-            factor = timings.forward / self.costs.seconds(rows, len(parts))
-            self._prompt_factor += PROMPT_STEP * (max(factor, 1.0) - self._prompt_factor)
+            self._budget.observe_prompts(rows, len(parts), timings.forward)
             return
         self.costs.observe(rows, len(parts), timings.forward)
         cycle = now - max(self._ended, began - plain)  # after a pause the service was idle, not slow
         self.rate.observe(sum(len(verdict.token_ids) for verdict in verdicts if verdict is not None), cycle)
-        self._usual = cycle if not self._usual else self._usual + CYCLE_STEP * (cycle - self._usual)
+        self._budget.observe(cycle)
 
     async def _failed(self, jobs: list[_Job], parts: list[Part], error: Exception) -> None:
         """A pass over several sessions has failed: run each by itself, so that only the one at fault fails."""
