@@ -194,7 +194,11 @@ def test_what_was_measured_before_an_interrupt_is_kept(
 
     monkeypatch.setattr(load_runs_module, "drive", interrupted)
     options = ["--clients", "2", "--rounds", "1", "--count", "2", "--policy", "linear", "--out", str(out)]
-    assert bench(services, text, *options) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        assert bench(services, text, *options) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     report = load(out)
     assert ([run["label"] for run in report["runs"]], report["complete"]) == (["autoregressive"] * 2, False)
     print_report(report)

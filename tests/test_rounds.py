@@ -191,6 +191,34 @@ def test_growth_takes_one_forward_a_level_and_none_for_what_is_known(engines, mo
     drafter.close(session)
 
 
+def test_a_long_prompt_is_read_in_pieces_between_which_others_read_their_levels(engines, monkeypatch):
+    _, _, draft = engines
+    drafter = Drafter(EngineDraftModel(draft), 256)
+    policy, others = (create_policy("fixed", {"depth": 3, "breadth": 2, "tau": 0}) for _ in range(2))
+    prompt = random.Random(3).choices(range(2, 2048), k=29)
+    whole = drafter.open(prompt, Sampling(), 2048)
+    expected = drafter.grow(whole, policy, 8, 256).tree
+    drafter.close(whole)
+    monkeypatch.setattr("dynatree.draft.drafter.PIECE", 12)
+    session, other = (drafter.open(ids, Sampling(), 2048) for ids in (prompt, [5, 6]))
+    reading, growing = drafter.reading(session, policy), drafter.growing(other, others, 8, 256)
+    steps = []
+    wanted = [next(reading), next(growing)]
+    with pytest.raises(StopIteration):
+        while True:
+            steps.append([expansion.tokens for expansion in wanted])
+            spent = drafter.expand_all(wanted)
+            wanted = [growing.send(spent[1]), reading.send(spent[0])][::-1]
+    assert steps == [[12, 2], [12, 2], [5, 4]]
+    with pytest.raises(StopIteration):
+        reading.send(spent[0])
+    drafter.close(other)
+    assert_slots(draft, session.kv, prompt)
+    tree = drafter.grow(session, policy, 8, 256).tree
+    assert (tree.token_ids, tree.parents) == (expected.token_ids, expected.parents)
+    drafter.close(session)
+
+
 def drafter_child(tree, node):
     return next(token for parent, token in tree.children if parent == node)
 
