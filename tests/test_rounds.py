@@ -2,6 +2,7 @@
 
 import math
 import random
+from contextlib import suppress
 
 import pytest
 import torch
@@ -203,15 +204,15 @@ def test_a_long_prompt_is_read_in_pieces_between_which_others_read_their_levels(
     session, other = (drafter.open(ids, Sampling(), 2048) for ids in (prompt, [5, 6]))
     reading, growing = drafter.reading(session, policy), drafter.growing(other, others, 8, 256)
     steps = []
-    wanted = [next(reading), next(growing)]
-    with pytest.raises(StopIteration):
-        while True:
-            steps.append([expansion.tokens for expansion in wanted])
-            spent = drafter.expand_all(wanted)
-            wanted = [growing.send(spent[1]), reading.send(spent[0])][::-1]
+    wanted = {reading: next(reading), growing: next(growing)}
+    while wanted:
+        steps.append([expansion.tokens for expansion in wanted.values()])
+        for each, spent in zip(list(wanted), drafter.expand_all(list(wanted.values())), strict=True):
+            with suppress(StopIteration):
+                wanted[each] = each.send(spent)
+                continue
+            del wanted[each]
     assert steps == [[12, 2], [12, 2], [5, 4]]
-    with pytest.raises(StopIteration):
-        reading.send(spent[0])
     drafter.close(other)
     assert_slots(draft, session.kv, prompt)
     tree = drafter.grow(session, policy, 8, 256).tree
