@@ -211,14 +211,15 @@ def test_prompts_ride_in_the_passes_of_streams():
 
 
 def test_prompts_that_come_together_are_read_in_few_passes_while_few_stream():
+    """Six wait beside two streams, which may be held up for longer: 22 passes where it would be 28."""
     target = Target(STEEP)
 
     async def scenario():
-        scheduler = scheduler_of(target)
-        await asyncio.gather(*(stream(scheduler, session_of(64), 20, 0.002) for _ in range(8)))
+        scheduler = scheduler_of(target, max_rows=256)
+        await asyncio.gather(*(stream(scheduler, session_of(96), 20, 0.002) for _ in range(8)))
 
     run_in_virtual_time(scenario())
-    assert sum(any(part.prompt_tokens for part in parts) for parts in target.passes) <= 8
+    assert sum(any(part.prompt_tokens for part in parts) for parts in target.passes) <= 24
 
 
 def test_a_prompt_alone_is_read_in_few_passes():
@@ -278,4 +279,4 @@ def test_more_sessions_than_rows_take_turns():
     run_in_virtual_time(scenario())
     rounds = Counter(part.session for parts in target.passes for part in parts if not part.prompt_tokens)
     assert set(rounds.values()) == {30}
-    assert max(sum(part.rows for part in parts if not part.prompt_tokens) for parts in target.passes) <= 4
+    assert max(sum(part.rows for part in parts) for parts in target.passes) <= 4 + 1

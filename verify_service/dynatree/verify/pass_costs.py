@@ -21,7 +21,7 @@ class PassCosts:
 
     m is the measured curve of one session, on straight lines between its sizes and on through the last two. f corrects
     it near the sizes that passes of one session have. a is what a further session costs: each reads a context of its
-    own. Passes of several sessions correct a. Both never fall with rows.
+    own. Passes of several sessions correct a. c never falls with rows.
     """
 
     def __init__(self, measured: Iterable[ForwardCost]) -> None:

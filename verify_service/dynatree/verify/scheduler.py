@@ -227,6 +227,8 @@ class Scheduler:
     def _pieces(self, rows: int, longest: float, sessions: int) -> list[tuple[_Job, int]]:
         """The prompts whose turn it is, and how many tokens of each a pass reads beside the trees of some sessions.
 
+        Several are read where all rows fit into the largest pass.
+
         Args:
             rows: Of the trees.
             longest: Seconds that the pass may take.
@@ -239,7 +241,8 @@ class Scheduler:
             tokens = min(job.session.unread, max(turn - job.turn, 0), room)
             if tokens <= 0:
                 break
-            room -= tokens
+            rows += tokens
+            room = min(room - tokens, self.max_rows - rows)
             pieces.append((job, tokens))
         return pieces
 
