@@ -10,8 +10,6 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dynatree.common import embedded
 from dynatree.common.engine import ModelSettings
 from dynatree.common.errors import StartupError
@@ -26,8 +24,6 @@ def model_settings(
     chooses_tokens: bool = True,
 ) -> ModelSettings:
     """Settings from parsed options; the name "embedded" means the shipped model at `embedded_path`."""
-    if options.threads:
-        torch.set_num_threads(options.threads)
     return ModelSettings(
         model=str(embedded_path) if model == embedded.NAME else model,
         device=options.device,
@@ -39,6 +35,7 @@ def model_settings(
         static_shapes=options.static_shapes,
         measured_rows=measured_rows,
         chooses_tokens=chooses_tokens,
+        threads=options.threads,
     )
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
@@ -16,6 +16,7 @@ from dynatree.common.messages import Commit, FinishReason, OpenSession, SessionO
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.sampling import Sampling
+from dynatree.common.shared_cores import SharedCores
 from dynatree.draft.ahead import DraftingAhead
 from dynatree.draft.detokenizer import Detokenizer
 from dynatree.draft.draft_session import DraftSession
@@ -34,13 +35,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Backend:
-    """What completions run on: the draft model, the thread on which it runs, what all grow on, the verify service."""
+    """What completions run on: the draft model, its thread and cores, what all grow on, the verify service."""
 
     engine: Engine
     drafter: Drafter
     thread: ModelThread
     growth: SharedGrowth
     verify: VerifyClient
+    cores: SharedCores
 
 
 @dataclass(frozen=True)
@@ -151,10 +153,12 @@ class Generation:
             read_prompt = partial(backend.growth.run, partial(drafter.reading, session, request.policy))
             # on one device the two would only slow each other down, and the target has the first token
             reading = read_prompt() if request.target.ahead else None
+            one_device = request.target.info.device_id == backend.engine.info.device_id
             try:
                 opened = await stream.open(_open_session(request, backend.engine.info))
                 reading = reading or read_prompt()
-                yield cls(request, backend, session, stream, opened, reading, arrival)
+                with backend.cores.shared() if one_device else nullcontext():
+                    yield cls(request, backend, session, stream, opened, reading, arrival)
             finally:
                 if reading is not None:
                     reading.cancel()

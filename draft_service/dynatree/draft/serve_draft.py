@@ -15,6 +15,7 @@ from dynatree.common.model_thread import ModelThread
 from dynatree.common.prefix_cache import PrefixCache
 from dynatree.common.server import Server
 from dynatree.common.service_process import announce, model_settings, run_service
+from dynatree.common.shared_cores import HalfTheThreads, SharedCores
 from dynatree.draft.draft_model import EngineDraftModel
 from dynatree.draft.drafter import Drafter
 from dynatree.draft.generation import Backend
@@ -112,7 +113,8 @@ async def start_draft(
     """
     cache = PrefixCache(engine.arena, enabled=limits.prefix_cache)
     drafter = Drafter(EngineDraftModel(engine, cache), MAX_TREE_NODES)
-    backend = Backend(engine, drafter, thread, SharedGrowth(drafter, thread), verify)
+    cores = SharedCores(HalfTheThreads(thread))
+    backend = Backend(engine, drafter, thread, SharedGrowth(drafter, thread), verify, cores)
     admission = Admission(limits.sessions, engine.arena.size, limits.queue)
     server = Server([SERVICE_NAME], limits.idle_seconds)
     try:

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from dynatree.common.errors import IdleSessionError, InvalidArgumentError, Round
 from dynatree.common.limits import IDLE_SECONDS
 from dynatree.common.messages import Commit, SessionOpened, VerifyTimings
 from dynatree.common.model_thread import ModelThread
+from dynatree.common.shared_cores import SharedCores, ShortWaits
 from dynatree.common.tree import TokenTree
 from dynatree.common.wire import (
     commit_to_pb,
@@ -60,6 +62,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         self._scheduler = scheduler
         self._admission = admission
         self._idle_seconds = idle_seconds
+        self._cores = SharedCores(ShortWaits())
         self._replica_id = secrets.token_hex(8)
 
     async def GetModelInfo(  # noqa: N802
@@ -77,12 +80,14 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         if first is None:
             return
         request = self._check_open(first)
+        one_device = first.open.draft.device_id == self._verifier.target.device_id
         slots = self._verifier.slots(request)
         async with self._admission.queued(request.principal, slots, context.time_remaining()) as turn:
             await turn.come()
             async with self._thread.held(partial(self._verifier.open, request), self._verifier.close) as session:
                 try:
-                    await self._serve(session, turn.queue_seconds, context, arrival)
+                    with self._cores.shared() if one_device else nullcontext():
+                        await self._serve(session, turn.queue_seconds, context, arrival)
                 finally:
                     self._scheduler.forget(session)
 

@@ -53,6 +53,7 @@ class ModelSettings:
         measured_rows: Rows of the largest forward whose cost is measured; 0: none is.
         chooses_tokens: Whether the model is a target, whose generation_config is adopted or refused. A draft only
             guesses, so its generation_config does not matter.
+        threads: Of the CPU; None: torch's choice.
     """
 
     model: str
@@ -65,6 +66,7 @@ class ModelSettings:
     static_shapes: bool = False
     measured_rows: int = 0
     chooses_tokens: bool = True
+    threads: int | None = None
 
 
 @torch.inference_mode()
@@ -74,6 +76,8 @@ def load_engine(settings: ModelSettings) -> Engine:
     Raises:
         StartupError: The model is missing or unsupported; one line says which and why.
     """
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
     name = _display_name(settings.model)
     model = _load_model(settings, name)
     parameters, step_bytes = _parameters(model), _step_bytes(model)  # before packing, which hides weights
