@@ -222,6 +222,17 @@ def test_prompts_that_come_together_are_read_in_few_passes_while_few_stream():
     assert sum(any(part.prompt_tokens for part in parts) for parts in target.passes) <= 24
 
 
+def test_prompts_that_come_together_share_a_pass_that_holds_them():
+    target = Target(STEEP)
+
+    async def scenario():
+        scheduler = scheduler_of(target, max_rows=256)
+        await asyncio.gather(*(scheduler.read(session_of(32)) for _ in range(8)))
+
+    run_in_virtual_time(scenario())
+    assert [[part.prompt_tokens for part in parts] for parts in target.passes] == [[32] * 8]
+
+
 def test_a_prompt_alone_is_read_in_few_passes():
     target = Target(STEEP)
     run_in_virtual_time(read_alone(scheduler_of(target)))

@@ -71,7 +71,7 @@ class ShortWaits:
 
 
 class HalfTheThreads:
-    """A model's forwards take half of its threads: a small model gains little by more, and a large one loses them."""
+    """A model's forwards take half of its threads: a small model gains little by the others, which passes need."""
 
     def __init__(self, thread: ModelThread) -> None:
         self._thread = thread
