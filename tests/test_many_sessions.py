@@ -14,6 +14,7 @@ from services import running_services
 from dynatree.client import Client, DynaTreeError, InvalidRequestError, ServerBusyError
 from dynatree.common.admission import Admission
 from dynatree.common.limits import MAX_SESSIONS, MAX_TREE_NODES
+from dynatree.common.shared_cores import SharedCores
 from dynatree.common.wire import model_info_to_pb
 from dynatree.draft import serve_draft
 from dynatree.draft.policies import policy_names, residual_policies
@@ -272,3 +273,33 @@ def test_a_client_that_reads_nothing_loses_its_session_and_others_are_served(imp
         for stream in streams:
             with pytest.raises(DynaTreeError):
                 list(stream)
+
+
+def test_services_are_considerate_while_two_completions_share_the_cores(tmp_path, monkeypatch):
+    """Each service enters the context that `test_shared_cores.py` tests, and leaves it."""
+    shared = {}
+
+    class Counted(SharedCores):
+        @contextmanager
+        def shared(self):
+            counts = shared.setdefault(type(self._consideration).__name__, [])
+            try:
+                with super().shared():
+                    counts.append(self._sharing)
+                    yield
+            finally:
+                counts.append(self._sharing)
+
+    monkeypatch.setattr("dynatree.verify.service.SharedCores", Counted)
+    monkeypatch.setattr("dynatree.draft.serve_draft.SharedCores", Counted)
+    target = save_random_model(tmp_path / "target", "gpt_neox", seed=1)
+    with (
+        running_services(tmp_path, target, target, sessions=2) as services,
+        Client(services.draft_address) as client,
+    ):
+        first = client.stream([5], max_new_tokens=100, ignore_eos=True)
+        next(first)
+        client.generate([6], max_new_tokens=3, ignore_eos=True)
+        assert [counts[:2] for counts in (shared["ShortWaits"], shared["HalfTheThreads"])] == [[1, 2]] * 2
+        first.close()
+    assert [counts[-1] for counts in shared.values()] == [0, 0]
