@@ -56,6 +56,7 @@ class Outcome:
     verify_seconds: float
     waited_seconds: float = 0.0
     shared: PassStatistics = ALONE
+    next_token: int | None = None
 
 
 def outcome_of(tree, accepted, *, verify=0.1, draft=0.004, levels=2):

@@ -18,6 +18,7 @@ class SteadyOutcome:
 
     tree: TokenTree
     accepted: Sequence[int]
+    next_token: int | None
     draft_forwards: int
     shared: PassStatistics
     waited_seconds = 0.0
@@ -37,7 +38,10 @@ def steady_times() -> Iterator[None]:
     observe = Throughput.observe
 
     def observe_steadily(policy: Throughput, outcome: Outcome) -> None:
-        observe(policy, SteadyOutcome(outcome.tree, outcome.accepted, outcome.draft_forwards, outcome.shared))
+        steady = SteadyOutcome(
+            outcome.tree, outcome.accepted, outcome.next_token, outcome.draft_forwards, outcome.shared
+        )
+        observe(policy, steady)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Throughput, "observe", observe_steadily)

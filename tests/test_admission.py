@@ -136,3 +136,39 @@ def test_a_deadline_before_the_turn_is_refused_with_the_time_to_wait():
         assert order == [0, 1, "patient"]
 
     run(scenario())
+
+
+def test_who_has_no_room_in_the_kv_cache_waits_like_others():
+    """With a session free and nobody waiting: the queue's length and the deadline count all the same."""
+
+    async def scenario():
+        admission, order = Admission(sessions=9, slots=10, queue=0), []
+        admission._usual = 10.0
+        running = [Visitor(admission, number, order, slots=5) for number in range(2)]
+        await settle()
+        with pytest.raises(ServiceBusyError, match="100% of the KV cache is in use and 0 requests wait") as refused:
+            await Visitor(admission, "one more", order).task
+        assert refused.value.retry_after == pytest.approx(5.0), "two at a time, whatever sessions would allow"
+        admission._queue = 1
+        with pytest.raises(ServiceBusyError, match="after the deadline"):
+            await Visitor(admission, "hurried", order, seconds=2.0).task
+        for visitor in running:
+            visitor.leave.set()
+        await settle()
+        assert order == [0, 1]
+
+    run(scenario())
+
+
+def test_whoever_is_refused_is_told_to_wait_before_anybody_has_ended():
+    async def scenario():
+        admission, order = Admission(sessions=1, slots=10, queue=0), []
+        running = Visitor(admission, "running", order)
+        await settle()
+        with pytest.raises(ServiceBusyError) as refused:
+            await Visitor(admission, "one more", order).task
+        assert refused.value.retry_after >= 0.1
+        running.leave.set()
+        await settle()
+
+    run(scenario())

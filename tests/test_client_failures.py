@@ -243,6 +243,16 @@ def test_timeouts_of_another_type(name: str, value: Any) -> None:
         Client("localhost:1", **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [("Jörg", ValueError), ("a\nb", ValueError), ("x" * 257, ValueError), (5, TypeError), (None, TypeError)],
+)
+def test_principals_that_are_none(value: Any, error: type[Exception]) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(error, match=r"^principal must be"):
+            kind("localhost:1", principal=value)
+
+
 @pytest.mark.parametrize("value", [9e9, 1e300, 10**400])
 def test_a_timeout_beyond_what_grpc_can_count_is_none_that_has_passed(service: FakeDraftService, value: float) -> None:
     with Client(service.address, timeout=value, connect_timeout=value) as client:

@@ -1,6 +1,7 @@
 """Which models are served: five architectures exactly, and the others refused by name at load."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -99,6 +100,36 @@ def check_equal_bits(engine, start):
         stop = start + count
         (chain,) = engine.forward([Segment(kv, start, tokens[start:stop], range(start, stop))])
         assert torch.equal(chain, torch.cat(steps[:count])), count
+
+
+@equal_bits
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits_a_prompt_has_the_same_bits_in_whatever_pieces_it_is_read(tmp_path, dtype):
+    """So what a prompt leaves does not depend on who else is served, nor on what was cached of it."""
+    wide = {"hidden_size": 320, "intermediate_size": 4096, "max_position_embeddings": 1000}
+    path = save_random_model(tmp_path / "model", "gpt_neox", seed=5, **wide)
+    engine = load_engine(ModelSettings(str(path), dtype=dtype, sessions=1))
+    tokens = torch.randint(2, VOCAB_SIZE, (700,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def read(length, *cuts):
+        kv = engine.arena.reserve(length)
+        pieces = pairwise([0, *cuts, length])
+        logits = [
+            engine.forward([Segment(kv, start, tokens[start:stop], range(start, stop))])[0] for start, stop in pieces
+        ]
+        slots = engine.arena.slots(kv, length).clone()
+        engine.arena.release(kv)
+        return torch.cat(logits), slots
+
+    for length, cuts in (
+        (128, [(127,), (100,), (16, 32, 48)]),
+        (200, [(1,), (100,), (199,), (64, 128)]),
+        (700, [(300,), (512,), (699,), (256, 512)]),
+    ):
+        whole = read(length)
+        for cut in cuts:
+            for expected, got in zip(whole, read(length, *cut), strict=True):
+                assert torch.equal(expected, got), (length, cut)
 
 
 def gemma2(**changes):

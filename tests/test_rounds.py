@@ -18,7 +18,7 @@ from dynatree.draft.draft_model import EngineDraftModel
 from dynatree.draft.drafter import Drafter
 from dynatree.draft.policies import create_policy
 from dynatree.verify.session import SessionRequest
-from dynatree.verify.verifier import Part, Verifier
+from dynatree.verify.verifier import Part, Verifier, verdicts_of
 
 TOLERANCE = 1e-5
 
@@ -242,6 +242,34 @@ def test_two_sessions_in_one_forward_are_each_alone(engines):
             assert list(verdict.token_ids) == truths[index][start : start + len(verdict.token_ids)]
             produced[index] += len(verdict.token_ids)
             assert_slots(target, sessions[index].kv, [*prompts[index], *truths[index][: produced[index] - 1]])
+    for session in sessions:
+        verifier.close(session)
+
+
+def test_a_commit_that_fails_leaves_the_other_sessions_theirs(engines, monkeypatch):
+    target = engines[0]
+    verifier = Verifier(target, 64)
+    prompts = [[3, 4, 5], [9, 8, 7, 6, 5, 4], [2, 3]]
+    truths = [greedy(target, prompt, 6) for prompt in prompts]
+    sessions = [opened(verifier, SessionRequest(tuple(p), CONTEXT, frozenset(), Sampling()))[0] for p in prompts]
+    move = target.arena.move
+
+    def failing(kv, sources, start):
+        if kv is sessions[1].kv:
+            raise RuntimeError("out of memory")
+        move(kv, sources, start)
+
+    monkeypatch.setattr(target.arena, "move", failing)
+    bush = TokenTree((11, 12, 13), (-1, -1, 0))
+    batch = [Part(session, grafted(bush, truth[1:], 2)) for session, truth in zip(sessions, truths, strict=True)]
+    results, _ = verifier.run(batch)
+    assert isinstance(results[1], RuntimeError)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        verdicts_of(results)
+    for index in (0, 2):
+        assert list(results[index].token_ids) == truths[index][1:4]
+        assert sessions[index].committed == [*prompts[index], *truths[index][:4]]
+        assert_slots(target, sessions[index].kv, sessions[index].committed[:-1])
     for session in sessions:
         verifier.close(session)
 

@@ -21,6 +21,7 @@ from dynatree.common.sampling import (
     gumbel,
     random_generator,
     scores,
+    warped,
 )
 from dynatree.common.wire import sampling_from_pb, sampling_to_pb
 from dynatree.v1 import tree_pb2
@@ -90,6 +91,18 @@ def test_truncation_is_that_of_transformers(top_k, top_p, min_p):
     assert torch.equal(noisy.isinf(), expected.isinf())
     noise = torch.stack([gumbel(3, position, 50) for position in range(6)])
     assert torch.allclose((noisy - noise)[~noisy.isinf()], expected[~noisy.isinf()], atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_that_overflows_leaves_finite_logits(temperature):
+    sampling = Sampling(temperature=temperature, repetition_penalty=1e-40, seed=3)
+    logits = torch.tensor([[3.0, -2.0, 1.0, 0.5]])
+    histories = Histories([0, 1, 2], [()])
+    processed = adjusted(logits, sampling, histories)
+    assert processed.isfinite().all()
+    assert choose(logits, [4], sampling, histories) in ([0], [2])
+    if temperature:
+        assert warped(processed, sampling).softmax(-1).isfinite().all()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

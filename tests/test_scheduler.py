@@ -72,6 +72,13 @@ def test_the_curve_is_corrected_by_what_passes_take():
     assert costs.most_rows(0.2, 32) < 8
 
 
+def test_a_curve_that_falls_by_noise_costs_nobody_an_answer():
+    costs = PassCosts([ForwardCost(1, 3.0), ForwardCost(2, 2.95), ForwardCost(4, 2.9)])
+    for rows in (121, 119):  # on through the last two points, these would take nothing, and next to nothing
+        costs.observe(rows, 1, 3.5)
+    assert 3.0 <= costs.seconds(119) <= costs.seconds(121) < 3.5
+
+
 def test_what_further_sessions_cost_makes_no_row_dearer():
     costs = PassCosts([ForwardCost(1, 0.1), ForwardCost(16, 0.1), ForwardCost(32, 0.2)])
     for _ in range(40):
@@ -104,6 +111,7 @@ class Target:
         self.costs = costs
         self.passes = []
         self.breaking = set()
+        self.failing = set()
 
     async def __call__(self, parts):
         await asyncio.sleep(self.costs.seconds(sum(part.rows for part in parts)))
@@ -113,6 +121,9 @@ class Target:
         verdicts = []
         for part in parts:
             part.session.read += part.prompt_tokens
+            if part.session in self.failing:
+                verdicts.append(RuntimeError("no commit"))
+                continue
             if part.session.unread:
                 verdicts.append(None)
                 continue
@@ -276,6 +287,45 @@ def test_only_the_session_at_fault_fails():
         assert [isinstance(answer, RuntimeError) for answer in answers] == [False, True, False]
         target.breaking = set()
         await scheduler.verify(sessions[0], TokenTree())
+
+    run_in_virtual_time(scenario())
+
+
+def test_a_commit_that_fails_is_its_sessions_own_and_nobodys_round_runs_twice():
+    target = Target(STEEP)
+
+    async def scenario():
+        scheduler = scheduler_of(target)
+        sessions = [session_of(4) for _ in range(3)]
+        await asyncio.gather(*(scheduler.read(session) for session in sessions))
+        target.failing = {sessions[1]}
+        before = len(target.passes)
+        answers = await asyncio.gather(
+            *(scheduler.verify(session, TokenTree()) for session in sessions), return_exceptions=True
+        )
+        assert [isinstance(answer, RuntimeError) for answer in answers] == [False, True, False]
+        assert [len(parts) for parts in target.passes[before:]] == [3]
+        assert [session.length for session in sessions] == [6, 5, 6]
+
+    run_in_virtual_time(scenario())
+
+
+def test_each_pays_for_what_the_pass_took_longer_because_of_it():
+    target = Target(STEEP)
+
+    async def scenario():
+        scheduler = scheduler_of(target)
+        sessions = [session_of(4) for _ in range(3)]
+        await asyncio.gather(*(scheduler.read(session) for session in sessions))
+        chain = TokenTree(tuple(range(20)), (ROOT, *range(19)), (-0.001,) * 20)
+        trees = [chain, TokenTree(), TokenTree()]
+        answers = await asyncio.gather(*map(scheduler.verify, sessions, trees))
+        paid = [answer.attributed_seconds for answer in answers]
+        assert sum(paid) == pytest.approx(answers[0].timings.forward)
+        assert paid[1] == paid[2] > 0
+        # 23 rows: without the chain two would be as cheap as eight, without a root it would be one row less
+        marginal = STEEP.seconds(23, 3) - STEEP.seconds(2, 2), STEEP.seconds(23, 3) - STEEP.seconds(22, 2)
+        assert paid[0] / paid[1] == pytest.approx(marginal[0] / marginal[1], rel=1e-3)
 
     run_in_virtual_time(scenario())
 

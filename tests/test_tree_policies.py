@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from growing import LOOP, along, constant, edges, frozen, grow, outcome_of
@@ -335,6 +336,23 @@ def test_calibrated_policies_go_by_what_the_drafts_word_proved_to_be_worth(name,
     untouched, learnt = kinds if sampled else kinds[::-1]
     assert untouched.log_prob(math.log(0.45)) == pytest.approx(math.log(0.45)), "draws have a calibration of their own"
     assert learnt.log_prob(math.log(0.45)) > math.log(0.6)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_node_that_was_not_verified_is_judged_by_the_targets_next_token(sampled):
+    """Under load the verify service leaves nodes out; whether they were right is known all the same.
+
+    A draw that the target refused may come again as its own choice, which does not make it accepted.
+    """
+    costs, model = Costs(), constant(0.45, 0.3, 0.25)
+    policy = create_policy("fixed", {"depth": 2, "breadth": 1, "calibrated": 1}, costs)
+    for _ in range(60):
+        tree = frozen(policy, model, sampled=sampled)
+        assert tree.token_ids[0] == 0
+        policy.observe(replace(outcome_of(tree, ()), next_token=0))
+    kinds = (costs.track_record.calibration, costs.track_record.residual_calibration)
+    learnt = math.exp(kinds[sampled].log_prob(math.log(0.45)))
+    assert learnt < 0.3 if sampled else learnt > 0.6
 
 
 @pytest.mark.parametrize("name", sorted(set(policy_names()) - set(CALIBRATED)))

@@ -16,7 +16,7 @@ from dynatree.common.kv_range import KVRange
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import ROOT, TokenTree
 from dynatree.verify.session import Session, SessionRequest
-from dynatree.verify.verifier import Part, Verifier
+from dynatree.verify.verifier import Part, Verifier, verdicts_of
 
 NODES = (0, 1, 2, 4, 8, 12, 15, 16, 24, 31, 32, 48, 63, 64, 96, 127, 128, 192, 255, 256)
 CONTEXTS = (128, 256, 512, 1024, 1536, 1900)
@@ -81,9 +81,11 @@ class CostBench:
         parts = [Part(replace(session, committed=list(session.committed)), tree) for session in sessions]
         engine.synchronize()
         started = time.perf_counter()
-        _, timings = self._verifier.run(parts)
+        results, timings = self._verifier.run(parts)
         engine.synchronize()
-        return time.perf_counter() - started, timings.forward
+        seconds = time.perf_counter() - started
+        verdicts_of(results)
+        return seconds, timings.forward
 
     def _draft_forward(self, place: Place) -> tuple[float, float]:
         """A forward over siblings, as where the draft grows a level of a tree."""

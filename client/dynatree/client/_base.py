@@ -16,6 +16,7 @@ MODEL_INFO_REQUEST = draft_pb2.DraftServiceGetModelInfoRequest()
 
 _ADDRESS = re.compile(r"unix:.+|(?!https?://).+:(\d{1,5})")
 _LAST_PORT = 65535
+_LONGEST_PRINCIPAL = 256  # characters; the server takes no more
 _LONGEST = 1e9  # thirty years, in seconds: in gRPC's arithmetic a deadline a few times as far has passed already
 
 # gRPC ignores a name that it does not know, so each of these is in grpc_types.h.
@@ -78,6 +79,7 @@ class BaseClient:
         self._timeout = None if timeout is None else _seconds("timeout", timeout)
         self._connect_timeout = _seconds("connect_timeout", connect_timeout)
         self._credentials = credentials
+        _check_principal(principal)
         # metadata of every request
         self._metadata = (("dynatree-principal", principal),) if principal else ()
         # One value a name: which of two gRPC would take is not defined.
@@ -124,6 +126,15 @@ class Deadline:
 def draft_stub(channel: grpc.Channel | grpc.aio.Channel) -> draft_pb2_grpc.DraftServiceStub:
     """The draft service's methods over either kind of channel."""
     return draft_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
+
+
+def _check_principal(principal: str) -> None:
+    if not isinstance(principal, str):
+        raise TypeError(f"principal must be a string, not {type(principal).__name__}")
+    if not (principal.isascii() and principal.isprintable() and len(principal) <= _LONGEST_PRINCIPAL):
+        raise ValueError(
+            f"principal must be at most {_LONGEST_PRINCIPAL} printable ASCII characters, not {principal[:40]!r}"
+        )
 
 
 def _seconds(name: str, value: float) -> float:

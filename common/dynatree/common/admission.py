@@ -103,7 +103,7 @@ class Admission:
         """
         if slots > self._slots:
             raise OutOfRangeError(f"the request needs {slots} tokens of KV cache, and there are {self._slots} in all")
-        self._check(seconds)
+        self._check(slots, seconds)
         turn = Turn(principal, slots)
         self._waiting.setdefault(principal, deque()).append(turn)
         self._admit()
@@ -112,14 +112,15 @@ class Admission:
         finally:
             self._leave(turn)
 
-    def _check(self, seconds: float | None) -> None:
+    def _check(self, slots: int, seconds: float | None) -> None:
         waiting = self.waiting
-        if self._running < self._sessions and not waiting:
+        if not waiting and self._fits(slots):
             return
         expected = self._expected(waiting)
         if waiting >= self._queue:
+            full = "every session" if self._running >= self._sessions else f"{self.usage:.0%} of the KV cache"
             raise ServiceBusyError(
-                f"every session is in use and {waiting} requests wait, the most that may", retry_after=self._expected(0)
+                f"{full} is in use and {waiting} requests wait, the most that may", retry_after=self._expected(0)
             )
         if seconds is not None and expected > seconds:
             raise ServiceBusyError(
@@ -127,9 +128,12 @@ class Admission:
                 retry_after=expected - seconds,
             )
 
+    def _fits(self, slots: int) -> bool:
+        return self._running < self._sessions and self._slots_held + slots <= self._slots
+
     def _expected(self, ahead: int) -> float:
-        """Seconds until the turn of a request with so many ahead."""
-        return max((ahead + 1) * (self._usual or 0.0) / self._sessions, LEAST_RETRY if ahead else 0.0)
+        """Seconds until the turn of a request with so many ahead; as many run now as can."""
+        return max((ahead + 1) * (self._usual or 0.0) / max(self._running, 1), LEAST_RETRY)
 
     def _leave(self, turn: Turn) -> None:
         if turn.admitted is None:
@@ -146,9 +150,9 @@ class Admission:
 
     def _admit(self) -> None:
         """Admit whoever is next for as long as they fit, then tell the others where they stand."""
-        while self._waiting and self._running < self._sessions:
+        while self._waiting:
             principal, queue = next(iter(self._waiting.items()))
-            if self._slots_held + queue[0].slots > self._slots:
+            if not self._fits(queue[0].slots):
                 break
             turn = queue.popleft()
             del self._waiting[principal]

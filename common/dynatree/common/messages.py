@@ -40,7 +40,8 @@ class OpenSession:
 class VerifyTimings:
     """Seconds that the verify service spent on one request; `total` contains the others, validation and waiting.
 
-    `forward` is the whole pass, whoever shares it; `attributed` is this session's share of it.
+    `forward` is the whole pass, whoever shares it; `attributed` is this session's share of it, in
+    proportion to what the pass would cost less without the session.
     """
 
     forward: float

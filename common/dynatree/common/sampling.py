@@ -137,7 +137,8 @@ def adjusted(logits: Tensor, sampling: Sampling, histories: Histories | None = N
         logits = logits.float()
         seen = histories.seen(logits.shape[-1], logits.device)
         penalised = torch.where(logits < 0, logits * sampling.repetition_penalty, logits / sampling.repetition_penalty)
-        logits = torch.where(seen, penalised, logits)
+        most = torch.finfo(logits.dtype).max  # a small penalty overflows, and two infinities have no difference
+        logits = torch.where(seen, penalised.clamp(-most, most), logits)
     return logits
 
 

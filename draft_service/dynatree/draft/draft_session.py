@@ -10,7 +10,7 @@ from dynatree.common.sampling import Sampling
 from dynatree.draft.growing_tree import TrieNode
 
 
-@dataclass
+@dataclass(eq=False)
 class DraftSession:
     """The committed tokens, the slots of the KV arena that hold them, and the trie of what was read below them.
 

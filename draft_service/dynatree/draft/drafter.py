@@ -32,12 +32,17 @@ class Expansion:
     breadth: int
 
     @property
-    def tokens(self) -> int:
-        """Tokens of it in a forward."""
+    def unread(self) -> int:
+        """Committed tokens that it reads, but for the root."""
         if not self.nodes:
             return PIECE
         unread = len(self.session.committed) - self.session.num_cached
-        return len(self.nodes) + (max(unread - 1, 0) if ROOT in self.nodes else 0)
+        return max(unread - 1, 0) if ROOT in self.nodes else 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of it in a forward."""
+        return len(self.nodes) + self.unread
 
 
 @dataclass(frozen=True)

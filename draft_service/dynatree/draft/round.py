@@ -58,6 +58,12 @@ class Round:
         return self.commit.accepted_nodes
 
     @property
+    def next_token(self) -> int | None:
+        """The target's own token below the last of them; None where the completion ended before it."""
+        own = self.commit.token_ids[len(self.accepted) :]
+        return own[0] if own else None
+
+    @property
     def shared(self) -> PassStatistics:
         """The target's pass that verified the tree."""
         return self.commit.shared

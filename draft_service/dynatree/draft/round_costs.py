@@ -23,7 +23,8 @@ class RoundCost:
         draft_seconds: Seconds of the draft's work.
         caught_up: Whether the draft had read all but the last round's tokens before. If not, its forwards also read
             what a pause had left unread, and their time is no more than an upper bound.
-        shared: Whether other sessions were in the same pass of the target, whose time then says nothing of this tree.
+        shared: Whether other sessions were open on the target: it may have verified less than the tree, or more
+            besides, so that its time says nothing of this tree.
     """
 
     nodes: int

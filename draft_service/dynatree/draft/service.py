@@ -107,7 +107,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     async def Generate(  # noqa: N802
         self, request: draft_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[draft_pb2.GenerateResponse]:
-        """One completion after the other, all under one admission: a request that has begun waits for nobody."""
+        """One completion after the other, all under one admission: a request that has begun waits for nobody here."""
         count = _count(request)
         _check_stop(request.stop)
         prompt_ids = await self._prompt_ids(request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,6 +12,9 @@ from dynatree.common.model_thread import ModelThread
 from dynatree.draft.drafter import Drafter, Expansion, Growing, Spent
 
 T = TypeVar("T")
+
+PROMPT_TOKENS = 256  # of prompts in a forward at most
+LEAST_PROMPT = 32  # unread tokens; fewer are what a session has not read of its last rounds
 
 
 @dataclass(eq=False)
@@ -97,17 +100,33 @@ class SharedGrowth:
                 task.wanted = None
             elif task.growing is None:
                 task.advance(None)
-        waiting = [task for task in tasks if task.wanted is not None]
-        if not waiting:
+        expansions = {task: task.wanted for task in tasks if task.wanted is not None}
+        taken = _taken(expansions)
+        if not taken:
             return
         try:
-            spent = self._drafter.expand_all([task.wanted for task in waiting if task.wanted is not None])
+            spent = self._drafter.expand_all([expansions[task] for task in taken])
         except Exception as error:
-            for task in waiting:
-                task.wanted, task.error = None, error
+            if len(taken) == 1:
+                taken[0].wanted, taken[0].error = None, error
+                return
+            for task in taken:  # each by itself, so that only the one at fault fails
+                self._step([task])
             return
-        for task, each in zip(waiting, spent, strict=True):
+        for task, each in zip(taken, spent, strict=True):
             task.advance(each)
+
+
+def _taken(expansions: Mapping[_Task, Expansion]) -> list[_Task]:
+    """Whose turn it is: every level of a tree, and as much of prompts as does not hold those up, one at least."""
+    taken, prompt_tokens = [], 0
+    for task, expansion in expansions.items():
+        if expansion.unread > LEAST_PROMPT:
+            if prompt_tokens and prompt_tokens + expansion.unread > PROMPT_TOKENS:
+                continue
+            prompt_tokens += expansion.unread
+        taken.append(task)
+    return taken
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:

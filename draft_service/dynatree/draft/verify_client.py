@@ -113,11 +113,18 @@ class VerifySession:
 
         Raises:
             PeerUnavailableError: The service went away.
+            PeerFailedError: The commit does not go on where the last one ended.
             ServiceError: It refused the request; the code is its own where the request was at fault.
         """
         message = tree_to_pb(tree, round_=last.next_round, base_length=last.base_length)
         response = await self._exchange(verify_pb2.VerifyRequest(tree=message))
-        return commit_from_pb(response.commit)
+        commit = commit_from_pb(response.commit)
+        if commit.base_length != last.base_length + len(commit.token_ids):
+            raise PeerFailedError(
+                f"the verify service at {self._address} committed {len(commit.token_ids)} tokens to "
+                f"{last.base_length}, and says that there are {commit.base_length}"
+            )
+        return commit
 
     async def _exchange(self, request: verify_pb2.VerifyRequest) -> verify_pb2.VerifyResponse:
         try:

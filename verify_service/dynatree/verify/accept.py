@@ -27,6 +27,12 @@ class Verdict:
     finish_reason: FinishReason | None = None
     log_probs: tuple[float, ...] = ()
 
+    @property
+    def bonus(self) -> int | None:
+        """The target's own choice after the last accepted node; None where the round was cut short."""
+        own = self.token_ids[len(self.accepted) :]
+        return own[0] if own else None
+
 
 def accept(tree: TokenTree, choices: Sequence[int]) -> Verdict:
     """Walk from the root along the target's own choices for as long as the tree has them.

@@ -29,9 +29,9 @@ class PassCosts:
         if len(points) < 2:
             points = list(GUESS)
         self._rows = [rows for rows, _ in points]
-        self._measured = [seconds for _, seconds in points]
+        self._measured = list(accumulate((seconds for _, seconds in points), max))
         self._factors = [1.0] * len(points)
-        self._seconds = list(accumulate(self._measured, max))
+        self._seconds = self._measured
         self._of_a_session = 0.0
 
     def seconds(self, rows: int, sessions: int = 1) -> float:

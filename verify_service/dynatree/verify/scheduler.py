@@ -20,7 +20,7 @@ from dynatree.verify.pass_costs import PassCosts
 from dynatree.verify.pass_plan import admit, is_whole, subtree
 from dynatree.verify.prompt_budget import PromptBudget
 from dynatree.verify.session import Session
-from dynatree.verify.verifier import Part, Timings
+from dynatree.verify.verifier import Part, Result, Timings
 
 RATE_FADE = 0.9  # weight of the past at each pass in the rate of the service
 PROMPT_ROWS = 512  # of prompts in a pass at most: what others may have to wait for
@@ -30,7 +30,7 @@ HOLD_SHARE = 0.5  # longest wait for trees about to come, in plain steps
 
 
 # Runs a pass elsewhere than on the event loop: `Verifier.run` on the model thread.
-PassRunner = Callable[[Sequence[Part]], Awaitable[tuple[list[Verdict | None], Timings]]]
+PassRunner = Callable[[Sequence[Part]], Awaitable[tuple[Sequence[Result], Timings]]]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,11 @@ class _Job:
     @property
     def trimmed(self) -> int:
         return 0 if self.tree is None else len(self.tree) - len(self.kept)
+
+    def fail(self, error: Exception) -> None:
+        """Tell whoever still waits."""
+        if not self.future.done():
+            self.future.set_exception(error)
 
     def settle(self, verdict: Verdict, timings: Timings, share: float, shared: PassStatistics) -> None:
         """Hand on what the session gets, its nodes named as in the tree that came."""
@@ -143,8 +148,10 @@ class Scheduler:
                     await self._pass(jobs, parts, price, held)
         except BaseException as error:
             for job in (*jobs, *self._trees, *self._prompts):
-                if not job.future.done():  # nobody must wait for a loop that has ended
-                    job.future.set_exception(error if isinstance(error, Exception) else asyncio.CancelledError())
+                if isinstance(error, Exception):  # nobody must wait for a loop that has ended
+                    job.fail(error)
+                else:
+                    job.future.cancel()
             raise
         finally:
             self._loop = None
@@ -271,27 +278,39 @@ class Scheduler:
         for each in self._paces.values():
             each.missed(began)
         try:
-            verdicts, timings = await self.run_pass(parts)
+            results, timings = await self.run_pass(parts)
         except Exception as error:
             await self._failed(jobs, parts, error)
             return
         now = _now()
         rows = sum(part.rows for part in parts)
         shared = PassStatistics(len(parts), rows, price, held, open_sessions=max(len(self._paces), 1))
-        self._observe(parts, verdicts, rows, timings, began, now)
-        self._ended = now
+        shares = self._shares(parts, rows)
         unread: list[_Job] = []
-        for job, part, verdict in zip(jobs, parts, verdicts, strict=True):
-            if verdict is None:
+        for job, part, result, share in zip(jobs, parts, results, shares, strict=True):
+            if result is None:
                 unread.append(job)
-                continue
-            pace = self._paces.get(job.session)
-            if pace is not None:
-                pace.answer(now, 1 if part.prompt_tokens else part.rows)
-                if verdict.finish_reason is not None:
-                    self.forget(job.session)
-            job.settle(verdict, timings, timings.forward * part.rows / rows, shared)
+            elif isinstance(result, Exception):
+                job.fail(result)
+            else:
+                pace = self._paces.get(job.session)
+                if pace is not None:
+                    pace.answer(now, 1 if part.prompt_tokens else part.rows)
+                    if result.finish_reason is not None:
+                        self.forget(job.session)
+                job.settle(result, timings, timings.forward * share, shared)
         self._put_back(unread)
+        self._observe(parts, results, rows, timings, began, now)
+        self._ended = now
+
+    def _shares(self, parts: Sequence[Part], rows: int) -> list[float]:
+        """Each session's part of the pass's cost, of 1: in proportion to what the pass would cost less without it."""
+        whole = self.costs.seconds(rows, len(parts))
+        marginal = [whole - self.costs.seconds(rows - part.rows, len(parts) - 1) for part in parts]
+        total = sum(marginal)
+        if total <= 0:  # rows are free here
+            return [1 / len(parts)] * len(parts)
+        return [each / total for each in marginal]
 
     def _put_back(self, unread: Iterable[_Job]) -> None:
         """Prompts that were not read to their ends go on, but behind the others once their turn is over."""
@@ -307,7 +326,7 @@ class Scheduler:
     def _observe(
         self,
         parts: Sequence[Part],
-        verdicts: Sequence[Verdict | None],
+        results: Sequence[Result],
         rows: int,
         timings: Timings,
         began: float,
@@ -319,14 +338,13 @@ class Scheduler:
             return
         self.costs.observe(rows, len(parts), timings.forward)
         cycle = now - max(self._ended, began - plain)  # after a pause the service was idle, not slow
-        self.rate.observe(sum(len(verdict.token_ids) for verdict in verdicts if verdict is not None), cycle)
+        self.rate.observe(sum(len(each.token_ids) for each in results if isinstance(each, Verdict)), cycle)
         self._budget.observe(cycle)
 
     async def _failed(self, jobs: list[_Job], parts: list[Part], error: Exception) -> None:
-        """A pass over several sessions has failed: run each by itself, so that only the one at fault fails."""
+        """The forward of several sessions has failed: run each by itself, so that only the one at fault fails."""
         if len(jobs) == 1:
-            if not jobs[0].future.done():
-                jobs[0].future.set_exception(error)
+            jobs[0].fail(error)
             return
         for job, part in zip(jobs, parts, strict=True):
             if not job.future.done():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from dynatree.verify.residual import Distribution, accept_residual
 from dynatree.verify.session import Session, SessionRequest
 
 NO_TREE = TokenTree()
+
+# What a pass comes to for one session: its commit, None for a prompt that is not read to its end, or what failed.
+Result = Verdict | Exception | None
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,11 @@ class Verifier:
             raise ServiceBusyError("the verify service's KV cache is full; try again later")
         return Session(kv, request, list(request.prompt_ids), read=cached, cached=cached)
 
-    def run(self, parts: Sequence[Part]) -> tuple[list[Verdict | None], Timings]:
+    def run(self, parts: Sequence[Part]) -> tuple[list[Result], Timings]:
         """One pass: one target forward over all parts, then each session's commit.
+
+        A forward that fails is raised, and has changed no session; it may be tried again. What fails after it is the
+        result of the session at fault, which cannot go on.
 
         Returns:
             For each part what it commits; None for a prompt that is not read to its end.
@@ -98,19 +105,14 @@ class Verifier:
         logits = self.engine.forward(segments)
         self.engine.synchronize()
         forwarded = time.perf_counter()
-        verdicts = [
-            _judge(part.session, part.tree, rows) if len(rows) else None
-            for part, rows in zip(parts, logits, strict=True)
-        ]
+        verdicts = [_result(partial(_judge, part, rows)) for part, rows in zip(parts, logits, strict=True)]
         accepted = time.perf_counter()
-        for part, verdict in zip(parts, verdicts, strict=True):
-            self._commit(part, verdict)
-        done = time.perf_counter()
-        renamed = [
-            verdict and replace(verdict, accepted=tuple(order[node] for node in verdict.accepted))
-            for verdict, (_, order) in zip(verdicts, orders, strict=True)
+        results = [
+            verdict if isinstance(verdict, Exception) else _result(partial(self._commit, part, verdict, order))
+            for part, verdict, (_, order) in zip(parts, verdicts, orders, strict=True)
         ]
-        return renamed, Timings(forwarded - started, started - began + accepted - forwarded, done - accepted)
+        done = time.perf_counter()
+        return results, Timings(forwarded - started, started - began + accepted - forwarded, done - accepted)
 
     def close(self, session: Session) -> None:
         """Give the session's range back, or leave what it holds to the prefix cache until it is wanted."""
@@ -118,21 +120,47 @@ class Verifier:
         held = session.read if session.unread or self._cache.only_prompts else session.length - 1
         self._cache.release(session.kv, session.committed[:held], request.principal)
 
-    def _commit(self, part: Part, verdict: Verdict | None) -> None:
+    def _commit(self, part: Part, verdict: Verdict | None, order: Sequence[int]) -> Verdict | None:
+        """Advance the session; its verdict, with the nodes named as before the tree was laid out in this order."""
         session = part.session
         session.read += part.prompt_tokens
         if verdict is None:
-            return
+            return None
         if not part.prompt_tokens:
             # the root sits in slot length - 1 and node i in slot length + i; the path follows the root
             self.engine.arena.move(session.kv, [session.length + n for n in verdict.accepted], session.length)
             session.round += 1
         session.commit(verdict.token_ids, finished=verdict.finish_reason is not None)
+        return replace(verdict, accepted=tuple(order[node] for node in verdict.accepted))
 
 
-def _judge(session: Session, tree: TokenTree, logits: Tensor) -> Verdict:
+def verdicts_of(results: Iterable[Result]) -> list[Verdict | None]:
+    """The results of a pass, where none failed.
+
+    Raises:
+        Exception: The first that did.
+    """
+    verdicts = []
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+        verdicts.append(result)
+    return verdicts
+
+
+def _result(work: Callable[[], Verdict | None]) -> Result:
+    """What one session's work returns or raises: others' commits do not depend on it."""
+    try:
+        return work()
+    except Exception as error:
+        return error
+
+
+def _judge(part: Part, logits: Tensor) -> Verdict | None:
     """What the round commits, given the logits after the root and after each node `[1 + nodes, vocabulary]`."""
-    request = session.request
+    if not len(logits):
+        return None
+    session, tree, request = part.session, part.tree, part.session.request
     if request.sampling.residual:
         verdict = _accept_residual(session, tree, logits)
     else:

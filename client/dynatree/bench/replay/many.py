@@ -95,6 +95,7 @@ class SharedRound:
 
     tree: TokenTree
     accepted: Sequence[int]
+    next_token: int | None
     draft_forwards: int
     draft_seconds: float
     verify_seconds: float
@@ -229,6 +230,7 @@ class _Simulation:
                 SharedRound(
                     growth.tree,
                     done.verdict.accepted,
+                    done.verdict.bonus,
                     growth.draft_forwards,
                     draft_seconds,
                     verify_seconds,

@@ -31,7 +31,7 @@ from dynatree.draft.ngram_index import NGramIndex
 from dynatree.draft.policies.base import Policy
 from dynatree.draft.target import Target
 from dynatree.verify.session import SessionRequest
-from dynatree.verify.verifier import Part, Verifier
+from dynatree.verify.verifier import Part, Verifier, verdicts_of
 
 BREADTH = 16  # of nodes on the true path: the most that a policy's defaults ask for
 LEAST_PROPOSALS = 4  # of a node off the true path: what `throughput` and `dynatree` ask for at most
@@ -115,9 +115,9 @@ class Recorder:
         request = SessionRequest(tuple(prompt_ids), len(prompt_ids) + new_tokens, frozenset(), sampling)
         session = self._verifier.open(request)
         try:
-            self._verifier.run([Part(session, prompt_tokens=session.unread)])
+            verdicts_of(self._verifier.run([Part(session, prompt_tokens=session.unread)])[0])
             while not session.finished:
-                self._verifier.run([Part(session)])
+                verdicts_of(self._verifier.run([Part(session)])[0])
             return tuple(session.committed[len(prompt_ids) :])
         finally:
             self._verifier.close(session)

@@ -26,6 +26,7 @@ class ReplayedRound:
 
     tree: TokenTree
     accepted: Sequence[int]
+    next_token: int | None
     draft_forwards: int
     draft_seconds: float
     verify_seconds: float
@@ -80,6 +81,7 @@ def replay(
         outcome = ReplayedRound(
             tree=growth.tree,
             accepted=verdict.accepted,
+            next_token=verdict.bonus,
             draft_forwards=growth.draft_forwards,
             draft_seconds=noise() * (growth.forward_seconds + machine.level_seconds * growth.draft_forwards),
             verify_seconds=noise() * (seconds_on(machine.verify, len(growth.tree) + 1) + machine.round_seconds),

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from dynatree.common.engine.arena import KVArena
-from dynatree.common.engine.batch_invariance import MIN_ROWS, padded_keys, padded_queries
+from dynatree.common.engine.batch_invariance import padded_keys, padded_queries
 from dynatree.common.engine.segment import Segment
 from dynatree.common.errors import StartupError
 
@@ -53,7 +53,7 @@ class Batch:
     """Segments laid side by side in one row of tokens, with the attention bias of each, built once for all layers.
 
     If `batch_invariant`, the segments' queries and keys are padded to batch-invariant sizes. Padded keys are masked,
-    and a padded query repeats the segment's last one. The first piece of a prompt is not padded.
+    and a padded query repeats the segment's last one.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Batch:
         sizes = []  # of each segment: numbers of queries and of keys, with padding
         for segment in segments:
             queries, keys = len(segment.token_ids), segment.stop
-            if batch_invariant and (segment.start > 0 or queries < MIN_ROWS):
+            if batch_invariant:
                 queries, keys = padded_queries(queries), padded_keys(keys, arena.shape.head_dim, arena.dtype)
             sizes.append((queries, keys))
         places = list(accumulate((len(segment.token_ids) for segment in segments), initial=0))

@@ -24,6 +24,10 @@ class Outcome(Protocol):
         """Its nodes on the accepted path, from the root down."""
 
     @property
+    def next_token(self) -> int | None:
+        """The target's own token below the last of them; None where the completion ended before it."""
+
+    @property
     def draft_forwards(self) -> int:
         """Draft forwards that growing it took."""
 

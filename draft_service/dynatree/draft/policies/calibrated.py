@@ -41,11 +41,16 @@ class CalibratedValue:
             return
         calibrations = (self._own[self._tree.sampled], self._shared[self._tree.sampled])
         accepted = {ROOT, *outcome.accepted}
+        last = outcome.accepted[-1] if outcome.accepted else ROOT
         for node, parent in enumerate(outcome.tree.parents):
             log_prob = self._tree.draft_log_prob(self._tree.sent[node])
             if log_prob is not None and parent in accepted:
+                # of a node that was not verified the target's next token tells as well
+                right = node in accepted or (
+                    parent == last and not self._tree.sampled and outcome.tree.token_ids[node] == outcome.next_token
+                )
                 for calibration in calibrations:
-                    calibration.observe(log_prob, node in accepted)
+                    calibration.observe(log_prob, right)
 
 
 class Calibrated(Policy):

@@ -107,7 +107,7 @@ class Throughput(Policy):
                 draft_forwards=outcome.draft_forwards,
                 draft_seconds=outcome.draft_seconds,
                 caught_up=self._caught_up,
-                shared=outcome.shared.sessions > 1,
+                shared=outcome.shared.open_sessions > 1,
             )
         )
         seconds = outcome.draft_seconds + outcome.waited_seconds + outcome.verify_seconds

@@ -1,0 +1,91 @@
+"""Sessions that grow together: who is in a draft forward, and who fails with whom; the draft model is scripted."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from dynatree.common.kv_range import KVRange
+from dynatree.common.model_thread import ModelThread
+from dynatree.common.sampling import Sampling
+from dynatree.draft.drafter import PIECE, Drafter
+from dynatree.draft.growing_tree import Proposal
+from dynatree.draft.policies import create_policy
+from dynatree.draft.shared_growth import SharedGrowth
+
+
+class ScriptedModel:
+    """Proposes the same tokens everywhere, notes its forwards, and fails where a session says so."""
+
+    context_length = 4096
+
+    def __init__(self):
+        self.forwards = []
+        self.broken = set()
+
+    def whole(self, slots):
+        return slots
+
+    def reserve(self, slots, prompt_ids, principal):
+        return KVRange(0, slots), 0
+
+    def release(self, kv, token_ids, principal):
+        pass
+
+    def move(self, kv, slots, start):
+        pass
+
+    def expand(self, expansions):
+        self.forwards.append({each.session: each.tokens for each in expansions})
+        if self.broken.intersection(each.session for each in expansions):
+            raise RuntimeError("broken")
+        for each in expansions:
+            for node in each.nodes:
+                each.tree.node(node).proposals = (Proposal(7, -0.1), Proposal(8, -2.4))
+        return 0.001
+
+
+@pytest.fixture(name="growth")
+def growth_fixture():
+    thread = ModelThread("draft-model")
+    drafter = Drafter(ScriptedModel(), 64)
+    yield SharedGrowth(drafter, thread), drafter
+    thread.shutdown()
+
+
+def test_only_the_session_at_fault_fails(growth):
+    shared, drafter = growth
+    sessions = [drafter.open([5, 6], Sampling(), 100) for _ in range(3)]
+    drafter._model.broken = {sessions[1]}
+
+    async def scenario():
+        policy = create_policy("linear", {"depth": 4})
+        grown = [shared.run(lambda each=each: drafter.growing(each, policy, 10, 64)) for each in sessions]
+        return await asyncio.gather(*grown, return_exceptions=True)
+
+    first, second, third = asyncio.run(scenario())
+    assert isinstance(second, RuntimeError)
+    assert len(first.tree) == len(third.tree) == 4
+
+
+def test_prompts_that_come_together_hold_no_tree_up_for_all_of_them(growth):
+    shared, drafter = growth
+    lengths = (100, 100, 100, 1000, 1000)
+    prompts = [drafter.open([5] * length, Sampling(), 100) for length in lengths]
+    streaming = drafter.open([5, 6], Sampling(), 100)
+
+    async def scenario():
+        policy = create_policy("linear", {"depth": 8})
+        reading = [shared.run(lambda each=each: drafter.reading(each, policy)) for each in prompts]
+        await shared.run(lambda: drafter.growing(streaming, policy, 10, 64))
+        await asyncio.gather(*reading)
+
+    asyncio.run(scenario())
+    forwards = drafter._model.forwards
+    assert max(sum(tokens.values()) for tokens in forwards) <= 256 + len(lengths) + 1
+    assert sum(streaming in tokens for tokens in forwards[:8]) == 8, "every level of the tree is in the next forward"
+    read = Counter()
+    for tokens in forwards:
+        read.update(tokens)
+    assert [read[each] for each in prompts] == list(lengths)
+    assert max(tokens.get(prompts[3], 0) for tokens in forwards) == PIECE
