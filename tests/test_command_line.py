@@ -315,6 +315,8 @@ WRONG = [
     [*VERIFY, "--dtype", "x"],
     [*VERIFY, "--threads", "0"],
     [*VERIFY, "--grace", "long"],
+    [*VERIFY, "--idle-timeout", "0"],
+    [*VERIFY, "--max-context", "1"],
     [*VERIFY, "--listen", "localhost"],
     [*VERIFY, "--max-tree-nodes", "many"],
     [*DRAFT, "--dtype", "x"],

@@ -17,6 +17,21 @@ def seconds(text: str) -> float:
     return min(number, 1e9)  # in gRPC's arithmetic a deadline a few times as far has passed already
 
 
+def some_seconds(text: str) -> float:
+    """An argparse type: as `seconds`, but more than 0."""
+    if (number := seconds(text)) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is no time at all")
+    return number
+
+
+def context(text: str) -> int:
+    """An argparse type: tokens that hold a prompt and a completion, at least one of each."""
+    number = int(text)
+    if number < 2:
+        raise argparse.ArgumentTypeError(f"{text} tokens hold no prompt and completion; expected at least 2")
+    return number
+
+
 def network_address(text: str) -> str:
     """An argparse type: `host:port` or `unix:PATH`."""
     try:
@@ -66,13 +81,14 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
     )
     parser.add_argument(
         "--max-context",
-        type=positive,
+        type=context,
         metavar="N",
-        help="longest prompt and completion together, in tokens (default: the model's own)",
+        help="longest prompt and completion together, in tokens (default, and at most: the model's own); past the draft "
+        "service's, requests that name no length go on to the verify service's in plain steps",
     )
     parser.add_argument(
         "--idle-timeout",
-        type=seconds,
+        type=some_seconds,
         default=IDLE_SECONDS,
         metavar="SECONDS",
         help="how long a session may wait for a peer that sends or reads nothing (default: %(default)g)",
