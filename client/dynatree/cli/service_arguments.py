@@ -83,8 +83,8 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
         "--max-context",
         type=context,
         metavar="N",
-        help="longest prompt and completion together, in tokens (default, and at most: the model's own); past the draft "
-        "service's, requests that name no length go on to the verify service's in plain steps",
+        help="longest prompt and completion together, in tokens (default, and at most: the model's own); past the "
+        "draft service's, requests that name no length go on to the verify service's in plain steps",
     )
     parser.add_argument(
         "--idle-timeout",

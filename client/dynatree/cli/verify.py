@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-rows",
         type=rows_or_auto,
         metavar="N|auto",
-        help="most tokens of one pass over the trees of all sessions; with fewer than --max-sessions they take turns (default: auto)",
+        help="most tokens of one pass over the trees of all sessions; with fewer than --max-sessions they take turns "
+        "(default: auto)",
     )
 
 
