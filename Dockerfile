@@ -2,6 +2,17 @@
 # Both run `dynatree`; arguments after the image's name replace the command below.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
+# A C compiler makes the attention kernel; where none can be had, torch's attention is used.
+FROM ${BASE_IMAGE} AS wheel
+ARG PIP_ARGS=""
+RUN command -v cc \
+ || { apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev >/dev/null; } \
+ || echo "no C compiler: there will be no attention kernel"
+RUN python3 -m venv /opt/build
+WORKDIR /src
+COPY . .
+RUN /opt/build/bin/pip wheel --no-cache-dir --disable-pip-version-check ${PIP_ARGS} --no-deps --wheel-dir /built .
+
 FROM ${BASE_IMAGE} AS serve
 # More arguments for pip; which index it is given decides between the CPU and the CUDA builds of torch.
 ARG PIP_ARGS=""
@@ -19,8 +30,8 @@ COPY pyproject.toml constraints.txt ./
 RUN python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*p["dependencies"], *p["optional-dependencies"]["serve"], sep="\n")' > /tmp/requirements.txt \
  && pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} -c constraints.txt -r /tmp/requirements.txt \
  && rm /tmp/requirements.txt
-COPY . .
-RUN pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} --no-deps . \
+COPY --from=wheel /built /built
+RUN pip install --no-cache-dir --disable-pip-version-check --no-deps /built/*.whl \
  && python -m compileall -q /opt/dynatree/lib/python3*/site-packages/dynatree \
  && dynatree --version
 

@@ -36,6 +36,14 @@ def save(model, folder):
     return str(folder)
 
 
+@pytest.fixture(name="attention", params=["native", "torch"])
+def attention_fixture(request, monkeypatch):
+    """By the kernel where one was compiled, and by torch's attention, which pads for the same bits."""
+    if request.param == "torch":
+        monkeypatch.setattr(loading, "is_native", lambda device, dtype: False)
+
+
+@pytest.mark.usefixtures("attention")
 @pytest.mark.parametrize("without_kernels", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_forward_over_the_arena_equals_the_plain_model(tmp_path, architecture, without_kernels, monkeypatch):
@@ -65,6 +73,7 @@ equal_bits = pytest.mark.skipif(
 )
 
 
+@pytest.mark.usefixtures("attention")
 @equal_bits
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -73,6 +82,7 @@ def test_in_16_bits_a_token_has_the_same_bits_however_many_are_read_at_once(tmp_
     check_equal_bits(load_engine(ModelSettings(str(path), dtype=dtype, sessions=1)), 50)
 
 
+@pytest.mark.usefixtures("attention")
 @equal_bits
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("start", [160, 340, 500])  # kernels cut sums over keys in halves, and at 512
@@ -102,6 +112,7 @@ def check_equal_bits(engine, start):
         assert torch.equal(chain, torch.cat(steps[:count])), count
 
 
+@pytest.mark.usefixtures("attention")
 @equal_bits
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_in_16_bits_a_prompt_has_the_same_bits_in_whatever_pieces_it_is_read(tmp_path, dtype):
@@ -215,9 +226,11 @@ def test_a_moved_slot_overlapping_its_target_is_safe(tmp_path):
 BROKEN = 7  # a token whose keys and values are NaN, as where float16 overflows
 
 
-@pytest.fixture(name="breaking", params=["no further", "to whole vectors", "to a static shape"])
+@pytest.fixture(name="breaking", params=["by the kernel", "no further", "to whole vectors", "to a static shape"])
 def breaking_fixture(request, tmp_path, monkeypatch):
     """An engine that gives NaN for one token, by how many keys it reads."""
+    if request.param != "by the kernel":
+        monkeypatch.setattr(loading, "is_native", lambda device, dtype: False)
     monkeypatch.setattr(loading, "is_batch_invariant", lambda dtype: request.param == "to whole vectors")
     path = save_random_model(tmp_path / "model", "llama", 1)
     engine = load_engine(ModelSettings(str(path), static_shapes=request.param == "to a static shape"))

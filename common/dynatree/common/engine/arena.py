@@ -102,6 +102,10 @@ class KVArena:
         kv.size = self.whole(size)
         kv.used = min(kv.used, kv.size)
 
+    def layer(self, layer: int) -> Tensor:
+        """A view of one layer's keys and values of all slots: `[2, kv_heads, slots, dim]`."""
+        return self._data[layer]
+
     def put(self, layer: int, kv: KVRange, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values `[kv_heads, n, head_dim]` of one layer in the slots of an index tensor `[n]`.
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from dynatree.common.engine.arena import KVArena
-from dynatree.common.engine.attention import Batch
+from dynatree.common.engine.attention import Attending
 from dynatree.common.engine.flat_forward import FlatForward
 from dynatree.common.engine.segment import Segment
 
@@ -20,13 +20,15 @@ class EagerRunner:
     Args:
         forward: The model's forward.
         arena: Where keys and values are stored.
-        batch_invariant: Whether to pad queries and keys as `batch_invariance` says.
+        attending: Makes of segments what every layer attends with.
     """
 
-    def __init__(self, forward: FlatForward, arena: KVArena, batch_invariant: bool) -> None:
+    def __init__(
+        self, forward: FlatForward, arena: KVArena, attending: Callable[[Sequence[Segment]], Attending]
+    ) -> None:
         self._forward = forward
         self._arena = arena
-        self._batch_invariant = batch_invariant
+        self._attending = attending
 
     def run(self, segments: Sequence[Segment]) -> list[Tensor]:
         """As `Runner.run`."""
@@ -38,7 +40,7 @@ class EagerRunner:
         logits = self._forward(
             self._index(chain.from_iterable(segment.token_ids for segment in segments))[None],
             self._index(chain.from_iterable(segment.positions for segment in segments))[None],
-            Batch(segments, self._arena, self._batch_invariant),
+            self._attending(segments),
             self._index(keep),
         )
         return list(logits.split_with_sizes([len(keeps) for keeps in kept]))

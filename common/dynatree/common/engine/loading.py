@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,17 @@ from transformers.utils import logging as transformers_logging
 from dynatree.common import embedded
 from dynatree.common.device import device_id
 from dynatree.common.engine.arena import KVArena, KVShape
-from dynatree.common.engine.attention import NAME
-from dynatree.common.engine.batch_invariance import KEY_BLOCK, is_batch_invariant
+from dynatree.common.engine.attention import NAME, Attending, Batch
+from dynatree.common.engine.batch_invariance import KEY_BLOCK, is_batch_invariant, is_x86
 from dynatree.common.engine.eager import EagerRunner
 from dynatree.common.engine.engine import Engine
 from dynatree.common.engine.flat_forward import FlatForward
 from dynatree.common.engine.generation_defaults import GenerationDefaults
 from dynatree.common.engine.kv_budget import KVBudget
+from dynatree.common.engine.native_attention import NativeBatch, is_native
 from dynatree.common.engine.packing import pack
 from dynatree.common.engine.runner import Runner
+from dynatree.common.engine.segment import Segment
 from dynatree.common.engine.static import StaticRunner
 from dynatree.common.engine.support import check_config, check_family, check_outputs, record_kv_shape
 from dynatree.common.engine.timing import measure_forwards
@@ -33,6 +37,8 @@ from dynatree.common.limits import MAX_SESSIONS
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.tokenizer import check_folder, fingerprint, first_line, load_tokenizer
 from dynatree.common.version import version
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -90,7 +96,10 @@ def load_engine(settings: ModelSettings) -> Engine:
         check_config(model.config, context_length)
         context_length = min(context_length, settings.max_context or context_length)
         defaults = GenerationDefaults.of(model.generation_config if settings.chooses_tokens else None)
-    batch_invariant = model.device.type == "cpu" and is_batch_invariant(model.dtype)
+    native = is_native(model.device, model.dtype)
+    if model.device.type == "cpu" and is_x86() and not native:
+        log.warning("attention is torch's: no kernel was compiled at installation, for which a C compiler is needed")
+    padded = model.device.type == "cpu" and not native and is_batch_invariant(model.dtype)
     budget = KVBudget(
         settings.sessions,
         context_length + settings.speculative_slots,
@@ -102,7 +111,7 @@ def load_engine(settings: ModelSettings) -> Engine:
         shape,
         budget.slots(settings.kv_tokens),
         model,
-        read_beyond=KEY_BLOCK if batch_invariant else 0,
+        read_beyond=KEY_BLOCK if padded else 0,
         unit=budget.session_slots if settings.static_shapes else 1,  # so that captured graphs are found again
     )
     info = ModelInfo(
@@ -119,7 +128,8 @@ def load_engine(settings: ModelSettings) -> Engine:
         step_bytes=step_bytes,
         repetition_penalty=defaults.repetition_penalty,
     )
-    runner = _runner(model, arena, batch_invariant, settings.static_shapes)
+    attending = partial(NativeBatch, arena=arena) if native else partial(Batch, arena=arena, batch_invariant=padded)
+    runner = _runner(model, arena, attending, settings.static_shapes)
     engine = Engine(model, runner, arena, tokenizer, info, defaults.eos_token_ids)
     with _explained(name, model.config):
         check_outputs(engine)
@@ -177,10 +187,12 @@ def _allocate(name: str, shape: KVShape, slots: int, model: PreTrainedModel, **l
         ) from error
 
 
-def _runner(model: PreTrainedModel, arena: KVArena, batch_invariant: bool, static_shapes: bool) -> Runner:
+def _runner(
+    model: PreTrainedModel, arena: KVArena, attending: Callable[[Sequence[Segment]], Attending], static_shapes: bool
+) -> Runner:
     """The runner of a model: the place where another kind is chosen."""
     forward = FlatForward(model)
-    eager = EagerRunner(forward, arena, batch_invariant)
+    eager = EagerRunner(forward, arena, attending)
     return StaticRunner(forward, arena, otherwise=eager) if static_shapes else eager
 
 
