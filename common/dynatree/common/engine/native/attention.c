@@ -389,6 +389,14 @@ INLINE void attend(const struct layer *l, const struct shape *shape, const struc
     memset(s->totals, 0, rows * LANES * sizeof(float));
     for (int64_t tile = 0; tile < stop; tile += TILE) {
         int count = stop - tile < TILE ? stop - tile : TILE;
+        if (stop - tile > TILE) { /* the next tile comes from memory meanwhile */
+            int64_t bytes = (stop - tile - TILE < TILE ? stop - tile - TILE : TILE) * dim * size;
+            int64_t next = range + (tile + TILE) * dim * size;
+            for (int64_t at = 0; at < bytes; at += 64) {
+                _mm_prefetch(l->keys + next + at, _MM_HINT_T1);
+                _mm_prefetch(l->values + next + at, _MM_HINT_T1);
+            }
+        }
         const char *keys = l->keys + range + tile * dim * size, *values = l->values + range + tile * dim * size;
 #ifdef __AVX512BF16__
         if (paired) {
