@@ -1,4 +1,4 @@
-"""Compiles the attention kernel when the package is built, where a C compiler is at hand; nothing needs it."""
+"""Compiles the kernels when the package is built, where a C compiler is at hand; nothing needs it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = "common/dynatree/common/engine/native"
+SOURCES = ("attention.c", "linear.c", "forward.c")
 FLAGS = ("-O3", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
-# Of each build, in the order of `native_attention.BUILDS`: the instructions that it may use.
+# Of each build, in the order of `native.BUILDS`: the instructions that it may use.
 TARGETS = {
-    "attention_avx512_bf16.so": ("-march=x86-64-v4", "-mavx512bf16"),
-    "attention_avx512.so": ("-march=x86-64-v4",),
-    "attention_avx2.so": ("-march=x86-64-v3",),
+    "kernels_avx512_bf16.so": ("-march=x86-64-v4", "-mavx512bf16"),
+    "kernels_avx512.so": ("-march=x86-64-v4",),
+    "kernels_avx2.so": ("-march=x86-64-v3",),
 }
 
 
@@ -42,7 +43,8 @@ class NativeHook(BuildHookInterface[Any]):
             return False
         output = folder / name
         output.unlink(missing_ok=True)
-        command = [*compiler.split(), *FLAGS, *TARGETS[name], str(folder / "attention.c"), "-o", str(output)]
+        sources = [str(folder / source) for source in SOURCES]
+        command = [*compiler.split(), *FLAGS, *TARGETS[name], *sources, "-lm", "-o", str(output)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         except OSError as error:

@@ -161,3 +161,17 @@ def _wait_until_serving(services: list[_Service]) -> None:
                 reports = "\n".join(each.report for each in services)
                 pytest.fail(f"{service.address} does not serve: {reason}\n{reports}", pytrace=False)
             time.sleep(0.1)
+
+
+@pytest.fixture(name="build", params=["kernels_avx2.so", "kernels_avx512.so", "kernels_avx512_bf16.so"])
+def build_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each build of the kernels that this CPU runs, in turn."""
+    from dynatree.common.engine import native
+
+    if "avx512" in request.param and not native.BUILDS[request.param]():
+        pytest.skip("this CPU lacks its instructions")
+    assert (native.FOLDER / request.param).exists(), "installed by `make`, which needs a C compiler"
+    monkeypatch.setattr(native, "BUILDS", {request.param: lambda: True})
+    native.kernels.cache_clear()
+    yield request.param
+    native.kernels.cache_clear()

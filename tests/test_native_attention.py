@@ -5,26 +5,15 @@ import math
 
 import pytest
 import torch
+from kernel_builds import compiled
 from model_zoo import save_random_model
 
-from dynatree.common.engine import ModelSettings, Segment, load_engine, loading, native_attention
+from dynatree.common.engine import ModelSettings, Segment, load_engine, loading
 from dynatree.common.engine.arena import KVArena, KVShape
-from dynatree.common.engine.native_attention import BUILDS, NativeBatch
+from dynatree.common.engine.native_attention import NativeBatch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ERRORS = {torch.float32: 3e-6, torch.bfloat16: 0.02, torch.float16: 0.003}
-runnable = [name for name, fits in BUILDS.items() if fits() or "avx512" not in name]
-compiled = pytest.mark.skipif(native_attention.kernel() is None, reason="no kernel was compiled for this machine")
-
-
-@pytest.fixture(name="build", params=runnable)
-def build_fixture(request, monkeypatch):
-    """Each build that this CPU runs, in turn."""
-    assert (native_attention.FOLDER / request.param).exists(), "installed by `make`, which needs a C compiler"
-    monkeypatch.setattr(native_attention, "BUILDS", {request.param: lambda: True})
-    native_attention.kernel.cache_clear()
-    yield request.param
-    native_attention.kernel.cache_clear()
 
 
 def random_mask(rows, generator, beyond=0):
@@ -157,28 +146,3 @@ def test_a_model_says_the_same_by_either_attention(tmp_path, dtype, monkeypatch)
     native = logits()
     monkeypatch.setattr(loading, "is_native", lambda device, dtype: False)
     assert (native.float() - logits().float()).abs().max() < (1e-5 if dtype == "float32" else 0.05)
-
-
-def test_without_a_compiled_kernel_torchs_attention_is_used(monkeypatch, tmp_path):
-    monkeypatch.setattr(native_attention, "FOLDER", tmp_path)
-    native_attention.kernel.cache_clear()
-    try:
-        assert native_attention.kernel() is None
-        assert not native_attention.is_native(torch.device("cpu"), torch.float32)
-        (tmp_path / "attention_avx2.so").write_bytes(b"no library")
-        monkeypatch.setattr(native_attention, "BUILDS", {"attention_avx2.so": lambda: True})
-        native_attention.kernel.cache_clear()
-        assert native_attention.kernel() is None
-    finally:
-        native_attention.kernel.cache_clear()
-
-
-@compiled
-def test_the_kernel_runs_on_torchs_threads():
-    """A second OpenMP beside torch's would keep a second team of threads busy on the same cores."""
-    query, key, value = new_tensors(torch.Generator().manual_seed(2), 3, 4, 4, 16, torch.float32)
-    arena = KVArena(KVShape(1, 4, 16), 100, torch.float32, torch.device("cpu"))
-    NativeBatch([segment_of(arena.reserve(50), 0, 3)], arena).attend(0, query, key, value, None)
-    with open("/proc/self/maps") as mapped:
-        libraries = {line.split()[-1] for line in mapped if "gomp" in line}
-    assert len(libraries) == 1

@@ -1,4 +1,4 @@
-"""Weights blocked for the CPU give what the checkpoint's own layers give."""
+"""Weights blocked for the CPU, where there are no kernels of our own, give what the checkpoint's own layers give."""
 
 import platform
 from pathlib import Path
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from dynatree.common import embedded
-from dynatree.common.engine import ModelSettings, Segment, load_engine, packing
+from dynatree.common.engine import ModelSettings, Segment, load_engine, loading, packing
 from dynatree.common.engine.packing import HalfLinear, PackedLinear, can_pack
 from dynatree.common.kv_range import KVRange
 
@@ -63,6 +63,7 @@ def test_float32_is_packed() -> None:
 def test_every_linear_layer_is_replaced_and_logits_are_those_of_the_checkpoint(
     architecture: str, dtype: torch.dtype, layout: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(loading, "is_native", lambda device, dtype: False)
     monkeypatch.setattr(packing, "_SMALL", 0)
     monkeypatch.setattr(packing, "can_pack", lambda dtype: layout is PackedLinear)
     folder = save_random_model(tmp_path / "model", architecture, seed=1)
@@ -148,8 +149,9 @@ def check_layer(ours: nn.Module, layer: nn.Linear, rows: int) -> None:
 
 
 @needs_x86
-def test_small_float32_layers_keep_torchs_kernels() -> None:
+def test_small_float32_layers_keep_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded draft's are all small, the embedded target's are not."""
+    monkeypatch.setattr(loading, "is_native", lambda device, dtype: False)
     kinds = []
     for path in (embedded.draft_path(), embedded.target_path()):
         engine = load_engine(ModelSettings(str(path), device="cpu", sessions=1))

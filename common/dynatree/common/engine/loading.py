@@ -24,9 +24,12 @@ from dynatree.common.engine.eager import EagerRunner
 from dynatree.common.engine.engine import Engine
 from dynatree.common.engine.flat_forward import FlatForward
 from dynatree.common.engine.generation_defaults import GenerationDefaults
+from dynatree.common.engine.huge_pages import use_huge_pages
 from dynatree.common.engine.kv_budget import KVBudget
-from dynatree.common.engine.native_attention import NativeBatch, is_native
-from dynatree.common.engine.packing import pack
+from dynatree.common.engine.native import is_native
+from dynatree.common.engine.native_attention import NativeBatch
+from dynatree.common.engine.native_forward import native_forward
+from dynatree.common.engine.packing import pack, weights_of
 from dynatree.common.engine.runner import Runner
 from dynatree.common.engine.segment import Segment
 from dynatree.common.engine.static import StaticRunner
@@ -88,17 +91,18 @@ def load_engine(settings: ModelSettings) -> Engine:
     model = _load_model(settings, name)
     parameters, step_bytes = _parameters(model), _step_bytes(model)  # before packing, which hides weights
     tokenizer = load_tokenizer(settings.model)
+    native = is_native(model.device, model.dtype)
     with _explained(name, model.config):
         if model.device.type == "cpu":
-            pack(model)
+            pack(model, native)
+            use_huge_pages(weights_of(model), name)
         shape = record_kv_shape(model)
         context_length = _context_length(model)
         check_config(model.config, context_length)
         context_length = min(context_length, settings.max_context or context_length)
         defaults = GenerationDefaults.of(model.generation_config if settings.chooses_tokens else None)
-    native = is_native(model.device, model.dtype)
     if model.device.type == "cpu" and is_x86() and not native:
-        log.warning("attention is torch's: no kernel was compiled at installation, for which a C compiler is needed")
+        log.warning("kernels are torch's: none were compiled at installation, for which a C compiler is needed")
     padded = model.device.type == "cpu" and not native and is_batch_invariant(model.dtype)
     budget = KVBudget(
         settings.sessions,
@@ -129,7 +133,7 @@ def load_engine(settings: ModelSettings) -> Engine:
         repetition_penalty=defaults.repetition_penalty,
     )
     attending = partial(NativeBatch, arena=arena) if native else partial(Batch, arena=arena, batch_invariant=padded)
-    runner = _runner(model, arena, attending, settings.static_shapes)
+    runner = _runner(model, arena, attending, settings.static_shapes, native)
     engine = Engine(model, runner, arena, tokenizer, info, defaults.eos_token_ids)
     with _explained(name, model.config):
         check_outputs(engine)
@@ -188,11 +192,15 @@ def _allocate(name: str, shape: KVShape, slots: int, model: PreTrainedModel, **l
 
 
 def _runner(
-    model: PreTrainedModel, arena: KVArena, attending: Callable[[Sequence[Segment]], Attending], static_shapes: bool
+    model: PreTrainedModel,
+    arena: KVArena,
+    attending: Callable[[Sequence[Segment]], Attending],
+    static_shapes: bool,
+    native: bool,
 ) -> Runner:
     """The runner of a model: the place where another kind is chosen."""
     forward = FlatForward(model)
-    eager = EagerRunner(forward, arena, attending)
+    eager = EagerRunner((native_forward(model) if native else None) or forward, arena, attending)
     return StaticRunner(forward, arena, otherwise=eager) if static_shapes else eager
 
 

@@ -8,7 +8,7 @@ FBGEMM's packed layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dynatree.common.engine.batch_invariance import MIN_ROWS, is_batch_invariant, is_x86
+from dynatree.common.engine.native_linear import NativeLinear, fits
 
 _SUPPORTED = {
     torch.bfloat16: "_is_mkldnn_bf16_supported",
@@ -147,9 +148,16 @@ def _lacks_kernels(dtype: torch.dtype) -> bool:
 
 
 @torch.inference_mode()
-def pack(model: PreTrainedModel) -> None:
-    """Lay a CPU model's linear layers out for its CPU, and copy all other weights out of the file's mapping."""
-    if can_pack(model.dtype):
+def pack(model: PreTrainedModel, native: bool) -> None:
+    """Lay a CPU model's linear layers out for its CPU, and copy all other weights out of the file's mapping.
+
+    Args:
+        model: What is changed.
+        native: Whether there are kernels of our own. oneDNN's are faster where a CPU has AMX.
+    """
+    if native and not (model.dtype in _SUPPORTED and torch.cpu._is_amx_tile_supported()):
+        _replace_linear(model, NativeLinear, everywhere=True)
+    elif can_pack(model.dtype):
         _replace_linear(model, PackedLinear)
     elif _lacks_kernels(model.dtype) and "fbgemm" in torch.backends.quantized.supported_engines:
         _replace_linear(model, HalfLinear, torch.get_num_threads())  # the packing of one layer runs in one thread
@@ -157,8 +165,17 @@ def pack(model: PreTrainedModel) -> None:
         parameter.data = parameter.data.clone()
 
 
+def weights_of(model: PreTrainedModel) -> Iterator[Tensor]:
+    """The weights of a packed model, but for those in oneDNN's and FBGEMM's layouts, which have no address."""
+    yield from model.parameters()
+    yield from (layer.weight for layer in model.modules() if isinstance(layer, NativeLinear))
+
+
 def _replace_linear(
-    model: PreTrainedModel, layout: Callable[[Tensor, Tensor | None], nn.Module], threads: int = 1
+    model: PreTrainedModel,
+    layout: Callable[[Tensor, Tensor | None], nn.Module],
+    threads: int = 1,
+    everywhere: bool = False,
 ) -> None:
     def replace(place: tuple[nn.Module, str]) -> None:
         layer = getattr(*place)
@@ -166,7 +183,10 @@ def _replace_linear(
             setattr(*place, layout(_weight(layer), layer.bias))
 
     places = [
-        (parent, name) for parent in model.modules() for name, layer in parent.named_children() if _is_slow(layer)
+        (parent, name)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if (type(layer) in (nn.Linear, Conv1D) and fits(_weight(layer)) if everywhere else _is_slow(layer))
     ]
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(replace, places))

@@ -1,126 +1,35 @@
 /* Attention of a few queries over long contexts on a CPU: see `native_attention.py`.
  *
- * A task is one head of one segment's keys. Keys are taken in tiles of TILE slots, counted from the segment's first
- * slot. A tile is transposed, so that a vector's lanes are keys, and blocks of ROWS queries meet it; softmax is summed
- * up tile by tile (online softmax, Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022).
+ * A task is one head of one segment's keys. Keys are taken in tiles of TILE slots. A tile is transposed, so that a
+ * vector's lanes are keys, and blocks of ROWS queries meet it. The scores of a chunk of queries are kept until all keys
+ * were read; then their weights meet the values, tile by tile.
  *
- * Every sum has one order: scores over the dimensions, weights and values over the slots. A masked slot adds an exact
- * zero. So a query's result depends on the slots that it sees, and has the same bits whatever else is computed.
+ * Every sum has one order: scores over the dimensions, weights and values over the slots. A slot that is not seen adds
+ * an exact zero. So a query's result has the same bits whatever else is computed, and wherever the slots that it sees
+ * lie. (An online softmax has not: where a tile brings a higher score, what was summed up before is rounded once more.)
  *
  * Built for AVX2, for AVX-512, and for AVX-512 with bfloat16, whose instructions multiply pairs of numbers.
  */
-#include <immintrin.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
-#if defined(__AVX512F__)
-#define LANES 16
-#define ACROSS 4 /* vectors that a block of rows has in registers */
-#else
-#define LANES 8
-#define ACROSS 2
-#endif
+#include "kernels.h"
+
 #define ROWS 4  /* queries of a block */
 #define TILE 64 /* slots; a multiple of ACROSS * LANES */
 #define LOWEST -1e30f
+#define WEIGHTS (64 * 1024) /* of a chunk of queries */
 
-#define UNROLL _Pragma("GCC unroll 16")
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-enum dtype { FLOAT32, BFLOAT16, FLOAT16 };
-
-/* What one session puts through the forward; a range's slots are counted from its first. */
-struct segment {
-    int64_t first, tokens; /* its place in the row of tokens */
-    int64_t base;          /* the arena's slot that is its range's first */
-    int64_t start;         /* the slot of its first token */
-    const uint8_t *mask;   /* [tokens, columns] over the last slots in use; NULL: causal */
-    int64_t columns;
-};
-
-/* One layer's tensors; strides are in elements, and a head's dimensions lie side by side. */
-struct layer {
-    const char *query, *key, *value; /* of the new tokens: [heads, n, dim], and [kv_heads, n, dim] twice */
-    int64_t query_head, query_token, key_head, key_token, value_head, value_token;
-    char *keys, *values; /* the arena's: [kv_heads, slots, dim] */
-    int64_t arena_head;
-    char *output; /* [n, heads, dim] */
-};
-
-struct shape {
-    int64_t heads, kv_heads, dim, dtype;
-    float scale;
-};
-
-/* A thread's memory; wide is dim, filled up to whole vectors. With pairs two 16-bit numbers take a float's place. */
+/* A thread's memory for a chunk of queries; wide is dim, filled up to whole vectors, and slots likewise to whole tiles.
+ * With pairs two 16-bit numbers take a float's place. */
 struct scratch {
     float *keys;    /* [dim, TILE]; of pairs [dim / 2, TILE] */
     float *values;  /* [TILE, wide]; of pairs [TILE / 2, wide] */
-    float *queries; /* [rows, dim], scaled; of pairs [rows, dim / 2], not scaled */
-    float *sums;    /* [rows, wide]: weights @ values so far */
-    float *highest; /* [rows]: the highest score so far */
-    float *totals;  /* [rows, LANES]: the sum of weights so far */
+    float *queries; /* [chunk, dim], scaled; of pairs [chunk, dim / 2], not scaled */
+    float *weights; /* [chunk, slots]: scores, then weights; of pairs [chunk, slots / 2] in the same places */
+    float *sums;    /* [chunk, wide]: weights @ values so far */
+    float *totals;  /* [chunk]: sums of weights */
+    int64_t slots;
 };
-
-/* Numbers */
-
-INLINE vec splat(float x) { return x - (vec){0}; }
-
-INLINE vec load(const void *from, int64_t dtype) {
-#if LANES == 16
-    if (dtype == BFLOAT16) return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from)), 16);
-    if (dtype == FLOAT16) return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(from));
-#else
-    if (dtype == BFLOAT16) return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(from)), 16);
-    if (dtype == FLOAT16) return (vec)_mm256_cvtph_ps(_mm_loadu_si128(from));
-#endif
-    return *(const vec *)from;
-}
-
-INLINE float load_one(const void *from, int64_t dtype) {
-    uint32_t bits;
-    float x;
-    if (dtype == FLOAT32) return *(const float *)from;
-    if (dtype == FLOAT16) return _cvtsh_ss(*(const uint16_t *)from);
-    bits = (uint32_t) * (const uint16_t *)from << 16;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-/* Rounds to the nearest, ties to even. */
-INLINE void store_one(void *to, float x, int64_t dtype) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    if (dtype == FLOAT32)
-        *(float *)to = x;
-    else if (dtype == FLOAT16)
-        *(uint16_t *)to = _cvtss_sh(x, 0);
-    else
-        *(uint16_t *)to = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-INLINE vec choose(ivec which, vec yes, vec no) { return (vec)(((ivec)yes & which) | ((ivec)no & ~which)); }
-
-/* exp(x) for x <= 0, to within two units in the last place; 0 where it is below the smallest normal number. */
-INLINE vec exponential(vec x) {
-    vec power = x * 1.44269504f; /* of two */
-    vec kept = choose(power > -126.0f, power, splat(-126.0f));
-    vec shifted = kept + 12582912.0f; /* 1.5 * 2^23: the sum is rounded to a whole number */
-    ivec whole = (ivec)shifted - (ivec)splat(12582912.0f);
-    vec rest = kept - (shifted - 12582912.0f); /* in [-0.5, 0.5] */
-    vec sum = splat(1.5353362e-4f);
-    sum = sum * rest + 1.3398874e-3f;
-    sum = sum * rest + 9.6184373e-3f;
-    sum = sum * rest + 5.5503324e-2f;
-    sum = sum * rest + 2.4022648e-1f;
-    sum = sum * rest + 6.9314720e-1f;
-    sum = sum * rest + 1.0f;
-    return choose(power > -126.0f, (vec)((ivec)sum + (whole << 23)), splat(0.0f));
-}
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -171,16 +80,6 @@ INLINE float greatest(vec x) {
 #endif
 }
 
-/* `paired`: two products of bfloat16 in every lane. */
-INLINE vec multiplied(vec sum, vec a, vec b, int paired) {
-#ifdef __AVX512BF16__
-    if (paired) return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-#else
-    (void)paired;
-#endif
-    return sum + a * b;
-}
-
 /* sums[rows][count vectors] += left[rows][steps] @ right[steps][count vectors], at these strides. */
 INLINE void accumulate(vec (*sums)[ACROSS + 1], const float *left, int64_t left_row, const float *right,
                        int64_t right_step, int64_t steps, int rows, int count, int paired) {
@@ -196,87 +95,82 @@ INLINE void accumulate(vec (*sums)[ACROSS + 1], const float *left, int64_t left_
 
 /* Queries and a tile */
 
-/* weights[rows][TILE] = the scores of a block of queries. */
-INLINE void score(const struct scratch *s, int64_t row, int64_t dim, float scale, float (*weights)[TILE], int rows,
-                  int paired) {
+/* Scores of `rows` queries for a tile of keys; LOWEST for slots that a query does not see. */
+INLINE void score(const struct scratch *s, int64_t row, int64_t tile, int64_t dim, float scale, const uint8_t *visible,
+                  int rows, int paired) {
     int64_t steps = paired ? dim / 2 : dim;
     for (int at = 0; at < TILE; at += ACROSS * LANES) {
         vec sums[ROWS][ACROSS + 1] = {0};
-        accumulate(sums, s->queries + row * steps, steps, s->keys + at, TILE, steps, rows, ACROSS, paired);
-        UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < ACROSS; c++)
-            *(vec *)(weights[r] + at + c * LANES) = sums[r][c] * (paired ? scale : 1.0f);
+        accumulate(sums, s->queries + row * dim, paired ? 2 * steps : steps, s->keys + at, TILE, steps, rows, ACROSS,
+                   paired);
+        UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < ACROSS; c++) {
+            const __m128i *bytes = (const __m128i *)(visible + r * TILE + at + c * LANES);
+#if LANES == 16
+            ivec seen = (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128(bytes)) != 0;
+#else
+            ivec seen = (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(bytes)) != 0;
+#endif
+            vec scores = sums[r][c] * (paired ? scale : 1.0f);
+            *(vec *)(s->weights + (row + r) * s->slots + tile + at + c * LANES) = choose(seen, scores, splat(LOWEST));
+        }
     }
 }
 
-/* Scores become weights, relative to the highest score so far; what was summed up before is brought to it. */
-INLINE void weigh(const struct scratch *s, int64_t row, int64_t wide, float *weights, const uint8_t *visible) {
-    vec scores[TILE / LANES], top = splat(LOWEST);
-    ivec seen[TILE / LANES];
-    UNROLL for (int i = 0; i < TILE / LANES; i++) {
-        const __m128i *bytes = (const __m128i *)(visible + i * LANES);
-#if LANES == 16
-        seen[i] = (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128(bytes)) != 0;
+/* Scores of `rows` queries for `count` slots, whole tiles, become weights relative to each one's highest score. Their
+ * total is summed up slot by slot: a slot that is not seen adds an exact zero, wherever it lies. */
+INLINE void weigh(const struct scratch *s, int64_t row, int64_t count, int rows, int paired) {
+    float totals[ROWS] = {0};
+    for (int r = 0; r < rows; r++) {
+        float *weights = s->weights + (row + r) * s->slots;
+        vec top = splat(LOWEST);
+        for (int64_t i = 0; i < count; i += LANES) top = choose(*(vec *)(weights + i) > top, *(vec *)(weights + i), top);
+        float highest = greatest(top);
+        for (int64_t i = 0; i < count; i += LANES) {
+            vec scores = *(vec *)(weights + i);
+            *(vec *)(weights + i) = choose(scores > LOWEST, exponential(scores - highest), splat(0.0f));
+        }
+    }
+    for (int64_t i = 0; i < count; i++)
+        UNROLL for (int r = 0; r < rows; r++) totals[r] += s->weights[(row + r) * s->slots + i];
+    for (int r = 0; r < rows; r++) s->totals[row + r] = totals[r];
+#ifdef __AVX512BF16__
+    if (paired)
+        for (int r = 0; r < rows; r++) {
+            float *weights = s->weights + (row + r) * s->slots;
+            for (int64_t i = 0; i < count; i += 2 * LANES)
+                *(vec *)(weights + i / 2) = (vec)_mm512_cvtne2ps_pbh((__m512) * (vec *)(weights + i + LANES),
+                                                                     (__m512) * (vec *)(weights + i));
+        }
 #else
-        seen[i] = (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(bytes)) != 0;
+    (void)paired;
 #endif
-        scores[i] = choose(seen[i], *(vec *)(weights + i * LANES), splat(LOWEST));
-        top = choose(scores[i] > top, scores[i], top);
-    }
-    float highest = greatest(top);
-    vec total = *(vec *)(s->totals + row * LANES);
-    if (highest > s->highest[row]) {
-        vec smaller = exponential(splat(s->highest[row] - highest));
-        for (int64_t d = 0; d < wide; d += LANES) *(vec *)(s->sums + row * wide + d) *= smaller;
-        total *= smaller;
-        s->highest[row] = highest;
-    }
-    UNROLL for (int i = 0; i < TILE / LANES; i++) {
-        vec weight = choose(seen[i], exponential(scores[i] - s->highest[row]), splat(0.0f));
-        total += weight;
-        *(vec *)(weights + i * LANES) = weight;
-    }
-    *(vec *)(s->totals + row * LANES) = total;
 }
 
 /* sums[rows] += weights @ values, `count` vectors of it from dimension `at` on. */
-INLINE void gather(const struct scratch *s, int64_t row, int64_t wide, int64_t at, const float *weights, int keys,
-                   int rows, int count, int paired) {
+INLINE void gather(const struct scratch *s, int64_t row, int64_t tile, int64_t wide, int64_t at, int keys, int rows,
+                   int count, int paired) {
     vec sums[ROWS][ACROSS + 1];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < count; c++)
         sums[r][c] = *(vec *)(s->sums + (row + r) * wide + at + c * LANES);
-    int64_t steps = paired ? (keys + 1) / 2 : keys;
-    accumulate(sums, weights, paired ? TILE / 2 : TILE, s->values + at, wide, steps, rows, count, paired);
+    accumulate(sums, s->weights + row * s->slots + (paired ? tile / 2 : tile), s->slots, s->values + at, wide,
+               paired ? (keys + 1) / 2 : keys, rows, count, paired);
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < count; c++)
         *(vec *)(s->sums + (row + r) * wide + at + c * LANES) = sums[r][c];
 }
 
-INLINE void meet(const struct scratch *s, int64_t row, int64_t dim, int64_t wide, float scale, int keys,
-                 const uint8_t *visible, int rows, int paired) {
-    float weights[ROWS][TILE] __attribute__((aligned(64)));
-    const float *given = weights[0];
-    score(s, row, dim, scale, weights, rows, paired);
-    for (int r = 0; r < rows; r++) weigh(s, row + r, wide, weights[r], visible + r * TILE);
-#ifdef __AVX512BF16__
-    float pairs[ROWS][TILE / 2] __attribute__((aligned(64)));
-    if (paired) {
-        for (int r = 0; r < rows; r++)
-            for (int i = 0; i < TILE; i += 2 * LANES)
-                *(vec *)(pairs[r] + i / 2) = (vec)_mm512_cvtne2ps_pbh((__m512) * (vec *)(weights[r] + i + LANES),
-                                                                      (__m512) * (vec *)(weights[r] + i));
-        given = pairs[0];
-    }
-#endif
+INLINE void gather_all(const struct scratch *s, int64_t row, int64_t tile, int64_t wide, int keys, int rows,
+                       int paired) {
     int64_t vectors = wide / LANES, parts = (vectors + ACROSS) / (ACROSS + 1);
     for (int64_t part = 0, at = 0, count; part < parts; part++, at += count * LANES) {
         count = (vectors - at / LANES) / (parts - part);
         switch (count) {
-        case 1: gather(s, row, wide, at, given, keys, rows, 1, paired); break;
-        case 2: gather(s, row, wide, at, given, keys, rows, 2, paired); break;
+        case 1: gather(s, row, tile, wide, at, keys, rows, 1, paired); break;
+        case 2: gather(s, row, tile, wide, at, keys, rows, 2, paired); break;
 #if ACROSS == 4
-        case 3: gather(s, row, wide, at, given, keys, rows, 3, paired); break;
-        case 4: gather(s, row, wide, at, given, keys, rows, 4, paired); break;
+        case 3: gather(s, row, tile, wide, at, keys, rows, 3, paired); break;
+        case 4: gather(s, row, tile, wide, at, keys, rows, 4, paired); break;
 #endif
-        default: gather(s, row, wide, at, given, keys, rows, ACROSS + 1, paired);
+        default: gather(s, row, tile, wide, at, keys, rows, ACROSS + 1, paired);
         }
     }
 }
@@ -298,10 +192,23 @@ static void put(char *to, const char *from, int64_t token, int64_t tokens, int64
     }
 }
 
+/* What is read after a tile, and asked for meanwhile: the next tile of keys or values. */
+struct ahead {
+    const char *from;
+    int64_t slots;
+};
+
+/* Ask for slots `first` to `stop` of what comes next. */
+INLINE void ask(const struct ahead *ahead, int64_t first, int64_t stop, int64_t bytes) {
+    stop = stop < ahead->slots ? stop : ahead->slots;
+    for (int64_t at = first * bytes; at < stop * bytes; at += 64) _mm_prefetch(ahead->from + at, _MM_HINT_T1);
+}
+
 /* The keys of a tile, transposed; zeros past the last one. */
-INLINE void read_keys(float *to, const char *keys, int64_t dim, int count, int64_t dtype) {
-    int64_t size = dtype == FLOAT32 ? 4 : 2, whole = dim / LANES * LANES;
+INLINE void read_keys(float *to, const char *keys, int64_t dim, int count, int64_t dtype, const struct ahead *ahead) {
+    int64_t size = size_of(dtype), whole = dim / LANES * LANES;
     for (int k = 0; k < TILE; k += LANES) {
+        ask(ahead, k, k + LANES, dim * size);
         for (int64_t d = 0; d < whole; d += LANES) {
             vec x[LANES];
             UNROLL for (int i = 0; i < LANES; i++)
@@ -315,9 +222,11 @@ INLINE void read_keys(float *to, const char *keys, int64_t dim, int count, int64
     }
 }
 
-INLINE void read_values(float *to, const char *values, int64_t dim, int64_t wide, int count, int64_t dtype) {
-    int64_t size = dtype == FLOAT32 ? 4 : 2, whole = dim / LANES * LANES;
+INLINE void read_values(float *to, const char *values, int64_t dim, int64_t wide, int count, int64_t dtype,
+                        const struct ahead *ahead) {
+    int64_t size = size_of(dtype), whole = dim / LANES * LANES;
     for (int k = 0; k < count; k++) {
+        ask(ahead, k, k + 1, dim * size);
         for (int64_t d = 0; d < whole; d += LANES)
             *(vec *)(to + k * wide + d) = load(values + (k * dim + d) * size, dtype);
         for (int64_t d = whole; d < wide; d++)
@@ -327,9 +236,10 @@ INLINE void read_values(float *to, const char *values, int64_t dim, int64_t wide
 
 #ifdef __AVX512BF16__
 /* Likewise in pairs: of neighbouring dimensions of a key, and of neighbouring slots' values. */
-INLINE void read_key_pairs(float *to, const char *keys, int64_t dim, int count) {
+INLINE void read_key_pairs(float *to, const char *keys, int64_t dim, int count, const struct ahead *ahead) {
     int64_t pairs = dim / 2;
-    for (int k = 0; k < TILE; k += LANES)
+    for (int k = 0; k < TILE; k += LANES) {
+        ask(ahead, k, k + LANES, 4 * pairs);
         for (int64_t p = 0; p < pairs; p += LANES) {
             __mmask16 there = pairs - p < LANES ? (1 << (pairs - p)) - 1 : -1;
             vec x[LANES];
@@ -338,10 +248,13 @@ INLINE void read_key_pairs(float *to, const char *keys, int64_t dim, int count) 
             transpose(x);
             UNROLL for (int i = 0; i < LANES; i++) if (p + i < pairs) *(vec *)(to + (p + i) * TILE + k) = x[i];
         }
+    }
 }
 
-INLINE void read_value_pairs(float *to, const char *values, int64_t dim, int64_t wide, int count) {
-    for (int k = 0; k < count; k += 2)
+INLINE void read_value_pairs(float *to, const char *values, int64_t dim, int64_t wide, int count,
+                             const struct ahead *ahead) {
+    for (int k = 0; k < count; k += 2) {
+        ask(ahead, k, k + 2, 2 * dim);
         for (int64_t d = 0; d < wide; d += LANES) {
             __mmask16 there = dim - d < LANES ? (1 << (dim - d)) - 1 : -1;
             const char *at = values + (k * dim + d) * 2;
@@ -349,6 +262,7 @@ INLINE void read_value_pairs(float *to, const char *values, int64_t dim, int64_t
             __m512i odd = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(k + 1 < count ? there : 0, at + 2 * dim));
             *(vec *)(to + k / 2 * wide + d) = (vec)_mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
         }
+    }
 }
 #endif
 
@@ -363,67 +277,133 @@ INLINE void look(uint8_t *visible, const struct segment *segment, int64_t token,
             visible[slot - tile] = segment->mask[token * segment->columns + slot - before];
 }
 
-/* One head: store its new keys and values, then attend. The query heads of one head of keys are further rows. */
-INLINE void attend(const struct layer *l, const struct shape *shape, const struct segment *segment, int64_t head,
-                   struct scratch *s, int64_t dtype, int paired) {
+/* Turn a head's new vectors by their positions, in place. */
+static void rotate(char *vectors, int64_t token, const struct rotary *rotary, int64_t first, int64_t tokens,
+                   int64_t dtype) {
+    int64_t half = rotary->size / 2, size = size_of(dtype);
+    for (int64_t t = 0; t < tokens; t++) {
+        int64_t place = rotary->positions[first + t] * rotary->size * size;
+        const char *cosines = rotary->cosines + place, *sines = rotary->sines + place;
+        char *x = vectors + t * token * size, *y = x + half * size;
+        for (int64_t d = 0; d < half; d++) {
+            float a = load_one(x + d * size, dtype), b = load_one(y + d * size, dtype);
+            store_one(x + d * size, a * load_one(cosines + d * size, dtype) - b * load_one(sines + d * size, dtype), dtype);
+            store_one(y + d * size,
+                      b * load_one(cosines + (half + d) * size, dtype) + a * load_one(sines + (half + d) * size, dtype),
+                      dtype);
+        }
+    }
+}
+
+/* What comes after the tile that begins at slot `tile`: the rest of its tensor, or the first tile of what is read then. */
+INLINE struct ahead after(const char *from, int64_t tile, int64_t stop, int64_t bytes, struct ahead then) {
+    if (tile + TILE >= stop) return then;
+    return (struct ahead){from + (tile + TILE) * bytes, stop - tile - TILE};
+}
+
+/* How many of some queries are computed together, and the one past the last slot that they see. */
+INLINE int together(int64_t row, int64_t rows) { return rows - row < ROWS ? rows - row : ROWS; }
+INLINE int64_t reach(const struct segment *segment, int64_t last_row, int64_t group) {
+    return segment->start + (segment->mask ? segment->tokens : last_row / group + 1);
+}
+
+/* A chunk of one head's queries, `rows` from row `first` on: scores for all keys, weights, then all values. */
+INLINE void attend_chunk(const struct layer *l, const struct shape *shape, const struct segment *segment, int64_t head,
+                         int64_t first, int64_t rows, const char *keys, const char *values, struct ahead then,
+                         struct scratch *s, int64_t dtype, int paired) {
     uint8_t visible[ROWS * TILE] __attribute__((aligned(64)));
-    int64_t dim = shape->dim, wide = (dim + LANES - 1) / LANES * LANES, size = dtype == FLOAT32 ? 4 : 2;
-    int64_t group = shape->heads / shape->kv_heads, rows = segment->tokens * group;
-    int64_t stop = segment->start + segment->tokens, range = (head * l->arena_head + segment->base * dim) * size;
-    put(l->keys + range + segment->start * dim * size,
-        l->key + (head * l->key_head + segment->first * l->key_token) * size, l->key_token, segment->tokens, dim, dtype);
-    put(l->values + range + segment->start * dim * size,
-        l->value + (head * l->value_head + segment->first * l->value_token) * size, l->value_token, segment->tokens, dim,
-        dtype);
-    for (int64_t row = 0; row < rows; row++) {
+    int64_t dim = shape->dim, wide = (dim + LANES - 1) / LANES * LANES, size = size_of(dtype);
+    int64_t group = shape->heads / shape->kv_heads, stop = reach(segment, first + rows - 1, group);
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t row = first + r;
         const char *query = l->query + ((head * group + row % group) * l->query_head +
                                         (segment->first + row / group) * l->query_token) * size;
         if (paired)
-            memcpy(s->queries + row * dim / 2, query, dim * size);
+            memcpy(s->queries + r * dim, query, dim * size);
         else
             for (int64_t d = 0; d < dim; d++)
-                s->queries[row * dim + d] = load_one(query + d * size, dtype) * shape->scale;
-        s->highest[row] = LOWEST;
+                s->queries[r * dim + d] = load_one(query + d * size, dtype) * shape->scale;
     }
-    memset(s->sums, 0, rows * wide * sizeof(float));
-    memset(s->totals, 0, rows * LANES * sizeof(float));
     for (int64_t tile = 0; tile < stop; tile += TILE) {
         int count = stop - tile < TILE ? stop - tile : TILE;
-        if (stop - tile > TILE) { /* the next tile comes from memory meanwhile */
-            int64_t bytes = (stop - tile - TILE < TILE ? stop - tile - TILE : TILE) * dim * size;
-            int64_t next = range + (tile + TILE) * dim * size;
-            for (int64_t at = 0; at < bytes; at += 64) {
-                _mm_prefetch(l->keys + next + at, _MM_HINT_T1);
-                _mm_prefetch(l->values + next + at, _MM_HINT_T1);
-            }
-        }
-        const char *keys = l->keys + range + tile * dim * size, *values = l->values + range + tile * dim * size;
+        struct ahead ahead = after(keys, tile, stop, dim * size, (struct ahead){values, stop});
 #ifdef __AVX512BF16__
-        if (paired) {
-            read_key_pairs(s->keys, keys, dim, count);
-            read_value_pairs(s->values, values, dim, wide, count);
-        }
+        if (paired) read_key_pairs(s->keys, keys + tile * dim * size, dim, count, &ahead);
 #endif
-        if (!paired) {
-            read_keys(s->keys, keys, dim, count, dtype);
-            read_values(s->values, values, dim, wide, count, dtype);
-        }
-        for (int64_t row = 0; row < rows; row += ROWS) {
-            int many = rows - row < ROWS ? rows - row : ROWS;
-            if (!segment->mask && segment->start + (row + many - 1) / group < tile) continue; /* none sees any of it */
-            for (int r = 0; r < many; r++) look(visible + r * TILE, segment, (row + r) / group, tile, count);
+        if (!paired) read_keys(s->keys, keys + tile * dim * size, dim, count, dtype, &ahead);
+        for (int64_t r = 0; r < rows; r += ROWS) {
+            int many = together(r, rows);
+            if (reach(segment, first + r + many - 1, group) <= tile) continue; /* none sees any of it */
+            for (int i = 0; i < many; i++) look(visible + i * TILE, segment, (first + r + i) / group, tile, count);
             if (many == ROWS)
-                meet(s, row, dim, wide, shape->scale, count, visible, ROWS, paired);
+                score(s, r, tile, dim, shape->scale, visible, ROWS, paired);
             else
-                for (int r = 0; r < many; r++)
-                    meet(s, row + r, dim, wide, shape->scale, count, visible + r * TILE, 1, paired);
+                for (int i = 0; i < many; i++) score(s, r + i, tile, dim, shape->scale, visible + i * TILE, 1, paired);
         }
     }
-    for (int64_t row = 0; row < rows; row++) {
-        float total = 0.0f;
-        for (int i = 0; i < LANES; i++) total += s->totals[row * LANES + i];
+    for (int64_t r = 0; r < rows; r += ROWS) {
+        int many = together(r, rows);
+        int64_t slots = (reach(segment, first + r + many - 1, group) + TILE - 1) / TILE * TILE;
+        if (many == ROWS)
+            weigh(s, r, slots, ROWS, paired);
+        else
+            for (int i = 0; i < many; i++) weigh(s, r + i, slots, 1, paired);
+    }
+    memset(s->sums, 0, rows * wide * sizeof(float));
+    for (int64_t tile = 0; tile < stop; tile += TILE) {
+        int count = stop - tile < TILE ? stop - tile : TILE;
+        struct ahead ahead = after(values, tile, stop, dim * size, then);
+#ifdef __AVX512BF16__
+        if (paired) read_value_pairs(s->values, values + tile * dim * size, dim, wide, count, &ahead);
+#endif
+        if (!paired) read_values(s->values, values + tile * dim * size, dim, wide, count, dtype, &ahead);
+        for (int64_t r = 0; r < rows; r += ROWS) {
+            int many = together(r, rows);
+            if (reach(segment, first + r + many - 1, group) <= tile) continue;
+            if (many == ROWS)
+                gather_all(s, r, tile, wide, count, ROWS, paired);
+            else
+                for (int i = 0; i < many; i++) gather_all(s, r + i, tile, wide, count, 1, paired);
+        }
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t row = first + r;
         char *to = l->output + ((segment->first + row / group) * shape->heads + head * group + row % group) * dim * size;
-        for (int64_t d = 0; d < dim; d++) store_one(to + d * size, s->sums[row * wide + d] / total, dtype);
+        for (int64_t d = 0; d < dim; d++) store_one(to + d * size, s->sums[r * wide + d] / s->totals[r], dtype);
+    }
+}
+
+/* Queries of a chunk: their weights stay in a core's second cache. */
+INLINE int64_t chunk_of(int64_t rows, int64_t slots) {
+    int64_t chunk = WEIGHTS / slots / ROWS * ROWS;
+    chunk = chunk < ROWS ? ROWS : chunk;
+    return rows < chunk ? rows : chunk;
+}
+
+/* One head: store its new keys and values, then attend. The query heads of one head of keys are further rows. */
+INLINE void attend(const struct layer *l, const struct shape *shape, const struct rotary *rotary,
+                   const struct segment *segment, int64_t head, struct scratch *s, int64_t dtype, int paired) {
+    int64_t dim = shape->dim, size = size_of(dtype), group = shape->heads / shape->kv_heads;
+    int64_t rows = segment->tokens * group, range = (head * l->arena_head + segment->base * dim) * size;
+    char *key = l->key + (head * l->key_head + segment->first * l->key_token) * size;
+    const char *value = l->value + (head * l->value_head + segment->first * l->value_token) * size;
+    char *keys = l->keys + range, *values = l->values + range;
+    if (rotary && rotary->size) {
+        rotate(key, l->key_token, rotary, segment->first, segment->tokens, dtype);
+        for (int64_t each = head * group; each < (head + 1) * group; each++)
+            rotate(l->query + (each * l->query_head + segment->first * l->query_token) * size, l->query_token, rotary,
+                   segment->first, segment->tokens, dtype);
+    }
+    put(keys + segment->start * dim * size, key, l->key_token, segment->tokens, dim, dtype);
+    put(values + segment->start * dim * size, value, l->value_token, segment->tokens, dim, dtype);
+    s->slots = (segment->start + segment->tokens + TILE - 1) / TILE * TILE;
+    int64_t chunk = chunk_of(rows, s->slots);
+    for (int64_t first = 0; first < rows; first += chunk) {
+        struct ahead then = {keys, s->slots}; /* for the next chunk, and at last for this thread's next head, as it seems */
+        if (first + chunk >= rows) then.from += omp_get_num_threads() * l->arena_head * size;
+        if (first + chunk >= rows && head + omp_get_num_threads() >= shape->kv_heads) then.slots = 0;
+        attend_chunk(l, shape, segment, head, first, rows - first < chunk ? rows - first : chunk, keys, values, then, s,
+                     dtype, paired);
     }
 }
 
@@ -433,44 +413,65 @@ static float *part(char **at, int64_t count) {
     return here;
 }
 
+/* The largest chunk of any segment, and the most weights of one. */
+INLINE void most(const struct shape *shape, const struct segment *segments, int64_t count, int64_t *chunk,
+                 int64_t *weights) {
+    *chunk = *weights = 0;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t slots = (segments[i].start + segments[i].tokens + TILE - 1) / TILE * TILE;
+        int64_t rows = chunk_of(segments[i].tokens * (shape->heads / shape->kv_heads), slots);
+        *chunk = rows > *chunk ? rows : *chunk;
+        *weights = rows * slots > *weights ? rows * slots : *weights;
+    }
+}
+
+int64_t attention_floats(const struct shape *shape, const struct segment *segments, int64_t count) {
+    int64_t dim = shape->dim, wide = (dim + LANES - 1) / LANES * LANES, chunk, weights;
+    most(shape, segments, count, &chunk, &weights);
+    return (dim + wide) * TILE + weights + chunk * (dim + wide + 1) + 6 * 16; /* each part begins at a line of 64 bytes */
+}
+
+void attention_tasks(const struct layer *layer, const struct shape *shape, const struct rotary *rotary,
+                     const struct segment *segments, int64_t count, float *memory, int64_t *next) {
+    int64_t dim = shape->dim, wide = (dim + LANES - 1) / LANES * LANES, chunk, weights;
+    char *at = (char *)memory;
+    struct scratch s;
+    most(shape, segments, count, &chunk, &weights);
+    s.keys = part(&at, dim * TILE);
+    s.values = part(&at, wide * TILE);
+    s.queries = part(&at, chunk * dim);
+    s.weights = part(&at, weights);
+    s.sums = part(&at, chunk * wide);
+    s.totals = part(&at, chunk);
+    TASKS(task, count * shape->kv_heads, next) {
+        const struct segment *segment = &segments[task / shape->kv_heads];
+        int64_t head = task % shape->kv_heads;
+        if (shape->dtype == FLOAT32)
+            attend(layer, shape, rotary, segment, head, &s, FLOAT32, 0);
+        else if (shape->dtype == FLOAT16)
+            attend(layer, shape, rotary, segment, head, &s, FLOAT16, 0);
+#ifdef __AVX512BF16__
+        else if (dim % 2 == 0)
+            attend(layer, shape, rotary, segment, head, &s, BFLOAT16, 1);
+#endif
+        else
+            attend(layer, shape, rotary, segment, head, &s, BFLOAT16, 0);
+    }
+}
+
 /* One layer's attention of all segments, on OpenMP's threads. Returns 0, or -1 where there is no memory. */
 int dynatree_attention(const struct layer *layer, const struct shape *shape, const struct segment *segments,
                        int64_t count) {
-    int64_t dim = shape->dim, wide = (dim + LANES - 1) / LANES * LANES, rows = 0;
-    for (int64_t i = 0; i < count; i++) rows = segments[i].tokens > rows ? segments[i].tokens : rows;
-    rows *= shape->heads / shape->kv_heads;
-    int64_t floats = (dim + wide) * TILE + rows * (dim + wide + 1 + LANES);
+    int64_t bytes = (attention_floats(shape, segments, count) * sizeof(float) + 63) / 64 * 64, next = 0;
     int failed = 0;
 #pragma omp parallel
     {
-        char *memory = aligned_alloc(64, (floats * sizeof(float) + 6 * 64 + 63) / 64 * 64), *at = memory;
-        struct scratch s = {0};
-        if (memory) {
-            s.keys = part(&at, dim * TILE);
-            s.values = part(&at, wide * TILE);
-            s.queries = part(&at, rows * dim);
-            s.sums = part(&at, rows * wide);
-            s.highest = part(&at, rows);
-            s.totals = part(&at, rows * LANES);
-        } else {
+        float *memory = aligned_alloc(64, bytes);
+        if (memory)
+            attention_tasks(layer, shape, NULL, segments, count, memory, &next);
+        else {
 #pragma omp atomic write
             failed = -1;
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < count * shape->kv_heads; task++) {
-            const struct segment *segment = &segments[task / shape->kv_heads];
-            int64_t head = task % shape->kv_heads;
-            if (!memory) continue;
-            if (shape->dtype == FLOAT32)
-                attend(layer, shape, segment, head, &s, FLOAT32, 0);
-            else if (shape->dtype == FLOAT16)
-                attend(layer, shape, segment, head, &s, FLOAT16, 0);
-#ifdef __AVX512BF16__
-            else if (dim % 2 == 0)
-                attend(layer, shape, segment, head, &s, BFLOAT16, 1);
-#endif
-            else
-                attend(layer, shape, segment, head, &s, BFLOAT16, 0);
         }
         free(memory);
     }

@@ -1,0 +1,79 @@
+"""The kernels of our own for x86 CPUs: which build of them this CPU runs, and what they share.
+
+They are compiled when the package is installed, if a C compiler is there; without them torch's kernels are used. They
+run on the threads of torch's own OpenMP, which is loaded already and has the same name.
+
+In every kernel a token's result has the same bits whatever other tokens are computed beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).parent / "native"
+# Of each build: whether this CPU runs it; the first that it runs is taken.
+BUILDS: dict[str, Callable[[], bool]] = {
+    "kernels_avx512_bf16.so": lambda: _capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported(),
+    "kernels_avx512.so": lambda: _capability() == "AVX512",
+    "kernels_avx2.so": lambda: _capability() == "AVX2",
+}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of `vectors.h`
+_POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
+_FUNCTIONS = {
+    "dynatree_attention": (_POINTER, _POINTER, _POINTER, _COUNT),
+    "dynatree_linear": (_POINTER, _POINTER, _COUNT, _POINTER),
+    "dynatree_forward": (_POINTER, _POINTER),
+}
+
+
+def _capability() -> str:
+    return torch.backends.cpu.get_cpu_capability()
+
+
+@cache
+def kernels() -> ctypes.CDLL | None:
+    """The best build for this CPU; None where none was compiled or none fits."""
+    for name, fits in BUILDS.items():
+        path = FOLDER / name
+        if fits() and path.exists():
+            try:
+                library = ctypes.CDLL(str(path))
+                for function, arguments in _FUNCTIONS.items():
+                    getattr(library, function).argtypes = arguments
+            except (OSError, AttributeError) as error:
+                log.warning("the kernels %s do not load, so torch's are used: %s", name, error)
+                return None
+            return library
+    return None
+
+
+def is_native(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are kernels of our own for this device in this dtype."""
+    return device.type == "cpu" and dtype in DTYPES and kernels() is not None
+
+
+def call(function: str, *arguments: object) -> None:
+    """Run a kernel.
+
+    Raises:
+        MemoryError: There is none for the kernel's own numbers.
+    """
+    library = kernels()
+    assert library is not None, "is_native() says whether there is one"
+    if getattr(library, function)(*arguments):
+        raise MemoryError("there is no memory for a forward")
+
+
+def lying(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in this dtype, the numbers of its last dimension side by side."""
+    tensor = tensor.to(dtype)
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,166 @@
+/* A model's forward as one call: see `native_forward.py`.
+ *
+ * A program is a list of operations over buffers [n, width]. All threads go through it together, with a barrier after
+ * every operation. Before a barrier each thread asks for the beginning of its next weights, so that memory is busy
+ * while the threads wait.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "kernels.h"
+
+enum kind { NORM, LINEAR, ATTEND };
+
+/* Where a head's vectors begin in a buffer, in elements. */
+struct place {
+    int64_t buffer, offset, head, token;
+};
+
+struct operation {
+    int64_t kind;
+    int64_t from, to, other; /* buffers; from the first NORM that is `last` on they have `kept` rows */
+    /* NORM: LayerNorm (Ba et al. 2016), or RMSNorm (Zhang and Sennrich 2019) where it is not centered */
+    const char *scale, *shift; /* [width]; shift may be NULL */
+    int64_t width, centered, last;
+    float epsilon;
+    struct linear linear;
+    /* ATTEND; the output goes to `to` */
+    struct place query, key, value;
+    int64_t layer;
+};
+
+struct program {
+    const struct operation *operations;
+    int64_t count;
+    struct shape shape;
+};
+
+struct call {
+    int64_t n, kept;
+    const int64_t *keep; /* [kept]: rows whose logits are wanted */
+    char *const *buffers;
+    struct rotary rotary;
+    const struct segment *segments;
+    int64_t segment_count;
+    char *arena; /* [layers, 2, kv_heads, slots, dim] */
+    int64_t arena_layer, arena_values, arena_head; /* strides in elements */
+};
+
+INLINE float total(vec x) {
+    float sum = 0.0f;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+INLINE void normalize(const struct operation *o, const char *from, char *to, int64_t dtype) {
+    int64_t width = o->width, whole = width / LANES * LANES, size = size_of(dtype);
+    float mean = 0.0f, square = 0.0f;
+    vec sum = {0};
+    if (o->centered) {
+        for (int64_t d = 0; d < whole; d += LANES) sum += load(from + d * size, dtype);
+        mean = total(sum);
+        for (int64_t d = whole; d < width; d++) mean += load_one(from + d * size, dtype);
+        mean /= width;
+    }
+    sum = splat(0.0f);
+    for (int64_t d = 0; d < whole; d += LANES) {
+        vec x = load(from + d * size, dtype) - mean;
+        sum += x * x;
+    }
+    square = total(sum);
+    for (int64_t d = whole; d < width; d++) {
+        float x = load_one(from + d * size, dtype) - mean;
+        square += x * x;
+    }
+    float factor = 1.0f / sqrtf(square / width + o->epsilon);
+    for (int64_t d = 0; d < whole; d += LANES) {
+        vec x = (load(from + d * size, dtype) - mean) * factor * load(o->scale + d * size, dtype);
+        if (o->shift) x += load(o->shift + d * size, dtype);
+        store(to + d * size, x, dtype);
+    }
+    for (int64_t d = whole; d < width; d++) {
+        float x = (load_one(from + d * size, dtype) - mean) * factor * load_one(o->scale + d * size, dtype);
+        if (o->shift) x += load_one(o->shift + d * size, dtype);
+        store_one(to + d * size, x, dtype);
+    }
+}
+
+static void norm_tasks(const struct operation *o, const struct call *c, int64_t rows, int64_t dtype, int64_t *next) {
+    int64_t bytes = o->width * size_of(dtype);
+    TASKS(row, rows, next) {
+        const char *from = c->buffers[o->from] + (o->last ? c->keep[row] : row) * bytes;
+        char *to = c->buffers[o->to] + row * bytes;
+        if (dtype == FLOAT32)
+            normalize(o, from, to, FLOAT32);
+        else if (dtype == BFLOAT16)
+            normalize(o, from, to, BFLOAT16);
+        else
+            normalize(o, from, to, FLOAT16);
+    }
+}
+
+static void attend_tasks(const struct operation *o, const struct call *c, const struct shape *shape, float *memory,
+                         int64_t *next) {
+    int64_t size = size_of(shape->dtype);
+    char *keys = c->arena + o->layer * c->arena_layer * size;
+    struct layer layer = {
+        .query = c->buffers[o->query.buffer] + o->query.offset * size,
+        .key = c->buffers[o->key.buffer] + o->key.offset * size,
+        .value = c->buffers[o->value.buffer] + o->value.offset * size,
+        .query_head = o->query.head, .query_token = o->query.token,
+        .key_head = o->key.head, .key_token = o->key.token,
+        .value_head = o->value.head, .value_token = o->value.token,
+        .keys = keys, .values = keys + c->arena_values * size, .arena_head = c->arena_head,
+        .output = c->buffers[o->to],
+    };
+    attention_tasks(&layer, shape, &c->rotary, c->segments, c->segment_count, memory, next);
+}
+
+/* One forward, on OpenMP's threads. Returns 0, or -1 where there is no memory; the buffers and the arena's new slots
+ * then hold anything. */
+int dynatree_forward(const struct program *p, const struct call *c) {
+    int64_t floats = attention_floats(&p->shape, c->segments, c->segment_count), shared_floats = 0;
+    if (linear_floats(c->n) > floats) floats = linear_floats(c->n);
+    for (int64_t i = 0; i < p->count; i++) {
+        int64_t needed = p->operations[i].kind == LINEAR ? linear_shared_floats(&p->operations[i].linear, c->n) : 0;
+        if (needed > shared_floats) shared_floats = needed;
+    }
+    int64_t *next = calloc(p->count, sizeof *next);
+    float *shared = malloc(shared_floats * sizeof(float) + 1);
+    int failed = next && shared ? 0 : -1;
+    if (!failed) {
+#pragma omp parallel
+        {
+            float *memory = aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
+            if (!memory) {
+#pragma omp atomic write
+                failed = -1;
+            }
+#pragma omp barrier
+            int64_t rows = c->n;
+            for (int64_t i = 0; i < p->count && !failed; i++) {
+                const struct operation *o = &p->operations[i];
+                if (o->kind == NORM) {
+                    if (o->last) rows = c->kept;
+                    norm_tasks(o, c, rows, p->shape.dtype, &next[i]);
+                } else if (o->kind == LINEAR) {
+                    linear_prepare(&o->linear, c->buffers[o->from], rows, shared);
+                    if (linear_shared_floats(&o->linear, rows)) {
+#pragma omp barrier
+                    }
+                    linear_tasks(&o->linear, c->buffers[o->from], rows, o->other < 0 ? NULL : c->buffers[o->other],
+                                 c->buffers[o->to], memory, shared, &next[i]);
+                } else {
+                    attend_tasks(o, c, &p->shape, memory, &next[i]);
+                }
+                if (i + 1 < p->count && p->operations[i + 1].kind == LINEAR)
+                    linear_prefetch(&p->operations[i + 1].linear);
+#pragma omp barrier
+            }
+            free(memory);
+        }
+    }
+    free(next);
+    free(shared);
+    return failed;
+}

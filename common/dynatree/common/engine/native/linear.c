@@ -1,0 +1,197 @@
+/* Linear layers over few rows and many: see `native_linear.py`.
+ *
+ * A task is one panel of PANEL features, whose lanes are features. Its inputs are taken in blocks that stay in the
+ * nearest cache: a block meets all rows, up to ROWS at a time, while the next block comes from memory.
+ *
+ * Every sum has one order: over the inputs, from the first to the last, in one lane. So a row's result has the same
+ * bits whatever other rows are computed beside it.
+ */
+#include <stdlib.h>
+
+#include "kernels.h"
+
+#define ROWS 6              /* of a block: with ACROSS vectors each, they fill the registers */
+#define PANEL 64            /* features; a multiple of ACROSS * LANES */
+#define CHUNK (16 * ROWS)   /* rows whose sums stay in the nearest cache */
+#define BLOCK (16 * 1024)   /* bytes of a panel that are read at a time */
+#define AHEAD 2048          /* bytes that are asked for in advance where memory is all that counts */
+#define BEGINNING (64 * 1024)
+
+int64_t linear_floats(int64_t rows) { return (rows < CHUNK ? rows : CHUNK) * PANEL; }
+
+/* Rows of 16 bits are widened once, except where pairs are multiplied as they are. */
+INLINE int widened(const struct linear *l) { return l->dtype == FLOAT16 || (l->dtype == BFLOAT16 && !PAIRED); }
+
+int64_t linear_shared_floats(const struct linear *l, int64_t rows) { return widened(l) ? rows * l->inputs : 0; }
+
+void linear_prepare(const struct linear *l, const char *rows, int64_t count, float *shared) {
+    if (!widened(l)) return;
+    int64_t all = count * l->inputs, threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    int64_t at = all * thread / threads, stop = all * (thread + 1) / threads;
+    for (; at + LANES <= stop; at += LANES) *(vec *)(shared + at) = load(rows + at * 2, l->dtype);
+    for (; at < stop; at++) shared[at] = load_one(rows + at * 2, l->dtype);
+}
+
+void linear_prefetch(const struct linear *l) {
+    int64_t panel = l->inputs * PANEL * size_of(l->dtype), thread = omp_get_thread_num();
+    if (thread * PANEL >= l->features) return;
+    for (int64_t at = 0; at < panel && at < BEGINNING; at += 64)
+        _mm_prefetch(l->weight + thread * panel + at, _MM_HINT_T1);
+}
+
+/* sums[rows][ACROSS vectors] += left[rows][inputs] @ right[inputs][ACROSS vectors]; `lines` of `ahead` at each step. */
+INLINE void meet(float *sums, const char *left, int64_t left_row, const char *right, int64_t inputs, int rows,
+                 int64_t dtype, const char *ahead, int lines) {
+    const int pairs = dtype == BFLOAT16, paired = pairs && PAIRED;
+    const int halves = pairs && !paired ? 2 : 1; /* of a pair, the first number is the lower half of 32 bits */
+    const int64_t steps = pairs ? inputs / 2 : inputs, stride = PANEL * (dtype == FLOAT16 ? 2 : 4);
+    vec s[ROWS][ACROSS];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < ACROSS; c++)
+        s[r][c] = *(vec *)(sums + r * PANEL + c * LANES);
+    for (int64_t step = 0; step < steps; step++, right += stride) {
+        for (int line = 0; line < lines; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+        for (int half = 0; half < halves; half++) {
+            vec b[ACROSS];
+            UNROLL for (int c = 0; c < ACROSS; c++) {
+                const char *at = right + c * LANES * (dtype == FLOAT16 ? 2 : 4);
+                b[c] = dtype == FLOAT16 ? load(at, FLOAT16) : *(const vec *)at;
+                if (halves == 2 && half) b[c] = (vec)((ivec)b[c] & (int32_t)0xffff0000);
+                if (halves == 2 && !half) b[c] = (vec)((ivec)b[c] << 16);
+            }
+            UNROLL for (int r = 0; r < rows; r++) {
+                const float *from = (const float *)(left + r * left_row);
+                vec a = splat(from[halves * step + half]);
+                UNROLL for (int c = 0; c < ACROSS; c++) s[r][c] = multiplied(s[r][c], a, b[c], paired);
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < ACROSS; c++)
+        *(vec *)(sums + r * PANEL + c * LANES) = s[r][c];
+}
+
+INLINE vec magnitude(vec x) { return (vec)((ivec)x & 0x7fffffff); }
+
+/* 1 - erf(x) for x >= 0, to within 1.2e-7 of it (Press et al., Numerical Recipes, section 6.2). */
+INLINE vec erfc_of(vec x) {
+    static const float terms[] = {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f,
+                                  0.09678418f,  0.37409196f, 1.00002368f,  -1.26551223f};
+    vec t = 1.0f / (1.0f + 0.5f * x), sum = splat(0.17087277f);
+    UNROLL for (int i = 0; i < 9; i++) sum = sum * t + terms[i];
+    return t * exponential(sum - x * x);
+}
+
+INLINE vec activated(vec x, int64_t activation) {
+    if (activation == RELU) return choose(x > 0.0f, x, splat(0.0f));
+    if (activation == SILU) {
+        vec small = exponential(-magnitude(x));
+        return x * choose(x > 0.0f, splat(1.0f), small) / (1.0f + small);
+    }
+    if (activation == GELU) {
+        vec rest = erfc_of(magnitude(x) * 0.70710678f);
+        return 0.5f * x * choose(x > 0.0f, 2.0f - rest, rest);
+    }
+    if (activation == GELU_TANH) { /* 0.5 * (1 + tanh(u)) is the logistic function of 2 u */
+        vec twice = 1.59576912f * (x + 0.044715f * x * x * x), small = exponential(-magnitude(twice));
+        return x * choose(twice > 0.0f, splat(1.0f), small) / (1.0f + small);
+    }
+    return x;
+}
+
+/* A row's sums become its numbers. */
+INLINE void finish(const struct linear *l, int64_t panel, const float *sums, const char *other, char *output,
+                   int64_t row, int64_t dtype) {
+    int64_t first = panel * PANEL, size = size_of(dtype), place = (row * l->features + first) * size;
+    for (int64_t c = 0; c < PANEL && first + c < l->features; c += LANES) {
+        int64_t left = l->features - first - c, count = left < LANES ? left : LANES;
+        char buffer[4 * LANES] = {0}; /* where a vector would reach beyond the row */
+        vec x = *(const vec *)(sums + c);
+        if (l->bias) x += load(l->bias + (first + c) * size, dtype);
+        x = activated(x, l->activation);
+        if (l->combination != ALONE) {
+            const char *from = other + place + c * size;
+            if (count < LANES) from = memcpy(buffer, from, count * size);
+            vec y = load(from, dtype);
+            x = l->combination == PLUS ? x + y : x * y;
+        }
+        if (count == LANES) {
+            store(output + place + c * size, x, dtype);
+        } else {
+            store(buffer, x, dtype);
+            memcpy(output + place + c * size, buffer, count * size);
+        }
+    }
+}
+
+INLINE void compute(const struct linear *l, int64_t panel, const char *left, int64_t count, const char *other,
+                    char *output, float *sums, int64_t dtype) {
+    const int64_t width = PANEL * size_of(dtype);                    /* bytes of one input's weights */
+    const int64_t left_size = dtype == BFLOAT16 && PAIRED ? 2 : 4;
+    const char *weight = l->weight + panel * l->inputs * width;
+    for (int64_t first = 0; first < count; first += CHUNK) {
+        int64_t rows = count - first < CHUNK ? count - first : CHUNK, groups = (rows + ROWS - 1) / ROWS;
+        int streaming = groups == 1 && PANEL == ACROSS * LANES; /* the panel is read once, from end to end */
+        int64_t block = streaming ? l->inputs : BLOCK / width / 2 * 2;
+        memset(sums, 0, rows * PANEL * sizeof(float));
+        for (int64_t input = 0; input < l->inputs; input += block) {
+            int64_t inputs = l->inputs - input < block ? l->inputs - input : block;
+            int64_t steps = dtype == BFLOAT16 ? inputs / 2 : inputs;
+            const char *right = weight + input * width, *ahead = right + (streaming ? AHEAD : inputs * width);
+            for (int64_t group = 0, row = 0; group < groups; group++) {
+                int64_t many = (rows - row) / (groups - group);
+                /* the groups share what is asked for in advance; later chunks find the panel in a cache */
+                int lines = first ? 0 : groups > 3 ? group < 4 : groups == 3 ? 1 + !group : 4 / groups;
+                if (dtype == FLOAT16 || LANES < 16) lines = (lines + 1) / 2;
+                for (int part = 0; part < PANEL; part += ACROSS * LANES) {
+                    int here = LANES < 16 && part >= 2 * ACROSS * LANES ? 0 : lines;
+                    const char *from = left + ((first + row) * l->inputs + input) * left_size;
+#define CASE(r)                                                                                            \
+    case r:                                                                                                \
+        meet(sums + row * PANEL + part, from, l->inputs *left_size, right + part * (dtype == FLOAT16 ? 2 : 4), \
+             inputs, r, dtype, ahead, here);                                                               \
+        break;
+                    switch (many) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+                    ahead += here * 64 * steps;
+                }
+                row += many;
+            }
+        }
+        for (int64_t row = 0; row < rows; row++)
+            finish(l, panel, sums + row * PANEL, other, output, first + row, dtype);
+    }
+}
+
+void linear_tasks(const struct linear *l, const char *rows, int64_t count, const char *other, char *output,
+                  float *memory, const float *shared, int64_t *next) {
+    int64_t panels = (l->features + PANEL - 1) / PANEL;
+    const char *left = widened(l) ? (const char *)shared : rows;
+    TASKS(panel, panels, next) {
+        if (l->dtype == FLOAT32)
+            compute(l, panel, left, count, other, output, memory, FLOAT32);
+        else if (l->dtype == BFLOAT16)
+            compute(l, panel, left, count, other, output, memory, BFLOAT16);
+        else
+            compute(l, panel, left, count, other, output, memory, FLOAT16);
+    }
+}
+
+/* One linear layer, on OpenMP's threads. Returns 0, or -1 where there is no memory. */
+int dynatree_linear(const struct linear *linear, const char *rows, int64_t count, char *output) {
+    int64_t next = 0, shared_bytes = linear_shared_floats(linear, count) * sizeof(float);
+    float *shared = shared_bytes ? malloc(shared_bytes) : NULL;
+    int failed = shared_bytes && !shared ? -1 : 0;
+    if (failed) return failed;
+#pragma omp parallel
+    {
+        float *memory = malloc(linear_floats(count) * sizeof(float));
+        if (!memory) {
+#pragma omp atomic write
+            failed = -1;
+        }
+        linear_prepare(linear, rows, count, shared);
+#pragma omp barrier
+        if (memory) linear_tasks(linear, rows, count, NULL, output, memory, shared, &next);
+        free(memory);
+    }
+    free(shared);
+    return failed;
+}

@@ -1,0 +1,114 @@
+/* Vectors of numbers, for AVX2, for AVX-512, and for AVX-512 with bfloat16. */
+#ifndef DYNATREE_VECTORS_H
+#define DYNATREE_VECTORS_H
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define ACROSS 4 /* vectors that a block of rows has in registers */
+#else
+#define LANES 8
+#define ACROSS 2
+#endif
+
+#define UNROLL _Pragma("GCC unroll 16")
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+enum dtype { FLOAT32, BFLOAT16, FLOAT16 };
+
+/* Whether products of bfloat16 are summed in pairs. */
+#ifdef __AVX512BF16__
+#define PAIRED 1
+#else
+#define PAIRED 0
+#endif
+
+INLINE int64_t size_of(int64_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
+
+INLINE vec splat(float x) { return x - (vec){0}; }
+
+INLINE vec load(const void *from, int64_t dtype) {
+#if LANES == 16
+    if (dtype == BFLOAT16) return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from)), 16);
+    if (dtype == FLOAT16) return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(from));
+#else
+    if (dtype == BFLOAT16) return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(from)), 16);
+    if (dtype == FLOAT16) return (vec)_mm256_cvtph_ps(_mm_loadu_si128(from));
+#endif
+    return *(const vec *)from;
+}
+
+INLINE float load_one(const void *from, int64_t dtype) {
+    uint32_t bits;
+    float x;
+    if (dtype == FLOAT32) return *(const float *)from;
+    if (dtype == FLOAT16) return _cvtsh_ss(*(const uint16_t *)from);
+    bits = (uint32_t) * (const uint16_t *)from << 16;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* Rounds to the nearest, ties to even. */
+INLINE void store_one(void *to, float x, int64_t dtype) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (dtype == FLOAT32)
+        *(float *)to = x;
+    else if (dtype == FLOAT16)
+        *(uint16_t *)to = _cvtss_sh(x, 0);
+    else
+        *(uint16_t *)to = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+/* A vector, each number rounded to the nearest, ties to even. */
+INLINE void store(void *to, vec x, int64_t dtype) {
+    ivec bits = (ivec)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    if (dtype == BFLOAT16) bits = (rounded & (ivec)(x == x)) | (0x7fc0 & (ivec)(x != x));
+#if LANES == 16
+    if (dtype == BFLOAT16) _mm256_storeu_si256(to, _mm512_cvtepi32_epi16((__m512i)bits));
+    if (dtype == FLOAT16) _mm256_storeu_si256(to, _mm512_cvtps_ph((__m512)x, 0));
+#else
+    __m256i low = _mm256_and_si256((__m256i)bits, _mm256_set1_epi32(0xffff));
+    if (dtype == BFLOAT16)
+        _mm_storeu_si128(to, _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
+    if (dtype == FLOAT16) _mm_storeu_si128(to, _mm256_cvtps_ph((__m256)x, 0));
+#endif
+    if (dtype == FLOAT32) *(vec *)to = x;
+}
+
+INLINE vec choose(ivec which, vec yes, vec no) { return (vec)(((ivec)yes & which) | ((ivec)no & ~which)); }
+
+/* exp(x) for x <= 0, to within two units in the last place; 0 where it is below the smallest normal number. */
+INLINE vec exponential(vec x) {
+    vec power = x * 1.44269504f; /* of two */
+    vec kept = choose(power > -126.0f, power, splat(-126.0f));
+    vec shifted = kept + 12582912.0f; /* 1.5 * 2^23: the sum is rounded to a whole number */
+    ivec whole = (ivec)shifted - (ivec)splat(12582912.0f);
+    vec rest = kept - (shifted - 12582912.0f); /* in [-0.5, 0.5] */
+    vec sum = splat(1.5353362e-4f);
+    sum = sum * rest + 1.3398874e-3f;
+    sum = sum * rest + 9.6184373e-3f;
+    sum = sum * rest + 5.5503324e-2f;
+    sum = sum * rest + 2.4022648e-1f;
+    sum = sum * rest + 6.9314720e-1f;
+    sum = sum * rest + 1.0f;
+    return choose(power > -126.0f, (vec)((ivec)sum + (whole << 23)), splat(0.0f));
+}
+
+/* `paired`: two products of bfloat16 in every lane. */
+INLINE vec multiplied(vec sum, vec a, vec b, int paired) {
+#ifdef __AVX512BF16__
+    if (paired) return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    (void)paired;
+#endif
+    return sum + a * b;
+}
+
+#endif

@@ -1,0 +1,306 @@
+"""A model's forward in one call, for CPUs (`native/forward.c`): norms, linear layers and attention of all its layers.
+
+Between the linear layers of a forward over a few tokens, Python and torch's small operations take a tenth of its time
+or more, in small models most of it. A program lists what the model's layers compute; the kernels go through it by
+themselves. Families without a program go through transformers' modules, with the same kernels for the large parts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dynatree.common.engine.native import DTYPES, call
+from dynatree.common.engine.native_attention import NativeBatch, SegmentStructure, Shape
+from dynatree.common.engine.native_linear import Linear, NativeLinear
+
+_NORM, _LINEAR, _ATTEND = range(3)
+_ALONE, _PLUS, _TIMES = range(3)
+_IDENTITY, _GELU, _GELU_TANH, _SILU, _RELU = range(5)
+# transformers' names of activation functions
+_ACTIVATIONS = {
+    "gelu": _GELU,
+    "gelu_new": _GELU_TANH,
+    "gelu_pytorch_tanh": _GELU_TANH,
+    "silu": _SILU,
+    "swish": _SILU,
+    "relu": _RELU,
+}
+_LEAST_POSITIONS = 256
+_ALIGNMENT = 64  # bytes
+
+
+class _Place(ctypes.Structure):
+    _fields_ = (
+        ("buffer", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("token", ctypes.c_int64),
+    )
+
+
+class _Operation(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int64),
+        ("source", ctypes.c_int64),
+        ("target", ctypes.c_int64),
+        ("other", ctypes.c_int64),
+        ("scale", ctypes.c_void_p),
+        ("shift", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+        ("centered", ctypes.c_int64),
+        ("last", ctypes.c_int64),
+        ("epsilon", ctypes.c_float),
+        ("linear", Linear),
+        ("query", _Place),
+        ("key", _Place),
+        ("value", _Place),
+        ("layer", ctypes.c_int64),
+    )
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("operations", ctypes.c_void_p), ("count", ctypes.c_int64), ("shape", Shape))
+
+
+class _Rotary(ctypes.Structure):
+    _fields_ = (
+        ("positions", ctypes.c_void_p),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+    )
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("n", ctypes.c_int64),
+        ("kept", ctypes.c_int64),
+        ("keep", ctypes.c_void_p),
+        ("buffers", ctypes.c_void_p),
+        ("rotary", _Rotary),
+        ("segments", ctypes.POINTER(SegmentStructure)),
+        ("segment_count", ctypes.c_int64),
+        ("arena", ctypes.c_void_p),
+        ("arena_layer", ctypes.c_int64),
+        ("arena_values", ctypes.c_int64),
+        ("arena_head", ctypes.c_int64),
+    )
+
+
+class _NoProgramError(Exception):
+    """A model has a part that no program has."""
+
+
+@dataclass
+class _Writer:
+    """Writes a program; a buffer is a number, and `widths` has each one's numbers a row."""
+
+    dtype: torch.dtype
+    widths: list[int] = field(default_factory=list)
+    operations: list[_Operation] = field(default_factory=list)
+
+    def buffer(self, width: int) -> int:
+        self.widths.append(width)
+        return len(self.widths) - 1
+
+    def norm(self, module: Any, source: int, target: int, last: bool = False) -> None:
+        """`LayerNorm`, or any family's `RMSNorm`."""
+        centered = type(module) is nn.LayerNorm
+        if not centered and not type(module).__name__.endswith("RMSNorm"):
+            raise _NoProgramError
+        epsilon = module.eps if centered else module.variance_epsilon
+        parts = (module.weight, getattr(module, "bias", None))
+        if any(part is not None and (part.dtype != self.dtype or not part.is_contiguous()) for part in parts):
+            raise _NoProgramError
+        self._add(
+            kind=_NORM,
+            source=source,
+            target=target,
+            scale=parts[0].data_ptr(),
+            shift=None if parts[1] is None else parts[1].data_ptr(),
+            width=self.widths[source],
+            centered=centered,
+            last=last,
+            epsilon=epsilon,
+        )
+
+    def linear(
+        self,
+        module: Any,
+        source: int,
+        target: int,
+        activation: int = _IDENTITY,
+        combination: int = _ALONE,
+        other: int = -1,
+    ) -> None:
+        if type(module) is not NativeLinear or module.in_features != self.widths[source]:
+            raise _NoProgramError
+        assert module.out_features == self.widths[target]
+        linear = Linear.from_buffer_copy(module.structure)
+        linear.activation, linear.combination = activation, combination
+        self._add(kind=_LINEAR, source=source, target=target, other=other, linear=linear)
+
+    def attend(self, query: _Place, key: _Place, value: _Place, target: int, layer: int) -> None:
+        self._add(kind=_ATTEND, target=target, query=query, key=key, value=value, layer=layer)
+
+    def _add(self, **fields: Any) -> None:
+        self.operations.append(_Operation(**{"other": -1, **fields}))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a family's writer needs of a model, beside its layers."""
+
+    shape: Shape
+    rotary: nn.Module
+
+
+def _activation(model: PreTrainedModel) -> int:
+    name = model.config.hidden_act
+    if name not in _ACTIVATIONS:
+        raise _NoProgramError
+    return _ACTIVATIONS[name]
+
+
+def _write_gpt_neox(model: Any, to: _Writer) -> _Parts:
+    config, attention = model.config, model.gpt_neox.layers[0].attention
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    dim = hidden // heads
+    x, normed, attended, summed = (to.buffer(hidden) for _ in range(4))
+    qkv, middle = to.buffer(3 * hidden), to.buffer(config.intermediate_size)
+    query, key, value = (_Place(qkv, part * dim, 3 * dim, 3 * hidden) for part in range(3))
+    for index, layer in enumerate(model.gpt_neox.layers):
+        to.norm(layer.input_layernorm, x, normed)
+        to.linear(layer.attention.query_key_value, normed, qkv)
+        to.attend(query, key, value, attended, index)
+        result = summed if config.use_parallel_residual else x
+        to.linear(layer.attention.dense, attended, result, combination=_PLUS, other=x)
+        to.norm(layer.post_attention_layernorm, x, normed)
+        to.linear(layer.mlp.dense_h_to_4h, normed, middle, _activation(model))
+        to.linear(layer.mlp.dense_4h_to_h, middle, x, combination=_PLUS, other=result)
+    to.norm(model.gpt_neox.final_layer_norm, x, normed, last=True)
+    to.linear(model.get_output_embeddings(), normed, to.buffer(config.vocab_size))
+    return _Parts(Shape(heads, heads, dim, 0, attention.scaling), model.gpt_neox.rotary_emb)
+
+
+def _write_llama(model: Any, to: _Writer) -> _Parts:
+    config, attention = model.config, model.model.layers[0].self_attn
+    hidden, heads, kv_heads, dim = (
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        attention.head_dim,
+    )
+    x, normed = to.buffer(hidden), to.buffer(hidden)
+    attended, queries = to.buffer(heads * dim), to.buffer(heads * dim)
+    keys, values = to.buffer(kv_heads * dim), to.buffer(kv_heads * dim)
+    middle = to.buffer(config.intermediate_size)
+    query, key, value = (_Place(each, 0, dim, to.widths[each]) for each in (queries, keys, values))
+    for index, layer in enumerate(model.model.layers):
+        to.norm(layer.input_layernorm, x, normed)
+        to.linear(layer.self_attn.q_proj, normed, queries)
+        to.linear(layer.self_attn.k_proj, normed, keys)
+        to.linear(layer.self_attn.v_proj, normed, values)
+        to.attend(query, key, value, attended, index)
+        to.linear(layer.self_attn.o_proj, attended, x, combination=_PLUS, other=x)
+        to.norm(layer.post_attention_layernorm, x, normed)
+        to.linear(layer.mlp.gate_proj, normed, middle, _activation(model))
+        to.linear(layer.mlp.up_proj, normed, middle, combination=_TIMES, other=middle)
+        to.linear(layer.mlp.down_proj, middle, x, combination=_PLUS, other=x)
+    to.norm(model.model.norm, x, normed, last=True)
+    to.linear(model.get_output_embeddings(), normed, to.buffer(config.vocab_size))
+    return _Parts(Shape(heads, kv_heads, dim, 0, attention.scaling), model.model.rotary_emb)
+
+
+# Families by their model_type; what they have in common with the first of a line is what the program takes from them.
+_WRITERS: dict[str, Callable[[Any, _Writer], _Parts]] = {
+    "gpt_neox": _write_gpt_neox,
+    "llama": _write_llama,
+    "mistral": _write_llama,
+    "qwen2": _write_llama,
+}
+
+
+class NativeForward:
+    """A model's forward by its program; called as `FlatForward` is, with a `NativeBatch`."""
+
+    def __init__(self, model: PreTrainedModel, writer: _Writer, parts: _Parts) -> None:
+        self._model = model  # its weights are what the program points at
+        self._embed = model.get_input_embeddings()
+        self._rotary = parts.rotary
+        self._dtype = writer.dtype
+        self._widths = writer.widths
+        self._operations = (_Operation * len(writer.operations))(*writer.operations)
+        parts.shape.dtype = DTYPES[self._dtype]
+        self._program = _Program(ctypes.addressof(self._operations), len(self._operations), parts.shape)
+        self._cosines = self._sines = torch.empty(0, 0)  # [positions, rotary size]
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, attending: Any, keep: Tensor | None = None) -> Tensor:
+        """As `FlatForward`.
+
+        Raises:
+            MemoryError: There is none for the kernel's own numbers.
+        """
+        assert isinstance(attending, NativeBatch)
+        count = token_ids.shape[1]
+        if keep is None:
+            keep = torch.arange(count)
+        hidden = self._embed(token_ids)[0].to(self._dtype).contiguous()  # [n, hidden]; overwritten
+        logits = torch.empty(len(keep), self._widths[-1], dtype=self._dtype)
+        self._reach(int(positions.max()) if count else 0)
+        size = self._dtype.itemsize
+        bytes_of = [-(-width * count * size // _ALIGNMENT) * _ALIGNMENT for width in self._widths[1:-1]]
+        memory = torch.empty(sum(bytes_of) + _ALIGNMENT, dtype=torch.uint8)
+        at = -(-memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        buffers = (ctypes.c_void_p * len(self._widths))(hidden.data_ptr())
+        for number, each in enumerate(bytes_of, start=1):
+            buffers[number] = at
+            at += each
+        buffers[len(self._widths) - 1] = logits.data_ptr()
+        arena = attending.arena
+        first = arena.layer(0)  # [2, kv_heads, slots, dim]
+        rotary = _Rotary(positions.data_ptr(), self._cosines.data_ptr(), self._sines.data_ptr(), self._cosines.shape[1])
+        called = _Call(
+            count,
+            len(keep),
+            keep.data_ptr(),
+            ctypes.addressof(buffers),
+            rotary,
+            attending.segments,
+            len(attending.segments),
+            first.data_ptr(),
+            first.numel(),
+            first.stride(0),
+            first.stride(1),
+        )
+        call("dynatree_forward", ctypes.byref(self._program), ctypes.byref(called))
+        return logits
+
+    def _reach(self, position: int) -> None:
+        """Have the cosines and sines of positions up to this one, which depend on nothing else."""
+        if position < len(self._cosines):
+            return
+        size = max(_LEAST_POSITIONS, 1 << position.bit_length())
+        like = torch.empty(1, 1, dtype=self._dtype)
+        cosines, sines = self._rotary(like, torch.arange(size)[None])
+        self._cosines, self._sines = cosines[0].contiguous(), sines[0].contiguous()
+
+
+def native_forward(model: PreTrainedModel) -> NativeForward | None:
+    """The forward of a model whose linear layers are native; None for a family or a variant without a program."""
+    write = _WRITERS.get(model.config.model_type)
+    if write is None:
+        return None
+    writer = _Writer(model.dtype)
+    try:
+        parts = write(model, writer)
+    except _NoProgramError:
+        return None
+    return NativeForward(model, writer, parts)

@@ -1,0 +1,80 @@
+"""Linear layers by a kernel of our own, for CPUs (`native/linear.c`).
+
+One layout of a weight serves every number of rows. A row alone takes the time of reading the weights, and up to a dozen
+rows take little more. From some 16 on the time is that of the CPU's multiplications.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from dynatree.common.engine.native import DTYPES, call
+
+_PANEL = 64  # features whose weights lie together
+
+
+class Linear(ctypes.Structure):
+    """`struct linear` of `native/kernels.h`."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("inputs", ctypes.c_int64),
+        ("features", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("activation", ctypes.c_int64),
+        ("combination", ctypes.c_int64),
+    )
+
+
+class NativeLinear(nn.Module):
+    """A linear layer whose weight `[out_features, in_features]` is kept in the kernel's layout only.
+
+    Args:
+        weight: `[out_features, in_features]`; in bfloat16 an even number of inputs.
+        bias: `[out_features]`.
+
+    Attributes:
+        weight: In the kernel's layout.
+        structure: The layer as the kernels take it.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._dtype = weight.dtype
+        beyond = -self.out_features % _PANEL
+        panels = pad(weight, (0, 0, 0, beyond)).view(-1, _PANEL, self.in_features)
+        if weight.dtype == torch.bfloat16:  # [panels, inputs / 2, _PANEL, 2]
+            self.weight = panels.view(len(panels), _PANEL, -1, 2).permute(0, 2, 1, 3).contiguous()
+        else:  # [panels, inputs, _PANEL]
+            self.weight = panels.permute(0, 2, 1).contiguous()
+        self._bias = None if bias is None else pad(bias.detach().to(weight.dtype), (0, beyond)).contiguous()
+        self.structure = Linear(
+            self.weight.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            self.in_features,
+            self.out_features,
+            DTYPES[weight.dtype],
+        )
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """`[..., in_features]` to `[..., out_features]`.
+
+        Raises:
+            MemoryError: There is none for the kernel's own numbers.
+        """
+        rows = rows.to(self._dtype).contiguous()
+        output = torch.empty(*rows.shape[:-1], self.out_features, dtype=self._dtype)
+        count = rows.shape[:-1].numel()
+        call("dynatree_linear", ctypes.byref(self.structure), rows.data_ptr(), count, output.data_ptr())
+        return output
+
+
+def fits(weight: Tensor) -> bool:
+    """Whether the kernel takes a weight `[out_features, in_features]`."""
+    return weight.dtype in DTYPES and (weight.dtype != torch.bfloat16 or weight.shape[1] % 2 == 0)

@@ -1,0 +1,63 @@
+"""Which kernels are used: the best build for this CPU, or torch's, on torch's threads."""
+
+import pytest
+import torch
+from kernel_builds import compiled
+from model_zoo import ARCHITECTURES, save_random_model
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from dynatree.common.engine import ModelSettings, Segment, load_engine, native
+from dynatree.common.engine.flat_forward import FlatForward
+from dynatree.common.engine.native_forward import NativeForward
+from dynatree.common.engine.native_linear import NativeLinear
+from dynatree.common.kv_range import KVRange
+
+
+@pytest.fixture(name="folder")
+def folder_fixture(monkeypatch, tmp_path):
+    """An empty folder in place of the builds'."""
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    native.kernels.cache_clear()
+    yield tmp_path
+    native.kernels.cache_clear()
+
+
+def test_without_compiled_kernels_there_are_none(folder):
+    assert native.kernels() is None
+    assert not native.is_native(torch.device("cpu"), torch.float32)
+
+
+def test_a_build_that_does_not_load_is_not_used(folder, monkeypatch, caplog):
+    (folder / "kernels_avx2.so").write_bytes(b"no library")
+    monkeypatch.setattr(native, "BUILDS", {"kernels_avx2.so": lambda: True})
+    assert native.kernels() is None
+    assert "kernels_avx2.so do not load" in caplog.text
+
+
+def test_without_compiled_kernels_a_model_is_served_by_torchs(folder, tmp_path, caplog):
+    path = save_random_model(tmp_path / "model", "llama", seed=5)
+    engine = load_engine(ModelSettings(str(path), sessions=1))
+    assert isinstance(engine.runner._forward, FlatForward)
+    assert not any(isinstance(layer, NativeLinear) for layer in engine.model.modules())
+    assert "kernels are torch's" in caplog.text
+
+
+@compiled
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_linear_layer_is_native_and_most_families_have_a_program(architecture, tmp_path):
+    engine = load_engine(ModelSettings(str(save_random_model(tmp_path / "model", architecture, seed=1)), sessions=1))
+    layers = list(engine.model.modules())
+    assert any(isinstance(layer, NativeLinear) for layer in layers)
+    assert not any(isinstance(layer, (nn.Linear, Conv1D)) for layer in layers)
+    assert isinstance(engine.runner._forward, FlatForward if architecture == "gpt2" else NativeForward)
+
+
+@compiled
+def test_the_kernels_run_on_torchs_threads(tmp_path):
+    """A second OpenMP beside torch's would keep a second team of threads busy on the same cores."""
+    engine = load_engine(ModelSettings(str(save_random_model(tmp_path / "model", "llama", seed=1)), sessions=1))
+    engine.forward([Segment(KVRange(0, 3), 0, [1, 2, 3], range(3))])
+    with open("/proc/self/maps") as mapped:
+        libraries = {line.split()[-1] for line in mapped if "gomp" in line}
+    assert len(libraries) == 1
