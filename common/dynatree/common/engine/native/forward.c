@@ -120,7 +120,7 @@ static void attend_tasks(const struct operation *o, const struct call *c, const 
  * then hold anything. */
 int dynatree_forward(const struct program *p, const struct call *c) {
     int64_t floats = attention_floats(&p->shape, c->segments, c->segment_count), shared_floats = 0;
-    if (linear_floats(c->n) > floats) floats = linear_floats(c->n);
+    if (linear_floats() > floats) floats = linear_floats();
     for (int64_t i = 0; i < p->count; i++) {
         int64_t needed = p->operations[i].kind == LINEAR ? linear_shared_floats(&p->operations[i].linear, c->n) : 0;
         if (needed > shared_floats) shared_floats = needed;

@@ -58,8 +58,8 @@ int64_t attention_floats(const struct shape *shape, const struct segment *segmen
 void attention_tasks(const struct layer *layer, const struct shape *shape, const struct rotary *rotary,
                      const struct segment *segments, int64_t count, float *memory, int64_t *next);
 
-/* Floats of a thread's memory for a linear layer over `rows`, and of all threads' together. */
-int64_t linear_floats(int64_t rows);
+/* Floats of a thread's memory for a linear layer, and of all threads' together over some rows. */
+int64_t linear_floats(void);
 int64_t linear_shared_floats(const struct linear *linear, int64_t rows);
 
 /* A thread's share of what a linear layer does before a barrier, and after it. */

@@ -17,7 +17,7 @@
 #define AHEAD 2048          /* bytes that are asked for in advance where memory is all that counts */
 #define BEGINNING (64 * 1024)
 
-int64_t linear_floats(int64_t rows) { return (rows < CHUNK ? rows : CHUNK) * PANEL; }
+int64_t linear_floats(void) { return CHUNK * PANEL + BLOCK / 2; }
 
 /* Rows of 16 bits are widened once, except where pairs are multiplied as they are. */
 INLINE int widened(const struct linear *l) { return l->dtype == FLOAT16 || (l->dtype == BFLOAT16 && !PAIRED); }
@@ -39,34 +39,61 @@ void linear_prefetch(const struct linear *l) {
         _mm_prefetch(l->weight + thread * panel + at, _MM_HINT_T1);
 }
 
-/* sums[rows][ACROSS vectors] += left[rows][inputs] @ right[inputs][ACROSS vectors]; `lines` of `ahead` at each step. */
+/* How many vectors of a panel meet `rows` at a time: as many as the registers hold. */
+INLINE int across(int rows) { return LANES == 16 ? ACROSS : rows == 1 ? 4 * ACROSS : rows < 4 ? 2 * ACROSS : ACROSS; }
+
+/* sums[rows][vectors] += left[rows][inputs] @ right[inputs][vectors]; `lines` of `ahead` at each step. */
 INLINE void meet(float *sums, const char *left, int64_t left_row, const char *right, int64_t inputs, int rows,
-                 int64_t dtype, const char *ahead, int lines) {
+                 int vectors, int64_t dtype, const char *ahead, int lines) {
     const int pairs = dtype == BFLOAT16, paired = pairs && PAIRED;
     const int halves = pairs && !paired ? 2 : 1; /* of a pair, the first number is the lower half of 32 bits */
     const int64_t steps = pairs ? inputs / 2 : inputs, stride = PANEL * (dtype == FLOAT16 ? 2 : 4);
-    vec s[ROWS][ACROSS];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < ACROSS; c++)
+    vec s[ROWS][PANEL / LANES];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < vectors; c++)
         s[r][c] = *(vec *)(sums + r * PANEL + c * LANES);
     for (int64_t step = 0; step < steps; step++, right += stride) {
         for (int line = 0; line < lines; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
-        for (int half = 0; half < halves; half++) {
-            vec b[ACROSS];
-            UNROLL for (int c = 0; c < ACROSS; c++) {
+        UNROLL for (int half = 0; half < halves; half++) {
+            vec b[PANEL / LANES];
+            UNROLL for (int c = 0; c < vectors; c++) {
                 const char *at = right + c * LANES * (dtype == FLOAT16 ? 2 : 4);
                 b[c] = dtype == FLOAT16 ? load(at, FLOAT16) : *(const vec *)at;
                 if (halves == 2 && half) b[c] = (vec)((ivec)b[c] & (int32_t)0xffff0000);
                 if (halves == 2 && !half) b[c] = (vec)((ivec)b[c] << 16);
             }
             UNROLL for (int r = 0; r < rows; r++) {
-                const float *from = (const float *)(left + r * left_row);
-                vec a = splat(from[halves * step + half]);
-                UNROLL for (int c = 0; c < ACROSS; c++) s[r][c] = multiplied(s[r][c], a, b[c], paired);
+                vec a = splat(((const float *)(left + r * left_row))[halves * step + half]);
+                UNROLL for (int c = 0; c < vectors; c++) s[r][c] = multiplied(s[r][c], a, b[c], paired);
             }
         }
     }
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < ACROSS; c++)
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < vectors; c++)
         *(vec *)(sums + r * PANEL + c * LANES) = s[r][c];
+}
+
+/* A block of a panel and some rows, part by part; returns what is to be asked for next. */
+INLINE const char *meet_all(float *sums, const char *left, int64_t left_row, const char *right, int64_t inputs,
+                            int rows, int64_t dtype, const char *ahead, int lines) {
+    int64_t steps = dtype == BFLOAT16 ? inputs / 2 : inputs;
+    int parts = PANEL / LANES / across(rows);
+    for (int part = 0; part < parts; part++) {
+        int here = part < lines ? (lines + parts - 1) / parts : 0;
+        int64_t at = part * across(rows) * LANES;
+        meet(sums + at, left, left_row, right + at * (dtype == FLOAT16 ? 2 : 4), inputs, rows, across(rows), dtype, ahead,
+             here);
+        ahead += here * 64 * steps;
+    }
+    return ahead;
+}
+
+/* A block of pairs as [inputs, PANEL] floats. */
+INLINE void widen(float *to, const char *right, int64_t inputs) {
+    for (int64_t i = 0; i < inputs; i += 2)
+        UNROLL for (int c = 0; c < PANEL; c += LANES) {
+            ivec pairs = *(const ivec *)(right + (i / 2 * PANEL + c) * 4);
+            *(ivec *)(to + i * PANEL + c) = pairs << 16;
+            *(ivec *)(to + (i + 1) * PANEL + c) = pairs & (int32_t)0xffff0000;
+        }
 }
 
 INLINE vec magnitude(vec x) { return (vec)((ivec)x & 0x7fffffff); }
@@ -124,35 +151,33 @@ INLINE void finish(const struct linear *l, int64_t panel, const float *sums, con
 
 INLINE void compute(const struct linear *l, int64_t panel, const char *left, int64_t count, const char *other,
                     char *output, float *sums, int64_t dtype) {
-    const int64_t width = PANEL * size_of(dtype);                    /* bytes of one input's weights */
-    const int64_t left_size = dtype == BFLOAT16 && PAIRED ? 2 : 4;
+    const int64_t width = PANEL * size_of(dtype); /* bytes of one input's weights */
+    const int64_t left_size = dtype == BFLOAT16 && PAIRED ? 2 : 4, left_row = l->inputs * left_size;
     const char *weight = l->weight + panel * l->inputs * width;
+    float *wide = sums + PANEL * CHUNK; /* a block's weights, where they are widened */
     for (int64_t first = 0; first < count; first += CHUNK) {
         int64_t rows = count - first < CHUNK ? count - first : CHUNK, groups = (rows + ROWS - 1) / ROWS;
-        int streaming = groups == 1 && PANEL == ACROSS * LANES; /* the panel is read once, from end to end */
+        int streaming = groups == 1 && across(rows) * LANES == PANEL; /* the panel is read once, from end to end */
+        int widening = LANES < 16 && dtype == BFLOAT16 && groups > 3; /* many rows are worth it */
         int64_t block = streaming ? l->inputs : BLOCK / width / 2 * 2;
         memset(sums, 0, rows * PANEL * sizeof(float));
         for (int64_t input = 0; input < l->inputs; input += block) {
             int64_t inputs = l->inputs - input < block ? l->inputs - input : block;
-            int64_t steps = dtype == BFLOAT16 ? inputs / 2 : inputs;
             const char *right = weight + input * width, *ahead = right + (streaming ? AHEAD : inputs * width);
-            for (int64_t group = 0, row = 0; group < groups; group++) {
-                int64_t many = (rows - row) / (groups - group);
+            if (widening) widen(wide, right, inputs);
+            for (int64_t group = 0, row = 0, many; group < groups; group++, row += many) {
+                float *to = sums + row * PANEL;
+                const char *from = left + (first + row) * left_row + input * left_size;
                 /* the groups share what is asked for in advance; later chunks find the panel in a cache */
                 int lines = first ? 0 : groups > 3 ? group < 4 : groups == 3 ? 1 + !group : 4 / groups;
-                if (dtype == FLOAT16 || LANES < 16) lines = (lines + 1) / 2;
-                for (int part = 0; part < PANEL; part += ACROSS * LANES) {
-                    int here = LANES < 16 && part >= 2 * ACROSS * LANES ? 0 : lines;
-                    const char *from = left + ((first + row) * l->inputs + input) * left_size;
-#define CASE(r)                                                                                            \
-    case r:                                                                                                \
-        meet(sums + row * PANEL + part, from, l->inputs *left_size, right + part * (dtype == FLOAT16 ? 2 : 4), \
-             inputs, r, dtype, ahead, here);                                                               \
+                if (dtype == FLOAT16 || widening) lines = (lines + 1) / 2;
+                many = (rows - row) / (groups - group);
+#define CASE(r)                                                                                              \
+    case r:                                                                                                  \
+        ahead = widening ? meet_all(to, from, left_row, (char *)wide, inputs, r, FLOAT32, ahead, lines)      \
+                         : meet_all(to, from, left_row, right, inputs, r, dtype, ahead, lines);              \
         break;
-                    switch (many) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
-                    ahead += here * 64 * steps;
-                }
-                row += many;
+                switch (many) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
             }
         }
         for (int64_t row = 0; row < rows; row++)
@@ -182,7 +207,7 @@ int dynatree_linear(const struct linear *linear, const char *rows, int64_t count
     if (failed) return failed;
 #pragma omp parallel
     {
-        float *memory = malloc(linear_floats(count) * sizeof(float));
+        float *memory = malloc(linear_floats() * sizeof(float));
         if (!memory) {
 #pragma omp atomic write
             failed = -1;
