@@ -8,9 +8,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from dynatree.common.engine import ModelSettings, Segment, load_engine, native
-from dynatree.common.engine.flat_forward import FlatForward
-from dynatree.common.engine.native_forward import NativeForward
+from dynatree.common.engine.eager import EagerRunner
 from dynatree.common.engine.native_linear import NativeLinear
+from dynatree.common.engine.native_runner import NativeRunner
 from dynatree.common.kv_range import KVRange
 
 
@@ -38,7 +38,7 @@ def test_a_build_that_does_not_load_is_not_used(folder, monkeypatch, caplog):
 def test_without_compiled_kernels_a_model_is_served_by_torchs(folder, tmp_path, caplog):
     path = save_random_model(tmp_path / "model", "llama", seed=5)
     engine = load_engine(ModelSettings(str(path), sessions=1))
-    assert isinstance(engine.runner._forward, FlatForward)
+    assert isinstance(engine.runner, EagerRunner)
     assert not any(isinstance(layer, NativeLinear) for layer in engine.model.modules())
     assert "kernels are torch's" in caplog.text
 
@@ -50,7 +50,7 @@ def test_every_linear_layer_is_native_and_most_families_have_a_program(architect
     layers = list(engine.model.modules())
     assert any(isinstance(layer, NativeLinear) for layer in layers)
     assert not any(isinstance(layer, (nn.Linear, Conv1D)) for layer in layers)
-    assert isinstance(engine.runner._forward, FlatForward if architecture == "gpt2" else NativeForward)
+    assert isinstance(engine.runner, EagerRunner if architecture == "gpt2" else NativeRunner)
 
 
 @compiled

@@ -7,8 +7,8 @@ from model_zoo import VOCAB_SIZE, save_random_model
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from dynatree.common.engine import ModelSettings, Segment, load_engine
-from dynatree.common.engine.flat_forward import FlatForward
-from dynatree.common.engine.native_forward import NativeForward
+from dynatree.common.engine.eager import EagerRunner
+from dynatree.common.engine.native_runner import NativeRunner
 from dynatree.common.kv_range import KVRange
 
 pytestmark = compiled
@@ -18,7 +18,7 @@ TOKENS = torch.randint(2, VOCAB_SIZE, (90,), generator=torch.Generator().manual_
 
 def load(folder, dtype="float32"):
     engine = load_engine(ModelSettings(str(folder), dtype=dtype, sessions=1))
-    assert isinstance(engine.runner._forward, NativeForward)
+    assert isinstance(engine.runner, NativeRunner)
     return engine
 
 
@@ -77,7 +77,7 @@ def test_mistral_is_written_as_llama_is(tmp_path):
 def test_what_has_no_program_goes_through_transformers_modules(tmp_path):
     folder = save_random_model(tmp_path / "model", "llama", seed=4, hidden_act="tanh")
     engine = load_engine(ModelSettings(str(folder), sessions=1))
-    assert isinstance(engine.runner._forward, FlatForward)
+    assert isinstance(engine.runner, EagerRunner)
 
 
 @pytest.mark.usefixtures("build")
@@ -111,3 +111,18 @@ def test_positions_beyond_those_seen_so_far(tmp_path):
         model = AutoModelForCausalLM.from_pretrained(folder)
         expected = model(torch.tensor([TOKENS[:3]]), position_ids=torch.tensor([[5, 1200, 1700]])).logits[0]
     assert (got - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
+def test_a_token_that_the_model_does_not_have(token, tmp_path):
+    engine = load(save_random_model(tmp_path / "model", "llama", seed=4))
+    with pytest.raises(IndexError, match=f"not in .0, {VOCAB_SIZE}"):
+        engine.forward([Segment(KVRange(0, 3), 0, [1, token, 3], range(3))])
+
+
+def test_logits_outlive_the_next_forward(tmp_path):
+    engine = load(save_random_model(tmp_path / "model", "llama", seed=4))
+    (first,) = engine.forward([Segment(KVRange(0, 9), 0, TOKENS[:3], range(3))])
+    copy = first.clone()
+    engine.forward([Segment(KVRange(0, 9), 3, TOKENS[3:9], range(3, 9))])
+    assert torch.equal(first, copy)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynatree.common.engine.arena import KVArena
 from dynatree.common.engine.attention import Attending
-from dynatree.common.engine.flat_forward import Forward
+from dynatree.common.engine.flat_forward import FlatForward
 from dynatree.common.engine.segment import Segment
 
 
@@ -23,7 +23,9 @@ class EagerRunner:
         attending: Makes of segments what every layer attends with.
     """
 
-    def __init__(self, forward: Forward, arena: KVArena, attending: Callable[[Sequence[Segment]], Attending]) -> None:
+    def __init__(
+        self, forward: FlatForward, arena: KVArena, attending: Callable[[Sequence[Segment]], Attending]
+    ) -> None:
         self._forward = forward
         self._arena = arena
         self._attending = attending

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -11,8 +9,13 @@ from transformers import PreTrainedModel
 from dynatree.common.engine.attention import Attending
 
 
-class Forward(Protocol):
-    """A model's forward over one row of tokens."""
+class FlatForward:
+    """Calls a model that was loaded with `attn_implementation=attention.NAME`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        # transformers takes a four-dimensional mask as it is and builds none; the attention function ignores it
+        self._placeholder = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attending: Attending, keep: Tensor | None = None
@@ -28,21 +31,6 @@ class Forward(Protocol):
         Returns:
             Logits `[kept, vocabulary]`, in the model's dtype.
         """
-        ...
-
-
-class FlatForward:
-    """Calls a model that was loaded with `attn_implementation=attention.NAME`."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        # transformers takes a four-dimensional mask as it is and builds none; the attention function ignores it
-        self._placeholder = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
-
-    def __call__(
-        self, token_ids: Tensor, positions: Tensor, attending: Attending, keep: Tensor | None = None
-    ) -> Tensor:
-        """As `Forward`."""
         logits: Tensor = self._model(
             input_ids=token_ids,
             position_ids=positions,

@@ -28,7 +28,8 @@ from dynatree.common.engine.huge_pages import use_huge_pages
 from dynatree.common.engine.kv_budget import KVBudget
 from dynatree.common.engine.native import is_native
 from dynatree.common.engine.native_attention import NativeBatch
-from dynatree.common.engine.native_forward import native_forward
+from dynatree.common.engine.native_program import program_of
+from dynatree.common.engine.native_runner import NativeRunner
 from dynatree.common.engine.packing import pack, weights_of
 from dynatree.common.engine.runner import Runner
 from dynatree.common.engine.segment import Segment
@@ -200,7 +201,8 @@ def _runner(
 ) -> Runner:
     """The runner of a model: the place where another kind is chosen."""
     forward = FlatForward(model)
-    eager = EagerRunner((native_forward(model) if native else None) or forward, arena, attending)
+    program = program_of(model) if native else None
+    eager = EagerRunner(forward, arena, attending) if program is None else NativeRunner(program, arena)
     return StaticRunner(forward, arena, otherwise=eager) if static_shapes else eager
 
 

@@ -61,29 +61,31 @@ class Shape(ctypes.Structure):
     )
 
 
+def structures_of(segments: Sequence[Segment]) -> tuple[ctypes.Array[SegmentStructure], list[Tensor]]:
+    """Segments as the kernels take them, and the masks that these point at, which must live as long."""
+    masks = []
+    structures = (SegmentStructure * len(segments))()
+    first = 0
+    for each, structure in zip(segments, structures, strict=True):
+        structure.first, structure.tokens = first, len(each.token_ids)
+        structure.base, structure.start = each.kv.start, each.start
+        if each.mask is not None:
+            mask = each.mask.contiguous()
+            masks.append(mask)
+            structure.mask, structure.columns = mask.data_ptr(), mask.shape[1]
+        first += len(each.token_ids)
+    return structures, masks
+
+
 class NativeBatch:
     """Segments laid side by side in one row of tokens; implements `Attending`.
 
     A query's result has the same bits in whatever pieces a prompt is read: no padding is needed.
-
-    Attributes:
-        arena: Where keys and values are stored.
-        segments: The segments, as the kernels take them: `struct segment` of `native/kernels.h`.
     """
 
     def __init__(self, segments: Sequence[Segment], arena: KVArena) -> None:
-        self.arena = arena
-        self._masks = []  # kept, since the structures below only point at them
-        self.segments = (SegmentStructure * len(segments))()
-        first = 0
-        for each, structure in zip(segments, self.segments, strict=True):
-            structure.first, structure.tokens = first, len(each.token_ids)
-            structure.base, structure.start = each.kv.start, each.start
-            if each.mask is not None:
-                mask = each.mask.contiguous()
-                self._masks.append(mask)
-                structure.mask, structure.columns = mask.data_ptr(), mask.shape[1]
-            first += len(each.token_ids)
+        self._arena = arena
+        self._segments, self._masks = structures_of(segments)
         self._layer = _Layer()
         self._shape = Shape()
 
@@ -93,11 +95,11 @@ class NativeBatch:
         Raises:
             MemoryError: There is none for the kernel's own numbers.
         """
-        dtype = self.arena.dtype
+        dtype = self._arena.dtype
         query, key, value = (lying(each, dtype) for each in (query, key, value))
         heads, tokens, dim = query.shape
         output = torch.empty(tokens, heads, dim, dtype=dtype)
-        slots = self.arena.layer(layer)  # [2, kv_heads, slots, dim]
+        slots = self._arena.layer(layer)  # [2, kv_heads, slots, dim]
         to, shape = self._layer, self._shape
         to.query, to.query_head, to.query_token = query.data_ptr(), query.stride(0), query.stride(1)
         to.key, to.key_head, to.key_token = key.data_ptr(), key.stride(0), key.stride(1)
@@ -107,5 +109,5 @@ class NativeBatch:
         to.arena_head, to.output = slots.stride(1), output.data_ptr()
         shape.heads, shape.kv_heads, shape.dim, shape.dtype = heads, key.shape[0], dim, DTYPES[dtype]
         shape.scale = dim**-0.5 if scale is None else scale
-        call("dynatree_attention", ctypes.byref(to), ctypes.byref(shape), self.segments, len(self.segments))
+        call("dynatree_attention", ctypes.byref(to), ctypes.byref(shape), self._segments, len(self._segments))
         return output

@@ -1,4 +1,4 @@
-/* A model's forward as one call: see `native_forward.py`.
+/* A model's forward as one call: see `native_program.py` and `native_runner.py`.
  *
  * A program is a list of operations over buffers [n, width]. All threads go through it together, with a barrier after
  * every operation. Before a barrier each thread asks for the beginning of its next weights, so that memory is busy
@@ -9,7 +9,7 @@
 
 #include "kernels.h"
 
-enum kind { NORM, LINEAR, ATTEND };
+enum kind { EMBED, NORM, LINEAR, ATTEND };
 
 /* Where a head's vectors begin in a buffer, in elements. */
 struct place {
@@ -20,7 +20,7 @@ struct operation {
     int64_t kind;
     int64_t from, to, other; /* buffers; from the first NORM that is `last` on they have `kept` rows */
     /* NORM: LayerNorm (Ba et al. 2016), or RMSNorm (Zhang and Sennrich 2019) where it is not centered */
-    const char *scale, *shift; /* [width]; shift may be NULL */
+    const char *scale, *shift; /* [width]; shift may be NULL. Of EMBED: the table [vocabulary, width] */
     int64_t width, centered, last;
     float epsilon;
     struct linear linear;
@@ -37,7 +37,8 @@ struct program {
 
 struct call {
     int64_t n, kept;
-    const int64_t *keep; /* [kept]: rows whose logits are wanted */
+    const int64_t *tokens; /* [n] */
+    const int64_t *keep;   /* [kept]: rows whose logits are wanted */
     char *const *buffers;
     struct rotary rotary;
     const struct segment *segments;
@@ -83,6 +84,11 @@ INLINE void normalize(const struct operation *o, const char *from, char *to, int
         if (o->shift) x += load_one(o->shift + d * size, dtype);
         store_one(to + d * size, x, dtype);
     }
+}
+
+static void embed_tasks(const struct operation *o, const struct call *c, int64_t dtype, int64_t *next) {
+    int64_t bytes = o->width * size_of(dtype);
+    TASKS(row, c->n, next) memcpy(c->buffers[o->to] + row * bytes, o->scale + c->tokens[row] * bytes, bytes);
 }
 
 static void norm_tasks(const struct operation *o, const struct call *c, int64_t rows, int64_t dtype, int64_t *next) {
@@ -140,7 +146,9 @@ int dynatree_forward(const struct program *p, const struct call *c) {
             int64_t rows = c->n;
             for (int64_t i = 0; i < p->count && !failed; i++) {
                 const struct operation *o = &p->operations[i];
-                if (o->kind == NORM) {
+                if (o->kind == EMBED) {
+                    embed_tasks(o, c, p->shape.dtype, &next[i]);
+                } else if (o->kind == NORM) {
                     if (o->last) rows = c->kept;
                     norm_tasks(o, c, rows, p->shape.dtype, &next[i]);
                 } else if (o->kind == LINEAR) {

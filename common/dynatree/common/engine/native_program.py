@@ -1,8 +1,8 @@
-"""A model's forward in one call, for CPUs (`native/forward.c`): norms, linear layers and attention of all its layers.
+"""What a model's forward computes, as a program that the kernels go through in one call (`native/forward.c`).
 
 Between the linear layers of a forward over a few tokens, Python and torch's small operations take a tenth of its time
-or more, in small models most of it. A program lists what the model's layers compute; the kernels go through it by
-themselves. Families without a program go through transformers' modules, with the same kernels for the large parts.
+or more, in small models most of it. A program lists what the model's layers compute. Families without a program go
+through transformers' modules, with the same kernels for the large parts.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from dynatree.common.engine.native import DTYPES, call
-from dynatree.common.engine.native_attention import NativeBatch, SegmentStructure, Shape
+from dynatree.common.engine.native import DTYPES
+from dynatree.common.engine.native_attention import Shape
 from dynatree.common.engine.native_linear import Linear, NativeLinear
 
-_NORM, _LINEAR, _ATTEND = range(3)
+_EMBED, _NORM, _LINEAR, _ATTEND = range(4)
 _ALONE, _PLUS, _TIMES = range(3)
 _IDENTITY, _GELU, _GELU_TANH, _SILU, _RELU = range(5)
 # transformers' names of activation functions
@@ -32,8 +32,6 @@ _ACTIVATIONS = {
     "swish": _SILU,
     "relu": _RELU,
 }
-_LEAST_POSITIONS = 256
-_ALIGNMENT = 64  # bytes
 
 
 class _Place(ctypes.Structure):
@@ -65,35 +63,6 @@ class _Operation(ctypes.Structure):
     )
 
 
-class _Program(ctypes.Structure):
-    _fields_ = (("operations", ctypes.c_void_p), ("count", ctypes.c_int64), ("shape", Shape))
-
-
-class _Rotary(ctypes.Structure):
-    _fields_ = (
-        ("positions", ctypes.c_void_p),
-        ("cosines", ctypes.c_void_p),
-        ("sines", ctypes.c_void_p),
-        ("size", ctypes.c_int64),
-    )
-
-
-class _Call(ctypes.Structure):
-    _fields_ = (
-        ("n", ctypes.c_int64),
-        ("kept", ctypes.c_int64),
-        ("keep", ctypes.c_void_p),
-        ("buffers", ctypes.c_void_p),
-        ("rotary", _Rotary),
-        ("segments", ctypes.POINTER(SegmentStructure)),
-        ("segment_count", ctypes.c_int64),
-        ("arena", ctypes.c_void_p),
-        ("arena_layer", ctypes.c_int64),
-        ("arena_values", ctypes.c_int64),
-        ("arena_head", ctypes.c_int64),
-    )
-
-
 class _NoProgramError(Exception):
     """A model has a part that no program has."""
 
@@ -109,6 +78,12 @@ class _Writer:
     def buffer(self, width: int) -> int:
         self.widths.append(width)
         return len(self.widths) - 1
+
+    def embed(self, model: PreTrainedModel, target: int) -> None:
+        module: Any = model.get_input_embeddings()
+        if type(module) is not nn.Embedding or module.weight.dtype != self.dtype or not module.weight.is_contiguous():
+            raise _NoProgramError
+        self._add(kind=_EMBED, target=target, scale=module.weight.data_ptr(), width=self.widths[target])
 
     def norm(self, module: Any, source: int, target: int, last: bool = False) -> None:
         """`LayerNorm`, or any family's `RMSNorm`."""
@@ -176,6 +151,7 @@ def _write_gpt_neox(model: Any, to: _Writer) -> _Parts:
     x, normed, attended, summed = (to.buffer(hidden) for _ in range(4))
     qkv, middle = to.buffer(3 * hidden), to.buffer(config.intermediate_size)
     query, key, value = (_Place(qkv, part * dim, 3 * dim, 3 * hidden) for part in range(3))
+    to.embed(model, x)
     for index, layer in enumerate(model.gpt_neox.layers):
         to.norm(layer.input_layernorm, x, normed)
         to.linear(layer.attention.query_key_value, normed, qkv)
@@ -203,6 +179,7 @@ def _write_llama(model: Any, to: _Writer) -> _Parts:
     keys, values = to.buffer(kv_heads * dim), to.buffer(kv_heads * dim)
     middle = to.buffer(config.intermediate_size)
     query, key, value = (_Place(each, 0, dim, to.widths[each]) for each in (queries, keys, values))
+    to.embed(model, x)
     for index, layer in enumerate(model.model.layers):
         to.norm(layer.input_layernorm, x, normed)
         to.linear(layer.self_attn.q_proj, normed, queries)
@@ -228,73 +205,29 @@ _WRITERS: dict[str, Callable[[Any, _Writer], _Parts]] = {
 }
 
 
-class NativeForward:
-    """A model's forward by its program; called as `FlatForward` is, with a `NativeBatch`."""
+@dataclass(frozen=True)
+class Program:
+    """A model's program.
 
-    def __init__(self, model: PreTrainedModel, writer: _Writer, parts: _Parts) -> None:
-        self._model = model  # its weights are what the program points at
-        self._embed = model.get_input_embeddings()
-        self._rotary = parts.rotary
-        self._dtype = writer.dtype
-        self._widths = writer.widths
-        self._operations = (_Operation * len(writer.operations))(*writer.operations)
-        parts.shape.dtype = DTYPES[self._dtype]
-        self._program = _Program(ctypes.addressof(self._operations), len(self._operations), parts.shape)
-        self._cosines = self._sines = torch.empty(0, 0)  # [positions, rotary size]
+    Attributes:
+        model: Whose weights the operations point at.
+        dtype: Of all buffers.
+        widths: Of each buffer: its numbers a row. The last one takes the logits.
+        operations: `struct operation` of `native/forward.c`, in order.
+        shape: Of attention.
+        rotary: Of the model: positions to cosines and sines.
+    """
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, attending: Any, keep: Tensor | None = None) -> Tensor:
-        """As `FlatForward`.
-
-        Raises:
-            MemoryError: There is none for the kernel's own numbers.
-        """
-        assert isinstance(attending, NativeBatch)
-        count = token_ids.shape[1]
-        if keep is None:
-            keep = torch.arange(count)
-        hidden = self._embed(token_ids)[0].to(self._dtype).contiguous()  # [n, hidden]; overwritten
-        logits = torch.empty(len(keep), self._widths[-1], dtype=self._dtype)
-        self._reach(int(positions.max()) if count else 0)
-        size = self._dtype.itemsize
-        bytes_of = [-(-width * count * size // _ALIGNMENT) * _ALIGNMENT for width in self._widths[1:-1]]
-        memory = torch.empty(sum(bytes_of) + _ALIGNMENT, dtype=torch.uint8)
-        at = -(-memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-        buffers = (ctypes.c_void_p * len(self._widths))(hidden.data_ptr())
-        for number, each in enumerate(bytes_of, start=1):
-            buffers[number] = at
-            at += each
-        buffers[len(self._widths) - 1] = logits.data_ptr()
-        arena = attending.arena
-        first = arena.layer(0)  # [2, kv_heads, slots, dim]
-        rotary = _Rotary(positions.data_ptr(), self._cosines.data_ptr(), self._sines.data_ptr(), self._cosines.shape[1])
-        called = _Call(
-            count,
-            len(keep),
-            keep.data_ptr(),
-            ctypes.addressof(buffers),
-            rotary,
-            attending.segments,
-            len(attending.segments),
-            first.data_ptr(),
-            first.numel(),
-            first.stride(0),
-            first.stride(1),
-        )
-        call("dynatree_forward", ctypes.byref(self._program), ctypes.byref(called))
-        return logits
-
-    def _reach(self, position: int) -> None:
-        """Have the cosines and sines of positions up to this one, which depend on nothing else."""
-        if position < len(self._cosines):
-            return
-        size = max(_LEAST_POSITIONS, 1 << position.bit_length())
-        like = torch.empty(1, 1, dtype=self._dtype)
-        cosines, sines = self._rotary(like, torch.arange(size)[None])
-        self._cosines, self._sines = cosines[0].contiguous(), sines[0].contiguous()
+    model: PreTrainedModel
+    dtype: torch.dtype
+    widths: tuple[int, ...]
+    operations: ctypes.Array[_Operation]
+    shape: Shape
+    rotary: nn.Module
 
 
-def native_forward(model: PreTrainedModel) -> NativeForward | None:
-    """The forward of a model whose linear layers are native; None for a family or a variant without a program."""
+def program_of(model: PreTrainedModel) -> Program | None:
+    """The program of a model whose linear layers are native; None for a family or a variant without one."""
     write = _WRITERS.get(model.config.model_type)
     if write is None:
         return None
@@ -303,4 +236,6 @@ def native_forward(model: PreTrainedModel) -> NativeForward | None:
         parts = write(model, writer)
     except _NoProgramError:
         return None
-    return NativeForward(model, writer, parts)
+    parts.shape.dtype = DTYPES[model.dtype]
+    operations = (_Operation * len(writer.operations))(*writer.operations)
+    return Program(model, model.dtype, tuple(writer.widths), operations, parts.shape, parts.rotary)

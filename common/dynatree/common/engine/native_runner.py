@@ -1,0 +1,125 @@
+"""The runner of a program: a forward over any number of segments is one call of the kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynatree.common.engine.arena import KVArena
+from dynatree.common.engine.native import call
+from dynatree.common.engine.native_attention import SegmentStructure, Shape, structures_of
+from dynatree.common.engine.native_program import Program
+from dynatree.common.engine.segment import Segment
+
+_LEAST_POSITIONS = 256
+_ALIGNMENT = 64  # bytes; a line of the caches
+_NUMBERS = "q"  # arrays of int64
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("operations", ctypes.c_void_p), ("count", ctypes.c_int64), ("shape", Shape))
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("n", ctypes.c_int64),
+        ("kept", ctypes.c_int64),
+        ("tokens", ctypes.c_void_p),
+        ("keep", ctypes.c_void_p),
+        ("buffers", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("rotary_size", ctypes.c_int64),
+        ("segments", ctypes.POINTER(SegmentStructure)),
+        ("segment_count", ctypes.c_int64),
+        ("arena", ctypes.c_void_p),
+        ("arena_layer", ctypes.c_int64),
+        ("arena_values", ctypes.c_int64),
+        ("arena_head", ctypes.c_int64),
+    )
+
+
+class NativeRunner:
+    """Implements `Runner`. Little Python runs in a forward: after one, nothing of Python is in the caches."""
+
+    def __init__(self, program: Program, arena: KVArena) -> None:
+        self._program = program
+        self._structure = _Program(ctypes.addressof(program.operations), len(program.operations), program.shape)
+        embeddings: Any = program.model.get_input_embeddings()
+        self._vocab_size: int = embeddings.num_embeddings
+        self._memory = torch.empty(0, dtype=torch.uint8)  # the buffers', but for the logits
+        self._buffers = (ctypes.c_void_p * len(program.widths))()
+        self._buffered = -1  # tokens that the buffers are laid out for
+        self._cosines = self._sines = torch.empty(0, 0)  # [positions, rotary size]
+        self._call = _Call()
+        self._call.buffers = ctypes.addressof(self._buffers)
+        slots = arena.layer(0)  # [2, kv_heads, slots, dim]
+        self._call.arena, self._call.arena_layer = slots.data_ptr(), slots.numel()
+        self._call.arena_values, self._call.arena_head = slots.stride(0), slots.stride(1)
+        self._arena = arena  # which the call points at
+
+    def run(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """As `Runner.run`.
+
+        Raises:
+            IndexError: A token that the model does not have.
+            MemoryError: There is none for the kernels' own numbers.
+        """
+        tokens, positions, keep = array(_NUMBERS), array(_NUMBERS), array(_NUMBERS)
+        kept = []
+        for segment in segments:
+            first, before = len(tokens), len(keep)
+            tokens.extend(segment.token_ids)
+            positions.extend(segment.positions)
+            if segment.keep is None:
+                keep.extend(range(first, len(tokens)))
+            else:
+                keep.extend(first + index for index in segment.keep)
+            kept.append(len(keep) - before)
+        count = len(tokens)
+        if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+            raise IndexError(f"a token is not in [0, {self._vocab_size})")
+        self._reach(max(positions))
+        self._lay_out(count)
+        logits = torch.empty(len(keep), self._program.widths[-1], dtype=self._program.dtype)
+        self._buffers[len(self._buffers) - 1] = logits.data_ptr()
+        structures, masks = structures_of(segments)  # the structures point at the masks
+        to = self._call
+        to.n, to.kept = count, len(keep)
+        to.tokens, to.positions, to.keep = (each.buffer_info()[0] for each in (tokens, positions, keep))
+        to.segments, to.segment_count = structures, len(structures)
+        call("dynatree_forward", ctypes.byref(self._structure), ctypes.byref(to))
+        del masks
+        return [logits] if len(kept) == 1 else list(logits.split_with_sizes(kept))
+
+    def _lay_out(self, count: int) -> None:
+        """Have the buffers of so many tokens lie one behind the other."""
+        if count == self._buffered:
+            return
+        size = self._program.dtype.itemsize
+        lengths = [-(-width * count * size // _ALIGNMENT) * _ALIGNMENT for width in self._program.widths[:-1]]
+        needed = sum(lengths) + _ALIGNMENT
+        if needed > len(self._memory):
+            self._memory = torch.empty(needed, dtype=torch.uint8)
+        at = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        for number, length in enumerate(lengths):
+            self._buffers[number] = at
+            at += length
+        self._buffered = count
+
+    def _reach(self, position: int) -> None:
+        """Have the cosines and sines of positions up to this one, which depend on nothing else."""
+        if position < len(self._cosines):
+            return
+        size = max(_LEAST_POSITIONS, 1 << position.bit_length())
+        like = torch.empty(1, 1, dtype=self._program.dtype)
+        cosines, sines = self._program.rotary(like, torch.arange(size)[None])
+        self._cosines, self._sines = cosines[0].contiguous(), sines[0].contiguous()
+        self._call.cosines, self._call.sines = self._cosines.data_ptr(), self._sines.data_ptr()
+        self._call.rotary_size = self._cosines.shape[1]
