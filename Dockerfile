@@ -2,12 +2,12 @@
 # Both run `dynatree`; arguments after the image's name replace the command below.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
-# A C compiler makes the attention kernel; where none can be had, torch's attention is used.
+# A C compiler makes the kernels; where none can be had, torch's are used.
 FROM ${BASE_IMAGE} AS wheel
 ARG PIP_ARGS=""
 RUN command -v cc \
  || { apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev >/dev/null; } \
- || echo "no C compiler: there will be no attention kernel"
+ || echo "no C compiler: there will be no kernels of our own"
 RUN python3 -m venv /opt/build
 WORKDIR /src
 COPY . .

@@ -302,3 +302,18 @@ def test_small_sizes_are_measured_more_often_and_the_least_counts(tmp_path, monk
     assert Counter(rows[1:]) == {1: 5, 2: 3, 3: 2, 4: 2, 5: 2, 6: 2}
     least = {1: 0.13 - 0.006, 2: 0.26 - 0.003, 3: 0.39 - 0.002, 4: 0.52 - 0.002, 5: 0.65 - 0.002, 6: 0.78 - 0.002}
     assert costs == pytest.approx(least)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [({1: 1.0, 2: 0.5, 4: 0.3, 6: 0.4}, 4), ({1: 1.0, 2: 0.99, 4: 0.97, 6: 3.0}, 1), ({1: 9, 2: 8, 4: 7, 6: 1}, 6)],
+)
+def test_a_draft_runs_on_the_fewest_threads_that_are_as_fast(seconds, chosen, tmp_path, monkeypatch):
+    engine = load_engine(ModelSettings(str(save_random_model(tmp_path / "model", "llama", seed=1)), sessions=1))
+    set_to = [6]
+    monkeypatch.setattr(timing.torch, "get_num_threads", lambda: set_to[-1])
+    monkeypatch.setattr(timing.torch, "set_num_threads", set_to.append)
+    monkeypatch.setattr(timing, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "_seconds", lambda *_: seconds[set_to[-1]])
+    assert timing.choose_threads(engine) == chosen == set_to[-1]
+    assert engine.arena.free_slots == engine.arena.size

@@ -12,8 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dynatree.client import Client
 from dynatree.common import embedded
+from dynatree.common.engine import native
 from dynatree.draft.policies import DEFAULT_POLICY
 
+needs_equal_bits = pytest.mark.skipif(
+    native.kernels() is None or torch.cpu._is_amx_tile_supported(), reason="no kernels of our own for 16 bits here"
+)
 CHAIN = ("linear", {"depth": 6})
 BUSH = ("fixed", {"depth": 3, "breadth": 3, "tau": 0})
 LARGE_BUSH = ("fixed", {"depth": 4, "breadth": 4, "tau": 0})  # 256 nodes
@@ -211,3 +215,37 @@ def test_bfloat16_divergences_are_near_ties(tmp_path, record_property, texts, po
     )
     # two roundings apart, relative to the largest logit: bfloat16 has 8 bits
     assert all(margin <= 2 * 2.0**-8 for margin in margins)
+
+
+@needs_equal_bits
+@pytest.mark.parametrize(
+    ("texts", "policies"),
+    [(TEXTS[:1], (BUSH, DEFAULT)), pytest.param(TEXTS, EMBEDDED_POLICIES, marks=pytest.mark.long)],
+    ids=["one text", "every text"],
+)
+def test_in_bfloat16_every_tree_gives_plain_decodings_tokens(tmp_path, texts, policies):
+    """With kernels of our own a token has the same bits in any forward, so no near-tie can fall the other way."""
+    for pair in open_pair(tmp_path, embedded.target_path(), embedded.draft_path(), dtype="bfloat16"):
+        for text in texts:
+            prompt = encode(text)
+            plain = pair.completion(prompt, MOST, PLAIN).token_ids
+            for policy in policies:
+                assert pair.completion(prompt, MOST, policy).token_ids == plain
+
+
+@needs_equal_bits
+def test_in_bfloat16_a_conversation_goes_on_from_what_its_answer_left(tmp_path):
+    """The slots that trees wrote are those that a prompt's forward would have written."""
+    prompt = encode(TEXTS[0])
+    with (
+        running_services(tmp_path, embedded.target_path(), embedded.draft_path(), dtype="bfloat16") as services,
+        Client(services.draft_address, principal="one") as client,
+        Client(services.draft_address, principal="another") as other,
+    ):
+        answer = client.generate(prompt, max_new_tokens=40, policy="fixed").token_ids
+        longer = [*prompt, *answer, *encode(" And then")]
+        again = client.generate(longer, max_new_tokens=40)
+        afresh = other.generate(longer, max_new_tokens=40)
+    assert again.stats.cached_tokens > len(prompt) + 30
+    assert afresh.stats.cached_tokens == 0
+    assert again.token_ids == afresh.token_ids

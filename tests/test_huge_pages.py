@@ -25,7 +25,8 @@ def in_small_pages(size):
 @pytest.mark.skipif(
     not ENABLED.exists() or "[never]" in ENABLED.read_text() or RELEASE < (6, 1), reason="this kernel cannot"
 )
-def test_weights_in_small_pages_are_moved(caplog):
+def test_weights_in_small_pages_are_moved(caplog, monkeypatch):
+    monkeypatch.setattr(huge_pages, "_WORTH_A_WORD", 1)
     weights = in_small_pages(8 * HUGE_PAGE)
     caplog.set_level(logging.INFO)
     assert use_huge_pages([weights], "a model") == 1.0

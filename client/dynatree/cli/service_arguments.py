@@ -52,7 +52,11 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
     )
     parser.add_argument("--device", default="auto", help="torch device, or auto for a GPU if any (default: auto)")
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="default: the checkpoint's own")
-    parser.add_argument("--threads", type=positive, help="CPU threads of the model (default: torch's choice)")
+    parser.add_argument(
+        "--threads",
+        type=positive,
+        help="CPU threads of the model (default: torch's choice, of a draft the fewest that are as fast)",
+    )
     parser.add_argument(
         "--static-shapes",
         action="store_true",

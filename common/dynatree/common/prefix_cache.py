@@ -30,7 +30,8 @@ class PrefixCache:
         arena: Whose ranges it hands out; nobody else reserves any.
         enabled: Whether anything is kept at all.
         only_prompts: Whether sessions leave their prompt alone. In 16 bits a token's keys and values may depend on the
-            forward that computed them, and a prompt's are to be those of a prompt's forward.
+            forward that computed them, and a prompt's are to be those of a prompt's forward (but see
+            `Engine.batch_invariant`).
     """
 
     def __init__(self, arena: KVArena, *, enabled: bool = True, only_prompts: bool = False) -> None:

@@ -42,6 +42,7 @@ def model_settings(
 def run_service(serve: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """Run a service to its end; a failure to start is one line and exit status 1."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("dynatree").setLevel(logging.INFO)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every try to reach the hub
 
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dynatree.common import embedded
 from dynatree.common.admission import Admission
-from dynatree.common.engine import Engine, ModelSettings, load_engine, with_forward_costs
+from dynatree.common.engine import Engine, ModelSettings, choose_threads, load_engine, with_forward_costs
 from dynatree.common.errors import FailedPreconditionError, StartupError
 from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_SESSIONS, MAX_TREE_NODES
 from dynatree.common.model_info import ModelInfo
@@ -84,6 +84,8 @@ async def serve(
         engine = await thread.run(load_engine, settings)
         target = await verify.target(verify_timeout)
         # measured when the verify service has measured its own: on one machine they would slow each other down
+        if settings.threads is None:
+            await thread.run(choose_threads, engine)
         engine = await thread.run(with_forward_costs, engine, MEASURED_ROWS)
         server = await start_draft(engine, thread, verify, target, address, policy, limits, AHEAD[draft_ahead])
         info = engine.info

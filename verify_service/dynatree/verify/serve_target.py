@@ -85,7 +85,9 @@ async def start_verify(engine: Engine, thread: ModelThread, address: str, limits
         StartupError: The address cannot be used.
     """
     in_16_bits = engine.arena.dtype.itemsize == 2
-    cache = PrefixCache(engine.arena, enabled=limits.prefix_cache, only_prompts=in_16_bits)
+    cache = PrefixCache(
+        engine.arena, enabled=limits.prefix_cache, only_prompts=in_16_bits and not engine.batch_invariant
+    )
     verifier = Verifier(engine, limits.max_tree_nodes, cache)
     scheduler = Scheduler(
         lambda parts: thread.run(verifier.run, parts), PassCosts(engine.info.forward_costs), limits.batch_rows

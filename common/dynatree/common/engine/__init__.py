@@ -3,6 +3,7 @@
 from dynatree.common.engine.engine import Engine
 from dynatree.common.engine.loading import ModelSettings, load_engine, with_forward_costs
 from dynatree.common.engine.segment import Segment
+from dynatree.common.engine.timing import choose_threads
 from dynatree.common.engine.tree_mask import ancestor_mask
 
-__all__ = ["Engine", "ModelSettings", "Segment", "ancestor_mask", "load_engine", "with_forward_costs"]
+__all__ = ["Engine", "ModelSettings", "Segment", "ancestor_mask", "choose_threads", "load_engine", "with_forward_costs"]

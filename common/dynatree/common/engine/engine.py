@@ -22,6 +22,10 @@ class Engine:
 
     Invariant: the logits of a token are those that the model gives for the sequence made of the slots which the token's
     mask shows, in the order of their positions, whatever else is in the forward.
+
+    Attributes:
+        batch_invariant: Whether those logits, and the keys and values that a forward stores, have the same bits
+            whatever else is in the forward; otherwise they may differ by rounding.
     """
 
     model: PreTrainedModel
@@ -30,6 +34,7 @@ class Engine:
     tokenizer: PreTrainedTokenizerBase
     info: ModelInfo
     eos_token_ids: frozenset[int]
+    batch_invariant: bool = False
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[Tensor]:

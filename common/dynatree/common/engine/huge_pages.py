@@ -48,9 +48,11 @@ def use_huge_pages(weights: Iterable[Tensor], name: str) -> float | None:
     if huge is None:
         return None
     share = min(1.0, huge / size)
+    if size < _WORTH_A_WORD:
+        return share
     if share >= _ENOUGH:
         log.info("%s: %.0f %% of %.1f GB of weights lie in huge pages", name, 100 * share, size / 1e9)
-    elif size >= _WORTH_A_WORD:
+    else:
         log.warning(
             "%s: only %.0f %% of %.1f GB of weights lie in huge pages, so steps are up to a fifth slower; %s",
             name,

@@ -135,7 +135,9 @@ def load_engine(settings: ModelSettings) -> Engine:
     )
     attending = partial(NativeBatch, arena=arena) if native else partial(Batch, arena=arena, batch_invariant=padded)
     runner = _runner(model, arena, attending, settings.static_shapes, native)
-    engine = Engine(model, runner, arena, tokenizer, info, defaults.eos_token_ids)
+    engine = Engine(
+        model, runner, arena, tokenizer, info, defaults.eos_token_ids, batch_invariant=isinstance(runner, NativeRunner)
+    )
     with _explained(name, model.config):
         check_outputs(engine)
     return with_forward_costs(engine, settings.measured_rows)

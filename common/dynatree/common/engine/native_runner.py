@@ -85,6 +85,8 @@ class NativeRunner:
         count = len(tokens)
         if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
             raise IndexError(f"a token is not in [0, {self._vocab_size})")
+        if keep and not 0 <= min(keep) <= max(keep) < count:
+            raise IndexError(f"logits are wanted of a token that is not in [0, {count})")
         self._reach(max(positions))
         self._lay_out(count)
         logits = torch.empty(len(keep), self._program.widths[-1], dtype=self._program.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import torch
@@ -11,6 +12,8 @@ from dynatree.common.engine.segment import Segment
 from dynatree.common.kv_range import KVRange
 from dynatree.common.model_info import FORWARD_SIZES, ForwardCost
 
+log = logging.getLogger(__name__)
+
 CONTEXT = 128  # slots that the tokens attend to
 MAX_PASSES = 5
 LEAST_PASSES = 2  # the first forward over a size also prepares its kernels
@@ -18,6 +21,10 @@ SIZE_SECONDS = 0.6  # a size that took so long in all is not measured again
 LONG_SECONDS = 2.0  # a size that took so long is measured once
 ALL_SECONDS = 7.0  # no further size is tried once all took so long
 LAST = (3, 5)  # between sizes of nearly their cost, so a slow model does without them
+REST_SECONDS = 0.01  # longer than idle threads turn for more work
+LEVELS = 4  # forwards of a round
+ROUNDS = 5
+NEARLY = 1.05  # times the best: as fast
 
 
 def measure_forwards(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
@@ -45,6 +52,36 @@ def measure_forwards(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
     finally:
         engine.arena.release(kv)
     return tuple(ForwardCost(rows, min(seconds)) for rows, seconds in sorted(measured.items()))
+
+
+def choose_threads(engine: Engine) -> int:
+    """Have a draft run on the fewest threads that are as fast as any, and return their number.
+
+    What is timed is what a draft does: a few forwards over one token, after a rest in which the other threads fell
+    asleep. A small model gains little by more threads, and on many cores it loses. No session may be open.
+    """
+    most = torch.get_num_threads()
+    counts = [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
+    if most == 1 or engine.arena.device.type != "cpu":
+        return most
+    context = min(CONTEXT, engine.info.context_length // 2)
+    kv = engine.arena.reserve(context + 1)
+    assert kv is not None, "measured before any session is open"
+    try:
+        seconds = {count: min(_round(engine, kv, context, count) for _ in range(ROUNDS)) for count in counts}
+    finally:
+        engine.arena.release(kv)
+    chosen = next(count for count in counts if seconds[count] <= NEARLY * min(seconds.values()))
+    torch.set_num_threads(chosen)
+    log.info("%s: %d of %d threads are as fast as any", engine.info.name, chosen, most)
+    return chosen
+
+
+def _round(engine: Engine, kv: KVRange, context: int, threads: int) -> float:
+    """The seconds of a few forwards on so many threads, after a rest."""
+    torch.set_num_threads(threads)
+    time.sleep(REST_SECONDS)
+    return sum(_seconds(engine, kv, context, 1) for _ in range(LEVELS))
 
 
 def _seconds(engine: Engine, kv: KVRange, context: int, rows: int) -> float:
