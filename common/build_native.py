@@ -9,12 +9,13 @@ import subprocess
 import sysconfig
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = "common/dynatree/common/engine/native"
 SOURCES = ("attention.c", "linear.c", "forward.c")
-FLAGS = ("-O3", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
+FLAGS = ("-O3", "-fno-strict-aliasing", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
 # Of each build, in the order of `native.BUILDS`: the instructions that it may use.
 TARGETS = {
     "kernels_avx512_bf16.so": ("-march=x86-64-v4", "-mavx512bf16"),
@@ -38,18 +39,32 @@ class NativeHook(BuildHookInterface[Any]):
             build_data["artifacts"] += [f"/{FOLDER}/{name}" for name in built]
 
     def _compile(self, folder: Path, name: str) -> bool:
+        output = folder / name
+        output.unlink(missing_ok=True)
         compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
         if compiler is None or platform.system() != "Linux" or platform.machine() != "x86_64":
             return False
-        output = folder / name
-        output.unlink(missing_ok=True)
         sources = [str(folder / source) for source in SOURCES]
-        command = [*compiler.split(), *FLAGS, *TARGETS[name], *sources, "-lm", "-o", str(output)]
+        command = [
+            *compiler.split(),
+            *FLAGS,
+            f"-DSOURCES={_checksum(folder)}u",
+            *TARGETS[name],
+            *sources,
+            "-lm",
+            "-o",
+            str(output),
+        ]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        except OSError as error:
+        except (OSError, subprocess.SubprocessError) as error:
             self.app.display_warning(f"{name} was not compiled: {error}")
             return False
         if done.returncode:
             self.app.display_warning(f"{name} was not compiled: {done.stderr.strip()[-500:]}")
         return not done.returncode
+
+
+def _checksum(folder: Path) -> int:
+    """Of the sources, as `native.checksum` has it."""
+    return crc32(b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]"))))

@@ -13,6 +13,8 @@ from dynatree.common.engine.native_linear import NativeLinear
 from dynatree.common.engine.native_runner import NativeRunner
 from dynatree.common.kv_range import KVRange
 
+FOLDER = native.FOLDER
+
 
 @pytest.fixture(name="folder")
 def folder_fixture(monkeypatch, tmp_path):
@@ -33,6 +35,19 @@ def test_a_build_that_does_not_load_is_not_used(folder, monkeypatch, caplog):
     monkeypatch.setattr(native, "BUILDS", {"kernels_avx2.so": lambda: True})
     assert native.kernels() is None
     assert "kernels_avx2.so do not load" in caplog.text
+
+
+@compiled
+def test_a_build_of_other_sources_is_not_used(folder, monkeypatch, caplog):
+    name = next(name for name, fits in native.BUILDS.items() if fits())
+    (folder / name).write_bytes((FOLDER / name).read_bytes())
+    for source in FOLDER.glob("*.[ch]"):
+        (folder / source.name).write_bytes(source.read_bytes())
+    assert native.kernels() is not None
+    native.kernels.cache_clear()
+    (folder / "kernels.h").write_text("/* another */")
+    assert native.kernels() is None
+    assert "other sources" in caplog.text
 
 
 def test_without_compiled_kernels_a_model_is_served_by_torchs(folder, tmp_path, caplog):

@@ -146,3 +146,43 @@ def test_a_model_says_the_same_by_either_attention(tmp_path, dtype, monkeypatch)
     native = logits()
     monkeypatch.setattr(loading, "is_native", lambda device, dtype: False)
     assert (native.float() - logits().float()).abs().max() < (1e-5 if dtype == "float32" else 0.05)
+
+
+@compiled
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hidden_slots_between_those_that_a_query_sees_change_no_bit(dtype):
+    """A chain among hidden siblings: wherever its slots lie, odd or even, it has the bits that it has alone."""
+    generator = torch.Generator().manual_seed(7)
+    heads, dim, prefix, length = 32, 80, 61, 24
+    shape = KVShape(1, heads, dim)
+    arena = KVArena(shape, 400, dtype, torch.device("cpu"))
+    one, other = arena.reserve(200), arena.reserve(200)
+    held = torch.randn(2, heads, prefix, dim, generator=generator).to(dtype)
+    for kv in (one, other):
+        arena.slots(kv, prefix)[0].copy_(held)
+    for _ in range(150):  # one token in 400 had other bits where pairs of slots were added in another order
+        tensors = new_tensors(generator, 2 * length, heads, heads, dim, dtype)
+        places = torch.randperm(2 * length, generator=generator)[:length].sort().values
+        chain = [each[:, places] for each in tensors]
+        alone = NativeBatch([segment_of(one, prefix, length)], arena).attend(0, *chain, None)
+        mask = torch.eye(2 * length, dtype=torch.bool)
+        for index, place in enumerate(places):
+            mask[place, places[:index]] = True
+        among = NativeBatch([segment_of(other, prefix, 2 * length, mask)], arena).attend(0, *tensors, None)
+        assert torch.equal(among[places], alone)
+
+
+@compiled
+@pytest.mark.usefixtures("build")
+def test_many_light_slots_beside_a_heavy_one_are_not_lost():
+    slots, dim = 20_000, 16
+    arena = KVArena(KVShape(1, 1, dim), slots + 64, torch.float32, torch.device("cpu"))
+    keys, values = arena.layer(0)
+    keys[0, 0, 0] = 17.3
+    values[0, 0] = 1.0
+    query = torch.zeros(1, 1, dim)
+    query[..., 0] = 1.0
+    segment = segment_of(arena.reserve(slots + 10), slots - 1, 1)
+    output = NativeBatch([segment], arena).attend(0, query, torch.zeros(1, 1, dim), torch.zeros(1, 1, dim), 1.0)
+    assert (output - 1 / (1 + (slots - 1) * math.exp(-17.3))).abs().max() < 1e-6

@@ -126,3 +126,25 @@ def test_logits_outlive_the_next_forward(tmp_path):
     copy = first.clone()
     engine.forward([Segment(KVRange(0, 9), 3, TOKENS[3:9], range(3, 9))])
     assert torch.equal(first, copy)
+
+
+@pytest.mark.parametrize(
+    "segment",
+    [
+        Segment(KVRange(0, 9), 0, [1, 2], [0, 1], keep=[2]),
+        Segment(KVRange(0, 9), 0, [1, 2], [0, 1], keep=[-1]),
+        Segment(KVRange(0, 9), 0, [1, 2], [0]),
+        Segment(KVRange(0, 9), 0, [1, 2], [0, -1]),
+        Segment(KVRange(0, 9), 0, [1, 2], [0, 1], mask=torch.ones(1, 2, dtype=torch.bool)),
+    ],
+)
+def test_what_would_read_beyond_is_refused(segment, tmp_path):
+    engine = load(save_random_model(tmp_path / "model", "llama", seed=4))
+    with pytest.raises((IndexError, ValueError)):
+        engine.forward([segment])
+
+
+def test_more_logits_than_tokens(tmp_path):
+    engine = load(save_random_model(tmp_path / "model", "llama", seed=4), "float16")
+    (logits,) = engine.forward([Segment(KVRange(0, 9), 0, TOKENS[:2], range(2), keep=[1] * 500)])
+    assert torch.equal(logits, logits[:1].expand(500, -1))

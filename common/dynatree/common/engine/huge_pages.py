@@ -96,9 +96,11 @@ def _huge_bytes(spans: list[tuple[int, int]]) -> int | None:
 
 
 def _remedy(refusal: int) -> str:
-    if not _ENABLED.exists():
+    try:
+        enabled = _ENABLED.read_text()
+    except OSError:
         return "this kernel has none"
-    if "[never]" in _ENABLED.read_text():
+    if "[never]" in enabled:
         return f"allow them: echo madvise > {_ENABLED}"
     reason = f" ({errno.errorcode.get(refusal, refusal)})" if refusal else ""
     return (

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -49,11 +50,19 @@ def kernels() -> ctypes.CDLL | None:
                 library = ctypes.CDLL(str(path))
                 for function, arguments in _FUNCTIONS.items():
                     getattr(library, function).argtypes = arguments
+                library.dynatree_sources.restype = ctypes.c_uint32
+                if library.dynatree_sources() != checksum():
+                    raise OSError("it was built of other sources; install again")
             except (OSError, AttributeError) as error:
                 log.warning("the kernels %s do not load, so torch's are used: %s", name, error)
                 return None
             return library
     return None
+
+
+def checksum() -> int:
+    """Of the kernels' sources, which lie beside the builds; a build of other ones may have other structures."""
+    return crc32(b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]"))))
 
 
 def is_native(device: torch.device, dtype: torch.dtype) -> bool:

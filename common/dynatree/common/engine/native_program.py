@@ -115,9 +115,10 @@ class _Writer:
         combination: int = _ALONE,
         other: int = -1,
     ) -> None:
-        if type(module) is not NativeLinear or module.in_features != self.widths[source]:
+        if type(module) is not NativeLinear or module.weight.dtype != self.dtype:
             raise _NoProgramError
-        assert module.out_features == self.widths[target]
+        if (module.in_features, module.out_features) != (self.widths[source], self.widths[target]):
+            raise _NoProgramError
         linear = Linear.from_buffer_copy(module.structure)
         linear.activation, linear.combination = activation, combination
         self._add(kind=_LINEAR, source=source, target=target, other=other, linear=linear)

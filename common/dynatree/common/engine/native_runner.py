@@ -68,27 +68,30 @@ class NativeRunner:
         """As `Runner.run`.
 
         Raises:
-            IndexError: A token that the model does not have.
+            IndexError: A token that the model does not have, or logits of none.
+            ValueError: Positions or a mask do not fit the tokens.
             MemoryError: There is none for the kernels' own numbers.
         """
         tokens, positions, keep = array(_NUMBERS), array(_NUMBERS), array(_NUMBERS)
         kept = []
         for segment in segments:
-            first, before = len(tokens), len(keep)
+            first, size = len(tokens), len(segment.token_ids)
             tokens.extend(segment.token_ids)
             positions.extend(segment.positions)
-            if segment.keep is None:
-                keep.extend(range(first, len(tokens)))
-            else:
-                keep.extend(first + index for index in segment.keep)
-            kept.append(len(keep) - before)
+            wanted = range(size) if segment.keep is None else segment.keep
+            if wanted and not 0 <= min(wanted) <= max(wanted) < size:
+                raise IndexError(f"logits are wanted of a token that is not in [0, {size})")
+            if segment.mask is not None and len(segment.mask) != size:
+                raise ValueError(f"a mask has {len(segment.mask)} rows for {size} tokens")
+            keep.extend(first + index for index in wanted)
+            kept.append(len(wanted))
         count = len(tokens)
         if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
             raise IndexError(f"a token is not in [0, {self._vocab_size})")
-        if keep and not 0 <= min(keep) <= max(keep) < count:
-            raise IndexError(f"logits are wanted of a token that is not in [0, {count})")
+        if len(positions) != count or min(positions) < 0:
+            raise ValueError(f"expected a position of at least 0 for each of {count} tokens")
         self._reach(max(positions))
-        self._lay_out(count)
+        self._lay_out(max(count, len(keep)))
         logits = torch.empty(len(keep), self._program.widths[-1], dtype=self._program.dtype)
         self._buffers[len(self._buffers) - 1] = logits.data_ptr()
         structures, masks = structures_of(segments)  # the structures point at the masks

@@ -27,7 +27,7 @@ struct scratch {
     float *queries; /* [chunk, dim], scaled; of pairs [chunk, dim / 2], not scaled */
     float *weights; /* [chunk, slots]: scores, then weights; of pairs [chunk, slots / 2] in the same places */
     float *sums;    /* [chunk, wide]: weights @ values so far */
-    float *totals;  /* [chunk]: sums of weights */
+    double *totals; /* [chunk]: sums of weights; beside a heavy weight a float would lose what many light ones add up to */
     int64_t slots;
 };
 
@@ -119,7 +119,7 @@ INLINE void score(const struct scratch *s, int64_t row, int64_t tile, int64_t di
 /* Scores of `rows` queries for `count` slots, whole tiles, become weights relative to each one's highest score. Their
  * total is summed up slot by slot: a slot that is not seen adds an exact zero, wherever it lies. */
 INLINE void weigh(const struct scratch *s, int64_t row, int64_t count, int rows, int paired) {
-    float totals[ROWS] = {0};
+    double totals[ROWS] = {0};
     for (int r = 0; r < rows; r++) {
         float *weights = s->weights + (row + r) * s->slots;
         vec top = splat(LOWEST);
@@ -138,8 +138,9 @@ INLINE void weigh(const struct scratch *s, int64_t row, int64_t count, int rows,
         for (int r = 0; r < rows; r++) {
             float *weights = s->weights + (row + r) * s->slots;
             for (int64_t i = 0; i < count; i += 2 * LANES)
-                *(vec *)(weights + i / 2) = (vec)_mm512_cvtne2ps_pbh((__m512) * (vec *)(weights + i + LANES),
-                                                                     (__m512) * (vec *)(weights + i));
+                *(vec *)(weights + i / 2) = (vec)_mm512_rol_epi32(
+                    (__m512i)_mm512_cvtne2ps_pbh((__m512) * (vec *)(weights + i + LANES), (__m512) * (vec *)(weights + i)),
+                    16);
         }
 #else
     (void)paired;
@@ -235,7 +236,8 @@ INLINE void read_values(float *to, const char *values, int64_t dim, int64_t wide
 }
 
 #ifdef __AVX512BF16__
-/* Likewise in pairs: of neighbouring dimensions of a key, and of neighbouring slots' values. */
+/* Likewise in pairs: of neighbouring dimensions of a key, and of neighbouring slots' values. The instruction adds the
+ * product of the upper halves first (Intel's manual, VDPBF16PS), so the slot that comes first lies there. */
 INLINE void read_key_pairs(float *to, const char *keys, int64_t dim, int count, const struct ahead *ahead) {
     int64_t pairs = dim / 2;
     for (int k = 0; k < TILE; k += LANES) {
@@ -260,7 +262,7 @@ INLINE void read_value_pairs(float *to, const char *values, int64_t dim, int64_t
             const char *at = values + (k * dim + d) * 2;
             __m512i even = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, at));
             __m512i odd = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(k + 1 < count ? there : 0, at + 2 * dim));
-            *(vec *)(to + k / 2 * wide + d) = (vec)_mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
+            *(vec *)(to + k / 2 * wide + d) = (vec)_mm512_or_si512(odd, _mm512_slli_epi32(even, 16));
         }
     }
 }
@@ -369,13 +371,13 @@ INLINE void attend_chunk(const struct layer *l, const struct shape *shape, const
     for (int64_t r = 0; r < rows; r++) {
         int64_t row = first + r;
         char *to = l->output + ((segment->first + row / group) * shape->heads + head * group + row % group) * dim * size;
-        for (int64_t d = 0; d < dim; d++) store_one(to + d * size, s->sums[r * wide + d] / s->totals[r], dtype);
+        for (int64_t d = 0; d < dim; d++) store_one(to + d * size, s->sums[r * wide + d] / (float)s->totals[r], dtype);
     }
 }
 
 /* Queries of a chunk: their weights stay in a core's second cache. */
 INLINE int64_t chunk_of(int64_t rows, int64_t slots) {
-    int64_t chunk = WEIGHTS / slots / ROWS * ROWS;
+    int64_t chunk = slots ? WEIGHTS / slots / ROWS * ROWS : 0;
     chunk = chunk < ROWS ? ROWS : chunk;
     return rows < chunk ? rows : chunk;
 }
@@ -428,7 +430,7 @@ INLINE void most(const struct shape *shape, const struct segment *segments, int6
 int64_t attention_floats(const struct shape *shape, const struct segment *segments, int64_t count) {
     int64_t dim = shape->dim, wide = (dim + LANES - 1) / LANES * LANES, chunk, weights;
     most(shape, segments, count, &chunk, &weights);
-    return (dim + wide) * TILE + weights + chunk * (dim + wide + 1) + 6 * 16; /* each part begins at a line of 64 bytes */
+    return (dim + wide) * TILE + weights + chunk * (dim + wide + 2) + 6 * 16; /* each part begins at a line of 64 bytes */
 }
 
 void attention_tasks(const struct layer *layer, const struct shape *shape, const struct rotary *rotary,
@@ -442,7 +444,7 @@ void attention_tasks(const struct layer *layer, const struct shape *shape, const
     s.queries = part(&at, chunk * dim);
     s.weights = part(&at, weights);
     s.sums = part(&at, chunk * wide);
-    s.totals = part(&at, chunk);
+    s.totals = (double *)part(&at, 2 * chunk);
     TASKS(task, count * shape->kv_heads, next) {
         const struct segment *segment = &segments[task / shape->kv_heads];
         int64_t head = task % shape->kv_heads;

@@ -122,13 +122,17 @@ static void attend_tasks(const struct operation *o, const struct call *c, const 
     attention_tasks(&layer, shape, &c->rotary, c->segments, c->segment_count, memory, next);
 }
 
+/* Which sources a build is of: `native.py` takes none of other sources, whose structures may differ. */
+uint32_t dynatree_sources(void) { return SOURCES; }
+
 /* One forward, on OpenMP's threads. Returns 0, or -1 where there is no memory; the buffers and the arena's new slots
  * then hold anything. */
 int dynatree_forward(const struct program *p, const struct call *c) {
     int64_t floats = attention_floats(&p->shape, c->segments, c->segment_count), shared_floats = 0;
+    int64_t most = c->n > c->kept ? c->n : c->kept;
     if (linear_floats() > floats) floats = linear_floats();
     for (int64_t i = 0; i < p->count; i++) {
-        int64_t needed = p->operations[i].kind == LINEAR ? linear_shared_floats(&p->operations[i].linear, c->n) : 0;
+        int64_t needed = p->operations[i].kind == LINEAR ? linear_shared_floats(&p->operations[i].linear, most) : 0;
         if (needed > shared_floats) shared_floats = needed;
     }
     int64_t *next = calloc(p->count, sizeof *next);

@@ -108,7 +108,7 @@ INLINE vec erfc_of(vec x) {
 }
 
 INLINE vec activated(vec x, int64_t activation) {
-    if (activation == RELU) return choose(x > 0.0f, x, splat(0.0f));
+    if (activation == RELU) return choose(x < 0.0f, splat(0.0f), x);
     if (activation == SILU) {
         vec small = exponential(-magnitude(x));
         return x * choose(x > 0.0f, splat(1.0f), small) / (1.0f + small);
