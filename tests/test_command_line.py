@@ -314,6 +314,7 @@ WRONG = [
     [*VERIFY, "--nope"],
     [*VERIFY, "--dtype", "x"],
     [*VERIFY, "--threads", "0"],
+    [*VERIFY, "--threads", "100000"],
     [*VERIFY, "--grace", "long"],
     [*VERIFY, "--idle-timeout", "0"],
     [*VERIFY, "--max-context", "1"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,17 @@ def positive(text: str) -> int:
 
 
 positive.__name__ = "whole number"  # argparse names the type in its message
+
+
+def threads(text: str) -> int:
+    """An argparse type: at least 1, and no more than the machine has cores."""
+    number, cores = positive(text), os.cpu_count()
+    if cores is not None and number > cores:
+        raise argparse.ArgumentTypeError(f"{text} is more than the {cores} cores of this machine")
+    return number
+
+
+threads.__name__ = positive.__name__
 
 
 def not_negative(text: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from dynatree.cli.arguments import DTYPES, not_negative, positive
+from dynatree.cli.arguments import DTYPES, not_negative, positive, threads
 from dynatree.common.address import check_address
 from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_SESSIONS
 
@@ -54,7 +54,7 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="default: the checkpoint's own")
     parser.add_argument(
         "--threads",
-        type=positive,
+        type=threads,
         help="CPU threads of the model (default: torch's choice, of a draft the fewest that are as fast)",
     )
     parser.add_argument(
