@@ -13,6 +13,8 @@ PROTOS_PINS := grpcio-tools==1.76.0 grpcio==1.76.0 protobuf==6.33.6
 # Errors only: warnings about the machine's own pip settings would hide what matters.
 PIP_FLAGS := -qq --disable-pip-version-check
 
+KERNELS := $(wildcard common/dynatree/common/engine/native/*.[ch])
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-long test-all check protos protos-check clean
@@ -37,6 +39,7 @@ test-all: $(READY)  ## Run both
 check: $(READY)  ## Check style, format and types
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/clang-format --dry-run --Werror $(KERNELS)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
 
@@ -54,7 +57,7 @@ clean:  ## Remove the environments, caches and build outputs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The file .ready is made last, so that an interrupted installation starts anew.
-$(READY): pyproject.toml constraints.txt common/build_native.py $(wildcard common/dynatree/common/engine/native/*.[ch])
+$(READY): pyproject.toml constraints.txt common/build_native.py $(KERNELS)
 	@$(call make_venv,$(VENV))
 	@echo "Installing into $(VENV); the first time takes minutes (torch is large)"
 	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) $(PIP_ARGS) -c constraints.txt -e '.[dev]'

@@ -27,7 +27,8 @@ struct scratch {
     float *queries; /* [chunk, dim], scaled; of pairs [chunk, dim / 2], not scaled */
     float *weights; /* [chunk, slots]: scores, then weights; of pairs [chunk, slots / 2] in the same places */
     float *sums;    /* [chunk, wide]: weights @ values so far */
-    double *totals; /* [chunk]: sums of weights; beside a heavy weight a float would lose what many light ones add up to */
+    double
+        *totals; /* [chunk]: sums of weights; beside a heavy weight a float would lose what many light ones add up to */
     int64_t slots;
 };
 
@@ -53,20 +54,17 @@ struct scratch {
 #define LOW4(a, b) SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11)
 #define HIGH4(a, b) SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15)
 #endif
-#define SWAP(step, low, high)                        \
-    UNROLL for (int i = 0; i < LANES; i++) {         \
-        if (i & step) continue;                      \
-        vec a = x[i], b = x[i + step];               \
-        x[i] = low(a, b), x[i + step] = high(a, b);  \
+#define SWAP(step, low, high)                       \
+    UNROLL for (int i = 0; i < LANES; i++) {        \
+        if (i & step) continue;                     \
+        vec a = x[i], b = x[i + step];              \
+        x[i] = low(a, b), x[i + step] = high(a, b); \
     }
 
 /* LANES x LANES numbers of 32 bits, in place: ever larger blocks change sides. */
-INLINE void transpose(vec *x) {
-    SWAP(1, LOW1, HIGH1)
-    SWAP(2, LOW2, HIGH2)
-    SWAP(4, LOW4, HIGH4)
+INLINE void transpose(vec *x){SWAP(1, LOW1, HIGH1) SWAP(2, LOW2, HIGH2) SWAP(4, LOW4, HIGH4)
 #if LANES == 16
-    SWAP(8, LOW8, HIGH8)
+                                  SWAP(8, LOW8, HIGH8)
 #endif
 }
 
@@ -123,7 +121,8 @@ INLINE void weigh(const struct scratch *s, int64_t row, int64_t count, int rows,
     for (int r = 0; r < rows; r++) {
         float *weights = s->weights + (row + r) * s->slots;
         vec top = splat(LOWEST);
-        for (int64_t i = 0; i < count; i += LANES) top = choose(*(vec *)(weights + i) > top, *(vec *)(weights + i), top);
+        for (int64_t i = 0; i < count; i += LANES)
+            top = choose(*(vec *)(weights + i) > top, *(vec *)(weights + i), top);
         float highest = greatest(top);
         for (int64_t i = 0; i < count; i += LANES) {
             vec scores = *(vec *)(weights + i);
@@ -138,9 +137,10 @@ INLINE void weigh(const struct scratch *s, int64_t row, int64_t count, int rows,
         for (int r = 0; r < rows; r++) {
             float *weights = s->weights + (row + r) * s->slots;
             for (int64_t i = 0; i < count; i += 2 * LANES)
-                *(vec *)(weights + i / 2) = (vec)_mm512_rol_epi32(
-                    (__m512i)_mm512_cvtne2ps_pbh((__m512) * (vec *)(weights + i + LANES), (__m512) * (vec *)(weights + i)),
-                    16);
+                *(vec *)(weights + i / 2) =
+                    (vec)_mm512_rol_epi32((__m512i)_mm512_cvtne2ps_pbh((__m512) * (vec *)(weights + i + LANES),
+                                                                       (__m512) * (vec *)(weights + i)),
+                                          16);
         }
 #else
     (void)paired;
@@ -151,12 +151,12 @@ INLINE void weigh(const struct scratch *s, int64_t row, int64_t count, int rows,
 INLINE void gather(const struct scratch *s, int64_t row, int64_t tile, int64_t wide, int64_t at, int keys, int rows,
                    int count, int paired) {
     vec sums[ROWS][ACROSS + 1];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < count; c++)
-        sums[r][c] = *(vec *)(s->sums + (row + r) * wide + at + c * LANES);
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < count; c++) sums[r][c] =
+        *(vec *)(s->sums + (row + r) * wide + at + c * LANES);
     accumulate(sums, s->weights + row * s->slots + (paired ? tile / 2 : tile), s->slots, s->values + at, wide,
                paired ? (keys + 1) / 2 : keys, rows, count, paired);
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < count; c++)
-        *(vec *)(s->sums + (row + r) * wide + at + c * LANES) = sums[r][c];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < count; c++) *
+        (vec *)(s->sums + (row + r) * wide + at + c * LANES) = sums[r][c];
 }
 
 INLINE void gather_all(const struct scratch *s, int64_t row, int64_t tile, int64_t wide, int keys, int rows,
@@ -165,13 +165,13 @@ INLINE void gather_all(const struct scratch *s, int64_t row, int64_t tile, int64
     for (int64_t part = 0, at = 0, count; part < parts; part++, at += count * LANES) {
         count = (vectors - at / LANES) / (parts - part);
         switch (count) {
-        case 1: gather(s, row, tile, wide, at, keys, rows, 1, paired); break;
-        case 2: gather(s, row, tile, wide, at, keys, rows, 2, paired); break;
+            case 1: gather(s, row, tile, wide, at, keys, rows, 1, paired); break;
+            case 2: gather(s, row, tile, wide, at, keys, rows, 2, paired); break;
 #if ACROSS == 4
-        case 3: gather(s, row, tile, wide, at, keys, rows, 3, paired); break;
-        case 4: gather(s, row, tile, wide, at, keys, rows, 4, paired); break;
+            case 3: gather(s, row, tile, wide, at, keys, rows, 3, paired); break;
+            case 4: gather(s, row, tile, wide, at, keys, rows, 4, paired); break;
 #endif
-        default: gather(s, row, tile, wide, at, keys, rows, ACROSS + 1, paired);
+            default: gather(s, row, tile, wide, at, keys, rows, ACROSS + 1, paired);
         }
     }
 }
@@ -212,10 +212,10 @@ INLINE void read_keys(float *to, const char *keys, int64_t dim, int count, int64
         ask(ahead, k, k + LANES, dim * size);
         for (int64_t d = 0; d < whole; d += LANES) {
             vec x[LANES];
-            UNROLL for (int i = 0; i < LANES; i++)
-                x[i] = k + i < count ? load(keys + ((k + i) * dim + d) * size, dtype) : splat(0.0f);
+            UNROLL for (int i = 0; i < LANES; i++) x[i] =
+                k + i < count ? load(keys + ((k + i) * dim + d) * size, dtype) : splat(0.0f);
             transpose(x);
-            UNROLL for (int i = 0; i < LANES; i++) *(vec *)(to + (d + i) * TILE + k) = x[i];
+            UNROLL for (int i = 0; i < LANES; i++) * (vec *)(to + (d + i) * TILE + k) = x[i];
         }
         for (int64_t d = whole; d < dim; d++)
             for (int i = 0; i < LANES; i++)
@@ -245,10 +245,10 @@ INLINE void read_key_pairs(float *to, const char *keys, int64_t dim, int count, 
         for (int64_t p = 0; p < pairs; p += LANES) {
             __mmask16 there = pairs - p < LANES ? (1 << (pairs - p)) - 1 : -1;
             vec x[LANES];
-            UNROLL for (int i = 0; i < LANES; i++)
-                x[i] = k + i < count ? (vec)_mm512_maskz_loadu_epi32(there, keys + ((k + i) * pairs + p) * 4) : splat(0);
+            UNROLL for (int i = 0; i < LANES; i++) x[i] =
+                k + i < count ? (vec)_mm512_maskz_loadu_epi32(there, keys + ((k + i) * pairs + p) * 4) : splat(0);
             transpose(x);
-            UNROLL for (int i = 0; i < LANES; i++) if (p + i < pairs) *(vec *)(to + (p + i) * TILE + k) = x[i];
+            UNROLL for (int i = 0; i < LANES; i++) if (p + i < pairs) * (vec *)(to + (p + i) * TILE + k) = x[i];
         }
     }
 }
@@ -289,7 +289,8 @@ static void rotate(char *vectors, int64_t token, const struct rotary *rotary, in
         char *x = vectors + t * token * size, *y = x + half * size;
         for (int64_t d = 0; d < half; d++) {
             float a = load_one(x + d * size, dtype), b = load_one(y + d * size, dtype);
-            store_one(x + d * size, a * load_one(cosines + d * size, dtype) - b * load_one(sines + d * size, dtype), dtype);
+            store_one(x + d * size, a * load_one(cosines + d * size, dtype) - b * load_one(sines + d * size, dtype),
+                      dtype);
             store_one(y + d * size,
                       b * load_one(cosines + (half + d) * size, dtype) + a * load_one(sines + (half + d) * size, dtype),
                       dtype);
@@ -297,7 +298,8 @@ static void rotate(char *vectors, int64_t token, const struct rotary *rotary, in
     }
 }
 
-/* What comes after the tile that begins at slot `tile`: the rest of its tensor, or the first tile of what is read then. */
+/* What comes after the tile that begins at slot `tile`: the rest of its tensor, or the first tile of what is read then.
+ */
 INLINE struct ahead after(const char *from, int64_t tile, int64_t stop, int64_t bytes, struct ahead then) {
     if (tile + TILE >= stop) return then;
     return (struct ahead){from + (tile + TILE) * bytes, stop - tile - TILE};
@@ -318,8 +320,9 @@ INLINE void attend_chunk(const struct layer *l, const struct shape *shape, const
     int64_t group = shape->heads / shape->kv_heads, stop = reach(segment, first + rows - 1, group);
     for (int64_t r = 0; r < rows; r++) {
         int64_t row = first + r;
-        const char *query = l->query + ((head * group + row % group) * l->query_head +
-                                        (segment->first + row / group) * l->query_token) * size;
+        const char *query =
+            l->query +
+            ((head * group + row % group) * l->query_head + (segment->first + row / group) * l->query_token) * size;
         if (paired)
             memcpy(s->queries + r * dim, query, dim * size);
         else
@@ -370,7 +373,8 @@ INLINE void attend_chunk(const struct layer *l, const struct shape *shape, const
     }
     for (int64_t r = 0; r < rows; r++) {
         int64_t row = first + r;
-        char *to = l->output + ((segment->first + row / group) * shape->heads + head * group + row % group) * dim * size;
+        char *to =
+            l->output + ((segment->first + row / group) * shape->heads + head * group + row % group) * dim * size;
         for (int64_t d = 0; d < dim; d++) store_one(to + d * size, s->sums[r * wide + d] / (float)s->totals[r], dtype);
     }
 }
@@ -401,7 +405,8 @@ INLINE void attend(const struct layer *l, const struct shape *shape, const struc
     s->slots = (segment->start + segment->tokens + TILE - 1) / TILE * TILE;
     int64_t chunk = chunk_of(rows, s->slots);
     for (int64_t first = 0; first < rows; first += chunk) {
-        struct ahead then = {keys, s->slots}; /* for the next chunk, and at last for this thread's next head, as it seems */
+        struct ahead then = {keys,
+                             s->slots}; /* for the next chunk, and at last for this thread's next head, as it seems */
         if (first + chunk >= rows) then.from += omp_get_num_threads() * l->arena_head * size;
         if (first + chunk >= rows && head + omp_get_num_threads() >= shape->kv_heads) then.slots = 0;
         attend_chunk(l, shape, segment, head, first, rows - first < chunk ? rows - first : chunk, keys, values, then, s,
@@ -430,7 +435,8 @@ INLINE void most(const struct shape *shape, const struct segment *segments, int6
 int64_t attention_floats(const struct shape *shape, const struct segment *segments, int64_t count) {
     int64_t dim = shape->dim, wide = (dim + LANES - 1) / LANES * LANES, chunk, weights;
     most(shape, segments, count, &chunk, &weights);
-    return (dim + wide) * TILE + weights + chunk * (dim + wide + 2) + 6 * 16; /* each part begins at a line of 64 bytes */
+    return (dim + wide) * TILE + weights + chunk * (dim + wide + 2) +
+           6 * 16; /* each part begins at a line of 64 bytes */
 }
 
 void attention_tasks(const struct layer *layer, const struct shape *shape, const struct rotary *rotary,

@@ -43,7 +43,7 @@ struct call {
     struct rotary rotary;
     const struct segment *segments;
     int64_t segment_count;
-    char *arena; /* [layers, 2, kv_heads, slots, dim] */
+    char *arena;                                   /* [layers, 2, kv_heads, slots, dim] */
     int64_t arena_layer, arena_values, arena_head; /* strides in elements */
 };
 
@@ -113,10 +113,15 @@ static void attend_tasks(const struct operation *o, const struct call *c, const 
         .query = c->buffers[o->query.buffer] + o->query.offset * size,
         .key = c->buffers[o->key.buffer] + o->key.offset * size,
         .value = c->buffers[o->value.buffer] + o->value.offset * size,
-        .query_head = o->query.head, .query_token = o->query.token,
-        .key_head = o->key.head, .key_token = o->key.token,
-        .value_head = o->value.head, .value_token = o->value.token,
-        .keys = keys, .values = keys + c->arena_values * size, .arena_head = c->arena_head,
+        .query_head = o->query.head,
+        .query_token = o->query.token,
+        .key_head = o->key.head,
+        .key_token = o->key.token,
+        .value_head = o->value.head,
+        .value_token = o->value.token,
+        .keys = keys,
+        .values = keys + c->arena_values * size,
+        .arena_head = c->arena_head,
         .output = c->buffers[o->to],
     };
     attention_tasks(&layer, shape, &c->rotary, c->segments, c->segment_count, memory, next);

@@ -17,9 +17,9 @@ struct segment {
 
 /* Rotary positions (RoFormer, Su et al. 2021) of the first `size` dimensions, in halves as GPT-NeoX has them. */
 struct rotary {
-    const int64_t *positions; /* [n] */
+    const int64_t *positions;    /* [n] */
     const char *cosines, *sines; /* [positions, size] */
-    int64_t size;             /* 0: queries and keys come rotated */
+    int64_t size;                /* 0: queries and keys come rotated */
 };
 
 /* One layer's tensors; strides are in elements, and a head's dimensions lie side by side. */
@@ -47,7 +47,7 @@ struct linear {
 };
 
 /* A thread's share of the tasks: its own first one, then whatever no other has taken. `next` begins at 0. */
-#define TASKS(task, count, next)                          \
+#define TASKS(task, count, next)                              \
     for (int64_t task = omp_get_thread_num(); task < (count); \
          task = omp_get_num_threads() + __atomic_fetch_add(next, 1, __ATOMIC_RELAXED))
 

@@ -10,11 +10,11 @@
 
 #include "kernels.h"
 
-#define ROWS 6              /* of a block: with ACROSS vectors each, they fill the registers */
-#define PANEL 64            /* features; a multiple of ACROSS * LANES */
-#define CHUNK (16 * ROWS)   /* rows whose sums stay in the nearest cache */
-#define BLOCK (16 * 1024)   /* bytes of a panel that are read at a time */
-#define AHEAD 2048          /* bytes that are asked for in advance where memory is all that counts */
+#define ROWS 6            /* of a block: with ACROSS vectors each, they fill the registers */
+#define PANEL 64          /* features; a multiple of ACROSS * LANES */
+#define CHUNK (16 * ROWS) /* rows whose sums stay in the nearest cache */
+#define BLOCK (16 * 1024) /* bytes of a panel that are read at a time */
+#define AHEAD 2048        /* bytes that are asked for in advance where memory is all that counts */
 #define BEGINNING (64 * 1024)
 
 int64_t linear_floats(void) { return CHUNK * PANEL + BLOCK / 2; }
@@ -49,8 +49,8 @@ INLINE void meet(float *sums, const char *left, int64_t left_row, const char *ri
     const int halves = pairs && !paired ? 2 : 1; /* of a pair, the first number is the lower half of 32 bits */
     const int64_t steps = pairs ? inputs / 2 : inputs, stride = PANEL * (dtype == FLOAT16 ? 2 : 4);
     vec s[ROWS][PANEL / LANES];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < vectors; c++)
-        s[r][c] = *(vec *)(sums + r * PANEL + c * LANES);
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < vectors; c++) s[r][c] =
+        *(vec *)(sums + r * PANEL + c * LANES);
     for (int64_t step = 0; step < steps; step++, right += stride) {
         for (int line = 0; line < lines; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
         UNROLL for (int half = 0; half < halves; half++) {
@@ -67,8 +67,8 @@ INLINE void meet(float *sums, const char *left, int64_t left_row, const char *ri
             }
         }
     }
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < vectors; c++)
-        *(vec *)(sums + r * PANEL + c * LANES) = s[r][c];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < vectors; c++) *
+        (vec *)(sums + r * PANEL + c * LANES) = s[r][c];
 }
 
 /* A block of a panel and some rows, part by part; returns what is to be asked for next. */
@@ -79,8 +79,8 @@ INLINE const char *meet_all(float *sums, const char *left, int64_t left_row, con
     for (int part = 0; part < parts; part++) {
         int here = part < lines ? (lines + parts - 1) / parts : 0;
         int64_t at = part * across(rows) * LANES;
-        meet(sums + at, left, left_row, right + at * (dtype == FLOAT16 ? 2 : 4), inputs, rows, across(rows), dtype, ahead,
-             here);
+        meet(sums + at, left, left_row, right + at * (dtype == FLOAT16 ? 2 : 4), inputs, rows, across(rows), dtype,
+             ahead, here);
         ahead += here * 64 * steps;
     }
     return ahead;
@@ -88,8 +88,7 @@ INLINE const char *meet_all(float *sums, const char *left, int64_t left_row, con
 
 /* A block of pairs as [inputs, PANEL] floats. */
 INLINE void widen(float *to, const char *right, int64_t inputs) {
-    for (int64_t i = 0; i < inputs; i += 2)
-        UNROLL for (int c = 0; c < PANEL; c += LANES) {
+    for (int64_t i = 0; i < inputs; i += 2) UNROLL for (int c = 0; c < PANEL; c += LANES) {
             ivec pairs = *(const ivec *)(right + (i / 2 * PANEL + c) * 4);
             *(ivec *)(to + i * PANEL + c) = pairs << 16;
             *(ivec *)(to + (i + 1) * PANEL + c) = pairs & (int32_t)0xffff0000;
@@ -172,10 +171,10 @@ INLINE void compute(const struct linear *l, int64_t panel, const char *left, int
                 int lines = first ? 0 : groups > 3 ? group < 4 : groups == 3 ? 1 + !group : 4 / groups;
                 if (dtype == FLOAT16 || widening) lines = (lines + 1) / 2;
                 many = (rows - row) / (groups - group);
-#define CASE(r)                                                                                              \
-    case r:                                                                                                  \
-        ahead = widening ? meet_all(to, from, left_row, (char *)wide, inputs, r, FLOAT32, ahead, lines)      \
-                         : meet_all(to, from, left_row, right, inputs, r, dtype, ahead, lines);              \
+#define CASE(r)                                                                                         \
+    case r:                                                                                             \
+        ahead = widening ? meet_all(to, from, left_row, (char *)wide, inputs, r, FLOAT32, ahead, lines) \
+                         : meet_all(to, from, left_row, right, inputs, r, dtype, ahead, lines);         \
         break;
                 switch (many) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
             }

@@ -49,7 +49,7 @@ INLINE float load_one(const void *from, int64_t dtype) {
     float x;
     if (dtype == FLOAT32) return *(const float *)from;
     if (dtype == FLOAT16) return _cvtsh_ss(*(const uint16_t *)from);
-    bits = (uint32_t) * (const uint16_t *)from << 16;
+    bits = (uint32_t)*(const uint16_t *)from << 16;
     memcpy(&x, &bits, sizeof x);
     return x;
 }
