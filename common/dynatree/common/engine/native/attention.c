@@ -55,7 +55,7 @@ struct scratch {
 #define HIGH4(a, b) SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15)
 #endif
 #define SWAP(step, low, high)                       \
-    UNROLL for (int i = 0; i < LANES; i++) {        \
+    EACH(i, LANES) {                                \
         if (i & step) continue;                     \
         vec a = x[i], b = x[i + step];              \
         x[i] = low(a, b), x[i + step] = high(a, b); \
@@ -83,10 +83,10 @@ INLINE void accumulate(vec (*sums)[ACROSS + 1], const float *left, int64_t left_
                        int64_t right_step, int64_t steps, int rows, int count, int paired) {
     for (int64_t step = 0; step < steps; step++) {
         vec b[ACROSS + 1];
-        UNROLL for (int c = 0; c < count; c++) b[c] = *(const vec *)(right + step * right_step + c * LANES);
-        UNROLL for (int r = 0; r < rows; r++) {
+        EACH(c, count) b[c] = *(const vec *)(right + step * right_step + c * LANES);
+        EACH(r, rows) {
             vec a = splat(left[r * left_row + step]);
-            UNROLL for (int c = 0; c < count; c++) sums[r][c] = multiplied(sums[r][c], a, b[c], paired);
+            EACH(c, count) sums[r][c] = multiplied(sums[r][c], a, b[c], paired);
         }
     }
 }
@@ -101,16 +101,18 @@ INLINE void score(const struct scratch *s, int64_t row, int64_t tile, int64_t di
         vec sums[ROWS][ACROSS + 1] = {0};
         accumulate(sums, s->queries + row * dim, paired ? 2 * steps : steps, s->keys + at, TILE, steps, rows, ACROSS,
                    paired);
-        UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < ACROSS; c++) {
-            const __m128i *bytes = (const __m128i *)(visible + r * TILE + at + c * LANES);
+        EACH(r, rows)
+            EACH(c, ACROSS) {
+                const __m128i *bytes = (const __m128i *)(visible + r * TILE + at + c * LANES);
 #if LANES == 16
-            ivec seen = (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128(bytes)) != 0;
+                ivec seen = (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128(bytes)) != 0;
 #else
-            ivec seen = (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(bytes)) != 0;
+                ivec seen = (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(bytes)) != 0;
 #endif
-            vec scores = sums[r][c] * (paired ? scale : 1.0f);
-            *(vec *)(s->weights + (row + r) * s->slots + tile + at + c * LANES) = choose(seen, scores, splat(LOWEST));
-        }
+                vec scores = sums[r][c] * (paired ? scale : 1.0f);
+                *(vec *)(s->weights + (row + r) * s->slots + tile + at + c * LANES) =
+                    choose(seen, scores, splat(LOWEST));
+            }
     }
 }
 
@@ -130,7 +132,7 @@ INLINE void weigh(const struct scratch *s, int64_t row, int64_t count, int rows,
         }
     }
     for (int64_t i = 0; i < count; i++)
-        UNROLL for (int r = 0; r < rows; r++) totals[r] += s->weights[(row + r) * s->slots + i];
+        EACH(r, rows) totals[r] += s->weights[(row + r) * s->slots + i];
     for (int r = 0; r < rows; r++) s->totals[row + r] = totals[r];
 #ifdef __AVX512BF16__
     if (paired)
@@ -151,12 +153,12 @@ INLINE void weigh(const struct scratch *s, int64_t row, int64_t count, int rows,
 INLINE void gather(const struct scratch *s, int64_t row, int64_t tile, int64_t wide, int64_t at, int keys, int rows,
                    int count, int paired) {
     vec sums[ROWS][ACROSS + 1];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < count; c++) sums[r][c] =
-        *(vec *)(s->sums + (row + r) * wide + at + c * LANES);
+    EACH(r, rows)
+        EACH(c, count) sums[r][c] = *(vec *)(s->sums + (row + r) * wide + at + c * LANES);
     accumulate(sums, s->weights + row * s->slots + (paired ? tile / 2 : tile), s->slots, s->values + at, wide,
                paired ? (keys + 1) / 2 : keys, rows, count, paired);
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < count; c++) *
-        (vec *)(s->sums + (row + r) * wide + at + c * LANES) = sums[r][c];
+    EACH(r, rows)
+        EACH(c, count) *(vec *)(s->sums + (row + r) * wide + at + c * LANES) = sums[r][c];
 }
 
 INLINE void gather_all(const struct scratch *s, int64_t row, int64_t tile, int64_t wide, int keys, int rows,
@@ -212,10 +214,9 @@ INLINE void read_keys(float *to, const char *keys, int64_t dim, int count, int64
         ask(ahead, k, k + LANES, dim * size);
         for (int64_t d = 0; d < whole; d += LANES) {
             vec x[LANES];
-            UNROLL for (int i = 0; i < LANES; i++) x[i] =
-                k + i < count ? load(keys + ((k + i) * dim + d) * size, dtype) : splat(0.0f);
+            EACH(i, LANES) x[i] = k + i < count ? load(keys + ((k + i) * dim + d) * size, dtype) : splat(0.0f);
             transpose(x);
-            UNROLL for (int i = 0; i < LANES; i++) * (vec *)(to + (d + i) * TILE + k) = x[i];
+            EACH(i, LANES) *(vec *)(to + (d + i) * TILE + k) = x[i];
         }
         for (int64_t d = whole; d < dim; d++)
             for (int i = 0; i < LANES; i++)
@@ -245,10 +246,12 @@ INLINE void read_key_pairs(float *to, const char *keys, int64_t dim, int count, 
         for (int64_t p = 0; p < pairs; p += LANES) {
             __mmask16 there = pairs - p < LANES ? (1 << (pairs - p)) - 1 : -1;
             vec x[LANES];
-            UNROLL for (int i = 0; i < LANES; i++) x[i] =
-                k + i < count ? (vec)_mm512_maskz_loadu_epi32(there, keys + ((k + i) * pairs + p) * 4) : splat(0);
+            EACH(i, LANES)
+                x[i] =
+                    k + i < count ? (vec)_mm512_maskz_loadu_epi32(there, keys + ((k + i) * pairs + p) * 4) : splat(0);
             transpose(x);
-            UNROLL for (int i = 0; i < LANES; i++) if (p + i < pairs) * (vec *)(to + (p + i) * TILE + k) = x[i];
+            EACH(i, LANES)
+                if (p + i < pairs) *(vec *)(to + (p + i) * TILE + k) = x[i];
         }
     }
 }

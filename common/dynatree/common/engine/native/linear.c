@@ -49,26 +49,26 @@ INLINE void meet(float *sums, const char *left, int64_t left_row, const char *ri
     const int halves = pairs && !paired ? 2 : 1; /* of a pair, the first number is the lower half of 32 bits */
     const int64_t steps = pairs ? inputs / 2 : inputs, stride = PANEL * (dtype == FLOAT16 ? 2 : 4);
     vec s[ROWS][PANEL / LANES];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < vectors; c++) s[r][c] =
-        *(vec *)(sums + r * PANEL + c * LANES);
+    EACH(r, rows)
+        EACH(c, vectors) s[r][c] = *(vec *)(sums + r * PANEL + c * LANES);
     for (int64_t step = 0; step < steps; step++, right += stride) {
         for (int line = 0; line < lines; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
-        UNROLL for (int half = 0; half < halves; half++) {
+        EACH(half, halves) {
             vec b[PANEL / LANES];
-            UNROLL for (int c = 0; c < vectors; c++) {
+            EACH(c, vectors) {
                 const char *at = right + c * LANES * (dtype == FLOAT16 ? 2 : 4);
                 b[c] = dtype == FLOAT16 ? load(at, FLOAT16) : *(const vec *)at;
                 if (halves == 2 && half) b[c] = (vec)((ivec)b[c] & (int32_t)0xffff0000);
                 if (halves == 2 && !half) b[c] = (vec)((ivec)b[c] << 16);
             }
-            UNROLL for (int r = 0; r < rows; r++) {
+            EACH(r, rows) {
                 vec a = splat(((const float *)(left + r * left_row))[halves * step + half]);
-                UNROLL for (int c = 0; c < vectors; c++) s[r][c] = multiplied(s[r][c], a, b[c], paired);
+                EACH(c, vectors) s[r][c] = multiplied(s[r][c], a, b[c], paired);
             }
         }
     }
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < vectors; c++) *
-        (vec *)(sums + r * PANEL + c * LANES) = s[r][c];
+    EACH(r, rows)
+        EACH(c, vectors) *(vec *)(sums + r * PANEL + c * LANES) = s[r][c];
 }
 
 /* A block of a panel and some rows, part by part; returns what is to be asked for next. */
@@ -88,11 +88,13 @@ INLINE const char *meet_all(float *sums, const char *left, int64_t left_row, con
 
 /* A block of pairs as [inputs, PANEL] floats. */
 INLINE void widen(float *to, const char *right, int64_t inputs) {
-    for (int64_t i = 0; i < inputs; i += 2) UNROLL for (int c = 0; c < PANEL; c += LANES) {
-            ivec pairs = *(const ivec *)(right + (i / 2 * PANEL + c) * 4);
-            *(ivec *)(to + i * PANEL + c) = pairs << 16;
-            *(ivec *)(to + (i + 1) * PANEL + c) = pairs & (int32_t)0xffff0000;
+    for (int64_t i = 0; i < inputs; i += 2) {
+        EACH(v, PANEL / LANES) {
+            ivec pairs = *(const ivec *)(right + (i / 2 * PANEL + v * LANES) * 4);
+            *(ivec *)(to + i * PANEL + v * LANES) = pairs << 16;
+            *(ivec *)(to + (i + 1) * PANEL + v * LANES) = pairs & (int32_t)0xffff0000;
         }
+    }
 }
 
 INLINE vec magnitude(vec x) { return (vec)((ivec)x & 0x7fffffff); }
@@ -102,7 +104,7 @@ INLINE vec erfc_of(vec x) {
     static const float terms[] = {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f,
                                   0.09678418f,  0.37409196f, 1.00002368f,  -1.26551223f};
     vec t = 1.0f / (1.0f + 0.5f * x), sum = splat(0.17087277f);
-    UNROLL for (int i = 0; i < 9; i++) sum = sum * t + terms[i];
+    EACH(i, 9) sum = sum * t + terms[i];
     return t * exponential(sum - x * x);
 }
 

@@ -14,7 +14,8 @@
 #define ACROSS 2
 #endif
 
-#define UNROLL _Pragma("GCC unroll 16")
+/* A loop over a few numbers that the compiler knows, unrolled. */
+#define EACH(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
