@@ -1,11 +1,13 @@
 """The server that both services are built on, with handlers that only write, over a real socket."""
 
 import asyncio
+import logging
 
 import grpc
 import pytest
 
 from dynatree.common.server import LAST_WORDS_SECONDS, Server
+from dynatree.common.service_process import run_service
 
 METHOD = "/dynatree.v1.Example/Write"
 MESSAGE = bytes(32_000_000)  # more than goes out before the client reads
@@ -80,3 +82,16 @@ def test_a_client_that_reads_nothing_does_not_hold_up_a_stop(tmp_path, kind):
     status, graces = asyncio.run(stop_in_the_midst_of_a_message(f"unix:{tmp_path}/socket", kind, read_on=False))
     assert status[0] is grpc.StatusCode.UNAVAILABLE
     assert graces[-1] == LAST_WORDS_SECONDS, "the time that a peer has to take its status"
+
+
+def test_a_call_that_a_stop_cancels_is_no_error_in_the_log(caplog):
+    async def serve():
+        for error in (asyncio.CancelledError(), ValueError("of another kind")):
+            try:
+                raise error
+            except BaseException:
+                logging.getLogger("grpc._cython.cygrpc").exception("not handled")
+
+    assert run_service(serve) == 0
+    assert "of another kind" in caplog.text
+    assert "CancelledError" not in caplog.text

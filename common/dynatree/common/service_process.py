@@ -43,6 +43,7 @@ def run_service(serve: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """Run a service to its end; a failure to start is one line and exit status 1."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("dynatree").setLevel(logging.INFO)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_cancellation)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every try to reach the hub
 
     try:
@@ -50,6 +51,11 @@ def run_service(serve: Callable[[], Coroutine[Any, Any, None]]) -> int:
     except StartupError as error:
         raise SystemExit(str(error)) from error
     return 0
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Whether a log record is not of a call that a stop has cancelled, which gRPC now and then calls an error."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def announce(text: str) -> None:
