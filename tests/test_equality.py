@@ -6,17 +6,17 @@ from functools import cache
 
 import pytest
 import torch
+from kernel_builds import CAN_COMPILE
 from model_zoo import ARCHITECTURES, CONTEXT, save_random_model
 from services import running_services
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dynatree.client import Client
 from dynatree.common import embedded
-from dynatree.common.engine import native
 from dynatree.draft.policies import DEFAULT_POLICY
 
 needs_equal_bits = pytest.mark.skipif(
-    native.kernels() is None or torch.cpu._is_amx_tile_supported(), reason="no kernels of our own for 16 bits here"
+    not CAN_COMPILE or torch.cpu._is_amx_tile_supported(), reason="no kernels of our own for 16 bits here"
 )
 CHAIN = ("linear", {"depth": 6})
 BUSH = ("fixed", {"depth": 3, "breadth": 3, "tau": 0})
