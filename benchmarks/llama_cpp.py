@@ -1,40 +1,33 @@
-"""Beside llama.cpp: its plain and draft decoding and ours, in turns, on the same checkpoints, prompts and machine.
+"""llama.cpp's server on the same checkpoints: a baseline of `dynatree bench compare --baseline-server`.
 
-    python benchmarks/llama_cpp.py --target-model T --draft-model D --prompts A.txt --prompts B.txt --out FILE.jsonl
+    python benchmarks/llama_cpp.py --target-model T --draft-model D [--work FOLDER]
 
-llama.cpp comes in the sources of PyPI's `llama-cpp-python`. They are downloaded and built once, for this machine, in
-`--work`; that takes cmake, ninja, a C++ compiler and a quarter of an hour on two cores. Both checkpoints are converted
-to GGUF with llama.cpp's own converter, in their own 16 bits.
+builds it, converts both checkpoints, starts servers and prints their options for `compare`; they run until Ctrl-C.
+`make bench` does the same by itself.
 
-All servers are loaded before the first prompt. Each prompt is completed by one after the other, and each prompt begins
-with another one; the others rest. The seconds are those of the whole request: the prompt's forward and all new tokens.
-A line of the output is one completion, or at last the summary.
+llama.cpp comes in the sources of PyPI's `llama-cpp-python`. They are downloaded and built once, for this machine; that
+takes cmake, ninja, a C++ compiler and a quarter of an hour on two cores. The checkpoints are converted to GGUF with
+llama.cpp's own converter, in their own 16 bits.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import shutil
-import statistics
+import signal
 import subprocess
 import sys
 import tarfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
-from dynatree.bench.prompts import Selection, load_tokenizer, read_prompts
-from dynatree.cli.service_pair import service_pair
-from dynatree.common.version import version
+import requests
 
 VERSION = "0.3.36"  # of llama-cpp-python
+TOOLS = ("cmake", "ninja", "c++")
 DRAFTED = (3, 5, 8)  # tokens that llama.cpp drafts at a time
 FIRST_PORT = 18080
 START_SECONDS = 600.0
@@ -56,59 +49,6 @@ sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
-Complete = Callable[[Sequence[int], int], list[int]]
-
-
-def main() -> None:
-    """Build, convert, start all servers, measure."""
-    options = parse()
-    options.work.mkdir(parents=True, exist_ok=True)
-    server, source = build(options.work)
-    target, draft = (convert(source, options.work, model) for model in (options.target_model, options.draft_model))
-    encode = load_tokenizer(options.target_model).encode
-    selection = Selection(options.count, options.prompt_tokens)
-    prompts = [
-        (path.stem, token_ids)
-        for path in options.prompts
-        for token_ids in read_prompts(path, selection, encode).token_ids
-    ]
-    with ExitStack() as stack:
-        command = [str(server), "-m", str(target), "-c", "1024", "-np", "1", "-t", str(options.threads), "--no-ui"]
-        drafting = ["-md", str(draft), "--spec-type", "draft-simple", "-td", str(options.threads), "--spec-draft-n-max"]
-        methods = {"llama.cpp plain": stack.enter_context(llama_server(command, FIRST_PORT))}
-        for number, drafted in enumerate(DRAFTED, start=1):
-            arguments = [*command, *drafting, str(drafted)]
-            methods[f"llama.cpp draft {drafted}"] = stack.enter_context(llama_server(arguments, FIRST_PORT + number))
-        pair = stack.enter_context(
-            service_pair(options.target_model, options.draft_model, ["--threads", str(options.threads)])
-        )
-
-        def ours(policy: str | None) -> Complete:
-            def complete(token_ids: Sequence[int], count: int) -> list[int]:
-                completion = pair.client.generate(token_ids, max_new_tokens=count, ignore_eos=True, policy=policy)
-                return list(completion.token_ids)
-
-            return complete
-
-        methods |= {"DynaTree plain": ours("autoregressive"), "DynaTree default": ours(None)}
-        with options.out.open("w") as out:
-            summarize(measure(methods, prompts, options.max_new_tokens, out), methods, out)
-
-
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target-model", required=True, metavar="FOLDER")
-    parser.add_argument("--draft-model", required=True, metavar="FOLDER")
-    parser.add_argument("--prompts", required=True, action="append", type=Path, metavar="FILE", help="may be repeated")
-    parser.add_argument("--count", type=int, default=3, help="prompts of each file (default: 3)")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--max-new-tokens", type=int, default=100)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--work", type=Path, default=Path("build/llama.cpp"), help="default: build/llama.cpp")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
-    return parser.parse_args()
-
 
 def build(work: Path) -> tuple[Path, Path]:
     """llama.cpp's server, built for this machine, and its sources."""
@@ -121,7 +61,7 @@ def build(work: Path) -> tuple[Path, Path]:
             archive.extractall(work, filter="data")
     server = work / "build" / "bin" / "llama-server"
     if not server.exists():
-        missing = [tool for tool in ("cmake", "ninja", "c++") if shutil.which(tool) is None]
+        missing = [tool for tool in TOOLS if shutil.which(tool) is None]
         if missing:
             raise SystemExit(f"building llama.cpp needs {', '.join(missing)}")
         off = ["LLAMA_CURL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_UI"]
@@ -137,8 +77,10 @@ def convert(source: Path, work: Path, model: str) -> Path:
     if output.exists():
         return output
     python = os.environ | {"PYTHONPATH": f"{source}:{source / 'gguf-py'}"}
-    arguments = [str(source / "convert_hf_to_gguf.py"), model, "--outfile", str(output), "--outtype", "auto"]
+    part = output.with_suffix(".part")
+    arguments = [str(source / "convert_hf_to_gguf.py"), model, "--outfile", str(part), "--outtype", "auto"]
     subprocess.run([sys.executable, "-c", CONVERT, *arguments], env=python, check=True)
+    part.replace(output)
     return output
 
 
@@ -148,32 +90,37 @@ def run(command: Sequence[str]) -> None:
 
 
 @contextmanager
-def llama_server(command: Sequence[str], port: int) -> Iterator[Complete]:
-    """A server of llama.cpp; greedy completions by it, each without what it remembers of others."""
+def llama_servers(work: Path, target: str, draft: str, drafted: Sequence[int]) -> Iterator[dict[str, str]]:
+    """The URLs of servers by name: plain decoding, and drafting so many tokens at a time."""
+    work.mkdir(parents=True, exist_ok=True)
+    binary, source = build(work)
+    models = [str(convert(source, work, model)) for model in (target, draft)]
+    threads = str(os.cpu_count())
+    command = [str(binary), "-m", models[0], "-c", "2048", "-np", "1", "-t", threads, "--no-ui"]
+    drafting = ["-md", models[1], "--spec-type", "draft-simple", "-td", threads, "--spec-draft-n-max"]
+    methods = {"llama.cpp": command}
+    methods |= {f"llama.cpp, drafting {count}": [*command, *drafting, str(count)] for count in drafted}
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(llama_server(arguments, FIRST_PORT + number))
+            for number, (name, arguments) in enumerate(methods.items())
+        }
+
+
+@contextmanager
+def llama_server(command: Sequence[str], port: int) -> Iterator[str]:
+    """The URL of a server of llama.cpp that has loaded its models."""
     url = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(
         [*command, "--host", "127.0.0.1", "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-
-    def complete(token_ids: Sequence[int], count: int) -> list[int]:
-        body = {
-            "prompt": list(token_ids),
-            "n_predict": count,
-            "temperature": 0.0,
-            "top_k": 1,
-            "ignore_eos": True,
-            "cache_prompt": False,
-            "return_tokens": True,
-        }
-        return list(ask(f"{url}/completion", body)["tokens"])
-
     try:
         deadline = time.monotonic() + START_SECONDS
         while not serves(url):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"llama-server did not start: {' '.join(command)}")
             time.sleep(0.5)
-        yield complete
+        yield url
     finally:
         process.terminate()
         process.wait(timeout=30)
@@ -182,70 +129,22 @@ def llama_server(command: Sequence[str], port: int) -> Iterator[Complete]:
 def serves(url: str) -> bool:
     """Whether a server of llama.cpp has loaded its models."""
     try:
-        return bool(ask(f"{url}/health")["status"] == "ok")
-    except (urllib.error.URLError, ConnectionError):
+        return requests.get(f"{url}/health", timeout=10).ok
+    except requests.RequestException:
         return False
 
 
-def ask(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What an HTTP server answers, as JSON."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=600) as answer:
-        result: dict[str, Any] = json.load(answer)
-    return result
-
-
-def measure(
-    methods: dict[str, Complete], prompts: Sequence[tuple[str, tuple[int, ...]]], count: int, out: Any
-) -> dict[str, list[float]]:
-    """Tokens a second of every method, prompt by prompt."""
-    for complete in methods.values():  # nobody's first request is measured
-        complete(prompts[0][1][:16], 8)
-    rates: dict[str, list[float]] = {name: [] for name in methods}
-    for index, (text, token_ids) in enumerate(prompts):
-        turn = index % len(methods)
-        outputs = {}
-        for name in [*methods][turn:] + [*methods][:turn]:
-            started = time.perf_counter()
-            outputs[name] = methods[name](token_ids, count)
-            seconds = time.perf_counter() - started
-            rates[name].append(len(outputs[name]) / seconds)
-            record = {"text": text, "prompt": index, "method": name, "tokens": len(outputs[name]), "seconds": seconds}
-            plain = outputs.get(f"{name.split()[0]} plain")
-            if plain is not None:
-                record["same_as_plain"] = plain == outputs[name]
-            print(json.dumps(record), file=out, flush=True)
-            print(f"{text} {index}: {name}: {rates[name][-1]:.2f} tokens/s", flush=True)
-    return rates
-
-
-def summarize(rates: dict[str, list[float]], methods: dict[str, Complete], out: Any) -> None:
-    """Medians of the rates, and of the ratios on the same prompt."""
-    medians = {name: statistics.median(rates[name]) for name in methods}
-    best = max((name for name in methods if name.startswith("llama.cpp draft")), key=medians.__getitem__)
-
-    def ratio(name: str, other: str) -> float:
-        return statistics.median(a / b for a, b in zip(rates[name], rates[other], strict=True))
-
-    summary = {
-        "version": version(),
-        "llama_cpp_python": VERSION,
-        "cpu": cpu(),
-        "tokens_per_second": medians,
-        "plain_over_plain": ratio("DynaTree plain", "llama.cpp plain"),
-        "best_draft": best,
-        "default_over_best_draft": ratio("DynaTree default", best),
-    }
-    print(json.dumps(summary), file=out)
-    print(json.dumps(summary, indent=1))
-
-
-def cpu() -> str:
-    """The processor's name and cores."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else platform.processor()
+def main() -> None:
+    """Start the servers, and say where they are."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target-model", required=True, metavar="FOLDER")
+    parser.add_argument("--draft-model", required=True, metavar="FOLDER")
+    parser.add_argument("--work", type=Path, default=Path("build/llama.cpp"), help="default: build/llama.cpp")
+    options = parser.parse_args()
+    with llama_servers(options.work, options.target_model, options.draft_model, DRAFTED) as servers:
+        for name, url in servers.items():
+            print(f'--baseline-server "{name}={url}"', flush=True)
+        signal.sigwait({signal.SIGINT, signal.SIGTERM})
 
 
 if __name__ == "__main__":

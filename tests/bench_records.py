@@ -28,8 +28,9 @@ DRAFTED: dict[str, Any] = STATISTICS | {
 PARTS = ("draft_forward", "grow", "verify_forward", "accept", "commit", "wire", "detokenize")
 
 
-def old_run(label: str, **changes: Any) -> Run:
-    """A run of schema version 1: 20 tokens in 2 seconds, greedy."""
+def new_run(label: str, seconds: float = 2.0, *, tokens: int = 20, step: int = 1, **changes: Any) -> Run:
+    """A greedy run, whose tokens come `step` at a time, evenly over so many seconds."""
+    came = [*range(1, tokens, step), tokens]
     run = {
         "label": label,
         "policy": label,
@@ -39,28 +40,15 @@ def old_run(label: str, **changes: Any) -> Run:
         "seed": None,
         "prompt": 0,
         "repetition": 0,
-        "tokens": 20,
+        "tokens": tokens,
         "equal": True,
-        "wall_seconds": 2.0,
+        "agrees": tokens,
+        "wall_seconds": seconds,
+        "arrivals": [(count, seconds * count / tokens) for count in came],
+        "peak_memory": {"draft": 10_000_000, "verify": 50_000_000, "client": None},
         "statistics": STATISTICS,
     }
     return cast(Run, run | changes)
-
-
-def new_run(label: str, seconds: float = 2.0, *, tokens: int = 20, step: int = 1, **changes: Any) -> Run:
-    """A run of schema version 2, whose tokens come `step` at a time, evenly over so many seconds."""
-    came = [*range(1, tokens, step), tokens]
-    return old_run(
-        label,
-        **{
-            "tokens": tokens,
-            "wall_seconds": seconds,
-            "arrivals": [[count, seconds * count / tokens] for count in came],
-            "agrees": tokens,
-            "peak_memory": {"draft": 10_000_000, "verify": 50_000_000, "client": None},
-        }
-        | changes,
-    )
 
 
 def baseline(label: str, seconds: float, **changes: Any) -> Run:
@@ -75,19 +63,36 @@ def detailed(base: dict[str, Any], part_seconds: float, acceptance_by_depth: Seq
     return base | {"round_parts": parts, "acceptance_by_depth": list(acceptance_by_depth)}
 
 
-def old_report(command: str, runs: Sequence[Run], **changes: Any) -> Report:
-    """A record of schema version 1."""
-    model = {"name": "small", "dtype": "float32", "device": "cpu", "parameters": 7, "version": "1"}
+def new_report(command: str, runs: Sequence[Run], *, dtype: str = "float32", **changes: Any) -> Report:
+    """A record whose target reads 40 MB of weights at 10 GB/s."""
+    model = {
+        "dtype": dtype,
+        "device": "cpu",
+        "parameters": 7,
+        "version": "1",
+        "architecture": "GPTNeoXForCausalLM",
+        "context_length": 2048,
+    }
     report = {
-        "schema_version": 1,
+        "schema_version": 2,
         "command": command,
         "started": "2026-01-02T03:04:05+00:00",
         "complete": True,
         "versions": {"dynatree": "1", "torch": None, "transformers": None, "python": "3"},
-        "git": None,
-        "machine": {"platform": "Linux", "cpu_count": 2},
-        "models": {"target": model | {"name": "large"}, "draft": model},
-        "prompts": {"file": "a.txt", "sha256": "0", "field": None, "count": 2, "tokens": [3, 4]},
+        "git": {"commit": "0123456789abcdef", "modified": True},
+        "machine": {
+            "platform": "Linux",
+            "cpu_count": 2,
+            "cpu": "a processor",
+            "memory_bytes": 8_000_000_000,
+            "threads": 1,
+            "read_bandwidth": 10e9,
+        },
+        "models": {
+            "target": model | {"name": "large", "weight_bytes": 40_000_000},
+            "draft": model | {"name": "small", "weight_bytes": 4_000_000},
+        },
+        "prompts": {"file": "a.txt", "sha256": "0", "field": None, "count": 2, "tokens": [4, 4], "data_set": "tales"},
         "options": {
             "max_new_tokens": 20,
             "prompt_tokens": 4,
@@ -100,47 +105,6 @@ def old_report(command: str, runs: Sequence[Run], **changes: Any) -> Report:
         "runs": list(runs),
     }
     return cast(Report, report | changes)
-
-
-def new_report(command: str, runs: Sequence[Run], *, dtype: str = "float32", **changes: Any) -> Report:
-    """A record of schema version 2; its target reads 40 MB of weights at 10 GB/s."""
-    model = {
-        "dtype": dtype,
-        "device": "cpu",
-        "parameters": 7,
-        "version": "1",
-        "architecture": "GPTNeoXForCausalLM",
-        "context_length": 2048,
-    }
-    return old_report(
-        command,
-        runs,
-        **{
-            "schema_version": 2,
-            "git": {"commit": "0123456789abcdef", "modified": True},
-            "machine": {
-                "platform": "Linux",
-                "cpu_count": 2,
-                "cpu": "a processor",
-                "memory_bytes": 8_000_000_000,
-                "threads": 1,
-                "read_bandwidth": 10e9,
-            },
-            "models": {
-                "target": model | {"name": "large", "weight_bytes": 40_000_000},
-                "draft": model | {"name": "small", "weight_bytes": 4_000_000},
-            },
-            "prompts": {
-                "file": "a.txt",
-                "sha256": "0",
-                "field": None,
-                "count": 2,
-                "tokens": [4, 4],
-                "data_set": "tales",
-            },
-        }
-        | changes,
-    )
 
 
 def load_report(**changes: Any) -> Report:

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,10 @@ def info(embedded_services: EmbeddedServices) -> ServiceInfo:
 
 
 @pytest.fixture(scope="module")
-def baselines(info: ServiceInfo) -> dict[str, Baseline]:
+def baselines(info: ServiceInfo) -> Mapping[str, Baseline]:
     target = LocalModel(str(embedded.target_path()), info.target)
-    return load_baselines(list(BASELINES.values()), target, LocalModel(str(embedded.draft_path()), info.draft))
+    draft = LocalModel(str(embedded.draft_path()), info.draft)
+    return load_baselines(list(BASELINES.values()), target, draft).decoders
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def prompt(embedded_services: EmbeddedServices) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("label", LABELS)
 def test_all_tokens_arrive(
-    label: str, baselines: dict[str, Baseline], prompt: tuple[int, ...], embedded_services: EmbeddedServices
+    label: str, baselines: Mapping[str, Baseline], prompt: tuple[int, ...], embedded_services: EmbeddedServices
 ) -> None:
     output = baselines[label](prompt, TOKENS)
     with Client(embedded_services.draft_address) as client:
@@ -61,13 +63,13 @@ def test_all_tokens_arrive(
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_one_token(label: str, baselines: dict[str, Baseline], prompt: tuple[int, ...]) -> None:
+def test_one_token(label: str, baselines: Mapping[str, Baseline], prompt: tuple[int, ...]) -> None:
     output = baselines[label](prompt, 1)
     assert (len(output.token_ids), [tokens for tokens, _ in output.arrivals]) == (1, [1])
 
 
 def test_the_end_of_sequence_is_ignored(
-    baselines: dict[str, Baseline], prompt: tuple[int, ...], info: ServiceInfo, tmp_path: Path
+    baselines: Mapping[str, Baseline], prompt: tuple[int, ...], info: ServiceInfo, tmp_path: Path
 ) -> None:
     """As the services are asked to: neither does it end the text, nor is it kept from being chosen."""
     expected = baselines["transformers"](prompt, 12).token_ids
@@ -78,15 +80,14 @@ def test_the_end_of_sequence_is_ignored(
         list(BASELINES.values()),
         LocalModel(str(tmp_path / "target"), info.target),
         LocalModel(str(tmp_path / "draft"), info.draft),
-    )
+    ).decoders
     assert {label: baseline(prompt, 12).token_ids for label, baseline in ending.items()} == dict.fromkeys(
         LABELS, expected
     )
 
 
-def test_no_model_is_loaded_without_need(info: ServiceInfo, baselines: dict[str, Baseline]) -> None:
+def test_no_model_is_loaded_without_need(info: ServiceInfo, baselines: Mapping[str, Baseline]) -> None:
     nowhere = LocalModel("/no/such/model", info.draft)
-    assert load_baselines([], nowhere, nowhere) == {}
     load_baselines([BASELINES["transformers"]], LocalModel(str(embedded.target_path()), info.target), nowhere)
     with pytest.raises(SystemExit, match="model embedded-draft could not be loaded for a baseline"):
         load_baselines([ASSISTED], LocalModel(str(embedded.target_path()), info.target), nowhere)
@@ -101,7 +102,8 @@ def test_baselines_beside_policies(embedded_services: EmbeddedServices, tmp_path
     assert main(["bench", "compare", *server, *options]) == 0
     report = load(out)
     plain, others = 2 * ["autoregressive"], [*LABELS, *("linear", "linear")]  # at two temperatures; baselines at one
-    assert [run["label"] for run in report["runs"]] == 2 * [*plain, *others, *plain, *others[::-1]]
+    rows = [[*plain, *others[turn:], *others[:turn]] for turn in range(4)]
+    assert [run["label"] for run in report["runs"]] == [label for row in rows for label in row]
     for run in report["runs"]:
         if run["label"] in LABELS:
             assert (run["policy"], run["settings"], run["statistics"], run["temperature"]) == (None, {}, None, 0)

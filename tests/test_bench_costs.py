@@ -19,8 +19,8 @@ from dynatree.bench.costs import (
     places,
     random_tree,
 )
+from dynatree.bench.printing import print_report
 from dynatree.bench.record import Costs, load
-from dynatree.bench.tables import print_report
 from dynatree.cli.main import main
 from dynatree.common import embedded
 from dynatree.common.engine import Engine, ModelSettings, load_engine

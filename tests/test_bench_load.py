@@ -23,12 +23,11 @@ from dynatree.bench.load.figures import load_runs
 from dynatree.bench.load.loads import ClosedLoop, OpenLoop, prompt_number
 from dynatree.bench.load.runs import LoadBench
 from dynatree.bench.methods import BASELINES
+from dynatree.bench.printing import print_report, remarks
 from dynatree.bench.record import load
-from dynatree.bench.report.charts import Lines
-from dynatree.bench.report.load import many_clients
-from dynatree.bench.report.observations import Record
-from dynatree.bench.tables import print_report, remarks, tables
-from dynatree.bench.tables.table import Marked
+from dynatree.bench.report import Record, sections
+from dynatree.bench.table import Marked
+from dynatree.bench.tables import tables
 from dynatree.cli.main import main
 from dynatree.client import Client, ServerError
 from dynatree.common import embedded
@@ -227,7 +226,7 @@ def test_a_batch_has_the_tokens_of_its_prompts_alone(services: Services) -> None
         target = LocalModel(str(embedded.target_path()), client.model_info().target)
     draws = random.Random(1)
     prompts = [[draws.randrange(5, 1000) for _ in range(length)] for length in (3, 17, 9)]
-    alone = load_baselines([BASELINES["transformers"]], target, target)["transformers"]
+    alone = load_baselines([BASELINES["transformers"]], target, target).decoders["transformers"]
     outputs = load_batches(target)(prompts, 6)
     assert [output.token_ids for output in outputs] == [alone(prompt, 6).token_ids for prompt in prompts]
     for output in outputs:
@@ -281,20 +280,20 @@ def test_the_tables_of_loads() -> None:
         "Passes, open loop, temperature 0, greedy",
     ]
     # plain: 40 tokens in 4 s, then in 2 s; 3 of 4 requests take 2 s and 100 ms a token, one twice that
-    assert [list(row) for row in closed.rows] == [
-        ["2", "autoregressive", "15.0", "12.5-17.5", "1.00", "100", "197", "100", "200", "2.00", "3.94", "yes"],
-        ["2", "linear", "40.0", "40.0-40.0", "2.67", "50", "50", "50", "50", "1.00", "1.00", "yes"],
+    assert closed.rows == [
+        ["2", "autoregressive", "15.0 (10.0-20.0)", "1.00", "100", "197", "100", "200", "2.00", "3.94", "yes"],
+        ["2", "linear", "40.0", "2.67", "50.0", "50.0", "50.0", "50.0", "1.00", "1.00", "yes"],
     ]
     # of linear 40 nodes in 4 rounds, 6 accepted, 8 not verified
-    assert [list(row) for row in closed_passes.rows] == [
+    assert closed_passes.rows == [
         ["2", "autoregressive", "0", "970", "1000", "1.50", "3.00", "0.00", "0.80", "-"],
         ["2", "linear", "0", "0", "0", "1.50", "3.00", "10.00", "2.00", "15.0"],
     ]
     # the second request is due at 2 s and done 4 s later; linear's is refused then, after 10 ms
-    assert [heading.replace("\n", " ") for heading in opened.headings][-2:] == ["re- fused", "equal to plain"]
-    assert [list(row) for row in opened.rows] == [
+    assert list(opened.frame)[-2:] == ["refused", "equal to plain"]
+    assert opened.rows == [
         ["0.5", "autoregressive", "6.7", "1.00", "150", "199", "150", "200", "3.00", "3.98", "-", "yes"],
-        ["0.5", "linear", "10.0", "1.49", "50", "50", "50", "50", "1.00", "1.00", "1", "yes"],
+        ["0.5", "linear", "10.0", "1.49", "50.0", "50.0", "50.0", "50.0", "1.00", "1.00", "1", "yes"],
     ]
     assert isinstance(opened.rows[1][-2], Marked)
 
@@ -311,23 +310,21 @@ def test_remarks_say_what_was_refused_and_what_differs() -> None:
 def test_a_load_of_which_every_request_failed_has_no_figures() -> None:
     failures = load_report()["failures"]
     [speeds, passes] = tables(new_report("load", [], failures=failures))
-    assert [list(row) for row in speeds.rows] == [["0.5", "linear", "0.0", "1"]]
+    assert speeds.rows == [["0.5", "linear", "0.0", "1"]]
     assert passes.rows == []
 
 
 def test_the_plots_of_loads() -> None:
-    [charts] = many_clients(
-        [Record("load.json", load_report()), Record("none.json", new_report("load", []))]
-    ).groups.values()
-    throughput, *latencies = charts
-    assert isinstance(throughput, Lines)
-    assert [(label, [x for x, _ in line]) for label, line in throughput.lines.items()] == [
-        ("autoregressive", [2]),
-        ("linear", [2]),
-    ]
-    [(_, plain)] = throughput.lines["autoregressive"]
-    assert (plain.low, plain.median, plain.high) == (12.5, 15.0, 17.5)
-    assert [chart.title for chart in latencies] == ["TTFT, p50", "TTFT, p99", "TPOT, p50", "TPOT, p99"]  # type: ignore[union-attr]
-    assert isinstance(latencies[0], Lines)
-    [(rate, ttft)] = latencies[0].lines["autoregressive"]
-    assert (rate, ttft.median) == (0.5, pytest.approx(150.0))
+    found = sections([Record("load.json", load_report()), Record("none.json", new_report("load", []))])
+    [clients] = [section for section in found if section.title == "Many clients"]
+    throughput, ttft = [block[1].axes[0] for block in clients.blocks if isinstance(block, tuple)]
+    assert (throughput.get_xlabel(), throughput.get_ylabel()) == ("clients", "tokens/s")
+    lines = {name: line[0] for line, name in zip(*throughput.get_legend_handles_labels(), strict=True)}
+    assert {name: (list(line.get_xdata()), list(line.get_ydata())) for name, line in lines.items()} == {
+        "autoregressive": ([2], [15.0]),
+        "linear": ([2], [40.0]),
+    }
+    assert ttft.get_xlabel() == "requests a second"
+    handles, names = ttft.get_legend_handles_labels()
+    assert names == [f"{label}, TTFT p{percent}" for label in ("autoregressive", "linear") for percent in (50, 99)]
+    assert list(handles[0][0].get_ydata()) == pytest.approx([150.0])

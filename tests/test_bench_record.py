@@ -5,21 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_records import baseline, costs_report, load_report, new_report, new_run, old_report, old_run
+from bench_records import baseline, costs_report, load_report, new_report, new_run
 
+from dynatree.bench import arguments
 from dynatree.bench.record import Report, load, save
 from dynatree.cli.main import main
 
-KEPT = Path(__file__).parent.parent / "benchmarks"
+KEPT = Path(__file__).parent.parent / "benchmarks" / "results"
 
 
 @pytest.mark.parametrize(
     "report",
     [
-        old_report("compare", [old_run("linear")]),
         new_report("sweep", [new_run("linear"), new_run("fixed", agrees=None, equal=None, peak_memory=None)]),
         new_report("compare", [baseline("transformers", 1.0)], complete=False),
-        new_report("compare", []),
+        new_report("compare", [], more=1),
         costs_report(),
         load_report(),
     ],
@@ -35,11 +35,7 @@ def test_each_run_is_a_line(tmp_path: Path) -> None:
     assert [json.loads(line.strip().rstrip(","))["label"] for line in lines if '"label"' in line] == ["linear", "fixed"]
 
 
-# what is in replay/ is read by `bench replay`, and by its tests
-MEASURED = sorted(path for path in KEPT.rglob("*.json") if path.parent != KEPT / "replay")
-
-
-@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(KEPT.glob("*.json")), ids=lambda path: path.stem)
 def test_the_measurements_of_this_repository_load(path: Path) -> None:
     assert load(path)["complete"]
 
@@ -66,32 +62,31 @@ def wrong_run(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "is not JSON"),
-        ("[1]", "the file is not an object"),
-        ("{}", "the file has no schema_version"),
-        ('{"schema_version": 3, "command": "compare"}', "schema_version 3, command 'compare' are not known"),
-        ('{"schema_version": 1, "command": "no"}', "schema_version 1, command 'no' are not known"),
-        ('{"schema_version": NaN}', "NaN is not a JSON number"),
-        (wrong_run(wall_seconds=0), "wall_seconds has the wrong type or value"),
-        (wrong_run(equal="yes"), "equal has the wrong type or value"),
-        (wrong_run(statistics=1), "statistics is not an object"),
-        (wrong_run(policy=3), "policy has the wrong type or value"),
-        (wrong_run(settings={"depth": "3"}), "settings has the wrong type or value"),
-        (wrong_run(agrees=-1), "agrees has the wrong type or value"),
-        (wrong_run(arrivals=[[1]]), "arrivals[0] has the wrong type or value"),
-        (wrong_run(peak_memory={"draft": 1}), "peak_memory has no verify"),
-        (json.dumps(new_report("ranks", [new_run("x")])), "runs[0] has no ranks"),
-        (json.dumps(dict(new_report("compare", [])) | {"runs": {}}), "runs is not a list"),
-        (json.dumps(new_report("compare", [], options={"repetitions": 1})), "options has no max_new_tokens"),
-        (json.dumps(new_report("costs", [])), "the file has no costs"),
-        (wrong_point(curve="speed"), "curve has the wrong type or value"),
-        (wrong_point(seconds=[]), "seconds is empty"),
-        (wrong_file(machine=None), "machine is not an object"),
-        (wrong_file(machine={"read_bandwidth": "fast"}), "read_bandwidth has the wrong type or value"),
-        (wrong_file(git="dirty"), "git is not an object"),
-        (wrong_file(versions=[]), "versions is not an object"),
-        (wrong_statistics(round_parts={"grow": {}}), "round_parts has the wrong type or value"),
-        (wrong_statistics(acceptance_by_depth=None), "acceptance_by_depth is not a list"),
+        ("", "Invalid JSON"),
+        ("[1]", "Input should be an object"),
+        ("{}", "schema_version: Field required"),
+        ('{"schema_version": 1}', "schema_version: Input should be 2"),
+        (wrong_file(command="no"), "command: Input should be 'compare'"),
+        (wrong_file(runs={}), "runs: Input should be a valid"),
+        (wrong_file(machine=None), "machine: "),
+        (wrong_file(git="dirty"), "git: "),
+        (wrong_file(versions=[]), "versions: "),
+        (wrong_file(options={"repetitions": 1}), "options"),
+        (wrong_run(wall_seconds=0), "runs.0.wall_seconds: Input should be greater than 0"),
+        (wrong_run(wall_seconds=float("nan")), "runs.0.wall_seconds: Input should be a finite number"),
+        (wrong_run(equal="yes"), "runs.0.equal: "),
+        (wrong_run(statistics=1), "runs.0.statistics: "),
+        (wrong_run(policy=3), "runs.0.policy: "),
+        (wrong_run(settings={"depth": "3"}), "runs.0.settings.depth"),
+        (wrong_run(agrees=-1), "runs.0.agrees: Input should be greater than or equal to 0"),
+        (wrong_run(arrivals=[[1]]), "runs.0.arrivals.0.1: Field required"),
+        (wrong_statistics(round_parts={"grow": {}}), "round_parts.grow.total_seconds: Field required"),
+        (wrong_statistics(acceptance_by_depth=None), "acceptance_by_depth: "),
+        (json.dumps(new_report("ranks", [new_run("x")])), "runs without ranks"),
+        (json.dumps(new_report("load", [new_run("x")])), "failures or a run's load is missing"),
+        (json.dumps(new_report("costs", [])), "costs is missing"),
+        (wrong_point(curve="speed"), "costs.points.0.curve: "),
+        (wrong_point(seconds=[]), "costs.points.0.seconds: "),
     ],
 )
 def test_files_that_are_no_measurement(
@@ -114,3 +109,11 @@ def test_a_saved_measurement_is_shown(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "scheme residual does not allow them: ngram" in out
     assert "NOT EQUAL to plain decoding: fixed:depth=[2], temperature 0.7, gumbel, seed 1, prompt 0" in out
     assert "interrupted" in out
+
+
+def test_the_extra_is_named_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(arguments, "_EXTRA", ("pandas", "no_such_package"))
+    assert main(["bench", "compare", "--prompts", "nowhere.txt"]) == 1
+    assert "dynatree bench needs no_such_package: install dynatree with its extra [bench]" in capsys.readouterr().err

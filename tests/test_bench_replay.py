@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from bench_records import DRAFTED, STATISTICS, costs_report, detailed, new_report, new_run
 from conftest import EmbeddedServices
 
 from dynatree.bench.methods import PLAIN, Method, parse_method
+from dynatree.bench.record import save
 from dynatree.bench.replay import constants, measured_machines, recording
 from dynatree.bench.replay.machines import Machine, load_machines, seconds_on, to_json
 from dynatree.bench.replay.many import simulate
@@ -28,8 +30,7 @@ from dynatree.draft.growing_tree import Proposal
 from dynatree.draft.policies import create_policy, policy_names
 
 ROOT = Path(__file__).parents[1]
-BENCHMARKS = ROOT / "benchmarks"
-DATA = BENCHMARKS / "replay"
+DATA = ROOT / "benchmarks" / "replay"
 
 TOY = Machine(
     name="toy",
@@ -43,6 +44,7 @@ TOY = Machine(
 
 
 PLAINLY = Settings()
+TOY_FIGURES = {"verify", "draft", "round_seconds", "level_seconds"}
 
 
 def proposed(*tokens: int, prob: float = 0.5) -> tuple[Proposal, ...]:
@@ -189,11 +191,28 @@ def test_machines_are_read_as_they_were_written(tmp_path: Path) -> None:
             load_machines(file)
 
 
-def test_the_shipped_machines_are_made_of_the_shipped_measurements() -> None:
-    made = [measured_machines.large_machine(BENCHMARKS, *machine) for machine in measured_machines.MACHINES]
-    made += [measured_machines.expected_gpu(), measured_machines.embedded_machine(BENCHMARKS)]
-    assert made == load_machines(DATA / "costs.json")
-    assert [machine.name for machine in made if not machine.measured] == ["2.8b-h100-expected"]
+def test_a_machine_is_made_of_measurements(tmp_path: Path) -> None:
+    """A plain round takes 190 ms, 20 of them in forwards; one of 10 nodes 475 ms, 50 of them in forwards."""
+    file, costs, compare = (tmp_path / name for name in ("machines.json", "costs-x.json", "compare.json"))
+    file.write_text(to_json([TOY]))
+    save(costs_report(), costs)
+    runs = [new_run("autoregressive", statistics=detailed(STATISTICS, 0.1, []))]
+    save(new_report("compare", [*runs, new_run("linear", statistics=detailed(DRAFTED, 0.1, []))]), compare)
+    command = [str(file), "--name", "mine", "--costs", str(costs), "--compare", str(compare)]
+    measured_machines.main(command)
+    measured_machines.main(command)
+    mine, toy = load_machines(file)
+    assert (toy, mine.name, mine.measured) == (TOY, "mine", True)
+    assert mine.verify == ((1, 0.009), (16, 0.0105), (256, 0.0345))
+    assert mine.draft == ((1, 0.0091), (8, 0.0098))
+    assert (mine.round_seconds, mine.level_seconds) == (0.17, 0.0255)
+    assert "a processor, large, float32, commit 0123456" in mine.sources["verify"]
+
+
+def test_the_shipped_machines() -> None:
+    machines = load_machines(DATA / "costs.json")
+    assert {machine.name for machine in machines if not machine.measured} == {"2.8b-h100-expected", "gpu-flat-expected"}
+    assert all(machine.sources.keys() == TOY_FIGURES for machine in machines)
 
 
 def test_noise_and_stalls_have_a_seed() -> None:

@@ -11,9 +11,10 @@ import pytest
 from conftest import EmbeddedServices
 from test_bench_prompts import encode
 
-from dynatree.bench import command, tables
+from dynatree.bench import command
 from dynatree.bench.decoding import Decoders, Output
 from dynatree.bench.methods import ABLATION, COUPLING, Case
+from dynatree.bench.printing import print_report
 from dynatree.bench.prompts import Tokenizer
 from dynatree.bench.ranks import add_ranks
 from dynatree.bench.record import Report, load, save
@@ -66,11 +67,11 @@ def test_compare_every_policy(
     # for each prompt and each repetition all methods in turn
     turns = [(run["prompt"], run["repetition"]) for run in all_runs]
     assert turns == sorted(turns)
-    # plain decoding first, what follows every second time in reverse
+    # plain decoding first, what follows begins with another one each time
     rows = [[run for run in all_runs if (run["prompt"], run["repetition"]) == turn] for turn in dict.fromkeys(turns)]
     others = [[(run["label"], run["temperature"]) for run in row[2:]] for row in rows]
     assert all(run["label"] == "autoregressive" for row in rows for run in row[:2])
-    assert others == [others[0], others[0][::-1]] * 2
+    assert others == [others[0][turn:] + others[0][:turn] for turn in range(4)]
     assert all(run["equal"] for run in all_runs)
     assert {(run["temperature"], run["scheme"], run["seed"]) for run in all_runs} == {
         (0.0, None, None),
@@ -118,7 +119,8 @@ def test_a_sweep_runs_every_combination(
     report = load(out)
     fixed = [f"fixed:depth={depth},breadth={breadth}" for depth in (1, 2) for breadth in (1, 2)]
     others = [*fixed, "linear"]
-    assert [run["label"] for run in report["runs"]] == ["autoregressive", *others, "autoregressive", *others[::-1]]
+    rows = [["autoregressive", *others[turn:], *others[:turn]] for turn in range(2)]
+    assert [run["label"] for run in report["runs"]] == [label for row in rows for label in row]
     assert report["runs"][2]["settings"] == {"depth": 1, "breadth": 2}
     assert {run["temperature"] for run in report["runs"]} == {0}
     assert (report["command"], report["prompts"]["data_set"]) == ("sweep", "tale")
@@ -236,7 +238,7 @@ def test_what_was_measured_before_a_failure_is_kept(
     assert bench("compare", embedded_services, text, "--policy", "linear", "--out", str(out)) == 130
     report = load(out)
     assert (len(report["runs"]), report["complete"]) == (1, False)
-    tables.print_report(report)
+    print_report(report)
 
 
 def test_every_run_is_kept_as_soon_as_it_ended(

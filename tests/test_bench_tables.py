@@ -1,20 +1,18 @@
-"""The tables of `dynatree bench`: every figure worked out by hand, on a terminal, in Markdown and in HTML."""
+"""The figures and tables of `dynatree bench`: every figure worked out by hand, on a terminal and in Markdown."""
 
 import pytest
-from bench_records import DRAFTED, STATISTICS, baseline, costs_report, new_report, new_run, old_report, old_run
+from bench_records import DRAFTED, baseline, costs_report, new_report, new_run
+from pandas import DataFrame
 
-from dynatree.bench.figures import percentile, rate_until, spread, token_gaps, tpot, ttft
+from dynatree.bench.figures import Cell, cells, frame, percentile, rate_until, token_gaps, tpot, ttft
+from dynatree.bench.printing import print_report, remarks
 from dynatree.bench.record import Report
-from dynatree.bench.tables import print_report, remarks, tables
-from dynatree.bench.tables.table import Marked, Table, to_html, to_markdown
+from dynatree.bench.table import Marked, Table, figure, milliseconds, to_markdown
+from dynatree.bench.tables import tables
 
 
 def rows(report: Report, number: int) -> list[list[str]]:
-    return [list(row) for row in tables(report)[number].rows]
-
-
-def notes(report: Report, number: int) -> list[str]:
-    return list(tables(report)[number].notes)
+    return tables(report)[number].rows
 
 
 # figures
@@ -22,36 +20,59 @@ def notes(report: Report, number: int) -> list[str]:
 
 def test_figures_of_arrivals() -> None:
     """The first token after 0.5 s, then 3 by 0.8 s, none new at 0.9 s, then 5 by 1.4 s."""
-    run = new_run("x", tokens=5, arrivals=[[1, 0.5], [3, 0.8], [3, 0.9], [5, 1.4]])
+    run = new_run("x", tokens=5, arrivals=[(1, 0.5), (3, 0.8), (3, 0.9), (5, 1.4)])
     assert ttft(run) == 0.5
     assert tpot(run) == pytest.approx((1.4 - 0.5) / 4)
     assert token_gaps(run) == pytest.approx([0.15, 0.15, 0.3, 0.3])
     assert [rate_until(run, tokens) for tokens in (1, 2, 4, 6)] == pytest.approx([2.0, 3 / 0.8, 5 / 1.4, None])
 
 
-def test_figures_without_arrivals_come_from_the_server() -> None:
-    timed = STATISTICS | {"total_seconds": 2.1, "time_to_first_token_seconds": 0.2}
-    assert tpot(old_run("x", statistics=timed)) == pytest.approx(1.9 / 19)
-    assert (ttft(old_run("x")), tpot(old_run("x")), token_gaps(old_run("x"))) == (None, None, [])
-
-
 def test_a_single_arrival_has_no_time_per_token() -> None:
-    assert tpot(new_run("x", tokens=5, arrivals=[[5, 1.0]])) is None
+    assert tpot(new_run("x", tokens=5, arrivals=[(5, 1.0)])) is None
 
 
-def test_spreads_and_percentiles() -> None:
-    spreads = spread([1.0, None, 2.0, 3.0, 4.0, 5.0])
-    assert spreads is not None
-    assert (spreads.low, spreads.median, spreads.high) == (2.0, 3.0, 4.0)
-    assert spread([None]) is None
+def test_percentiles() -> None:
     assert percentile([float(value) for value in range(101)], 99) == pytest.approx(99.0)
-    assert (percentile([7.0], 50), percentile([], 50)) == (7.0, None)
+    assert (percentile([7.0], 50), percentile([], 50), percentile([1.0, 3.0], 100)) == (7.0, None, 3.0)
+
+
+def test_a_cell_is_the_median_over_prompts_and_a_ratio_that_of_ratios() -> None:
+    """Three prompts of 20 tokens, in two repetitions: plain 10, 20, 40 tokens/s, x 30, 20, 60 and then half of it."""
+    plain = [
+        new_run("autoregressive", 2.0 / 2**prompt, prompt=prompt, repetition=again)
+        for prompt in range(3)
+        for again in range(2)
+    ]
+    other = [
+        new_run("x", (1 + again) * 20 / rate, prompt=prompt, repetition=again)
+        for prompt, rate in enumerate((30, 20, 60))
+        for again in range(2)
+    ]
+    runs = frame(new_report("compare", [*plain, *other]))
+    assert cells(runs, "rate")["autoregressive"] == Cell(20.0, 10.0, 40.0, 3)
+    assert cells(runs, "rate")["x"] == Cell(22.5, 15.0, 45.0, 3)  # by prompt 22.5, 15, 45
+    # by prompt and repetition 3 and 1.5, 1 and 0.5, 1.5 and 0.75: not 22.5 / 20
+    assert cells(runs, "rate", over="autoregressive")["x"] == Cell(1.125, 0.75, 2.25, 3)
+    assert cells(runs, "rate", over="nobody") == {}
+
+
+def test_a_ratio_needs_the_same_prompt() -> None:
+    runs = frame(new_report("compare", [new_run("autoregressive"), new_run("x", 1.0), new_run("x", 1.0, prompt=1)]))
+    assert cells(runs, "rate", over="autoregressive")["x"] == Cell(2.0, 2.0, 2.0, 1)
+    assert cells(runs, "rate")["x"].prompts == 2
+
+
+def test_cells_as_text() -> None:
+    assert figure(Cell(1.234, 1.0, 2.0, 3)) == "1.23 (1.00-2.00)"
+    assert figure(Cell(12.34, 9.99, 100.0, 3)) == "12.3 (10.0-100.0)"
+    assert figure(Cell(3.0, 3.0, 3.0, 4)) == "3.00"
+    assert (figure(None), milliseconds(0.0123), milliseconds(12.3)) == ("-", "12.3", "12300")
 
 
 # compare
 
 
-def test_a_comparison_of_version_2() -> None:
+def test_a_comparison() -> None:
     """Of 20 tokens: plain 10 and transformers 8 tokens/s; drafted 20 and 40 tokens/s, five tokens at a time."""
     drafted = {"step": 5, "statistics": DRAFTED, "peak_memory": {"draft": 1, "verify": 60_000_000, "client": 1}}
     report = new_report(
@@ -63,48 +84,54 @@ def test_a_comparison_of_version_2() -> None:
         ],
     )
     speed, trees = tables(report)
-    assert [heading.replace("\n", " ") for heading in speed.headings] == [
-        "policy",
-        "tokens /s",
-        "quartiles",
-        "speed- up",
-        "over trans- formers",
+    assert list(speed.frame) == [
+        "method",
+        "tokens/s",
+        "x plain",
+        "x transformers",
+        "prompts",
         "TTFT ms",
         "TPOT p50 ms",
         "TPOT p99 ms",
         "equal to plain",
     ]
     # fixed: first token after 1/20 s and 0.5/20 s; gaps of 50 and 25 ms a token
-    assert [list(row) for row in speed.rows] == [
-        ["autoregressive", "10.0", "10.0-10.0", "1.00", "1.25", "100", "100", "100", "yes"],
-        ["transformers", "8.0", "8.0-8.0", "0.80", "1.00", "125", "125", "125", "yes"],
-        ["fixed", "30.0", "25.0-35.0", "3.00", "3.75", "37.5", "37.5", "50", "yes"],
+    assert speed.rows == [
+        ["autoregressive", "10.0", "1.00", "1.25", "2", "100", "100", "100", "yes"],
+        ["transformers", "8.0", "0.80", "1.00", "2", "125", "125", "125", "yes"],
+        ["fixed", "30.0 (20.0-40.0)", "3.00 (2.00-4.00)", "3.75 (2.50-5.00)", "2", "37.5", "37.5", "50.0", "yes"],
     ]
     # a round of fixed: 0.95 s / 4 and half of that, by plain steps of 1.9 s / 19
-    assert [list(row) for row in trees.rows] == [
+    assert trees.rows == [
         ["autoregressive", "1.00", "0.0", "-", "-", "10.0", "1.90", "50", "1.000"],
-        ["fixed", "2.50", "10.0", "15.0", "1.25", "4.0", "1.78", "60", "1.200"],
+        ["fixed", "2.50", "10.0", "15.0", "1.25", "4.0", "1.78 (1.19-2.38)", "60", "1.200"],
     ]
-    assert list(speed.notes) == ["plain step 100.00 ms; floor 4.00 ms (40 MB / 10.0 GB/s) = 4 %"]
+    assert speed.notes[1] == "plain step 100.00 ms; floor 4.00 ms (40 MB / 10.0 GB/s) = 4 %"
+    assert "the median over prompts of the ratio on the same prompt" in speed.notes[0]
 
 
-def test_columns_that_a_record_of_version_1_lacks_are_left_out() -> None:
-    speed, trees = tables(old_report("compare", [old_run("autoregressive"), old_run("linear", statistics=DRAFTED)]))
-    assert len(speed.headings) == len(speed.rows[0]) == 4
-    assert list(speed.rows[1]) == ["linear", "10.0", "1.00", "yes"]
-    assert list(trees.rows[1]) == ["linear", "2.50", "10.0", "15.0", "1.25", "4.0"]
-    assert speed.notes == []
+def test_columns_without_figures_are_left_out() -> None:
+    runs = [new_run(label, statistics=None, peak_memory=None, arrivals=[]) for label in ("autoregressive", "linear")]
+    report = new_report("compare", runs)
+    report["machine"]["read_bandwidth"] = None
+    speed, trees = tables(report)
+    assert list(speed.frame) == ["method", "tokens/s", "x plain", "prompts", "equal to plain"]
+    assert (len(speed.notes), trees.rows) == (1, [])
 
 
 def test_each_temperature_has_its_tables() -> None:
-    sampled = old_run("autoregressive", temperature=0.7, scheme="gumbel", seed=3)
-    titles = [table.title for table in tables(old_report("compare", [old_run("autoregressive"), sampled]))]
+    sampled = new_run("autoregressive", temperature=0.7, scheme="gumbel", seed=3)
+    titles = [table.title for table in tables(new_report("compare", [new_run("autoregressive"), sampled]))]
     assert titles == [
         "Speed, temperature 0, greedy",
         "Trees, temperature 0, greedy",
         "Speed, temperature 0.7, scheme gumbel",
         "Trees, temperature 0.7, scheme gumbel",
     ]
+
+
+def test_a_measurement_without_runs_has_no_tables() -> None:
+    assert tables(new_report("compare", [], complete=False)) == []
 
 
 # remarks
@@ -119,10 +146,12 @@ def test_outputs_that_differ_in_float32_are_errors() -> None:
 
 
 def test_outputs_that_differ_in_sixteen_bits_are_near_ties() -> None:
-    all_runs = [new_run("linear", equal=number > 1, agrees=17 - 4 * number, prompt=number) for number in range(4)]
-    report = new_report("compare", all_runs, dtype="bfloat16")
+    runs = [new_run("linear", equal=number > 1, agrees=17 - 4 * number, prompt=number) for number in range(4)]
+    runs[0]["margin"], runs[1]["margin"] = 0.0, 0.125
+    report = new_report("compare", runs, dtype="bfloat16")
     assert list(remarks(report)) == [
-        "2 of 4 outputs part from plain decoding, the first at token 14 (bfloat16: near-ties)"
+        "2 of 4 outputs part from plain decoding (bfloat16: near-ties), linear 2; the first at token 14; "
+        "margins in logits 0, 0.125"
     ]
     assert not any(isinstance(remark, Marked) for remark in remarks(report))
     assert (rows(report, 0)[0][-1], type(rows(report, 0)[0][-1])) == ("2 of 4 part", str)
@@ -135,14 +164,14 @@ def test_a_sweep_is_sorted_within_each_policy_and_names_the_best() -> None:
     def tried(label: str, seconds: float, **settings: float) -> object:
         return new_run(label, seconds, policy=label.partition(":")[0], settings=settings, statistics=DRAFTED)
 
-    all_runs = [
+    runs = [
         new_run("autoregressive"),
         tried("fixed:depth=2", 1.6, depth=2.0),
         tried("linear:depth=2", 1.0, depth=2.0),
         tried("fixed:depth=4", 0.8, depth=4.0),
         tried("linear:depth=4", 2.5, depth=4.0),
     ]
-    report = new_report("sweep", all_runs)  # type: ignore[arg-type]
+    report = new_report("sweep", runs)  # type: ignore[arg-type]
     assert [(row[0], row[1]) for row in rows(report, 0)] == [
         ("autoregressive", "1.00"),
         ("fixed:depth=4", "2.50"),
@@ -150,9 +179,9 @@ def test_a_sweep_is_sorted_within_each_policy_and_names_the_best() -> None:
         ("linear:depth=2", "2.00"),
         ("linear:depth=4", "0.80"),
     ]
-    assert notes(report, 0) == [
-        "best of fixed: fixed:depth=4, speedup 2.50",
-        "best of linear: linear:depth=2, speedup 2.00",
+    assert list(tables(report)[0].notes[1:]) == [
+        "best of fixed: fixed:depth=4, 2.50 x plain",
+        "best of linear: linear:depth=2, 2.00 x plain",
     ]
 
 
@@ -165,33 +194,28 @@ def test_the_tables_of_costs() -> None:
         "A draft forward by rows",
     ]
     assert rows(report, 0) == [
-        ["0", "128", "1", "12", "11-13", "9", "1.20"],
-        ["15", "128", "1", "13.5", "12.5-14.5", "10.5", "1.35"],
-        ["255", "128", "1", "37.5", "36.5-38.5", "34.5", "3.75"],
+        ["0", "128", "1", "12.0", "10.0-14.0", "9.00", "1.20"],
+        ["15", "128", "1", "13.5", "11.5-15.5", "10.5", "1.35"],
+        ["255", "128", "1", "37.5", "35.5-39.5", "34.5", "3.75"],
     ]
-    assert notes(report, 0) == ["plain step 10.00 ms; floor 4.00 ms (40 MB / 10.0 GB/s) = 40 %"]
+    assert list(tables(report)[0].notes) == ["plain step 10.00 ms; floor 4.00 ms (40 MB / 10.0 GB/s) = 40 %"]
 
 
 # renderers
 
-TABLE = Table("A | title", ["method", "speed-\nup"], [["<b>[x]</b>", Marked("0.50")], ["a_b", "1.50"]], ["see *this*"])
-
 
 def test_a_table_in_markdown() -> None:
-    assert to_markdown(TABLE) == (
-        "**A \\| title**\n\n"
-        "| method | speedup |\n| :-- | --: |\n| \\<b\\>\\[x\\]\\</b\\> | **0.50** |\n| a\\_b | 1.50 |\n\n"
-        "see \\*this\\*"
-    )
-
-
-def test_a_table_in_html() -> None:
-    html = to_html(TABLE)
-    assert "<caption>A | title</caption>" in html
-    assert '<th>method</th><th class="number">speedup</th>' in html
-    assert '<td>&lt;b&gt;[x]&lt;/b&gt;</td><td class="number marked">0.50</td>' in html
-    assert '<td>a_b</td><td class="number">1.50</td>' in html
-    assert "<p>see *this*</p>" in html
+    cells = DataFrame({"method": ["<b>[x]</b>", "a_b"], "speed": [Marked("0.50"), "1.50"]}, dtype=object)
+    assert to_markdown(Table("A | title", cells, ["see *this*"])).splitlines() == [
+        "**A \\| title**",
+        "",
+        "| method           |    speed |",
+        "|:-----------------|---------:|",
+        "| \\<b\\>\\[x\\]\\</b\\> | **0.50** |",
+        "| a\\_b             |     1.50 |",
+        "",
+        "see \\*this\\*",
+    ]
 
 
 def test_markup_in_labels_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

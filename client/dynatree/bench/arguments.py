@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
 from dynatree.bench.measurements import EMBEDDED, MEASUREMENTS, Measurement
-from dynatree.bench.methods import BASELINES, SCHEMES, parse_method, parse_methods
+from dynatree.bench.methods import BASELINES, SCHEMES, parse_method, parse_methods, parse_server
 from dynatree.cli.arguments import DTYPES
 
 T = TypeVar("T")
 
 _COSTS = "what a round costs by nodes, context and sessions, and a draft forward by rows, against the memory's speed"
 
+_EXTRA = ("markdown_it", "matplotlib", "pandas", "pydantic", "requests", "tabulate")  # what [bench] installs
 _RECORD = "plain decoding, and what the draft proposes along it and off it, for `replay`"
 _REPLAY = "policies on recorded rounds and recorded costs, without a model: tokens a second of each"
 
@@ -24,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     subparsers = parser.add_subparsers(metavar="MEASUREMENT", dest="measurement", required=True)
     for name, measurement in MEASUREMENTS.items():
         subparser = subparsers.add_parser(name, help=measurement.help, description=measurement.help, allow_abbrev=False)
-        subparser.set_defaults(usage_error=subparser.error, baselines=[])
+        subparser.set_defaults(usage_error=subparser.error, baselines=[], servers=[])
         _add_services(subparser)
         _add_prompts(subparser)
         _add_runs(subparser, measurement)
@@ -46,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print and keep it, or print what was kept; the exit status."""
+    missing = [name for name in _EXTRA if find_spec(name) is None]
+    if missing:  # said before hours of measuring whose tables could not be printed
+        raise SystemExit(f"dynatree bench needs {', '.join(missing)}: install dynatree with its extra [bench]")
     from dynatree.bench.command import run
 
     return run(options)
@@ -257,6 +262,15 @@ def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None
             help="transformers' own generate(), in this process, at temperature 0; "
             + ("the prompts of all clients in one batch" if measurement.takes_loads else "may be repeated")
             + " (default: none)",
+        )
+    if measurement.takes_baselines and not measurement.takes_loads:
+        group.add_argument(
+            "--baseline-server",
+            dest="servers",
+            action="append",
+            type=parse_server,
+            metavar="NAME=URL",
+            help="a server of llama.cpp, or of OpenAI's /v1/completions, that has the same target; may be repeated",
         )
     if measurement.takes_loads:
         group.add_argument(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
-from dynatree.bench.decoding import Arrival, Baseline, Output, Prompt
+from dynatree.bench.decoding import Arrival, Baselines, Output, Prompt
 from dynatree.bench.methods import ASSISTED, PROMPT_LOOKUP, Method
 from dynatree.client import ModelInfo
 from dynatree.common.tokenizer import first_line
@@ -30,21 +30,20 @@ class LocalModel:
     info: ModelInfo
 
 
-def load_baselines(methods: Sequence[Method], target: LocalModel, draft: LocalModel) -> dict[str, Baseline]:
-    """The decoders of these methods by label; none, and no model, where there are no methods.
+def load_baselines(methods: Sequence[Method], target: LocalModel, draft: LocalModel) -> Baselines:
+    """The decoders of these methods, of which there is one at least.
 
     Raises:
         SystemExit: A model cannot be loaded.
     """
-    if not methods:
-        return {}
     model = _load(target)
     assistant = _load(draft) if ASSISTED in methods else None
     options: dict[str, dict[str, Any]] = {
         ASSISTED.label: {"assistant_model": assistant},
         PROMPT_LOOKUP.label: {"prompt_lookup_num_tokens": _LOOKUP_TOKENS},
     }
-    return {method.label: partial(_generate, model, options.get(method.label, {})) for method in methods}
+    decoders = {method.label: partial(_generate, model, options.get(method.label, {})) for method in methods}
+    return Baselines(decoders, partial(_margin, model))
 
 
 def load_batches(target: LocalModel) -> Callable[[Sequence[Prompt], int], list[Output]]:
@@ -73,6 +72,13 @@ def _load(local: LocalModel) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model
+
+
+@torch.inference_mode()
+def _margin(model: Any, token_ids: Prompt) -> float:
+    """How far the best next token's logit is above the second's."""
+    top = model(torch.tensor([list(token_ids)], device=model.device)).logits[0, -1].float().topk(2).values
+    return float(top[0] - top[1])
 
 
 def _generate(model: Any, options: dict[str, Any], prompt: Prompt, max_new_tokens: int) -> Output:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynatree.bench.decoding import Baseline, Decoders
+from dynatree.bench.decoding import Baselines, Decoders
 from dynatree.bench.environment import Environment, environment
 from dynatree.bench.load.clients import Service
 from dynatree.bench.load.loads import ClosedLoop, Load, OpenLoop
@@ -20,10 +20,8 @@ from dynatree.bench.memory import PeakMemory
 from dynatree.bench.methods import ABLATION, ASSISTED, BASELINES, COUPLING, GUESSES, PLAIN, SCHEMES, Case, Method
 from dynatree.bench.progress import progress_bar
 from dynatree.bench.prompts import Prompts, Selection, load_tokenizer, read_prompts
-from dynatree.bench.record import REFUSED, Costs, Report, check_writable, is_replaceable, load, new_report, save
-from dynatree.bench.report.command import write_report
+from dynatree.bench.record import REFUSED, Costs, Floor, Report, check_writable, is_replaceable, load, new_report, save
 from dynatree.bench.runs import RunSettings, admitted, measure, plan, warm_up
-from dynatree.bench.tables import print_report, unequal
 from dynatree.cli.service_pair import service_pair
 from dynatree.client import Client, ModelInfo, ServiceInfo
 from dynatree.common import embedded
@@ -53,9 +51,13 @@ def run(options: argparse.Namespace) -> int:
         SystemExit: A file, a model or an address cannot be used.
     """
     if options.measurement == "show":
+        from dynatree.bench.printing import print_report
+
         print_report(load(options.file))
         return 0
     if options.measurement == "report":
+        from dynatree.bench.report import write_report
+
         write_report(options.folder, options.out or options.folder / "report", options.title)
         return 0
     if options.measurement == "replay":
@@ -69,6 +71,9 @@ def run(options: argparse.Namespace) -> int:
     if options.out is not None:
         check_writable(options.out)
     report = _measure_costs(options) if options.measurement == "costs" else _measure_runs(options)
+    from dynatree.bench.figures import unequal
+    from dynatree.bench.printing import print_report
+
     print_report(report)
     exact = report["models"]["target"]["dtype"] == "float32"
     failed = any(failure["code"] != REFUSED for failure in report.get("failures", ()))
@@ -107,7 +112,7 @@ def _check(options: argparse.Namespace) -> None:
         options.usage_error("--baseline transformers-assisted with --server: expected --draft-model as well")
     if options.measurement == "load":
         _check_loads(options)
-    if options.baselines and 0 not in _temperatures(options):
+    if (options.baselines or options.servers) and 0 not in _temperatures(options):
         options.usage_error("--baseline: baselines decode at temperature 0 only; expected --temperature 0 as well")
     if options.out and options.out.exists() and options.prompts.exists() and options.out.samefile(options.prompts):
         raise SystemExit(f"{options.out} holds the prompts; expected a file of its own for --out")
@@ -294,15 +299,18 @@ def _baselines(options: argparse.Namespace) -> list[Method]:
     return [BASELINES[name] for name in names]
 
 
-def _load_baselines(options: argparse.Namespace, info: ServiceInfo) -> dict[str, Baseline]:
-    methods = _baselines(options)
-    if not methods:
-        return {}
+def _load_baselines(options: argparse.Namespace, info: ServiceInfo) -> Baselines:
+    from dynatree.bench.server_baseline import connect
+
+    servers = {method.label: connect(method.label, url) for method, url in options.servers}
+    if not options.baselines:
+        return Baselines(servers)
     from dynatree.bench.baselines import LocalModel, load_baselines
 
     target = LocalModel(_path(options.target_model, embedded.target_path()), info.target)
     draft = LocalModel(_path(options.draft_model or EMBEDDED, embedded.draft_path()), info.draft)
-    return load_baselines(methods, target, draft)
+    loaded = load_baselines(_baselines(options), target, draft)
+    return Baselines({**loaded.decoders, **servers}, loaded.margin)
 
 
 def _path(model: str, embedded_path: Path) -> str:
@@ -320,8 +328,8 @@ def _cases(options: argparse.Namespace, info: ServiceInfo) -> list[Case]:
         plain = plan([PLAIN], temperatures, ["gumbel"])
         return plain + plan(options.policies or COUPLING, temperatures, SCHEMES)
     offered: Sequence[Method] = options.policies or [Method(name, name) for name in info.policies]
-    baselines = plan(_baselines(options), [0.0], [options.scheme])
-    return baselines + plan([PLAIN, *offered], temperatures, [options.scheme])
+    baselines = [*_baselines(options), *(method for method, _ in options.servers)]
+    return plan(baselines, [0.0], [options.scheme]) + plan([PLAIN, *offered], temperatures, [options.scheme])
 
 
 def _describe_prompts(prompts: Prompts, name: str | None) -> dict[str, object]:
@@ -363,7 +371,7 @@ def _measure_costs(options: argparse.Namespace) -> Report:
         options={"max_nodes": options.max_nodes, "repetitions": options.repetitions},
     )
     size, bandwidth = target.info.step_bytes, measured_on.machine["read_bandwidth"]
-    floor = {"weight_bytes": size, "read_bandwidth": bandwidth, "seconds": size / bandwidth}
+    floor = Floor(weight_bytes=size, read_bandwidth=bandwidth, seconds=size / bandwidth)
     report["costs"] = Costs(plain_seconds=[], points=[], floor=floor)
     wanted = places(options.max_nodes, target.info.context_length)
     with progress_bar() as progress:

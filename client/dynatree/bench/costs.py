@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -33,7 +34,7 @@ _NO_LIMIT = 1 << 30
 class Place:
     """Where on a curve to measure: so many sessions, each with a tree of `nodes` behind `context` tokens."""
 
-    curve: str
+    curve: Literal["nodes", "context", "sessions", "draft"]
     nodes: int
     context: int = CONTEXT
     sessions: int = 1

@@ -13,19 +13,35 @@ Prompt = Sequence[int]
 Arrival = tuple[int, float]
 
 
+_LONG_SECONDS = 2.0
+
+
 @dataclass(frozen=True)
 class Output:
     """New tokens, and when they came.
 
     `arrivals` has an entry for each time that tokens came: (new tokens so far, seconds since the call). `seconds` is
-    the time until the call was over. A baseline has no statistics and no trace.
+    the time until the call was over. A baseline has no statistics and no trace; a server that does not name its tokens
+    has only their `count`.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] | None
     arrivals: tuple[Arrival, ...]
     seconds: float
     statistics: Statistics | None = None
     trace: tuple[RoundTrace, ...] = ()
+    count: int = 0
+
+    @property
+    def kept_arrivals(self) -> list[Arrival]:
+        """The arrivals as records keep them: to a microsecond, of long completions to a tenth of a millisecond."""
+        digits = 6 if self.seconds < _LONG_SECONDS else 4
+        return [(tokens, round(seconds, digits)) for tokens, seconds in self.arrivals]
+
+    @property
+    def tokens(self) -> int:
+        """How many new tokens there are."""
+        return self.count if self.token_ids is None else len(self.token_ids)
 
 
 def options_of(case: Case, max_new_tokens: int, seed: int, trace: bool = False) -> GenerateOptions:
@@ -43,14 +59,23 @@ def options_of(case: Case, max_new_tokens: int, seed: int, trace: bool = False) 
 
 
 Baseline = Callable[[Prompt, int], Output]  # completes a prompt greedily by so many tokens
+Margin = Callable[[Prompt], float]  # how far the target's best next token is before the second, in logits
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Decoders by their methods' labels, and the target's margins where transformers has loaded it."""
+
+    decoders: Mapping[str, Baseline] = field(default_factory=dict)
+    margin: Margin | None = None
 
 
 @dataclass(frozen=True)
 class Decoders:
-    """What completes prompts: the services, and the baselines by their methods' labels."""
+    """What completes prompts: the services, and baselines."""
 
     client: Client
-    baselines: Mapping[str, Baseline] = field(default_factory=dict)
+    baselines: Baselines = field(default_factory=Baselines)
 
     def complete(self, prompt: Prompt, case: Case, *, max_new_tokens: int, seed: int, trace: bool = False) -> Output:
         """Run one case; end-of-sequence tokens are ignored, so that there are as many tokens as were asked for.
@@ -60,7 +85,7 @@ class Decoders:
             SystemExit: A baseline cannot decode.
         """
         if case.method.policy is None:
-            return self.baselines[case.method.label](prompt, max_new_tokens)
+            return self.baselines.decoders[case.method.label](prompt, max_new_tokens)
         arrivals: list[Arrival] = []
         tokens = 0
         started = time.perf_counter()

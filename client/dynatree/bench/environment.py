@@ -20,8 +20,8 @@ class Environment:
     """The keys of the same names of a report."""
 
     versions: dict[str, str | None]
-    git: dict[str, Any] | None
-    machine: dict[str, Any]
+    git: Any
+    machine: Any
 
 
 def environment(threads: int | None, read_bandwidth: float | None) -> Environment:
@@ -50,7 +50,7 @@ def environment(threads: int | None, read_bandwidth: float | None) -> Environmen
     )
 
 
-def describe(model: ModelInfo) -> dict[str, Any]:
+def describe(model: ModelInfo) -> Any:
     """A model in a report."""
     names = ("name", "architecture", "parameters", "context_length", "dtype", "device", "version")
     described = {name: getattr(model, name) for name in names}

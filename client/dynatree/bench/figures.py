@@ -1,12 +1,19 @@
-"""The figures of runs, each with its definition: what tables and plots show, without how they show it."""
+"""The figures of runs, each with its one definition: what tables, plots and documents show.
+
+A rate is the new tokens of one completion / its wall-clock seconds at the client, the prompt's forward included. A cell
+is the median over prompts; a prompt's own figure is the median over its repetitions. A ratio is the median over prompts
+of the ratio on the same prompt, in the same repetition. Beside a cell stand the range over prompts and their number.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import quantiles
 from typing import TypeVar
+
+import numpy as np
+from pandas import DataFrame, Series
 
 from dynatree.bench.methods import PLAIN
 from dynatree.bench.record import Report, Run
@@ -16,74 +23,91 @@ K = TypeVar("K", bound=Hashable)
 
 TRANSFORMERS = "transformers"  # the label of its plain `generate`
 SIXTEEN_BIT = ("bfloat16", "float16")
+DEFINITION = (
+    "A rate is new tokens / wall-clock seconds of one completion, the prompt's forward included. A cell is the median "
+    "over prompts, a ratio the median over prompts of the ratio on the same prompt; in brackets the range over prompts."
+)
 
 
 @dataclass(frozen=True)
-class Spread:
-    """The median of some values and their quartiles."""
+class Cell:
+    """The median over prompts, the lowest and the highest of them, and how many there are."""
 
     median: float
     low: float
     high: float
+    prompts: int
+
+    def times(self, factor: float) -> Cell:
+        """In another unit."""
+        return Cell(factor * self.median, factor * self.low, factor * self.high, self.prompts)
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A run beside those of the same prompt, repetition and temperature that it is held against."""
+def cells(runs: DataFrame, figure: str, over: str | None = None, of: str | None = None) -> dict[str, Cell]:
+    """The cell of each method, by the definition of this module; a method without the figure has none.
 
-    run: Run
-    plain: Run | None
-    transformers: Run | None
-
-    @property
-    def label(self) -> str:
-        """The method's."""
-        return self.run["label"]
-
-    @property
-    def rate(self) -> float:
-        """New tokens / wall-clock seconds, the prompt's forward included."""
-        return rate(self.run)
-
-    @property
-    def speedup(self) -> float | None:
-        """Its rate / that of plain decoding through the same services."""
-        return self.rate / rate(self.plain) if self.plain else None
-
-    @property
-    def over_transformers(self) -> float | None:
-        """Its rate / that of transformers' own generate()."""
-        return self.rate / rate(self.transformers) if self.transformers else None
-
-    @property
-    def round_cost(self) -> float | None:
-        """The mean time of its rounds / plain decoding's time per token after the first, its TPOT."""
-        step = tpot(self.plain) if self.plain else None
-        seconds = round_seconds(self.run)
-        return seconds / step if step and seconds is not None else None
-
-    def speedup_until(self, tokens: int) -> float | None:
-        """As `speedup`, of the rates until so many tokens had come."""
-        return _ratio(rate_until(self.run, tokens), self.plain and rate_until(self.plain, tokens))
-
-    def over_transformers_until(self, tokens: int) -> float | None:
-        """As `over_transformers`, of the rates until so many tokens had come."""
-        return _ratio(rate_until(self.run, tokens), self.transformers and rate_until(self.transformers, tokens))
+    Args:
+        runs: Of one report and one temperature, as `frame` makes them.
+        figure: A column.
+        over: The label of the method whose figure on the same prompt it is divided by; by default it is not.
+        of: The column of that method's figure, where it is another one.
+    """
+    values = _by_place(runs, figure)
+    if over is not None:
+        base = _by_place(runs, of or figure)
+        if over not in base:
+            return {}
+        values = values.div(base[over], axis=0)
+    return {str(label): cell for label in values if (cell := cell_of(values[label])) is not None}
 
 
-def samples(report: Report) -> list[Sample]:
-    """Every run of a report, in order."""
-    plain = {_place(run): run for run in report["runs"] if run["label"] == PLAIN.label}
-    transformers = {_place(run): run for run in report["runs"] if run["label"] == TRANSFORMERS}
-    return [Sample(run, plain.get(_place(run)), transformers.get(_place(run))) for run in report["runs"]]
+def _by_place(runs: DataFrame, figure: str) -> DataFrame:
+    """A figure by prompt and repetition, a column a method."""
+    found = runs.drop_duplicates(["prompt", "repetition", "label"])
+    table = found.pivot(index=["prompt", "repetition"], columns="label", values=figure)
+    return table[found["label"].drop_duplicates()].astype(float)
 
 
-def _place(run: Run) -> tuple[float, int, int]:
-    return run["temperature"], run["prompt"], run["repetition"]
+def cell_of(values: Series[float]) -> Cell | None:
+    """A cell of values by prompt and repetition; None where there is none."""
+    by_prompt = values.dropna().groupby(level="prompt").median()
+    if by_prompt.empty:
+        return None
+    return Cell(float(by_prompt.median()), float(by_prompt.min()), float(by_prompt.max()), len(by_prompt))
 
 
-def _ratio(value: float | None, base: float | None) -> float | None:
-    return None if value is None or base is None else value / base
+def frame(report: Report) -> DataFrame:
+    """A row for each run, in order: its places, its figures and its statistics."""
+    return DataFrame([_row(run) for run in report["runs"]])
+
+
+def _row(run: Run) -> dict[str, object]:
+    names = ("label", "policy", "settings", "temperature", "scheme", "prompt", "repetition", "equal", "agrees")
+    memory = run.get("peak_memory") or {}
+    return {
+        **{name: run.get(name) for name in names},
+        "rate": rate(run),
+        "ttft": ttft(run),
+        "tpot": tpot(run),
+        "round_seconds": round_seconds(run),
+        "memory": memory.get("verify"),
+        **(run["statistics"] or {}),
+    }
+
+
+def by_label(runs: DataFrame) -> dict[str, DataFrame]:
+    """The runs by their methods' labels, in the order in which they first appear."""
+    return {str(label): same for label, same in runs.groupby("label", sort=False)}
+
+
+def by_temperature(runs: DataFrame) -> dict[str, DataFrame]:
+    """The runs by temperature, under its words."""
+    groups = {}
+    for temperature, group in runs.groupby("temperature", sort=False):
+        schemes = group["scheme"].dropna().unique()
+        scheme = f", scheme {schemes[0]}" if len(schemes) else ", greedy"
+        groups[f"temperature {temperature:g}{scheme}"] = group
+    return groups
 
 
 def rate(run: Run) -> float:
@@ -103,13 +127,9 @@ def ttft(run: Run) -> float | None:
 
 
 def tpot(run: Run) -> float | None:
-    """(last arrival - first) / tokens after the first arrival, in seconds.
-
-    By the server's clock where no arrivals were kept; None where nothing was, or a single arrival brought it all.
-    """
-    arrivals = _arrivals(run)
-    tokens = run["tokens"] - (arrivals[0][0] if arrivals else 1)
-    seconds = _decode_seconds(run)
+    """(last arrival - first) / tokens after the first arrival, in seconds; None where one arrival brought it all."""
+    arrivals, seconds = _arrivals(run), _decode_seconds(run)
+    tokens = run["tokens"] - arrivals[0][0] if arrivals else 0
     return seconds / tokens if tokens and seconds is not None else None
 
 
@@ -130,53 +150,22 @@ def round_seconds(run: Run) -> float | None:
 
 
 def _decode_seconds(run: Run) -> float | None:
-    arrivals, statistics = _arrivals(run), run["statistics"]
-    if arrivals:
-        return arrivals[-1][1] - arrivals[0][1]
-    if statistics and "total_seconds" in statistics:
-        return float(statistics["total_seconds"] - statistics["time_to_first_token_seconds"])
-    return None
+    arrivals = _arrivals(run)
+    return arrivals[-1][1] - arrivals[0][1] if arrivals else None
 
 
 def _arrivals(run: Run) -> list[tuple[int, float]]:
     """The arrivals that brought tokens: (tokens by then, seconds since the call)."""
     arrivals: list[tuple[int, float]] = []
-    for came, seconds in run.get("arrivals", ()):
+    for came, seconds in run["arrivals"]:
         if not arrivals or came > arrivals[-1][0]:
             arrivals.append((came, seconds))
     return arrivals
 
 
-def peak_memory(runs: Iterable[Run], process: str) -> int | None:
-    """The largest resident size, in bytes, of "draft", "verify" or "client" in any of the runs."""
-    peaks = [(run.get("peak_memory") or {}).get(process) for run in runs]
-    return max((peak for peak in peaks if peak is not None), default=None)
-
-
-def statistic(runs: Iterable[Run], name: str) -> list[float]:
-    """A figure of `dynatree.client.Statistics` of every run that has statistics."""
-    return [run["statistics"][name] for run in runs if run["statistics"]]
-
-
-def spread(values: Iterable[float | None]) -> Spread | None:
-    """The spread of those values that are there; None where none is."""
-    known = [value for value in values if value is not None]
-    return quartiles_of(known) if known else None
-
-
-def quartiles_of(values: Sequence[float]) -> Spread:
-    """The spread of at least one value."""
-    if len(values) == 1:
-        return Spread(values[0], values[0], values[0])
-    low, middle, high = quantiles(values, n=4, method="inclusive")
-    return Spread(middle, low, high)
-
-
 def percentile(values: Sequence[float], percent: int) -> float | None:
     """The value that `percent` of 100 do not pass, interpolated; None of no values."""
-    if len(values) < 2:
-        return values[0] if values else None
-    return quantiles(values, n=100, method="inclusive")[percent - 1]
+    return float(np.percentile(values, percent)) if values else None
 
 
 def by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
@@ -190,3 +179,8 @@ def by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 def unequal(runs: Iterable[Run]) -> list[Run]:
     """The runs whose tokens should be those of plain decoding, and are not."""
     return [run for run in runs if run["equal"] is False]
+
+
+def plain_step(runs: DataFrame) -> Cell | None:
+    """Plain decoding's time per token after the first, in seconds."""
+    return cells(runs, "tpot").get(PLAIN.label) if len(runs) else None

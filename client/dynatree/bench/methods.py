@@ -15,11 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Method:
-    """A policy and its settings; those left out keep the server's defaults. A baseline has no policy."""
+    """A policy and its settings; those left out keep the server's defaults. A baseline has no policy.
+
+    What is `foreign` is another program's server, whose tokens may be others.
+    """
 
     label: str
     policy: str | None
     settings: tuple[tuple[str, float | tuple[float, ...]], ...] = ()
+    foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,14 @@ def parse_method(text: str) -> Method:
             )
         settings[key] = setting
     return Method(text, name, tuple(settings.items()))
+
+
+def parse_server(text: str) -> tuple[Method, str]:
+    """An argparse type: `NAME=URL` as a baseline of that name, and the URL."""
+    name, _, url = text.partition("=")
+    if not name or not url.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=URL with http:// or https://")
+    return Method(name, None, foreign=True), url
 
 
 def parse_methods(text: str) -> list[Method]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TypedDict
+
+from typing_extensions import TypedDict
 
 from dynatree.client import RoundTrace
 

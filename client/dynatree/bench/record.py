@@ -28,8 +28,11 @@ Schema, version 2; one object:
         prompt, repetition           their numbers, from 0
         tokens                       new tokens
         equal                        whether they are those of policy autoregressive, at the same temperature and seed;
-                                     null where that is not expected (scheme residual) or was not run
-        agrees                       how many leading tokens are; null where `equal` is
+                                     null where that is not expected (scheme residual, another program's server) or
+                                     was not run
+        agrees                       how many leading tokens are; null where that is not known
+        margin                       of a greedy output that parts from plain decoding's, where transformers' target is
+                                     loaded beside: the logits' gap between its two best tokens at that place
         wall_seconds                 from the client's call to the last token
         arrivals                     [[tokens, seconds], ...]: new tokens so far and seconds since the call, for each
                                      time that tokens arrived
@@ -59,77 +62,116 @@ Schema, version 2; one object:
         floor                        {"weight_bytes", "read_bandwidth", "seconds"}: seconds = the weights that a step
                                      reads / the bandwidth, which no plain decoding step can be faster than
 
-Files of version 1 load too. They lack command "sweep" and "costs", `agrees`, `arrivals`, `peak_memory`, data_set,
-weight_bytes, architecture, context_length, and of the machine all but platform and cpu_count.
+A file may have more than this; what is more is kept and not looked at.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, cast
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from dynatree.bench.environment import Environment, describe
 from dynatree.bench.ranks import RankCounts
-from dynatree.client import ModelInfo
+from dynatree.client import ModelInfo, Statistics
 
 SCHEMA_VERSION = 2
-COMMANDS = ("compare", "sweep", "ablation", "coupling", "ranks", "load", "costs")
 REFUSED = "RESOURCE_EXHAUSTED"  # the code of a failure: there was no room
-CURVES = ("nodes", "context", "sessions", "draft")
 PARTS = ("draft_forward", "grow", "verify_forward", "accept", "commit", "wire")  # of a round, in its order
-_READABLE = (1, SCHEMA_VERSION)
+
+Count = Annotated[int, Field(ge=0)]
+Some = Annotated[int, Field(ge=1)]
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+_checked = with_config(ConfigDict(strict=True, extra="allow"))
 
 
+@_checked
 class Place(TypedDict):
     """Where in a load a request was made; see the module."""
 
-    clients: int | None
-    rate: float | None
-    client: int | None
-    start_seconds: float
+    clients: Some | None
+    rate: Positive | None
+    client: Count | None
+    start_seconds: Number
 
 
+@_checked
+class Part(TypedDict):
+    """What a part of all rounds took."""
+
+    total_seconds: Number
+
+
+@_checked
+class RunStatistics(TypedDict):
+    """What tables need of `dynatree.client.Statistics`, all of which is there; the last seven are a load's."""
+
+    rounds: Count
+    draft_n: Count
+    draft_n_accepted: Count
+    acceptance_rate: Number
+    tokens_per_round: Number
+    mean_path_length: Number
+    nodes_per_round: Number
+    committed_per_level: Number
+    acceptance_by_depth: NotRequired[list[Number]]
+    round_parts: NotRequired[dict[str, Part]]
+    queue_seconds: NotRequired[Number]
+    sessions_per_pass: NotRequired[Number]
+    rows_per_pass: NotRequired[Number]
+    trimmed_n: NotRequired[Count]
+    cached_tokens: NotRequired[Count]
+    kv_cache_usage: NotRequired[Number]
+
+
+@_checked
 class Run(TypedDict):
     """One completion; see the module."""
 
     label: str
     policy: str | None
     settings: dict[str, float | Sequence[float]]
-    temperature: float
+    temperature: Number
     scheme: str | None
     seed: int | None
-    prompt: int
-    repetition: int
-    tokens: int
+    prompt: Count
+    repetition: Count
+    tokens: Some
     equal: bool | None
-    agrees: NotRequired[int | None]
-    wall_seconds: float
-    arrivals: NotRequired[list[tuple[int, float]]]
-    peak_memory: NotRequired[dict[str, int | None] | None]
-    statistics: dict[str, Any] | None
+    agrees: Count | None
+    margin: NotRequired[Number]
+    wall_seconds: Positive
+    arrivals: list[tuple[Some, Positive]]
+    peak_memory: NotRequired[dict[str, Count | None] | None]
+    statistics: RunStatistics | None
     ranks: NotRequired[RankCounts]
     load: NotRequired[Place]
 
 
+@_checked
 class Failure(TypedDict):
     """A request of a load that ended in an error; see the module."""
 
     label: str
-    prompt: int
-    repetition: int
+    prompt: Count
+    repetition: Count
     load: Place
-    seconds: float
-    tokens: int
+    seconds: Number
+    tokens: Count
     code: str
     details: str
 
 
+@_checked
 class Skipped(TypedDict):
     """A method that the server refused under a sampling scheme, and what it said."""
 
@@ -138,42 +180,106 @@ class Skipped(TypedDict):
     reason: str
 
 
+@_checked
 class Point(TypedDict):
     """A point of a curve of costs; see the module."""
 
-    curve: str
-    nodes: int
-    context: int
-    sessions: int
-    seconds: list[float]
-    forward_seconds: list[float]
+    curve: Literal["nodes", "context", "sessions", "draft"]
+    nodes: Count
+    context: Count
+    sessions: Some
+    seconds: Annotated[list[Positive], Field(min_length=1)]
+    forward_seconds: Annotated[list[Positive], Field(min_length=1)]
 
 
+@_checked
+class Floor(TypedDict):
+    """The least time of a plain step."""
+
+    weight_bytes: Some
+    read_bandwidth: Positive
+    seconds: Positive
+
+
+@_checked
 class Costs(TypedDict):
     """What rounds cost; see the module."""
 
-    plain_seconds: list[float]
+    plain_seconds: list[Positive]
     points: list[Point]
-    floor: dict[str, float]
+    floor: Floor
 
 
+@_checked
+class Model(TypedDict):
+    """A model, as its service reports it."""
+
+    name: str
+    architecture: str
+    parameters: Count
+    context_length: Count
+    dtype: str
+    device: str
+    version: str
+    weight_bytes: Count
+
+
+@_checked
+class Machine(TypedDict):
+    """The client's machine."""
+
+    platform: str
+    cpu: str | None
+    cpu_count: Some | None
+    memory_bytes: Count
+    threads: Some | None
+    read_bandwidth: Positive | None
+
+
+@_checked
+class Commit(TypedDict):
+    """The checkout that the client ran from."""
+
+    commit: str
+    modified: bool
+
+
+@_checked
+class Prompts(TypedDict):
+    """What was completed."""
+
+    file: str
+    data_set: str
+    count: Count
+    tokens: list[Some]
+
+
+@_checked
 class Report(TypedDict):
     """A measurement; see the module."""
 
-    schema_version: int
-    command: str
+    schema_version: Literal[2]
+    command: Literal["compare", "sweep", "ablation", "coupling", "ranks", "load", "costs"]
     started: str
     complete: bool
     versions: dict[str, str | None]
-    git: dict[str, Any] | None
-    machine: dict[str, Any]
-    models: dict[str, dict[str, Any]]
-    prompts: dict[str, Any]
+    git: Commit | None
+    machine: Machine
+    models: dict[Literal["target", "draft"], Model]
+    prompts: Prompts
     options: dict[str, Any]
     skipped: list[Skipped]
     runs: list[Run]
     costs: NotRequired[Costs]
     failures: NotRequired[list[Failure]]
+
+
+_REPORT = TypeAdapter(Report)
+
+
+def statistics_of(statistics: Statistics | None) -> RunStatistics | None:
+    """All of a completion's statistics, for a run."""
+    return None if statistics is None else cast(RunStatistics, asdict(statistics))
 
 
 def new_report(
@@ -182,13 +288,13 @@ def new_report(
     target: ModelInfo,
     draft: ModelInfo,
     *,
-    prompts: dict[str, Any],
+    prompts: Any,
     options: dict[str, Any],
 ) -> Report:
     """The report of a measurement that starts now."""
     return Report(
-        schema_version=SCHEMA_VERSION,
-        command=command,
+        schema_version=2,
+        command=command,  # type: ignore[typeddict-item]
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         complete=False,
         versions=environment.versions,
@@ -249,203 +355,28 @@ def load(path: Path) -> Report:
         SystemExit: It cannot be read, or is not a report.
     """
     try:
-        value = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+        report = _REPORT.validate_json(path.read_bytes())
+        _check_command(report)
     except OSError as error:
         raise SystemExit(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise SystemExit(f"{path} is not JSON: {error}") from None
-    try:
-        _check(value, {"schema_version": _is_count, "command": _is_text}, "the file")
-        if value["schema_version"] not in _READABLE or value["command"] not in COMMANDS:
-            raise ValueError(f"schema_version {value['schema_version']}, command {value['command']!r} are not known")
-        _check(value, _REPORT, "the file")
-        _check(value, _OF_COMMAND.get(value["command"], _OF_RUNS), "the file")
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        words = f"{place}: {first['msg']}" if place else first["msg"]
+        raise SystemExit(f"{path} is not a file of dynatree bench: {words}") from None
     except ValueError as error:
         raise SystemExit(f"{path} is not a file of dynatree bench: {error}") from None
-    report: Report = value
     return report
 
 
-@dataclass(frozen=True)
-class _OrNull:
-    """The shape of a value that may be null."""
-
-    shape: Any
-
-
-@dataclass(frozen=True)
-class _Some:
-    """A list of one shape, of which there is at least one."""
-
-    shape: Any
-
-
-@dataclass(frozen=True)
-class _Since2:
-    """The shape of a value that files of version 1 may lack."""
-
-    shape: Any
-
-
-def _check(value: Any, shape: Any, place: str) -> None:
-    """Hold a value against a shape: a dictionary of shapes, a list of one shape, one of the above, or a predicate."""
-    if isinstance(shape, _Some):
-        _check(value, [shape.shape], place)
-        if not value:
-            raise ValueError(f"{place} is empty")
-    elif isinstance(shape, _OrNull):
-        if value is not None:
-            _check(value, shape.shape, place)
-    elif isinstance(shape, dict):
-        if not isinstance(value, dict):
-            raise ValueError(f"{place} is not an object")
-        for name, inner in shape.items():
-            if name in value:
-                _check(value[name], inner.shape if isinstance(inner, _Since2) else inner, name)
-            elif not isinstance(inner, _Since2):
-                raise ValueError(f"{place} has no {name}")
-    elif isinstance(shape, list):
-        if not isinstance(value, list):
-            raise ValueError(f"{place} is not a list")
-        for number, each in enumerate(value):
-            _check(each, shape[0], f"{place}[{number}]")
-    elif not shape(value):
-        raise ValueError(f"{place} has the wrong type or value")
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_some(value: object) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
-
-
-def _is_positive(value: object) -> bool:
-    return _is_number(value) and value > 0  # type: ignore[operator]
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_settings(value: object) -> bool:
-    if not isinstance(value, dict):
-        return False
-    numbers = [each if isinstance(each, list) else [each] for each in value.values()]
-    return all(type(number) in (int, float) for each in numbers for number in each)
-
-
-def _is_arrival(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and _is_some(value[0]) and _is_positive(value[1])
-
-
-def _is_parts(value: object) -> bool:
-    """Of a completion without rounds there are none."""
-    return value == {} or (
-        isinstance(value, dict)
-        and all(isinstance(part := value.get(name), dict) and _is_number(part.get("total_seconds")) for name in PARTS)
-    )
-
-
-_MODEL = {
-    "name": _is_text,
-    "dtype": _is_text,
-    "device": _is_text,
-    "weight_bytes": _Since2(_OrNull(_is_count)),
-    "parameters": _Since2(_OrNull(_is_count)),
-}
-_MACHINE = {
-    "cpu": _Since2(_OrNull(_is_text)),
-    "threads": _Since2(_OrNull(_is_some)),
-    "read_bandwidth": _Since2(_OrNull(_is_positive)),
-}
-_RANKS = {"trials": _is_count, "hits": [_is_count]}
-_STATISTICS = {
-    "rounds": _is_count,
-    "draft_n": _is_count,
-    "acceptance_rate": _is_number,
-    "tokens_per_round": _is_number,
-    "mean_path_length": _is_number,
-    "nodes_per_round": _is_number,
-    "committed_per_level": _is_number,
-    "acceptance_by_depth": _Since2([_is_number]),
-    "round_parts": _Since2(_is_parts),
-}
-_RUN = {
-    "label": _is_text,
-    "policy": _OrNull(_is_text),
-    "settings": _is_settings,
-    "temperature": _is_number,
-    "scheme": _OrNull(_is_text),
-    "prompt": _is_count,
-    "repetition": _is_count,
-    "tokens": _is_some,
-    "equal": _OrNull(_is_flag),
-    "agrees": _Since2(_OrNull(_is_count)),
-    "wall_seconds": _is_positive,
-    "arrivals": _Since2([_is_arrival]),
-    "peak_memory": _Since2(_OrNull({name: _OrNull(_is_count) for name in ("draft", "verify", "client")})),
-    "statistics": _OrNull(_STATISTICS),
-}
-_PLACE = {
-    "clients": _OrNull(_is_some),
-    "rate": _OrNull(_is_positive),
-    "client": _OrNull(_is_count),
-    "start_seconds": _is_number,
-}
-_LOADED = {
-    "queue_seconds": _is_number,
-    "sessions_per_pass": _is_number,
-    "rows_per_pass": _is_number,
-    "trimmed_n": _is_count,
-    "cached_tokens": _is_count,
-    "draft_n_accepted": _is_count,
-}
-_FAILURE = {
-    "label": _is_text,
-    "repetition": _is_count,
-    "load": _PLACE,
-    "seconds": _is_number,
-    "code": _is_text,
-    "details": _is_text,
-}
-_POINT = {
-    "curve": CURVES.__contains__,
-    "nodes": _is_count,
-    "context": _is_count,
-    "sessions": _is_some,
-    "seconds": _Some(_is_positive),
-    "forward_seconds": _Some(_is_positive),
-}
-_FLOOR = {"weight_bytes": _is_some, "read_bandwidth": _is_positive, "seconds": _is_positive}
-_REPORT = {
-    "started": _is_text,
-    "complete": _is_flag,
-    "versions": _Since2({}),
-    "git": _Since2(_OrNull({})),
-    "machine": _Since2(_MACHINE),
-    "models": {"target": _MODEL, "draft": _MODEL},
-    "prompts": {"file": _is_text, "count": _is_count, "tokens": [_is_some]},
-    "options": {"repetitions": _is_some},
-    "skipped": [{"label": _is_text, "scheme": _is_text, "reason": _is_text}],
-    "runs": [_RUN],
-}
-_OF_RUNS = {"options": {"max_new_tokens": _is_some}}
-_OF_COMMAND: dict[str, dict[str, Any]] = {
-    "ranks": _OF_RUNS | {"runs": [{"ranks": _RANKS}]},
-    "load": _OF_RUNS | {"runs": [{"load": _PLACE, "statistics": _OrNull(_LOADED)}], "failures": [_FAILURE]},
-    "costs": {"costs": {"plain_seconds": _Some(_is_positive), "points": [_POINT], "floor": _FLOOR}},
-}
+def _check_command(report: Report) -> None:
+    """What a command's tables need beside what all do."""
+    command, runs = report["command"], report["runs"]
+    if "repetitions" not in report["options"] or (command != "costs" and "max_new_tokens" not in report["options"]):
+        raise ValueError("options: repetitions or max_new_tokens is missing")
+    if command == "costs" and "costs" not in report:
+        raise ValueError("costs is missing")
+    if command == "ranks" and not all("ranks" in run for run in runs):
+        raise ValueError("runs without ranks")
+    if command == "load" and not ("failures" in report and all("load" in run for run in runs)):
+        raise ValueError("failures or a run's load is missing")

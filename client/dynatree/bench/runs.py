@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from dynatree.bench.decoding import Decoders, Prompt
 from dynatree.bench.memory import PeakMemory
 from dynatree.bench.methods import PLAIN, RANKS, Case, Method
 from dynatree.bench.ranks import count_ranks
-from dynatree.bench.record import Run, Skipped
+from dynatree.bench.record import Run, Skipped, statistics_of
 from dynatree.client import InvalidRequestError, SamplingScheme
 
 
@@ -72,7 +72,8 @@ def measure(
 ) -> Iterator[Run]:
     """Run the cases in turn, for each prompt and each repetition: a slow minute hits them all.
 
-    Plain decoding is first; the others come every second time in reverse, so that none gains by its place in the row.
+    Plain decoding is first; the others begin with another one each time, so that none gains by its place in the row.
+    Where a greedy output parts from plain decoding, `margin` says by how little the target had chosen, if it is known.
 
     Raises:
         DynaTreeError: A completion failed.
@@ -83,8 +84,8 @@ def measure(
     for number, prompt in enumerate(prompts):
         plain: dict[float, tuple[int, ...]] = {}
         for repetition in range(settings.repetitions):
-            backwards = (number * settings.repetitions + repetition) % 2 == 1
-            for case in plain_cases + (others[::-1] if backwards else others):
+            turn = (number * settings.repetitions + repetition) % max(1, len(others))
+            for case in plain_cases + others[turn:] + others[:turn]:
                 memory.reset()
                 output = decoders.complete(
                     prompt,
@@ -94,9 +95,11 @@ def measure(
                     trace=settings.ranks,
                 )
                 peaks = memory.read()
-                if case.method == PLAIN and case.equals_plain_decoding:
+                if case.method == PLAIN and output.token_ids is not None:
                     plain.setdefault(case.temperature, output.token_ids)
-                expected = plain.get(case.temperature) if case.equals_plain_decoding else None
+                known = case.equals_plain_decoding and output.token_ids is not None
+                expected = plain.get(case.temperature) if known else None
+                agrees = None if expected is None else agreement(output.token_ids or (), expected)
                 run = Run(
                     label=case.method.label,
                     policy=case.method.policy,
@@ -106,14 +109,17 @@ def measure(
                     seed=settings.seed + number if case.temperature else None,
                     prompt=number,
                     repetition=repetition,
-                    tokens=len(output.token_ids),
-                    equal=None if expected is None else output.token_ids == expected,
-                    agrees=None if expected is None else agreement(output.token_ids, expected),
+                    tokens=output.tokens,
+                    equal=None if expected is None or case.method.foreign else output.token_ids == expected,
+                    agrees=agrees,
                     wall_seconds=output.seconds,
-                    arrivals=[(tokens, round(seconds, 6)) for tokens, seconds in output.arrivals],
+                    arrivals=output.kept_arrivals,
                     peak_memory=peaks,
-                    statistics=None if output.statistics is None else asdict(output.statistics),
+                    statistics=statistics_of(output.statistics),
                 )
+                margin = decoders.baselines.margin if case.temperature == 0 else None
+                if margin is not None and expected is not None and agrees != len(expected):
+                    run["margin"] = margin([*prompt, *expected[:agrees]])
                 if settings.ranks:
                     run["ranks"] = count_ranks(output.trace, RANKS)
                 yield run

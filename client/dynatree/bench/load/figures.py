@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from dynatree.bench.figures import Spread, by, percentile, spread, token_gaps, ttft
-from dynatree.bench.record import REFUSED, Failure, Place, Report, Run
+from dynatree.bench.figures import Cell, by, percentile, token_gaps, ttft
+from dynatree.bench.record import REFUSED, Failure, Place, Report, Run, RunStatistics
 
 
 @dataclass(frozen=True)
@@ -22,16 +23,20 @@ class LoadRuns:
     @property
     def rates(self) -> list[float]:
         """For each repetition, the tokens of its completions / the seconds until its last request had ended."""
-        tokens = by(self.runs, lambda run: run["repetition"])
-        return [
-            sum(run["tokens"] for run in tokens.get(repetition, ())) / seconds
-            for repetition, seconds in self._seconds().items()
-        ]
+        ends: dict[int, float] = {}
+        tokens: dict[int, int] = {}
+        ended = [(run["repetition"], run["load"], run["wall_seconds"], run["tokens"]) for run in self.runs]
+        ended += [(failure["repetition"], failure["load"], failure["seconds"], 0) for failure in self.failures]
+        for repetition, place, seconds, count in ended:
+            ends[repetition] = max(ends.get(repetition, 0.0), place["start_seconds"] + seconds)
+            tokens[repetition] = tokens.get(repetition, 0) + count
+        return [tokens[repetition] / seconds for repetition, seconds in ends.items()]
 
     @property
-    def throughput(self) -> Spread | None:
-        """The spread of `rates`, in tokens a second."""
-        return spread(self.rates)
+    def throughput(self) -> Cell | None:
+        """The median of `rates` and their range, in tokens a second; `prompts` are repetitions here."""
+        rates = self.rates
+        return Cell(median(rates), min(rates), max(rates), len(rates)) if rates else None
 
     @property
     def refused(self) -> int:
@@ -57,89 +62,49 @@ class LoadRuns:
 
     def queue(self, percent: int) -> float | None:
         """A percentile over requests of `queue_seconds`."""
-        return percentile(self._statistic("queue_seconds"), percent)
-
-    @property
-    def queue_max(self) -> float | None:
-        """The longest of `queue_seconds`."""
-        return max(self._statistic("queue_seconds"), default=None)
+        return percentile([each["queue_seconds"] for each in self.statistics], percent)
 
     def per_pass(self, name: str) -> float | None:
         """`sessions_per_pass` or `rows_per_pass`: the mean over all rounds."""
-        return self._over(sum(each["rounds"] * each[name] for each in self._statistics()), "rounds")
+        return self._over(sum(each["rounds"] * each[name] for each in self.statistics), "rounds")  # type: ignore[literal-required]
 
     def per_round(self, name: str) -> float | None:
         """A count of `dynatree.client.Statistics` over all requests / their rounds."""
-        return self._over(sum(self._statistic(name)), "rounds")
+        return self._over(self.total(name), "rounds")
 
     @property
     def acceptance(self) -> float | None:
         """Nodes accepted / nodes drafted, over all requests."""
-        return self._over(sum(self._statistic("draft_n_accepted")), "draft_n")
-
-    @property
-    def cached_tokens(self) -> float:
-        """Tokens of prompts that the target had cached, over all requests."""
-        return sum(self._statistic("cached_tokens"))
+        return self._over(self.total("draft_n_accepted"), "draft_n")
 
     @property
     def kv_cache_usage(self) -> float:
-        """The highest of any request; 0 in records from before it was there."""
-        return max((statistics.get("kv_cache_usage", 0.0) for statistics in self._statistics()), default=0.0)
+        """The highest of any request."""
+        return max((each.get("kv_cache_usage", 0.0) for each in self.statistics), default=0.0)
 
-    def _over(self, total: float, name: str) -> float | None:
-        base = sum(self._statistic(name))
-        return total / base if base else None
-
-    def _statistic(self, name: str) -> list[float]:
-        return [statistics[name] for statistics in self._statistics()]
-
-    def _statistics(self) -> list[dict[str, float]]:
+    @property
+    def statistics(self) -> list[RunStatistics]:
+        """Of the requests that were answered by a service."""
         return [run["statistics"] for run in self.runs if run["statistics"]]
 
-    def _seconds(self) -> dict[int, float]:
-        """How long each repetition took."""
-        ends: dict[int, float] = {}
-        for run in self.runs:
-            _stretch(ends, run["repetition"], run["load"]["start_seconds"] + run["wall_seconds"])
-        for failure in self.failures:
-            _stretch(ends, failure["repetition"], failure["load"]["start_seconds"] + failure["seconds"])
-        return ends
+    def total(self, name: str) -> float:
+        """The sum of a count of `dynatree.client.Statistics` over all requests."""
+        return float(sum(each[name] for each in self.statistics))  # type: ignore[literal-required]
 
-
-def _stretch(ends: dict[int, float], repetition: int, end: float) -> None:
-    ends[repetition] = max(ends.get(repetition, 0.0), end)
+    def _over(self, total: float, name: str) -> float | None:
+        base = self.total(name)
+        return total / base if base else None
 
 
 def load_runs(report: Report) -> list[LoadRuns]:
-    """Every method under every load: loads in the order in which they were run, methods in the first one's order."""
+    """Every method under every load: closed loops first, by their number; methods in the first load's order."""
     runs = by(report["runs"], lambda run: (*_load(run["load"]), run["label"]))
     failures = by(report["failures"], lambda failure: (*_load(failure["load"]), failure["label"]))
     places = list(dict.fromkeys([*runs, *failures]))
-    loads = list(dict.fromkeys((clients, rate) for clients, rate, _ in places))
     labels = list(dict.fromkeys(label for _, _, label in places))
-    return [
-        LoadRuns(*load, label, runs.get((*load, label), ()), failures.get((*load, label), ()))
-        for load in sorted(loads, key=_closed_first)
-        for label in labels
-        if (*load, label) in places
-    ]
+    places.sort(key=lambda place: (place[0] is None, place[0] or place[1] or 0.0, labels.index(place[2])))
+    return [LoadRuns(*place, runs.get(place, ()), failures.get(place, ())) for place in places]
 
 
 def _load(place: Place) -> tuple[int | None, float | None]:
     return place["clients"], place["rate"]
-
-
-def _closed_first(load: tuple[int | None, float | None]) -> tuple[bool, float]:
-    clients, rate = load
-    return clients is None, clients or rate or 0.0
-
-
-def closed(each: Sequence[LoadRuns]) -> Iterator[LoadRuns]:
-    """Those of closed loops."""
-    return (one for one in each if one.clients is not None)
-
-
-def opened(each: Sequence[LoadRuns]) -> Iterator[LoadRuns]:
-    """Those of open loops."""
-    return (one for one in each if one.rate is not None)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from dynatree.bench.decoding import Output, Prompt
 from dynatree.bench.load.clients import Reply, Service, drive
 from dynatree.bench.load.loads import ClosedLoop, Load, OpenLoop, prompt_number
 from dynatree.bench.methods import PLAIN, Case
-from dynatree.bench.record import Failure, Place, Run
+from dynatree.bench.record import Failure, Place, Run, statistics_of
 from dynatree.bench.runs import RunSettings, agreement
 from dynatree.client import DynaTreeError
 
@@ -70,7 +70,7 @@ class LoadBench:
                     for reply in self._replies(case, load, repetition):
                         if isinstance(reply.result, Output):
                             run = _run(reply, reply.result, case, load, repetition, self.settings.seed)
-                            plain.compare(run, reply.result.token_ids)
+                            plain.compare(run, reply.result.token_ids or ())
                             cell.runs.append(run)
                         else:
                             cell.failures.append(_failure(reply, reply.result, case, load, repetition))
@@ -133,12 +133,12 @@ def _run(reply: Reply, output: Output, case: Case, load: Load, repetition: int, 
         prompt=reply.prompt,
         repetition=repetition,
         load=_place(reply, load),
-        tokens=len(output.token_ids),
+        tokens=output.tokens,
         equal=None,
         agrees=None,
         wall_seconds=output.seconds,
-        arrivals=[(tokens, round(seconds, 6)) for tokens, seconds in output.arrivals],
-        statistics=None if output.statistics is None else asdict(output.statistics),
+        arrivals=output.kept_arrivals,
+        statistics=statistics_of(output.statistics),
     )
 
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from dynatree.bench.replay.runs import Result, Settings, Task
-from dynatree.bench.tables.table import NONE, Table
+from dynatree.bench.table import NONE, Table
 from dynatree.draft.control import DEFAULT_CONTROL, ControlSettings
 
 HALF, DOUBLE, NEUTRAL = "half", "double", "neutral"
@@ -144,21 +144,18 @@ def table(found: Sequence[Change], control: ControlSettings = DEFAULT_CONTROL) -
     names = dict.fromkeys(change.variant.name for change in found)
     of_constants = {name: [change for change in found if change.variant.name == name] for name in names}
     rows = [
-        [
-            name,
-            _text(getattr(control, name)),
-            f"{_percent(worth(same))} %",
-            *(_cell([change for change in same if change.variant.kind == kind]) for kind in (HALF, DOUBLE, NEUTRAL)),
-        ]
+        {
+            "constant": name,
+            "default": _text(getattr(control, name)),
+            "worth": f"{_percent(worth(same))} %",
+            **{
+                f"{kind}: mean (worst to best), %": _cell([change for change in same if change.variant.kind == kind])
+                for kind in (HALF, DOUBLE, NEUTRAL)
+            },
+        }
         for name, same in sorted(of_constants.items(), key=lambda item: -worth(item[1]))
     ]
-    headings = (
-        "constant",
-        "default",
-        "worth",
-        *(f"{kind}: mean\n(worst to best), %" for kind in (HALF, DOUBLE, NEUTRAL)),
-    )
-    return Table("What the constants are worth, by speed", headings, rows)
+    return Table.of("What the constants are worth, by speed", rows)
 
 
 def _cell(found: Sequence[Change]) -> str:

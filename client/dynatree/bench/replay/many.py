@@ -19,7 +19,7 @@ from dynatree.bench.replay.runs import Group, starting_costs
 from dynatree.bench.replay.session import VOCAB_SIZE, sampling_of, verify
 from dynatree.bench.replay.table_model import TableModel
 from dynatree.bench.replay.virtual_time import run_in_virtual_time
-from dynatree.bench.tables.table import Table
+from dynatree.bench.table import Table
 from dynatree.common.kv_range import KVRange
 from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.model_info import ForwardCost
@@ -40,17 +40,6 @@ from dynatree.verify.verifier import Part, Timings
 
 T = TypeVar("T")
 MEASURED_ROWS = 256  # what a verify service measures when it starts, and its largest pass
-HEADINGS = (
-    "clients",
-    "policy",
-    "tokens/s",
-    "over\nplain",
-    "sessions\nper pass",
-    "rows\nper pass",
-    "nodes\nper round",
-    "trimmed\nper round",
-    "row price\n(tokens)",
-)
 
 
 @dataclass(frozen=True)
@@ -121,20 +110,20 @@ def table(loads: Sequence[Load], machine: Machine, group: Group) -> Table:
     title = f"{machine.name}{kind}, temperature {group.temperature:g}, {group.new_tokens} new tokens, simulated"
     plain = {load.clients: load.rate for load in loads if load.method == PLAIN}
     rows = [
-        [
-            str(load.clients),
-            load.method.label,
-            f"{load.rate:.1f}",
-            f"{load.rate / plain[load.clients]:.2f}",
-            f"{load.rounds / max(load.passes, 1):.2f}",
-            f"{load.rows / max(load.passes, 1):.1f}",
-            f"{load.nodes / max(load.rounds, 1):.1f}",
-            f"{load.trimmed / max(load.rounds, 1):.1f}",
-            f"{load.row_price:.2f}",
-        ]
+        {
+            "clients": str(load.clients),
+            "policy": load.method.label,
+            "tokens/s": f"{load.rate:.1f}",
+            "x plain": f"{load.rate / plain[load.clients]:.2f}",
+            "sessions per pass": f"{load.rounds / max(load.passes, 1):.2f}",
+            "rows per pass": f"{load.rows / max(load.passes, 1):.1f}",
+            "nodes per round": f"{load.nodes / max(load.rounds, 1):.1f}",
+            "trimmed per round": f"{load.trimmed / max(load.rounds, 1):.1f}",
+            "row price (tokens)": f"{load.row_price:.2f}",
+        }
         for load in loads
     ]
-    return Table(title, HEADINGS, rows)
+    return Table.of(title, rows)
 
 
 def to_dict(load: Load, group: Group) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dynatree.bench.record import check_writable
 from dynatree.bench.replay import recording
 from dynatree.bench.replay.machines import Machine, load_machines
 from dynatree.bench.replay.recording import RecordedRun
-from dynatree.bench.tables.table import to_rich
+from dynatree.bench.table import to_rich
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.draft.policies import DEFAULT_POLICY, create_policy, policy_names
 

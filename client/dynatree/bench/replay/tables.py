@@ -7,18 +7,7 @@ from typing import Any
 
 from dynatree.bench.figures import by
 from dynatree.bench.replay.runs import Result
-from dynatree.bench.tables.table import NONE, Table
-
-HEADINGS = (
-    "policy",
-    "over\nplain",
-    "range",
-    "n",
-    "tokens\nper round",
-    "nodes\nper round",
-    "accepted",
-    "not\nrecorded",
-)
+from dynatree.bench.table import NONE, Table
 
 
 def tables(results: Sequence[Result]) -> list[Table]:
@@ -31,21 +20,21 @@ def _table(results: Sequence[Result]) -> Table:
     machine, group = results[0].task.machine, results[0].task.group
     kind = "" if machine.measured else " (expected, not measured)"
     title = f"{machine.name}{kind}, temperature {group.temperature:g}, {group.new_tokens} new tokens"
-    return Table(title, HEADINGS, [_row(result) for result in results])
+    return Table.of(title, [_row(result) for result in results])
 
 
-def _row(result: Result) -> list[str]:
+def _row(result: Result) -> dict[str, str]:
     speedups = result.speedups
-    return [
-        result.task.method.label,
-        _ratio(result.speedup),
-        f"{_ratio(min(speedups))}-{_ratio(max(speedups))}",
-        str(len(speedups)),
-        f"{result.tokens_per_round:.2f}",
-        f"{result.nodes_per_round:.1f}",
-        _percent(result.acceptance, 0),
-        _percent(result.stood_in, 1),
-    ]
+    return {
+        "policy": result.task.method.label,
+        "x plain": _ratio(result.speedup),
+        "range": f"{_ratio(min(speedups))}-{_ratio(max(speedups))}",
+        "prompts": str(len(speedups)),
+        "tokens per round": f"{result.tokens_per_round:.2f}",
+        "nodes per round": f"{result.nodes_per_round:.1f}",
+        "accepted": _percent(result.acceptance, 0),
+        "not recorded": _percent(result.stood_in, 1),
+    }
 
 
 def _ratio(value: float) -> str:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 
 from dynatree.bench.figures import SIXTEEN_BIT, by, unequal
+from dynatree.bench.load.tables import failures
 from dynatree.bench.record import Report, Run
-from dynatree.bench.tables.costs import costs
-from dynatree.bench.tables.load import failures, load
-from dynatree.bench.tables.speed import compare, sweep
-from dynatree.bench.tables.studies import ablation, coupling, ranks
-from dynatree.bench.tables.table import Marked, Table, to_rich
+from dynatree.bench.table import Marked, to_rich
+from dynatree.bench.tables import tables
 
-_WIDTH = 140  # where the output is not a terminal
+_WIDTH = 150  # where the output is not a terminal
+_NAMED = 10  # differences, at most
 
 
 def print_report(report: Report) -> None:
@@ -33,11 +32,6 @@ def print_report(report: Report) -> None:
     for remark in remarks(report):
         style = "bold red" if isinstance(remark, Marked) else ""
         console.print(escape(remark), style=style, soft_wrap=True)
-
-
-def tables(report: Report) -> list[Table]:
-    """The tables of a report's command."""
-    return list(_TABLES[report["command"]](report))
 
 
 def remarks(report: Report) -> Iterator[str]:
@@ -60,18 +54,23 @@ def remarks(report: Report) -> Iterator[str]:
 
 def _near_ties(wrong: Sequence[Run], checked: int, dtype: str) -> str:
     """Forwards over different numbers of rows may round differently in 16 bits. The first token is token 1."""
-    known = [agrees for run in wrong if (agrees := run.get("agrees")) is not None]
-    first = f", the first at token {min(known) + 1}" if known else ""
-    return f"{len(wrong)} of {checked} outputs part from plain decoding{first} ({dtype}: near-ties)"
+    methods = ", ".join(f"{label} {len(same)}" for label, same in by(wrong, lambda run: run["label"]).items())
+    first = min(agrees for run in wrong if (agrees := run["agrees"]) is not None) + 1
+    margins = sorted({run["margin"] for run in wrong if "margin" in run})
+    told = f"; margins in logits {', '.join(f'{margin:.3g}' for margin in margins)}" if margins else ""
+    return (
+        f"{len(wrong)} of {checked} outputs part from plain decoding ({dtype}: near-ties), {methods}; "
+        f"the first at token {first}{told}"
+    )
 
 
 def _differences(wrong: Sequence[Run]) -> Iterator[str]:
-    for run in wrong[:10]:
+    for run in wrong[:_NAMED]:
         sampling = f", {run['scheme']}, seed {run['seed']}" if run["scheme"] else ""
         where = f"{run['label']}, temperature {run['temperature']:g}{sampling}, prompt {run['prompt']}"
         yield Marked(f"NOT EQUAL to plain decoding: {where}")
-    if len(wrong) > 10:
-        yield Marked(f"and {len(wrong) - 10} more")
+    if len(wrong) > _NAMED:
+        yield Marked(f"and {len(wrong) - _NAMED} more")
 
 
 def heading(report: Report) -> str:
@@ -89,14 +88,3 @@ def heading(report: Report) -> str:
         f"{models}; prompts: {prompts['count']} from {prompts['file']}, of {' to '.join(map(str, lengths))} tokens; "
         f"new tokens: {options['max_new_tokens']}; repetitions: {options['repetitions']}"
     )
-
-
-_TABLES: dict[str, Callable[[Report], Iterable[Table]]] = {
-    "compare": compare,
-    "sweep": sweep,
-    "ablation": ablation,
-    "coupling": coupling,
-    "ranks": ranks,
-    "load": load,
-    "costs": costs,
-}

@@ -1,0 +1,303 @@
+"""The figures of README.md and docs/, out of benchmarks/: what `make figures` puts into the text, or checks.
+
+The documents hold blocks of cog, which call the functions below; `dynatree.bench.figures` defines rates and ratios.
+`make figures` fails where a block is not what these make of the JSON, and where a figure stands outside of a block.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pandas import DataFrame
+
+from dynatree.bench.figures import DEFINITION, Cell, by, cells, frame
+from dynatree.bench.load.figures import load_runs
+from dynatree.bench.methods import PLAIN
+from dynatree.bench.record import Report, load
+from dynatree.bench.table import NONE, figure
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+TEXTS = {
+    "wikitext-2": "WikiText-2",
+    "book": "a book",
+    "c4": "C4",
+    "openwebtext": "OpenWebText",
+    "spec-bench": "Spec-Bench",
+}
+NAMES = {
+    "autoregressive": "plain decoding",
+    "transformers": "transformers",
+    "transformers assisted": "transformers, assisted",
+    "transformers prompt lookup": "transformers, prompt lookup",
+    "throughput": "**DynaTree** (`throughput`)",
+    "dynatree": "policy `dynatree`",
+}
+
+# Outside of cog's blocks these may not stand in a document: measured rates, times, ratios.
+FIGURE = re.compile(r"\d ?(?:tokens/s|tokens a second|ms\b|GB/s|x plain|times (?:as fast|plain|transformers))")
+
+
+@cache
+def report(name: str) -> Report:
+    """A file of results."""
+    return load(RESULTS / f"{name}.json")
+
+
+@cache
+def runs(name: str, temperature: float = 0.0) -> DataFrame:
+    """The runs of a file at one temperature."""
+    every = frame(report(name))
+    return every[every["temperature"] == temperature]
+
+
+def rate(name: str, label: str, over: str | None = None, temperature: float = 0.0) -> Cell:
+    """A method's tokens a second, or its ratio to another's."""
+    return cells(runs(name, temperature), "rate", over=over)[label]
+
+
+def markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """A table."""
+    table = DataFrame(rows, dtype=object).fillna(NONE)
+    sides = ["left", *["right"] * (len(table.columns) - 1)]
+    return str(table.to_markdown(index=False, colalign=sides, disable_numparse=True))
+
+
+def name_of(label: str) -> str:
+    """A method as tables call it."""
+    return NAMES.get(label, label if label.startswith("llama.cpp") else f"`{label}`")
+
+
+def headline() -> str:
+    """README's table: the default policy beside plain decoding and transformers, by text."""
+    rows = []
+    for name, text in TEXTS.items():
+        rows.append(
+            {
+                "8 prompts each of": text,
+                "transformers": figure(rate(name, "transformers"), 1),
+                "assisted": figure(rate(name, "transformers assisted"), 1),
+                "plain, our engine": figure(rate(name, PLAIN.label), 1),
+                "**DynaTree**": f"**{figure(rate(name, 'throughput'), 1)}**",
+                "x transformers": figure(rate(name, "throughput", "transformers"), 1),
+                "x plain": figure(rate(name, "throughput", PLAIN.label), 1),
+            }
+        )
+    return markdown(rows)
+
+
+def span(over: str, *labels: str) -> str:
+    """The lowest and the highest of the texts' ratios of the default policy."""
+    found = [rate(name, label, over).median for name in TEXTS for label in labels or ("throughput",)]
+    return f"{min(found):.1f} to {max(found):.1f}"
+
+
+def by_text(over: str | None = None) -> str:
+    """Method x text: tokens a second, or ratios."""
+    tables = {text: cells(runs(name), "rate", over=over) for name, text in TEXTS.items()}
+    labels = dict.fromkeys(kind_of(label) for each in tables.values() for label in each)
+    digits = 1 if over is None else 2
+    rows = []
+    for kind in labels:
+        found = {text: {kind_of(label): cell for label, cell in each.items()} for text, each in tables.items()}
+        rows.append({"method": kind} | {text: figure(each.get(kind), digits) for text, each in found.items()})
+    return markdown(rows)
+
+
+def kind_of(label: str) -> str:
+    """A method as tables over several texts call it."""
+    return {"linear": "tuned chain", "fixed": "tuned tree"}.get(label.partition(":")[0], name_of(label))
+
+
+def of(name: str, *overs: str, temperature: float = 0.0) -> str:
+    """The methods of one file: tokens a second, ratios, trees, outputs that part."""
+    here = runs(name, temperature)
+    rates = cells(here, "rate")
+    ratios = {over: cells(here, "rate", over=over) for over in overs}
+    rows = []
+    for label, cell in rates.items():
+        same = here[here["label"] == label]
+        rows.append(
+            {
+                "method": name_of(label),
+                "tokens/s": figure(cell, 1),
+                **{f"x {name_of(over).replace('*', '')}": figure(each.get(label)) for over, each in ratios.items()},
+                "tokens a round": _mean(same, "tokens_per_round"),
+                "prompts": str(cell.prompts),
+                "outputs that part from plain": _parting(same),
+            }
+        )
+    return markdown(rows)
+
+
+def _mean(same: DataFrame, name: str) -> str:
+    values = same[name].dropna() if name in same else []
+    return f"{sum(values) / len(values):.1f}" if len(values) else NONE
+
+
+def _parting(same: DataFrame) -> str:
+    checked = same["equal"].dropna()
+    return f"{int((~checked.astype(bool)).sum())} of {len(checked)}" if len(checked) else NONE
+
+
+def sampling() -> str:
+    """Greedy and sampled decoding side by side."""
+    rows = []
+    for temperature in (0.0, 0.7, 1.0):
+        for label in ("throughput", "dynatree"):
+            same = runs("sampling", temperature)
+            rows.append(
+                {
+                    "temperature": f"{temperature:g}",
+                    "policy": f"`{label}`",
+                    "tokens/s": figure(rate("sampling", label, temperature=temperature), 1),
+                    "x plain": figure(rate("sampling", label, PLAIN.label, temperature)),
+                    "tokens a round": _mean(same[same["label"] == label], "tokens_per_round"),
+                    "outputs that part from plain": _parting(same[same["label"] == label]),
+                }
+            )
+    return markdown(rows)
+
+
+def parting() -> str:
+    """Every output of the large pair that parts from plain decoding, by method, with the margins."""
+    every = [run for name in results() for run in report(name)["runs"] if report(name)["command"] == "compare"]
+    checked = [run for run in every if run["equal"] is not None and run["temperature"] == 0]
+    rows = []
+    for label, same in by(checked, lambda run: kind_of(run["label"])).items():
+        wrong = [run for run in same if not run["equal"]]
+        margins = sorted(run["margin"] for run in wrong if "margin" in run)
+        rows.append(
+            {
+                "method": label,
+                "outputs": str(len(same)),
+                "part from plain decoding": str(len(wrong)),
+                "margins there, in logits": f"{margins[0]:.3g} to {margins[-1]:.3g}" if margins else NONE,
+            }
+        )
+    return markdown(rows)
+
+
+def results() -> list[str]:
+    """The names of the files of results."""
+    return sorted(path.stem for path in RESULTS.glob("*.json"))
+
+
+def clients() -> str:
+    """Many clients at once."""
+    rows: list[dict[str, str]] = []
+    for load_, each in by(load_runs(report("many-clients")), lambda one: one.clients).items():
+        rates = {one.label: one.throughput for one in each}
+        plain, default = rates[PLAIN.label], rates["throughput"]
+        assert plain is not None
+        assert default is not None
+        rows.append(
+            {
+                "clients": str(load_),
+                **{name_of(label): figure(cell, 1) for label, cell in rates.items()},
+                "x plain": f"{default.median / plain.median:.2f}",
+            }
+        )
+    return markdown(rows)
+
+
+def costs() -> str:
+    """What a round costs, in plain steps, by nodes; and the floor."""
+    measured = report("costs")["costs"]
+    plain = median(measured["plain_seconds"])
+    rows = [
+        {
+            "nodes": str(point["nodes"]),
+            "round, ms": f"{1e3 * median(point['seconds']):.0f}",
+            "plain steps": f"{median(point['seconds']) / plain:.2f}",
+        }
+        for point in measured["points"]
+        if point["curve"] == "nodes"
+    ]
+    return markdown(rows)
+
+
+def floor() -> str:
+    """A sentence on the plain step and the memory's speed."""
+    measured = report("costs")["costs"]
+    plain, least = median(measured["plain_seconds"]), measured["floor"]
+    return (
+        f"A plain step of the 2.8B shape takes {1e3 * plain:.0f} ms. Reading its weights once takes "
+        f"{1e3 * least['seconds']:.0f} ms at the {least['read_bandwidth'] / 1e9:.0f} GB/s measured beside it, which is "
+        f"{100 * least['seconds'] / plain:.0f} % of it."
+    )
+
+
+def machine() -> str:
+    """A sentence on what the results were measured on."""
+    found = [report(name) for name in results()]
+    commits = sorted({(each["git"] or {"commit": "unknown"})["commit"][:12] for each in found})
+    cpus = sorted({f"{each['machine']['cpu_count']} cores of {each['machine']['cpu']}" for each in found})
+    days = sorted(each["started"][:10] for each in found)
+    speeds = [each["machine"]["read_bandwidth"] / 1e9 for each in found if each["machine"]["read_bandwidth"]]
+    versions = found[0]["versions"]
+    return (
+        f"Measured from {days[0]} to {days[-1]} on {', '.join(cpus)}, whose memory gave {min(speeds):.0f} to "
+        f"{max(speeds):.0f} GB/s, at commit {', '.join(commits)}, with torch {versions['torch']} and transformers "
+        f"{versions['transformers']}."
+    )
+
+
+def definition() -> str:
+    """How rates, cells and ratios are defined."""
+    return DEFINITION
+
+
+def replayed(name: str) -> str:
+    """Policies by replay, on one machine's costs: greedy, 100 new tokens."""
+    found = json.loads((HERE / "replay" / f"{name}.json").read_text())["results"]
+    greedy = [each for each in found if each["temperature"] == 0]
+    rows = [
+        {
+            "policy": f"`{each['label']}`",
+            "x plain": f"{each['speedup']:.2f} ({min(each['speedups']):.2f}-{max(each['speedups']):.2f})",
+            "prompts": str(len(each["speedups"])),
+            "tokens a round": f"{each['tokens_per_round']:.1f}",
+            "nodes a round": f"{each['nodes_per_round']:.1f}",
+            "of which not recorded": NONE if each["not_recorded"] is None else f"{100 * each['not_recorded']:.0f} %",
+        }
+        for each in sorted(greedy, key=lambda each: -each["speedup"])
+    ]
+    return markdown(rows)
+
+
+def other_machines(kind: str) -> str:
+    """What was measured elsewhere, with older code: "one user" or "many clients"."""
+    rows: dict[str, list[dict[str, str]]] = json.loads((HERE / "other_machines.json").read_text())
+    return markdown(rows[kind])
+
+
+def outside(text: str) -> Iterator[tuple[int, str]]:
+    """Lines with a measured figure that no block of cog made."""
+    inside = False
+    for number, line in enumerate(text.splitlines(), start=1):
+        inside = (inside or "[[[cog" in line) and "[[[end]]]" not in line
+        if not inside and FIGURE.search(line):
+            yield number, line.strip()
+
+
+def main(paths: Sequence[str]) -> int:
+    """Name every figure that stands outside of a block; the exit status."""
+    wrong: list[Any] = [
+        f"{path}:{number}: a figure that no JSON stands behind: {line[:100]}"
+        for path in paths
+        for number, line in outside(Path(path).read_text(encoding="utf-8"))
+    ]
+    print("\n".join(wrong))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

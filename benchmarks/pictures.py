@@ -1,0 +1,117 @@
+"""The pictures of docs/, out of benchmarks/results/ and of one traced round of the shipped pair.
+
+python benchmarks/pictures.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import figures
+import matplotlib
+from matplotlib.figure import Figure
+
+from dynatree.bench import plots
+from dynatree.bench.figures import cells
+from dynatree.bench.methods import PLAIN
+from dynatree.bench.report import cost_curve
+from dynatree.cli.service_pair import service_pair
+from dynatree.client import RoundTrace
+
+OUT = figures.HERE.parent / "docs" / "pictures"
+SHOWN = ("transformers", "transformers assisted", "linear:", "fixed:", "throughput")
+PROMPT = "It was a bright cold morning, and the captain"
+NODES = range(9, 15)  # of the tree that is drawn
+
+
+def main() -> None:
+    """Write every picture."""
+    OUT.mkdir(exist_ok=True)
+    plots.save(tree(traced_round()), OUT / "tree.svg")
+    if figures.results():
+        plots.save(throughput(), OUT / "throughput.svg")
+        plots.save(cost_curve(figures.report("costs"), "nodes", "A round of the 2.8B shape"), OUT / "costs.svg")
+
+
+def traced_round() -> RoundTrace:
+    """The round, of a tree that branches, of which the longest path was accepted."""
+    with service_pair("embedded", "embedded") as pair:
+        settings = {"depth": 4.0, "breadth": 3.0, "tau": 0.04}
+        completion = pair.client.generate(
+            PROMPT, max_new_tokens=120, ignore_eos=True, policy="fixed", policy_settings=settings, trace=True
+        )
+    whole = [
+        each for each in completion.trace if len(each.token_ids) in NODES and all(map(str.isprintable, each.texts))
+    ]
+    return max(whole, key=lambda each: (0 < len(each.accepted_nodes) < len(each.token_ids), len(each.accepted_nodes)))
+
+
+def tree(traced: RoundTrace) -> Figure:
+    """A round's tree: what was accepted, what was not, and the target's own next token."""
+    places = _places(traced.parents)
+    accepted = set(traced.accepted_nodes)
+    with matplotlib.rc_context(plots.STYLE):
+        figure = Figure(figsize=(plots.WIDTH, 0.5 + 0.42 * (1 + max(y for _, y in places.values()))))
+        axes = figure.add_subplot()
+        axes.set_axis_off()
+        for node, parent in enumerate(traced.parents):
+            (x0, y0), (x1, y1) = places[parent], places[node]
+            colour, width = (plots.GREEN, 2.0) if node in accepted else (plots.RULE, 1.0)
+            axes.plot([x0, x1], [y0, y1], color=colour, linewidth=width, zorder=1)
+        last = traced.accepted_nodes[-1] if accepted else -1
+        x, y = places[last]
+        if len(traced.committed_texts) > len(accepted):
+            axes.plot([x, x + 1], [y, y - 0.75], color=plots.BLUE, linewidth=2.0, linestyle="--", zorder=1)
+            _label(axes, x + 1, y - 0.75, f"{traced.committed_texts[-1]!r}\nthe target's own", plots.BLUE)
+        _label(axes, *places[-1], "what is\ncommitted", plots.INK)
+        for node, text in enumerate(traced.texts):
+            colour = plots.GREEN if node in accepted else plots.MUTED
+            _label(axes, *places[node], f"{text!r}\n{traced.probabilities[node]:.2f}", colour)
+        axes.set_xlim(-0.5, max(x for x, _ in places.values()) + 1.5)
+        axes.invert_yaxis()
+    return figure
+
+
+def _label(axes: matplotlib.axes.Axes, x: float, y: float, text: str, colour: str) -> None:
+    box = {"boxstyle": "round,pad=0.3", "facecolor": "white", "edgecolor": colour}
+    axes.text(x, y, text, ha="center", va="center", fontsize=7.5, color=colour, bbox=box, zorder=2)
+
+
+def _places(parents: Sequence[int]) -> dict[int, tuple[float, float]]:
+    """Where nodes are drawn, the root being -1: x is the depth, y a row for each leaf, parents amid their children."""
+    children: dict[int, list[int]] = {node: [] for node in range(-1, len(parents))}
+    for node, parent in enumerate(parents):
+        children[parent].append(node)
+    places: dict[int, tuple[float, float]] = {}
+    rows = 0
+
+    def place(node: int, depth: int) -> float:
+        nonlocal rows
+        if children[node]:
+            below = [place(child, depth + 1) for child in children[node]]
+            y = (below[0] + below[-1]) / 2
+        else:
+            y, rows = float(rows), rows + 1
+        places[node] = (float(depth), y)
+        return y
+
+    place(-1, 0)
+    return places
+
+
+def throughput() -> Figure:
+    """Ratios to plain decoding, by text and method."""
+    series = {}
+    for name, text in figures.TEXTS.items():
+        found = cells(figures.runs(name), "rate", over=PLAIN.label)
+        series[text] = {
+            figures.kind_of(label).replace("*", "").replace("`", ""): found[label]
+            for shown in SHOWN
+            for label in found
+            if label == shown or (shown.endswith(":") and label.startswith(shown))
+        }
+    return plots.bars("One user, greedy, 2.8B shape: over plain decoding", "x plain", series, "plain decoding")
+
+
+if __name__ == "__main__":
+    main()

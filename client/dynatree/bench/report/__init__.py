@@ -1,1 +1,0 @@
-"""`dynatree bench report`: tables and plots of many measurements, in Markdown and as one page."""

@@ -1,0 +1,288 @@
+"""The tables of a report, made of its records alone; `figures` defines rates, cells and ratios.
+
+Other figures of a method are means over its runs, of the figures of the same names in `dynatree.client.Statistics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+import pandas as pd
+from pandas import DataFrame
+
+from dynatree.bench.figures import (
+    DEFINITION,
+    SIXTEEN_BIT,
+    TRANSFORMERS,
+    by,
+    by_label,
+    by_temperature,
+    cells,
+    frame,
+    percentile,
+    plain_step,
+    token_gaps,
+)
+from dynatree.bench.load.tables import load
+from dynatree.bench.methods import BACKBONE, DYNAMIC, DYNATREE, FIXED, LINEAR, PLAIN, READINGS, SMALL_FIXED
+from dynatree.bench.ranks import add_ranks, sequoia_rates
+from dynatree.bench.record import Point, Report
+from dynatree.bench.table import NONE, Marked, Table, figure, megabytes, milliseconds
+
+CURVES = {
+    "nodes": "Verifying by nodes of the tree",
+    "context": "Verifying by length of the context",
+    "sessions": "Verifying by sessions in one forward",
+    "draft": "A draft forward by rows",
+}
+
+
+def tables(report: Report) -> list[Table]:
+    """The tables of a report's command."""
+    measured = report["runs"] or report.get("failures") or "costs" in report
+    return list(_TABLES[report["command"]](report)) if measured else []
+
+
+def _compare(report: Report) -> Iterator[Table]:
+    """For each temperature how fast the methods are, and what their trees are."""
+    for title, runs in by_temperature(frame(report)).items():
+        rates, over_plain = cells(runs, "rate"), cells(runs, "rate", over=PLAIN.label)
+        over_transformers, first = cells(runs, "rate", over=TRANSFORMERS), cells(runs, "ttft")
+        temperature = runs["temperature"].iloc[0]
+        rows = []
+        for label, same in by_label(runs).items():
+            mine = [run for run in report["runs"] if (run["label"], run["temperature"]) == (label, temperature)]
+            gaps = [gap for run in mine for gap in token_gaps(run)]
+            rows.append(
+                {
+                    "method": label,
+                    "tokens/s": figure(rates.get(label), 1),
+                    "x plain": figure(over_plain.get(label)),
+                    "x transformers": figure(over_transformers.get(label)),
+                    "prompts": str(rates[label].prompts),
+                    "TTFT ms": milliseconds(first[label].median if label in first else None),
+                    "TPOT p50 ms": milliseconds(percentile(gaps, 50)),
+                    "TPOT p99 ms": milliseconds(percentile(gaps, 99)),
+                    "equal to plain": _equal(same, report),
+                }
+            )
+        yield Table.of(f"Speed, {title}", rows, [DEFINITION, *_share_of_floor(report, runs)])
+        yield _trees(title, runs)
+
+
+def _trees(title: str, runs: DataFrame) -> Table:
+    """What the trees were and what they cost: means over runs, a round in plain steps, and the largest memory."""
+    costs = cells(runs, "round_seconds", over=PLAIN.label, of="tpot")
+    peaks = runs.groupby("label")["memory"].max()
+    rows = [
+        {
+            "method": label,
+            "tokens per round": _mean(same, "tokens_per_round", 2),
+            "nodes per round": _mean(same, "nodes_per_round", 1),
+            "acceptance %": _mean(same, "acceptance_rate", 1, 100) if same["draft_n"].any() else NONE,
+            "committed per level": _mean(same, "committed_per_level", 2) if same["draft_n"].any() else NONE,
+            "rounds": _mean(same, "rounds", 1),
+            "plain steps per round": figure(costs.get(label)),
+            "verify peak MB": NONE if pd.isna(peaks[label]) else megabytes(peaks[label]),
+            "x plain's": _over(peaks.get(label), peaks.get(PLAIN.label)),
+        }
+        for label, same in by_label(runs).items()
+        if "draft_n" in same and same["draft_n"].notna().any()
+    ]
+    return Table.of(f"Trees, {title}", rows)
+
+
+def _over(value: Any, base: Any) -> str:
+    return NONE if base is None or pd.isna(value) or pd.isna(base) else f"{value / base:.3f}"
+
+
+def _mean(runs: DataFrame, name: str, digits: int, factor: float = 1.0) -> str:
+    values = runs[name].dropna()
+    return f"{factor * values.mean():.{digits}f}" if len(values) else NONE
+
+
+def _equal(runs: DataFrame, report: Report) -> str:
+    """Whether all outputs are those of plain decoding."""
+    checked = runs["equal"].dropna()
+    wrong = int((~checked.astype(bool)).sum())
+    if not wrong:
+        return "yes" if len(checked) else NONE
+    if report["models"]["target"]["dtype"] in SIXTEEN_BIT:
+        return f"{wrong} of {len(checked)} part"
+    return Marked(f"NO ({wrong} of {len(checked)} differ)")
+
+
+def _share_of_floor(report: Report, runs: DataFrame) -> list[str]:
+    """How near plain decoding comes to reading the weights once a token, where the machine's bandwidth is known."""
+    bandwidth, step = report["machine"]["read_bandwidth"], plain_step(runs)
+    if not bandwidth or step is None:
+        return []
+    return [floor_line(step.median, report["models"]["target"]["weight_bytes"], bandwidth)]
+
+
+def floor_line(step: float, weight_bytes: float, bandwidth: float) -> str:
+    """A plain step, in seconds, against reading the weights at so many bytes a second."""
+    floor = weight_bytes / bandwidth
+    return (
+        f"plain step {1e3 * step:.2f} ms; floor {1e3 * floor:.2f} ms "
+        f"({megabytes(weight_bytes)} MB / {bandwidth / 1e9:.1f} GB/s) = {100 * floor / step:.0f} %"
+    )
+
+
+def _sweep(report: Report) -> Iterator[Table]:
+    """Each policy's settings, the fastest first, and the best of each policy."""
+    for title, runs in by_temperature(frame(report)).items():
+        rates, over_plain = cells(runs, "rate"), cells(runs, "rate", over=PLAIN.label)
+        costs = cells(runs, "round_seconds", over=PLAIN.label, of="tpot")
+        rows, best = [], []
+        for policy, tried in runs.groupby(runs["policy"].fillna(runs["label"]), sort=False):
+            same = by_label(tried)
+            ranked = sorted(same, key=lambda label: -over_plain[label].median)
+            rows += [
+                {
+                    "settings": label,
+                    "x plain": figure(over_plain[label]),
+                    "tokens/s": figure(rates[label], 1),
+                    "prompts": str(rates[label].prompts),
+                    "tokens per round": _mean(same[label], "tokens_per_round", 2),
+                    "nodes per round": _mean(same[label], "nodes_per_round", 1),
+                    "plain steps per round": figure(costs.get(label)),
+                    "equal to plain": _equal(same[label], report),
+                }
+                for label in ranked
+            ]
+            if len(ranked) > 1:
+                best.append(f"best of {policy}: {ranked[0]}, {figure(over_plain[ranked[0]])} x plain")
+        yield Table.of(f"Sweep, {title}", rows, [DEFINITION, *best])
+
+
+def _ablation(report: Report) -> Iterator[Table]:
+    """DynaTree's Tables 4 and 3, for each temperature."""
+    for temperature, runs in frame(report).groupby("temperature", sort=False):
+        yield _table_4(runs, f"temperature {temperature:g}")
+        yield _table_3(runs, f"temperature {temperature:g}")
+
+
+def _table_4(runs: DataFrame, title: str) -> Table:
+    """DynaTree's Table 4: throughput, mean and standard deviation over prompts, and what each component adds.
+
+    The paper's fixed tree (D = 5, B = 2) is the row with tau = 0.05: policy `dynatree` with every component switched
+    off, so that the rows below it differ from it, and from each other, in that component only; delta is against it.
+    The row with tau = 0.1 is policy `fixed`, with the pruning of the paper's tuned baseline. The rows below DynaTree's
+    are what the paper leaves open.
+    """
+    by_prompt = runs.groupby(["label", "prompt"])["rate"].mean().groupby("label")
+    mean, deviation = by_prompt.mean(), by_prompt.std().fillna(0.0)
+    labels = [method.label for method in (SMALL_FIXED, BACKBONE, DYNAMIC, DYNATREE, *READINGS) if method.label in mean]
+    rows = [
+        {
+            "variant": label,
+            "throughput (tokens/s)": f"{mean[label]:.1f} ± {deviation[label]:.1f}",
+            "speedup": f"{mean[label] / mean[PLAIN.label]:.2f}" if PLAIN.label in mean else NONE,
+            "delta vs fixed": f"{100 * (mean[label] / mean[BACKBONE.label] - 1):+.1f} %"
+            if BACKBONE.label in mean
+            else NONE,
+        }
+        for label in labels
+    ]
+    return Table.of(f"Ablation (Table 4), {title}", rows)
+
+
+def _table_3(runs: DataFrame, title: str) -> Table:
+    """DynaTree's Table 3. Accept. is the paper's: tokens committed by rounds / levels drafted, which may exceed 100 %.
+
+    The prompt's own forward commits the first token and is not an iteration, so plain decoding takes T - 1 of them.
+    """
+    names = {PLAIN.label: "autoregressive", LINEAR.label: LINEAR.label, FIXED.label: FIXED.label}
+    rows = []
+    for label, name in (names | {DYNATREE.label: "DynaTree"}).items():
+        same, plain = runs[runs["label"] == label], label == PLAIN.label
+        if len(same):
+            rows.append(
+                {
+                    "method": name,
+                    "Accept.": NONE if plain else f"{_mean(same, 'committed_per_level', 1, 100)} %",
+                    "L-bar": _mean(same, "tokens_per_round", 2),
+                    "l-bar": NONE if plain else _mean(same, "mean_path_length", 2),
+                    "#Iter.": _mean(same, "rounds", 0),
+                }
+            )
+    return Table.of(f"Verification efficiency (Table 3), {title}", rows)
+
+
+def _coupling(report: Report) -> Iterator[Table]:
+    """Tokens per round by scheme: what sharing the noise is worth, and what residual sampling reaches instead."""
+    runs = frame(report)
+    drafting = runs[runs["label"] != PLAIN.label]
+    schemes = [str(scheme) for scheme in drafting["scheme"].unique()]
+    rows = [
+        {
+            "policy": label,
+            "T": f"{temperature:g}",
+            **{scheme: _mean(same[same["scheme"] == scheme], "tokens_per_round", 2) for scheme in schemes},
+            "equal to plain": _equal(same, report),
+        }
+        for temperature, group in drafting.groupby("temperature", sort=False)
+        for label, same in by_label(group).items()
+    ]
+    yield Table.of("Coupling: tokens per round", rows)
+
+
+def _ranks(report: Report) -> Iterator[Table]:
+    """How often the target chose the draft's k-th guess, p_k, and the settings of policy `sequoia` that say so."""
+    for temperature, group in by(report["runs"], lambda run: run["temperature"]).items():
+        counts = add_ranks([run["ranks"] for run in group])
+        trials = counts["trials"]
+        hits = [(f"p{rank}", hits) for rank, hits in enumerate(counts["hits"], start=1)]
+        hits += [("none of them", trials - sum(counts["hits"])), ("all", trials)]
+        rows = [
+            {"guess": name, "chosen": str(each), "share": f"{each / trials:.4f}" if trials else NONE}
+            for name, each in hits
+        ]
+        notes = []
+        if trials:
+            rates = ",".join(f"{rate:g}" for rate in sequoia_rates(counts))
+            notes = [
+                f"to use them: --policy sequoia --set rates={rates}",
+                f"in dynatree bench: --policy sequoia:rates={rates}",
+            ]
+        sampling = f"scheme {group[0]['scheme']}" if group[0]["scheme"] else "greedy"
+        yield Table.of(f"Acceptance by rank, temperature {temperature:g}, {sampling}", rows, notes)
+
+
+def _costs(report: Report) -> Iterator[Table]:
+    """A table for each curve: medians over repetitions with their range, beside plain decoding's step."""
+    measured = report["costs"]
+    if not measured["points"]:  # interrupted at once
+        return
+    plain, floor = median(measured["plain_seconds"]), measured["floor"]
+    notes = [floor_line(plain, floor["weight_bytes"], floor["read_bandwidth"])]
+    for curve, points in by(measured["points"], lambda point: point["curve"]).items():
+        yield Table.of(CURVES[curve], [_cost_row(point, plain) for point in points], notes)
+
+
+def _cost_row(point: Point, plain: float) -> dict[str, str]:
+    seconds, forward = point["seconds"], median(point["forward_seconds"])
+    spread = f"{milliseconds(min(seconds))}-{milliseconds(max(seconds))}" if len(seconds) > 1 else NONE
+    return {
+        "nodes": str(point["nodes"]),
+        "context": str(point["context"]),
+        "sessions": str(point["sessions"]),
+        "round ms": milliseconds(median(seconds)),
+        "range ms": spread,
+        "forward ms": milliseconds(forward),
+        "plain steps": f"{median(seconds) / plain:.2f}",
+    }
+
+
+_TABLES = {
+    "compare": _compare,
+    "sweep": _sweep,
+    "ablation": _ablation,
+    "coupling": _coupling,
+    "ranks": _ranks,
+    "load": load,
+    "costs": _costs,
+}
