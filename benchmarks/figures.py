@@ -6,10 +6,11 @@ The documents hold blocks of cog, which call the functions below; `dynatree.benc
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -45,10 +46,25 @@ NAMES = {
 FIGURE = re.compile(r"\d ?(?:tokens/s|tokens a second|ms\b|GB/s|x plain|times (?:as fast|plain|transformers))")
 
 
+def block(make: Callable[..., str], *arguments: str) -> str:
+    """What a function of this module makes, or that its measurement is missing."""
+    try:
+        return make(*arguments)
+    except FileNotFoundError as error:
+        return f"*Not measured on this machine yet: {Path(error.filename).stem}.*"
+
+
 @cache
 def report(name: str) -> Report:
-    """A file of results."""
-    return load(RESULTS / f"{name}.json")
+    """A file of results.
+
+    Raises:
+        FileNotFoundError: It was not measured.
+    """
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise FileNotFoundError(errno.ENOENT, "there is no measurement", str(path))
+    return load(path)
 
 
 @cache
@@ -75,13 +91,19 @@ def name_of(label: str) -> str:
     return NAMES.get(label, label if label.startswith("llama.cpp") else f"`{label}`")
 
 
+def texts() -> dict[str, str]:
+    """Of `TEXTS` those that were measured."""
+    return {name: text for name, text in TEXTS.items() if name in results()}
+
+
 def headline() -> str:
     """README's table: the default policy beside plain decoding and transformers, by text."""
     rows = []
-    for name, text in TEXTS.items():
+    for name, text in texts().items():
         rows.append(
             {
-                "8 prompts each of": text,
+                "text": text,
+                "prompts": str(rate(name, "throughput").prompts),
                 "transformers": figure(rate(name, "transformers"), 1),
                 "assisted": figure(rate(name, "transformers assisted"), 1),
                 "plain, our engine": figure(rate(name, PLAIN.label), 1),
@@ -95,13 +117,13 @@ def headline() -> str:
 
 def span(over: str, *labels: str) -> str:
     """The lowest and the highest of the texts' ratios of the default policy."""
-    found = [rate(name, label, over).median for name in TEXTS for label in labels or ("throughput",)]
+    found = [rate(name, label, over).median for name in texts() for label in labels or ("throughput",)]
     return f"{min(found):.1f} to {max(found):.1f}"
 
 
 def by_text(over: str | None = None) -> str:
     """Method x text: tokens a second, or ratios."""
-    tables = {text: cells(runs(name), "rate", over=over) for name, text in TEXTS.items()}
+    tables = {text: cells(runs(name), "rate", over=over) for name, text in texts().items()}
     labels = dict.fromkeys(kind_of(label) for each in tables.values() for label in each)
     digits = 1 if over is None else 2
     rows = []
@@ -229,9 +251,9 @@ def floor() -> str:
     measured = report("costs")["costs"]
     plain, least = median(measured["plain_seconds"]), measured["floor"]
     return (
-        f"A plain step of the 2.8B shape takes {1e3 * plain:.0f} ms. Reading its weights once takes "
-        f"{1e3 * least['seconds']:.0f} ms at the {least['read_bandwidth'] / 1e9:.0f} GB/s measured beside it, which is "
-        f"{100 * least['seconds'] / plain:.0f} % of it."
+        f"A plain step of the 2.8B shape takes {1e3 * plain:.0f} ms, the median of {len(measured['plain_seconds'])}. "
+        f"Reading its weights once takes {1e3 * least['seconds']:.0f} ms at the "
+        f"{least['read_bandwidth'] / 1e9:.0f} GB/s that the memory gave before or after, whichever was more."
     )
 
 
@@ -243,8 +265,9 @@ def machine() -> str:
     days = sorted(each["started"][:10] for each in found)
     speeds = [each["machine"]["read_bandwidth"] / 1e9 for each in found if each["machine"]["read_bandwidth"]]
     versions = found[0]["versions"]
+    when = f"on {days[0]}" if days[0] == days[-1] else f"from {days[0]} to {days[-1]}"
     return (
-        f"Measured from {days[0]} to {days[-1]} on {', '.join(cpus)}, whose memory gave {min(speeds):.0f} to "
+        f"Measured {when} on {', '.join(cpus)}, whose memory gave {min(speeds):.0f} to "
         f"{max(speeds):.0f} GB/s, at commit {', '.join(commits)}, with torch {versions['torch']} and transformers "
         f"{versions['transformers']}."
     )

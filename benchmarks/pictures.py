@@ -102,7 +102,7 @@ def _places(parents: Sequence[int]) -> dict[int, tuple[float, float]]:
 def throughput() -> Figure:
     """Ratios to plain decoding, by text and method."""
     series = {}
-    for name, text in figures.TEXTS.items():
+    for name, text in figures.texts().items():
         found = cells(figures.runs(name), "rate", over=PLAIN.label)
         series[text] = {
             figures.kind_of(label).replace("*", "").replace("`", ""): found[label]

@@ -99,6 +99,17 @@ def test_compare_every_policy(
     assert capsys.readouterr().out == printed
 
 
+def test_no_completion_finds_the_prompt_of_another(
+    embedded_services: EmbeddedServices, text: Path, tmp_path: Path
+) -> None:
+    """The methods complete the same prompts; whoever came later would be spared the prompt's forward."""
+    options = ["--prompt-tokens", "24", "--temperature", "0", "--repetitions", "2", "--out", str(tmp_path / "out.json")]
+    assert bench("compare", embedded_services, text, "--policy", "linear", *options) == 0
+    runs = load(tmp_path / "out.json")["runs"]
+    assert len(runs) == 8
+    assert [run["statistics"]["cached_tokens"] for run in runs] == [0] * 8
+
+
 def test_compare_with_residual_sampling_leaves_out_what_it_does_not_allow(
     embedded_services: EmbeddedServices, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,21 +67,32 @@ def _add_services(parser: argparse.ArgumentParser) -> None:
         metavar="embedded|PATH|HUB_ID",
         help="with --server, only its tokenizer and baselines are loaded (default: embedded)",
     )
-    group.add_argument("--draft-model", metavar="embedded|PATH|HUB_ID", help="default: embedded")
+    group.add_argument(
+        "--draft-model", metavar="embedded|PATH|HUB_ID", help="the model that drafts (default: embedded)"
+    )
     _add_hardware(group)
 
 
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    """Of measurements without services."""
+    for name, what in (
+        ("--target-model", "the model that is verified with"),
+        ("--draft-model", "the model that drafts"),
+    ):
+        metavar = "embedded|PATH|HUB_ID"
+        parser.add_argument(name, default=EMBEDDED, metavar=metavar, help=f"{what} (default: %(default)s)")
+    _add_hardware(parser)
+
+
 def _add_hardware(group: argparse._ActionsContainer) -> None:
-    group.add_argument("--dtype", choices=["auto", *DTYPES], help="default: the checkpoint's")
+    group.add_argument("--dtype", choices=["auto", *DTYPES], help="of both models (default: the checkpoint's own)")
     group.add_argument("--device", help="torch device (default: a GPU if any)")
     group.add_argument("--threads", type=_at_least(1), metavar="N", help="CPU threads of each model")
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(server=None)
-    for name in ("--target-model", "--draft-model"):
-        parser.add_argument(name, default=EMBEDDED, metavar="embedded|PATH|HUB_ID", help="default: embedded")
-    _add_hardware(parser)
+    _add_models(parser)
     parser.add_argument(
         "--max-nodes", type=_at_least(1), default=256, metavar="N", help="of the largest tree (default: %(default)s)"
     )
@@ -92,9 +103,7 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_record(parser: argparse.ArgumentParser) -> None:
-    for name in ("--target-model", "--draft-model"):
-        parser.add_argument(name, default=EMBEDDED, metavar="embedded|PATH|HUB_ID", help="default: embedded")
-    _add_hardware(parser)
+    _add_models(parser)
     _add_prompts(parser, several=True)
     parser.add_argument(
         "--max-new-tokens",
@@ -278,7 +287,7 @@ def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None
             dest="temperatures",
             type=lambda text: (_temperature(text),),
             metavar="T",
-            help="default: 0",
+            help="0 is greedy (default: 0)",
         )
     else:
         _add_temperatures(group, measurement.temperatures)

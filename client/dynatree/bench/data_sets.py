@@ -27,7 +27,7 @@ def load_data_set(source: str, split: str) -> DataSet:
         import datasets  # type: ignore[import-untyped]
     except ImportError:
         raise SystemExit(
-            f"there is no file {source}; to look for a data set of this name: pip install 'dynatree[bench]'"
+            f"there is no file {source}; to look for a data set of this name install dynatree with its extra [bench]"
         ) from None
     datasets.disable_progress_bars()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every try to reach the hub

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,13 +73,15 @@ class Baselines:
 
 @dataclass(frozen=True)
 class Decoders:
-    """What completes prompts: the services, and baselines."""
+    """What completes prompts: the services at an address, and baselines."""
 
-    client: Client
+    address: str
     baselines: Baselines = field(default_factory=Baselines)
 
     def complete(self, prompt: Prompt, case: Case, *, max_new_tokens: int, seed: int, trace: bool = False) -> Output:
         """Run one case; end-of-sequence tokens are ignored, so that there are as many tokens as were asked for.
+
+        Each completion has a principal of its own, so that nobody before it has left its prompt in the prefix cache.
 
         Raises:
             DynaTreeError: The services failed, or refuse the policy, a setting or the scheme.
@@ -88,12 +91,14 @@ class Decoders:
             return self.baselines.decoders[case.method.label](prompt, max_new_tokens)
         arrivals: list[Arrival] = []
         tokens = 0
-        started = time.perf_counter()
-        with self.client.stream(prompt, **options_of(case, max_new_tokens, seed, trace)) as stream:
-            for chunk in stream:
-                if chunk.token_ids:
-                    tokens += len(chunk.token_ids)
-                    arrivals.append((tokens, time.perf_counter() - started))
-        seconds = time.perf_counter() - started
+        with Client(self.address, principal=f"bench-{secrets.token_hex(8)}") as client:
+            client.model_info()  # the connection stands before the clock starts
+            started = time.perf_counter()
+            with client.stream(prompt, **options_of(case, max_new_tokens, seed, trace)) as stream:
+                for chunk in stream:
+                    if chunk.token_ids:
+                        tokens += len(chunk.token_ids)
+                        arrivals.append((tokens, time.perf_counter() - started))
+            seconds = time.perf_counter() - started
         done = stream.completion
         return Output(done.token_ids, tuple(arrivals), seconds, done.stats, done.trace)

@@ -60,7 +60,8 @@ Schema, version 2; one object:
                                      of so many nodes behind so many tokens, and its forward alone. Curve "draft": one
                                      forward of the draft model over so many sibling nodes
         floor                        {"weight_bytes", "read_bandwidth", "seconds"}: seconds = the weights that a step
-                                     reads / the bandwidth, which no plain decoding step can be faster than
+                                     reads / the bandwidth, the better of two readings, before and after. A plain step
+                                     is not faster, but where the machine's memory was faster meanwhile
 
 A file may have more than this; what is more is kept and not looked at.
 """

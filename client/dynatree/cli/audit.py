@@ -23,15 +23,22 @@ PROMPTS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dynatree audit`."""
-    parser.add_argument("--target-model", required=True, metavar="embedded|PATH|HUB_ID")
-    parser.add_argument("--draft-model", required=True, metavar="embedded|PATH|HUB_ID")
+    for role, what in (("target", "whose output is checked"), ("draft", "that drafts")):
+        parser.add_argument(f"--{role}-model", required=True, metavar="embedded|PATH|HUB_ID", help=f"the model {what}")
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="one prompt a line, UTF-8 (default: a few of ours)"
     )
-    parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="default: %(default)s")
-    parser.add_argument("--policy", help="how trees are grown (default: the service's)")
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=128, metavar="N", help="of each (default: %(default)s)"
+    )
+    parser.add_argument("--policy", metavar="NAME", help="how trees are grown (default: the service's)")
     add_policy_settings(parser)
-    parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES])
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", *DTYPES],
+        help="of both, for the services and transformers (default: the checkpoint's own)",
+    )
     parser.add_argument("--device", default="auto", help="as for the services (default: a GPU if any)")
 
 

@@ -15,13 +15,22 @@ PROMPT = "It was a dark and stormy night, and the captain"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dynatree demo`."""
-    parser.add_argument("--prompt", default=PROMPT, help="default: %(default)r")
+    parser.add_argument("--prompt", default=PROMPT, help="what is completed (default: %(default)r)")
     parser.add_argument(
-        "--max-new-tokens", type=_at_least_two, default=128, metavar="N", help="at least 2; default: %(default)s"
+        "--max-new-tokens",
+        type=_at_least_two,
+        default=128,
+        metavar="N",
+        help="of the completion, at least 2 (default: %(default)s)",
     )
-    parser.add_argument("--target-model", default="embedded", metavar="embedded|PATH|HUB_ID", help="default: embedded")
-    parser.add_argument("--draft-model", default="embedded", metavar="embedded|PATH|HUB_ID", help="default: embedded")
-    parser.add_argument("--policy", help="how trees are grown (default: the service's)")
+    for role, what in (("target", "whose output it is"), ("draft", "that drafts")):
+        parser.add_argument(
+            f"--{role}-model",
+            default="embedded",
+            metavar="embedded|PATH|HUB_ID",
+            help=f"the model {what} (default: the shipped one)",
+        )
+    parser.add_argument("--policy", metavar="NAME", help="how trees are grown (default: the service's)")
     add_policy_settings(parser)
     parser.add_argument(
         "--dtype",
@@ -48,7 +57,8 @@ def run(options: argparse.Namespace) -> int:
     from dynatree.cli.service_pair import service_pair
 
     console = Console(highlight=False)
-    with service_pair(options.target_model, options.draft_model, ["--dtype", options.dtype]) as pair:
+    flags = ["--dtype", options.dtype, "--prefix-cache", "off"]  # the prompt is completed several times
+    with service_pair(options.target_model, options.draft_model, flags) as pair:
         client = pair.client
         info = client.model_info()
         console.print(f"target {info.target.name}, draft {info.draft.name}, on {info.target.device}\n", markup=False)

@@ -26,7 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--server", metavar="ADDR", default="localhost:50051", help="host:port or unix:PATH (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="default: until the end of sequence or the context limit"
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="at most (default: until the end of sequence or the context limit)",
     )
     parser.add_argument(
         "--temperature", type=float, metavar="T", default=0.0, help="divides the logits; 0, the default, is greedy"
@@ -50,7 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ID=VALUE",
         help="add VALUE to the logit of this token id; may be repeated",
     )
-    parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same tokens; default: random")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="S",
+        help="the same seed gives the same tokens, but for --scheme residual (default: random)",
+    )
     parser.add_argument(
         "--scheme",
         choices=SCHEMES,

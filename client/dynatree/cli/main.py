@@ -54,7 +54,7 @@ class Command(Protocol):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`, by default the process's own, and return the exit status.
 
-    0 is success, 1 a failure, 2 a wrong command line, 130 an interrupt.
+    0 is success, 1 a failure, 2 a wrong command line, 130 an interrupt, 141 an output that nobody reads any more.
     """
     try:
         status = _run(sys.argv[1:] if argv is None else argv)
@@ -95,8 +95,8 @@ def _run(argv: Sequence[str]) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing == "dynatree":  # a fault of this package, not of its installation
             raise
-        packages = 'pip install "dynatree[serve]"'
-        raise SystemExit(f"dynatree {name} needs the serving packages: {packages} (no module {missing})") from None
+        words = f"dynatree {name} needs the serving packages (no module {missing})"
+        raise SystemExit(f"{words}: install DynaTree with its extra [serve]") from None
 
 
 def _load(name: str | None) -> Command | None:

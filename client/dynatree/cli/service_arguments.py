@@ -51,10 +51,13 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
         help="host:port or unix:PATH; port 0 takes a free one (default: %(default)s)",
     )
     parser.add_argument("--device", default="auto", help="torch device, or auto for a GPU if any (default: auto)")
-    parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="default: the checkpoint's own")
+    parser.add_argument(
+        "--dtype", default="auto", choices=["auto", *DTYPES], help="of the weights (default: the checkpoint's own)"
+    )
     parser.add_argument(
         "--threads",
         type=threads,
+        metavar="N",
         help="CPU threads of the model (default: torch's choice, of a draft the fewest that are as fast)",
     )
     parser.add_argument(

@@ -16,7 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_service_arguments(parser, default_port=50052)
     parser.add_argument(
-        "--max-tree-nodes", type=positive, default=MAX_TREE_NODES, help="largest tree accepted (default: %(default)s)"
+        "--max-tree-nodes",
+        type=positive,
+        default=MAX_TREE_NODES,
+        metavar="N",
+        help="largest tree accepted (default: %(default)s)",
     )
     parser.add_argument(
         "--batch-rows",

@@ -85,7 +85,8 @@ class Client(BaseClient):
             **settings: see `ClientSettings`.
 
         Raises:
-            ValueError: the address, or a number of seconds, is not one.
+            ValueError: the address, the principal, or a number of seconds, is not one.
+            TypeError: an option has the wrong type, or there is no such option.
         """
         super().__init__(address, **settings)
         options = _READ_ON_THE_CALLERS_THREAD + self._channel_options

@@ -9,7 +9,7 @@
     ├── ServerUnavailableError   UNAVAILABLE: nobody answers at the address
     ├── DeadlineExceededError    DEADLINE_EXCEEDED: `timeout` has passed
     ├── RequestCancelledError    CANCELLED: the server, or closing the client, ended the request
-    └── ServerError              INTERNAL, UNKNOWN and every other code
+    └── ServerError              ABORTED (the client stopped reading), INTERNAL, UNKNOWN and every other code
 """
 
 from collections.abc import Sequence

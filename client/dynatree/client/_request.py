@@ -41,7 +41,8 @@ class GenerateOptions(TypedDict, total=False):
         repetition_penalty: above 1, tokens of the prompt and of the text so far get less likely; in (0, 100], 1
             changes nothing. None (the default) is what the target's generation_config says, 1 where it says nothing.
         logit_bias: what is added to the logits of these token ids, in [-1000, 1000].
-        seed: in [0, 2**64); the same seed gives the same tokens. None (the default) is a random one.
+        seed: in [0, 2**64); the same seed gives the same tokens, but for "residual". None (the default) is a random
+            one.
         scheme: how draft and target draw when sampling; each draws exactly from the target's distribution. "gumbel":
             with noise that they share, the tokens of plain decoding. "independent": the same tokens, guessed with noise
             of the draft's own. "residual": other tokens, which depend on the trees. None (the default) is the

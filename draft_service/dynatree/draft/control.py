@@ -10,7 +10,7 @@ TUNED = "tuned; `dynatree bench replay --constants` says what each is worth"
 GUARD = "a guard for loads that change, stalls, steep costs and hopeless drafts, which no recording holds"
 FALLBACK = "a first guess, for a verify service that has measured no forward"
 LEAST_PROB = 1e-3  # least probability of a learnt rate and of log-odds, and least distance from 1: both stay finite
-TABLE = "measured on the shipped pair, six texts; docs/policies.md, N-grams"
+TABLE = "measured on the shipped pair, six texts; docs/reference/policies.md, N-grams"
 
 
 def _constant(default: Any, what: str, unit: str, *, neutral: Any = None, source: str = TUNED) -> Any:
