@@ -172,7 +172,7 @@ def test_data_sets_that_have_no_such_prompts(
 def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=r"there is no file nowhere; .* pip install 'dynatree\[bench\]'"):
+    with pytest.raises(SystemExit, match=r"there is no file nowhere; .* install dynatree with its extra \[bench\]"):
         read_prompts(Path("nowhere"), Selection(1, 1), encode)
 
 
