@@ -17,12 +17,19 @@ KERNELS := $(wildcard common/dynatree/common/engine/native/*.[ch])
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-all check protos protos-check clean
+.PHONY: help demo test test-long test-all check figures figures-write docs bench bench-quick protos protos-check clean
 # Two workers keep two cores busy; tests that share services stay on one of them (tests/conftest.py).
 PYTEST := $(VENV)/bin/pytest -n 2 --no-loadscope-reorder --durations 10
 
+# The documents whose figures come out of benchmarks/, by cog.
+FIGURES := README.md $(wildcard docs/*.md docs/*/*.md)
+COG := $(VENV)/bin/cog -I benchmarks -p 'import figures'
+COGGED := $(shell grep -l '\[\[\[cog' $(FIGURES))
+TEXTS ?= texts
+BENCH_ARGS ?=
+
 help:  ## Show these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(READY)  ## Run both services on the shipped models, and one completion
 	@$(VENV)/bin/dynatree demo
@@ -42,6 +49,23 @@ check: $(READY)  ## Check style, format and types
 	$(VENV)/bin/clang-format --dry-run --Werror $(KERNELS)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
+
+figures: $(READY)  ## Check every figure of README and docs against benchmarks/
+	$(COG) --check --diff $(COGGED)
+	$(VENV)/bin/python benchmarks/figures.py $(FIGURES)
+
+figures-write: $(READY)  ## Put the figures of benchmarks/ into README and docs
+	$(COG) -r $(COGGED)
+
+docs: $(READY)  ## Build the documentation in build/site, and check its links
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --strict --quiet
+	$(VENV)/bin/python docs/check_site.py build/site
+
+bench: $(READY)  ## Measure everything again, in hours: make bench TEXTS=FOLDER (benchmarks/README.md)
+	$(VENV)/bin/python benchmarks/suite.py --texts "$(TEXTS)" $(BENCH_ARGS)
+
+bench-quick: $(READY)  ## Is it as fast here? A quarter of an hour: make bench-quick TEXTS=FOLDER
+	$(VENV)/bin/python benchmarks/suite.py --texts "$(TEXTS)" --quick $(BENCH_ARGS)
 
 protos: $(PROTOS_READY)  ## Regenerate the code of protos/
 	$(PROTOS_VENV)/bin/python -m grpc_tools.protoc -I protos \

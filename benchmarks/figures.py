@@ -43,7 +43,8 @@ NAMES = {
 }
 
 # Outside of cog's blocks these may not stand in a document: measured rates, times, ratios.
-FIGURE = re.compile(r"\d ?(?:tokens/s|tokens a second|ms\b|GB/s|x plain|times (?:as fast|plain|transformers))")
+UNIT = r"tokens/s|tokens a second|ms\b|GB/s|x plain|times (?:as fast|plain|transformers)"
+FIGURE = re.compile(rf"(?<![\w.])\d[\d.,]* ?(?:{UNIT})")
 
 
 def block(make: Callable[..., str], *arguments: str) -> str:

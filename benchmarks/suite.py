@@ -139,6 +139,7 @@ def embedded(command: str, *more: str) -> Callable[[Suite], list[str]]:
     return lambda suite: [command, "--prompts", str(suite.text("book")), *more]
 
 
+FEW = ("--policy", "throughput", "--policy", "dynatree", "--policy", "linear", "--policy", "ngram")
 SAMPLING = ("--temperature", "0", "--temperature", "0.7", "--temperature", "1.0", "--policy", "dynatree")
 MEASUREMENTS = (
     Measurement("sweep", 9, "wikitext-2-validation", sweep),
@@ -155,10 +156,10 @@ MEASUREMENTS = (
         "embedded",
         2,
         "book",
-        embedded("compare", "--max-new-tokens", "128", *GREEDY, "--repetitions", "3", *TRANSFORMERS),
+        embedded("compare", "--max-new-tokens", "128", "--count", "8", *GREEDY, *FEW, *TRANSFORMERS),
     ),
-    Measurement("embedded-coupling", 1, "book", embedded("coupling")),
-    Measurement("embedded-ablation", 1, "book", embedded("ablation")),
+    Measurement("embedded-coupling", 1, "book", embedded("coupling", "--count", "4")),
+    Measurement("embedded-ablation", 1, "book", embedded("ablation", "--count", "4")),
     Measurement("embedded-ranks", 1, "book", embedded("ranks")),
 )
 QUICK = (

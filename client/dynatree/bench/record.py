@@ -70,7 +70,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -327,7 +327,7 @@ def save(report: Report, path: Path) -> None:
         SystemExit: It cannot be written.
     """
     head = _json({name: value for name, value in report.items() if name != "runs"}, indent=1)
-    runs = ",\n".join("  " + _json(run) for run in report["runs"])
+    runs = ",\n".join("  " + _json(_rounded(run)) for run in report["runs"])
     text = f'{head[:-2]},\n "runs": [\n{runs}\n ]\n}}\n'
     try:
         if not is_replaceable(path):
@@ -346,7 +346,17 @@ def is_replaceable(path: Path) -> bool:
 
 
 def _json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    separators = (",", ":") if indent is None else (",", ": ")
+    return json.dumps(value, indent=indent, separators=separators, ensure_ascii=False, allow_nan=False)
+
+
+def _rounded(value: Any) -> Any:
+    """With six decimals: seconds to a microsecond."""
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, Mapping):
+        return {name: _rounded(each) for name, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def load(path: Path) -> Report:
