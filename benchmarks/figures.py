@@ -22,10 +22,12 @@ from dynatree.bench.figures import DEFINITION, Cell, by, cells, frame
 from dynatree.bench.load.figures import load_runs
 from dynatree.bench.methods import PLAIN
 from dynatree.bench.record import Report, load
-from dynatree.bench.table import NONE, figure
+from dynatree.bench.table import NONE, figure, to_markdown
+from dynatree.bench.tables import tables
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+SUFFIX = ".json.gz"
 TEXTS = {
     "wikitext-2": "WikiText-2",
     "book": "a book",
@@ -52,7 +54,7 @@ def block(make: Callable[..., str], *arguments: str) -> str:
     try:
         return make(*arguments)
     except FileNotFoundError as error:
-        return f"*Not measured on this machine yet: {Path(error.filename).stem}.*"
+        return f"*Not measured on this machine yet: {Path(error.filename).name.removesuffix(SUFFIX)}.*"
 
 
 @cache
@@ -62,7 +64,7 @@ def report(name: str) -> Report:
     Raises:
         FileNotFoundError: It was not measured.
     """
-    path = RESULTS / f"{name}.json"
+    path = RESULTS / f"{name}{SUFFIX}"
     if not path.exists():
         raise FileNotFoundError(errno.ENOENT, "there is no measurement", str(path))
     return load(path)
@@ -210,7 +212,7 @@ def parting() -> str:
 
 def results() -> list[str]:
     """The names of the files of results."""
-    return sorted(path.stem for path in RESULTS.glob("*.json"))
+    return sorted(path.name.removesuffix(SUFFIX) for path in RESULTS.glob(f"*{SUFFIX}"))
 
 
 def clients() -> str:
@@ -277,6 +279,11 @@ def machine() -> str:
 def definition() -> str:
     """How rates, cells and ratios are defined."""
     return DEFINITION
+
+
+def printed(name: str) -> str:
+    """The tables of `dynatree bench show` of one file: of a preset, whose methods have no names of their own here."""
+    return "\n\n".join(to_markdown(table) for table in tables(report(name)))
 
 
 def replayed(name: str) -> str:

@@ -54,7 +54,7 @@ class Suite:
 
     def result(self, name: str) -> Path:
         """The file of a measurement."""
-        return self.out / f"{name}.json"
+        return self.out / f"{name}.json.gz"
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ def make_random(draft: str, out: Path) -> str:
 
 def run(suite: Suite, measurement: Measurement) -> None:
     """One measurement, kept when it is whole."""
-    part = suite.result(measurement.name).with_suffix(".part.json")
+    part = suite.result(f"{measurement.name}.part")
     with baselines(suite, measurement) as arguments:
         status = dynatree(["bench", *measurement.command(suite), *arguments, "--out", str(part)])
     if status or not load(part)["complete"]:

@@ -27,6 +27,9 @@ KEPT = Path(__file__).parent.parent / "benchmarks" / "results"
 def test_what_is_saved_loads_again(tmp_path: Path, report: Report) -> None:
     save(report, tmp_path / "a.json")
     assert load(tmp_path / "a.json") == report
+    save(report, tmp_path / "a.json.gz")
+    assert load(tmp_path / "a.json.gz") == report
+    assert (tmp_path / "a.json.gz").stat().st_size < (tmp_path / "a.json").stat().st_size
 
 
 def test_each_run_is_a_line(tmp_path: Path) -> None:
@@ -35,7 +38,7 @@ def test_each_run_is_a_line(tmp_path: Path) -> None:
     assert [json.loads(line.strip().rstrip(","))["label"] for line in lines if '"label"' in line] == ["linear", "fixed"]
 
 
-@pytest.mark.parametrize("path", sorted(KEPT.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(KEPT.glob("*.json.gz")), ids=lambda path: path.name)
 def test_the_measurements_of_this_repository_load(path: Path) -> None:
     assert load(path)["complete"]
 

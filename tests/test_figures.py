@@ -43,9 +43,9 @@ def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
     """The module on made-up results."""
     found = module("figures")
     for name in found.TEXTS:
-        save(comparison(), tmp_path / f"{name}.json")
-    save(costs_report(), tmp_path / "costs.json")
-    save(load_report(), tmp_path / "many-clients.json")
+        save(comparison(), tmp_path / f"{name}.json.gz")
+    save(costs_report(), tmp_path / "costs.json.gz")
+    save(load_report(), tmp_path / "many-clients.json.gz")
     monkeypatch.setattr(found, "RESULTS", tmp_path)
     for cached in (found.report, found.runs):
         cached.cache_clear()
@@ -139,7 +139,7 @@ def test_the_suite_says_how_long_it_takes(tmp_path: Path, capsys: pytest.Capture
 
 def test_the_suite_mixes_no_machines(tmp_path: Path) -> None:
     suite = module("suite")
-    save(costs_report(), tmp_path / "costs.json")
+    save(costs_report(), tmp_path / "costs.json.gz")
     with pytest.raises(SystemExit, match="is of other code or another processor"):
         suite.main(["--texts", str(tmp_path), "--out", str(tmp_path), "--plan"])
 
@@ -158,6 +158,6 @@ def test_the_fastest_chain_and_tree_are_taken_from_the_sweep(tmp_path: Path) -> 
         "fixed:depth=5,breadth=2": 0.9,
     }
     runs = [new_run("autoregressive"), *(new_run(label, each) for label, each in seconds.items())]
-    save(new_report("sweep", runs), tmp_path / "sweep.json")
+    save(new_report("sweep", runs), tmp_path / "sweep.json.gz")
     place = suite.Suite(tmp_path, "large", "small", tmp_path, tmp_path)
     assert suite.best_static(place) == ["linear:depth=5", "fixed:depth=3,breadth=2"]

@@ -68,6 +68,7 @@ A file may have more than this; what is more is kept and not looked at.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -321,20 +322,22 @@ def check_writable(path: Path) -> None:
 
 
 def save(report: Report, path: Path) -> None:
-    """Write the file, whole or not at all, each run on a line of its own.
+    """Write the file, whole or not at all, each run on a line of its own; compressed where its name ends with .gz.
 
     Raises:
         SystemExit: It cannot be written.
     """
     head = _json({name: value for name, value in report.items() if name != "runs"}, indent=1)
     runs = ",\n".join("  " + _json(_rounded(run)) for run in report["runs"])
-    text = f'{head[:-2]},\n "runs": [\n{runs}\n ]\n}}\n'
+    text = f'{head[:-2]},\n "runs": [\n{runs}\n ]\n}}\n'.encode()
+    if path.suffix == ".gz":
+        text = gzip.compress(text, mtime=0)  # the same report, the same bytes
     try:
         if not is_replaceable(path):
-            path.write_text(text, encoding="utf-8", newline="\n")
+            path.write_bytes(text)
             return
         part = path.with_name(path.name + ".part")
-        part.write_text(text, encoding="utf-8", newline="\n")
+        part.write_bytes(text)
         part.replace(path)
     except OSError as error:
         raise SystemExit(f"{path} cannot be written: {error.strerror}") from None
@@ -366,10 +369,11 @@ def load(path: Path) -> Report:
         SystemExit: It cannot be read, or is not a report.
     """
     try:
-        report = _REPORT.validate_json(path.read_bytes())
+        content = path.read_bytes()
+        report = _REPORT.validate_json(gzip.decompress(content) if path.suffix == ".gz" else content)
         _check_command(report)
-    except OSError as error:
-        raise SystemExit(f"{path} cannot be read: {error.strerror}") from None
+    except (OSError, EOFError) as error:
+        raise SystemExit(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))

@@ -103,7 +103,7 @@ def read_records(folder: Path) -> list[Record]:
     if not folder.is_dir():
         raise SystemExit(f"there is no folder {folder}")
     records: list[Record] = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")]):
         try:
             record = Record(path.name, load(path))
         except SystemExit as error:
