@@ -43,10 +43,10 @@ FROM serve AS verify
 EXPOSE 50052
 HEALTHCHECK --interval=10s --timeout=10s --start-period=10m --retries=3 \
   CMD ["python", "-m", "dynatree.common.healthcheck", "127.0.0.1:50052"]
-CMD ["verify", "--target-model", "embedded", "--listen", "0.0.0.0:50052"]
+CMD ["verify", "--target-model", "embedded", "--listen", "0.0.0.0:50052", "--insecure"]
 
 FROM serve AS draft
 EXPOSE 50051
 HEALTHCHECK --interval=10s --timeout=10s --start-period=10m --retries=3 \
   CMD ["python", "-m", "dynatree.common.healthcheck", "127.0.0.1:50051"]
-CMD ["draft", "--draft-model", "embedded", "--verify", "verify:50052", "--listen", "0.0.0.0:50051"]
+CMD ["draft", "--draft-model", "embedded", "--verify", "dns:///verify:50052", "--listen", "0.0.0.0:50051", "--insecure"]

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from prometheus_client import CollectorRegistry
+
+from dynatree.common.admission import NO_QUOTA, Quota
+from dynatree.common.channel import PLAIN, ChannelSettings, Connector
 from dynatree.common.engine import Engine, ModelSettings, load_engine
-from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_TREE_NODES
+from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_TREE_NODES, RESUME_SECONDS
 from dynatree.common.model_thread import ModelThread
+from dynatree.common.operation import Operation
+from dynatree.common.security import LOCAL, SecuritySettings
 from dynatree.common.server import Server
+from dynatree.common.tracing import OFF, Tracing
 from dynatree.draft.policies import DEFAULT_POLICY
-from dynatree.draft.serve_draft import DraftLimits, start_draft
+from dynatree.draft.replicas import Replicas
+from dynatree.draft.serve_draft import DraftLimits, start_draft, targets_for
 from dynatree.draft.service import DefaultPolicy
-from dynatree.draft.verify_client import VerifyClient
 from dynatree.verify.serve_target import AUTO_ROWS, VerifyLimits, start_verify
 
 T = TypeVar("T")
@@ -31,6 +38,8 @@ class Services:
     verify_address: str
     target: Engine
     draft: Engine
+    draft_registry: CollectorRegistry
+    verify_registry: CollectorRegistry
 
     @property
     def idle(self) -> bool:
@@ -73,34 +82,52 @@ def running_services(
     max_tree_nodes: int = MAX_TREE_NODES,
     ahead: bool = False,
     static_shapes: bool = False,
+    address: str | None = None,
+    security: SecuritySettings = LOCAL,
+    verify_security: SecuritySettings = LOCAL,
+    channel: ChannelSettings = PLAIN,
+    quota: Quota = NO_QUOTA,
+    via: Callable[[str], str] = str,
+    resume_seconds: float = RESUME_SECONDS,
+    tracing: Tracing = OFF,
 ) -> Iterator[Services]:
-    """Serve the pair on sockets in `folder` for as long as the context lives."""
+    """Serve the pair on sockets in `folder`, or both at `address`, for as long as the context lives.
+
+    `via` makes of the verify service's address those at which the draft service finds it.
+    """
     shared = {"dtype": dtype, "sessions": sessions, "static_shapes": static_shapes}
     target = load_engine(
         ModelSettings(str(target_model), speculative_slots=max_tree_nodes, kv_tokens=kv_tokens, **shared)
     )
     verify_limits = VerifyLimits(sessions, queue, max_tree_nodes, batch_rows, idle_seconds, prefix_cache)
-    draft_limits = DraftLimits(sessions, queue, idle_seconds, prefix_cache)
+    draft_limits = DraftLimits(sessions, queue, idle_seconds, prefix_cache, resume_seconds, quota)
     draft = load_engine(
         ModelSettings(str(draft_model), speculative_slots=2 * MAX_TREE_NODES, chooses_tokens=False, **shared)
     )
     threads = ModelThread("verify-model"), ModelThread("draft-model")
+    operations = Operation(verify_security, tracing=tracing), Operation(security, tracing=tracing)
     loop = _Loop()
 
-    async def start() -> tuple[Server, Server, VerifyClient]:
-        verify_server = await start_verify(target, threads[0], f"unix:{folder}/verify.sock", verify_limits)
-        client = VerifyClient(verify_server.address)
+    async def start() -> tuple[Server, Server, Replicas]:
+        verify_address = address or f"unix:{folder}/verify.sock"
+        verify_server = await start_verify(target, threads[0], verify_address, verify_limits, operations[0])
+        replicas = Replicas(via(verify_server.address), Connector(channel), targets_for(draft, ahead))
+        await replicas.start(10.0)
         default = DefaultPolicy(DEFAULT_POLICY, {})
-        address = f"unix:{folder}/draft.sock"
-        draft_server = await start_draft(draft, threads[1], client, target.info, address, default, draft_limits, ahead)
-        return verify_server, draft_server, client
+        draft_address = address or f"unix:{folder}/draft.sock"
+        draft_server = await start_draft(
+            draft, threads[1], replicas, draft_address, default, draft_limits, operations[1]
+        )
+        return verify_server, draft_server, replicas
 
-    verify_server, draft_server, client = loop.run(start())
+    verify_server, draft_server, replicas = loop.run(start())
     try:
-        yield Services(draft_server.address, verify_server.address, target, draft)
+        yield Services(
+            draft_server.address, verify_server.address, target, draft, operations[1].registry, operations[0].registry
+        )
     finally:
         loop.run(draft_server.stop(0.5))
-        loop.run(client.close())
+        loop.run(replicas.close())
         loop.run(verify_server.stop(0.5))
         for thread in threads:
             thread.shutdown()

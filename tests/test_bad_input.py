@@ -11,6 +11,7 @@ import time
 import grpc
 import pytest
 from model_zoo import CONTEXT, save_random_model
+from refusals import said
 from services import running_services
 
 from dynatree.client import AsyncClient, Client, InvalidRequestError
@@ -83,7 +84,7 @@ def refusal(stub, *requests):
         for _ in call:
             answered.release()
     except grpc.RpcError as error:
-        return error.code(), error.details()
+        return error.code(), said(error)
     finally:
         answered.release()
     raise AssertionError("the service refused nothing")

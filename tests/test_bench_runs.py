@@ -304,7 +304,7 @@ def test_a_measurement_can_go_to_a_pipe(tmp_path: Path) -> None:
         (["--prompts", "nofile"], "there is no file nofile, and no data set"),
         (["--count", "100"], "too short for 100 prompts"),
         (["--out", "/no/such/folder/out.json"], "cannot be written"),
-        (["--server", "nowhere"], "an address is host:port or unix:PATH"),
+        (["--server", "nowhere"], "an address is host:port, unix:PATH or dns:///name:port"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -28,6 +28,7 @@ from fake_draft_service import (  # noqa: F401
 from dynatree.client import (
     AsyncClient,
     AsyncCompletionStream,
+    AuthenticationError,
     Client,
     Completion,
     CompletionStream,
@@ -45,6 +46,8 @@ from dynatree.v1 import tree_pb2
 ERRORS = {code: ServerError for code in grpc.StatusCode if code is not grpc.StatusCode.OK} | {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,
+    grpc.StatusCode.PERMISSION_DENIED: AuthenticationError,
     grpc.StatusCode.FAILED_PRECONDITION: ModelMismatchError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ServerBusyError,
     grpc.StatusCode.UNAVAILABLE: ServerUnavailableError,
@@ -225,7 +228,7 @@ def test_a_server_that_goes_away(tmp_path: Path) -> None:
 @pytest.mark.parametrize("address", ["", "localhost", "localhost:", "unix:", "http://localhost:50051", None, 5])
 def test_addresses_that_are_none(address: Any) -> None:
     for kind in (Client, AsyncClient):
-        with pytest.raises(ValueError, match="host:port or unix:PATH"):
+        with pytest.raises(ValueError, match="host:port, unix:PATH or dns:///name:port"):
             kind(address)
 
 

@@ -247,7 +247,10 @@ def test_nobody_at_the_address(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_an_address_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "Once", "--server", "localhost"]) == 1
-    assert capsys.readouterr().err == "dynatree: error: an address is host:port or unix:PATH, not 'localhost'\n"
+    assert (
+        capsys.readouterr().err
+        == "dynatree: error: an address is host:port, unix:PATH or dns:///name:port, not 'localhost'\n"
+    )
 
 
 def test_an_interrupt_with_json_prints_nothing(service: FakeDraftService) -> None:

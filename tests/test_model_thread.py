@@ -6,8 +6,10 @@ import threading
 import pytest
 
 from dynatree.common import embedded
+from dynatree.common.channel import PLAIN
 from dynatree.common.engine import ModelSettings
 from dynatree.common.errors import StartupError
+from dynatree.common.operation import OperationSettings
 from dynatree.draft import serve_draft as draft
 from dynatree.draft.service import DefaultPolicy
 from dynatree.verify import serve_target as verify
@@ -16,13 +18,13 @@ SETTINGS = ModelSettings(str(embedded.draft_path()))
 
 
 def serve_verify():
-    return verify.serve(SETTINGS, "localhost:0", verify.VerifyLimits(), grace=0.0)
+    return verify.serve(SETTINGS, verify.VerifyLimits(), OperationSettings("localhost:0", grace=0.0))
 
 
 def serve_draft():
-    return draft.serve(
-        SETTINGS, "localhost:0", "localhost:1", 1.0, DefaultPolicy("linear", {}), 0.0, "auto", draft.DraftLimits()
-    )
+    services = draft.VerifyServices("localhost:1", PLAIN, timeout=1.0, ahead=None)
+    operation = OperationSettings("localhost:0", grace=0.0)
+    return draft.serve(SETTINGS, services, DefaultPolicy("linear", {}), draft.DraftLimits(), operation)
 
 
 @pytest.mark.parametrize(

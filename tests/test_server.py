@@ -5,7 +5,9 @@ import logging
 
 import grpc
 import pytest
+from refusals import said
 
+from dynatree.common.errors import DeviceFailedError
 from dynatree.common.server import LAST_WORDS_SECONDS, Server
 from dynatree.common.service_process import run_service
 
@@ -63,7 +65,7 @@ async def stop_in_the_midst_of_a_message(address, kind, read_on):
         def read():
             with pytest.raises(grpc.RpcError) as error:
                 list(call)
-            return error.value.code(), error.value.details()
+            return error.value.code(), said(error.value)
 
         status = await asyncio.to_thread(read)
         await stop
@@ -92,6 +94,47 @@ def test_a_call_that_a_stop_cancels_is_no_error_in_the_log(caplog):
             except BaseException:
                 logging.getLogger("grpc._cython.cygrpc").exception("not handled")
 
-    assert run_service(serve) == 0
+    assert run_service(serve, "text") == 0
     assert "of another kind" in caplog.text
     assert "CancelledError" not in caplog.text
+
+
+class AcceleratorError(RuntimeError):
+    """As torch raises it when a kernel has left the device unusable."""
+
+
+@pytest.mark.parametrize(
+    ("error", "poisons"),
+    [
+        (AcceleratorError("CUDA error: device-side assert triggered"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+        (ValueError("of another kind"), False),
+        (MemoryError(), False),
+    ],
+)
+def test_a_device_that_has_failed_ends_the_service(tmp_path, error, poisons):
+    """A supervisor starts it anew; until then nobody is served wrongly."""
+
+    class Failing(grpc.GenericRpcHandler):
+        def service(self, details):
+            async def fail(request, context):
+                raise RuntimeError("the forward failed") from error
+
+            return grpc.unary_unary_rpc_method_handler(fail)
+
+    async def status():
+        server = Server(["dynatree.v1.Example"])
+        server.grpc_server.add_generic_rpc_handlers((Failing(),))
+        await server.start(f"unix:{tmp_path}/socket")
+        waiting = asyncio.ensure_future(server.wait(grace=0.0))
+        async with grpc.aio.insecure_channel(f"unix:{tmp_path}/socket") as channel:
+            with pytest.raises(grpc.RpcError) as caught:
+                await channel.unary_unary(METHOD)(b"", wait_for_ready=True)
+        ended, _ = await asyncio.wait([waiting], timeout=0.5 + 4.0 * poisons)
+        if not ended:
+            waiting.cancel()
+            await server.stop(0.0)
+        return caught.value.code(), isinstance(waiting.exception(), DeviceFailedError) if ended else False
+
+    code = grpc.StatusCode.UNAVAILABLE if poisons else grpc.StatusCode.INTERNAL
+    assert asyncio.run(status()) == (code, poisons)

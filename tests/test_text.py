@@ -95,6 +95,27 @@ def test_a_broken_byte_in_the_middle_does_not_hold_text_back():
     assert "".join(detokenizer.push([token]) for token in token_ids).endswith(" and then the rest")
 
 
+BYTES = [token_id for token, token_id in sorted(TOKENIZER.get_vocab().items()) if len(token) == 1]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(BYTES), max_size=120), st.integers(1, 5))
+def test_bytes_that_may_form_no_characters_join_to_the_whole(token_ids, size):
+    whole = TOKENIZER.decode(token_ids, skip_special_tokens=True)
+    assert "".join(pieces(token_ids, size=size)) == whole
+
+
+def test_bytes_that_never_form_characters_are_decoded_once():
+    """The window moves on, so that a long run of them takes no longer a token than a short one."""
+    continuation = TOKENIZER("é")["input_ids"][-1]
+    detokenizer = Detokenizer(TOKENIZER, ())
+    text = "".join(detokenizer.push([continuation]) for _ in range(500))
+    assert len(text) > 450
+    assert set(text) == {REPLACEMENT}
+    assert len(detokenizer._window) < 100
+    assert text + detokenizer.flush() == TOKENIZER.decode([continuation] * 500)
+
+
 def test_special_tokens_have_no_text():
     assert "".join(pieces([0, *TOKENIZER("x")["input_ids"], 0])) == "x"
 

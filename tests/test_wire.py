@@ -21,6 +21,7 @@ INFO = ModelInfo(
     step_bytes=2**41,
     forward_costs=(ForwardCost(1, 0.25), ForwardCost(64, 0.5)),  # exact in float32
     repetition_penalty=1.25,
+    fingerprint="cd" * 32,
 )
 
 

@@ -20,7 +20,18 @@ from dynatree.bench.memory import PeakMemory
 from dynatree.bench.methods import ABLATION, ASSISTED, BASELINES, COUPLING, GUESSES, PLAIN, SCHEMES, Case, Method
 from dynatree.bench.progress import progress_bar
 from dynatree.bench.prompts import Prompts, Selection, load_tokenizer, read_prompts
-from dynatree.bench.record import REFUSED, Costs, Floor, Report, check_writable, is_replaceable, load, new_report, save
+from dynatree.bench.record import (
+    REFUSED,
+    Costs,
+    Floor,
+    Report,
+    check_writable,
+    is_replaceable,
+    load,
+    new_report,
+    rounded,
+    save,
+)
 from dynatree.bench.runs import RunSettings, admitted, measure, plan, warm_up
 from dynatree.cli.service_pair import service_pair
 from dynatree.client import Client, ModelInfo, ServiceInfo
@@ -221,7 +232,7 @@ def _measure(
         for _ in warm_up(decoders, prompts.token_ids, cases, settings):
             progress.advance(task)
         for run in measure(decoders, memory, prompts.token_ids, cases, settings):
-            report["runs"].append(run)
+            report["runs"].append(rounded(run))
             if options.out is not None and is_replaceable(options.out):
                 save(report, options.out)  # an hour of measuring outlives a kill
             progress.advance(task)
@@ -265,7 +276,7 @@ def _measure_loads(
         for _ in bench.warm_up(loads, cases):
             progress.advance(task)
         for cell in bench.measure(loads, cases):
-            report["runs"] += cell.runs
+            report["runs"] += map(rounded, cell.runs)
             report["failures"] += cell.failures
             if options.out is not None and is_replaceable(options.out):
                 save(report, options.out)

@@ -328,7 +328,7 @@ def save(report: Report, path: Path) -> None:
         SystemExit: It cannot be written.
     """
     head = _json({name: value for name, value in report.items() if name != "runs"}, indent=1)
-    runs = ",\n".join("  " + _json(_rounded(run)) for run in report["runs"])
+    runs = ",\n".join("  " + _json(run) for run in report["runs"])
     text = f'{head[:-2]},\n "runs": [\n{runs}\n ]\n}}\n'.encode()
     if path.suffix == ".gz":
         text = gzip.compress(text, mtime=0)  # the same report, the same bytes
@@ -353,8 +353,12 @@ def _json(value: object, indent: int | None = None) -> str:
     return json.dumps(value, indent=indent, separators=separators, ensure_ascii=False, allow_nan=False)
 
 
+def rounded(run: Run) -> Run:
+    """A run as the file has it, so that what is printed is what the file gives: seconds to a microsecond."""
+    return cast(Run, _rounded(run))
+
+
 def _rounded(value: Any) -> Any:
-    """With six decimals: seconds to a microsecond."""
     if isinstance(value, float):
         return round(value, 6)
     if isinstance(value, Mapping):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -65,6 +66,41 @@ class Keyed(argparse.Action):
         if key in pairs:
             raise argparse.ArgumentError(self, f"{key} is given twice")
         setattr(namespace, self.dest, {**pairs, key: value})
+
+
+def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
+    """How a client reaches a server: TLS, certificate, token."""
+    group = parser.add_argument_group("connection")
+    group.add_argument("--ca", metavar="FILE", help="authorities of the server's certificate, PEM: TLS")
+    group.add_argument("--cert", metavar="FILE", help="certificate chain that is shown to the server, PEM")
+    group.add_argument("--key", metavar="FILE", help="its private key, PEM")
+    group.add_argument("--token-file", metavar="FILE", help="the token that is shown to the server, and nothing else")
+    group.add_argument(
+        "--insecure", action="store_true", help="show the token over a plain connection to another machine too"
+    )
+    group.add_argument(
+        "--no-resume",
+        dest="resume",
+        action="store_false",
+        help="fail when the server is lost, instead of going on at another one or when it is back",
+    )
+
+
+def connection_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings of `dynatree.client.Client` from parsed options.
+
+    Raises:
+        SystemExit: The token cannot be read.
+    """
+    token = None
+    if options.token_file is not None:
+        try:
+            token = Path(options.token_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise SystemExit(f"cannot read {options.token_file}: {reason}") from None
+    names = ("ca", "cert", "key", "insecure", "resume")
+    return {"token": token, **{name: getattr(options, name) for name in names}}
 
 
 def add_policy_settings(parser: argparse.ArgumentParser) -> None:

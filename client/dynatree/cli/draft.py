@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from dynatree.cli.arguments import add_policy_settings
-from dynatree.cli.service_arguments import add_service_arguments, network_address, seconds
+from dynatree.cli.arguments import add_policy_settings, positive
+from dynatree.cli.service_arguments import add_service_arguments, network_addresses, seconds
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.limits import RESUME_SECONDS
 from dynatree.draft.policies import DEFAULT_POLICY, create_policy, policy_names
 
 
@@ -18,9 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify",
         required=True,
-        type=network_address,
-        metavar="ADDR",
-        help="the verify service: host:port or unix:PATH",
+        type=network_addresses,
+        metavar="ADDR[,ADDR...]",
+        help="the verify services, each of which serves some of the sessions: host:port, unix:PATH, or, for all that a "
+        "name stands for, dns:///name:port",
     )
     add_service_arguments(parser, default_port=50051)
     parser.add_argument(
@@ -40,6 +43,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long to wait for the verify service at start (default: 60)",
     )
+    parser.add_argument(
+        "--resume-timeout",
+        type=seconds,
+        default=RESUME_SECONDS,
+        metavar="SECONDS",
+        help="how long a completion whose verify service was lost waits for another one (default: %(default)g)",
+    )
+    quotas = parser.add_argument_group("quotas", "of each principal; a request past one is refused")
+    for option, text in (
+        ("--principal-sessions", "completions at once"),
+        ("--principal-queue", "completions that may wait"),
+        ("--principal-tokens", "tokens a minute, of prompts and completions"),
+    ):
+        quotas.add_argument(option, type=positive, metavar="N", help=f"{text} (default: no limit)")
+    verify = parser.add_argument_group("the way to the verify services")
+    for option, text in (
+        ("--verify-ca", "authorities of their certificates, PEM: connections are encrypted"),
+        ("--verify-cert", "certificate chain that is shown to them, PEM"),
+        ("--verify-key", "its private key, PEM"),
+        ("--verify-token-file", "the token that is shown to them, and nothing else"),
+    ):
+        verify.add_argument(option, type=Path, metavar="FILE", help=text)
 
 
 def run(options: argparse.Namespace) -> int:

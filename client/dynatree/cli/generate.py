@@ -6,24 +6,29 @@ import argparse
 import io
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from dynatree.cli.arguments import SCHEMES, Keyed, add_policy_settings
+from dynatree.cli.arguments import SCHEMES, Keyed, add_connection_arguments, add_policy_settings, connection_settings
 
 if TYPE_CHECKING:
     from dynatree.client import Chunk, Client, CompletionStream, GenerateOptions
 
 _STDIN = "-"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input, as UTF-8")
     parser.add_argument(
-        "--server", metavar="ADDR", default="localhost:50051", help="host:port or unix:PATH (default: %(default)s)"
+        "--server",
+        metavar="ADDR[,ADDR...]",
+        default="localhost:50051",
+        help="host:port, unix:PATH or dns:///name:port; several take turns (default: %(default)s)",
     )
     parser.add_argument(
         "--max-new-tokens",
@@ -81,6 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="end after this token id; may be repeated",
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of the sequence")
+    parser.add_argument(
+        "--special-tokens", action="store_true", help="the prompt may name special tokens, such as <|endoftext|>"
+    )
     parser.add_argument("--policy", metavar="NAME", help="how trees are grown; default: the service's")
     add_policy_settings(parser)
     parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="give up after; default: never")
@@ -92,6 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="say on standard error how many requests are ahead while this waits",
     )
     parser.add_argument("--trace", metavar="FILE", help="write each round to FILE, as one JSON object a line")
+    add_connection_arguments(parser)
     parser.set_defaults(usage_error=parser.error)
 
 
@@ -124,9 +133,11 @@ def _client(options: argparse.Namespace) -> Client:
     from dynatree.client import Client
 
     try:
-        return Client(options.server, timeout=options.timeout)
+        return Client(options.server, timeout=options.timeout, **connection_settings(options))
     except ValueError as error:
         raise SystemExit(str(error)) from None
+    except OSError as error:
+        raise SystemExit(f"cannot read {error.filename}: {error.strerror}") from None
 
 
 def _request(options: argparse.Namespace) -> GenerateOptions:
@@ -146,6 +157,7 @@ def _request(options: argparse.Namespace) -> GenerateOptions:
         stop=options.stop,
         stop_token_ids=options.stop_token_ids,
         ignore_eos=options.ignore_eos,
+        special_tokens=options.special_tokens,
         log_probs=options.log_probs,
         trace=options.trace is not None,
         queue_position=options.queue_position,
@@ -162,17 +174,23 @@ def _print_json(stream: CompletionStream, chunks: Iterable[Chunk]) -> None:
 
 def _print_text(stream: CompletionStream, chunks: Iterable[Chunk], *, headings: bool) -> None:
     index = -1  # of the completion that is being printed
+    shown = _visible if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
     try:
         for chunk in chunks:
             if headings and chunk.index != index:
                 print(("\n" if index >= 0 else "") + f"--- completion {chunk.index}")
                 index = chunk.index
-            print(chunk.text, end="", flush=True)
+            print(shown(chunk.text), end="", flush=True)
     except BaseException:
         if stream.text:
             print(flush=True)  # what comes next, an error or a shell's prompt, starts on its own line
         raise
     print()
+
+
+def _visible(text: str) -> str:
+    """Text whose control characters a terminal shows instead of obeying them, but for line feeds and tabs."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def _each(chunks: Iterable[Chunk], write_trace: Callable[[Chunk], None]) -> Iterator[Chunk]:

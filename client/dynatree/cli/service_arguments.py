@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from dynatree.cli.arguments import DTYPES, not_negative, positive, threads
-from dynatree.common.address import check_address
+from dynatree.common.address import check_address, split_addresses
 from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_SESSIONS
 
 
@@ -39,6 +40,22 @@ def network_address(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def network_addresses(text: str) -> str:
+    """An argparse type: addresses, comma-separated."""
+    try:
+        split_addresses(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def metrics_address(text: str) -> str:
+    """An argparse type: `host:port`."""
+    if text.startswith("unix:"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no HOST:PORT")
+    return network_address(text)
 
 
 def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) -> None:
@@ -108,4 +125,37 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
     )
     parser.add_argument(
         "--grace", type=seconds, default=10.0, metavar="SECONDS", help="time for open calls at shutdown (default: 10)"
+    )
+    parser.add_argument(
+        "--metrics", type=metrics_address, metavar="HOST:PORT", help="answer GET /metrics there, for Prometheus"
+    )
+    parser.add_argument(
+        "--log-format", choices=["text", "json"], default="text", help="of the lines on standard error (default: text)"
+    )
+    parser.add_argument(
+        "--traces", metavar="URL", help="send traces there over OTLP/HTTP, such as http://localhost:4318 (extra otel)"
+    )
+    add_security_arguments(parser)
+
+
+def add_security_arguments(parser: argparse.ArgumentParser) -> None:
+    """Who may call a service, and over what."""
+    group = parser.add_argument_group("security", "certificates, keys and tokens are read anew when they are replaced")
+    for option, text in (
+        ("--tls-cert", "certificate chain of the service, PEM: connections are encrypted"),
+        ("--tls-key", "its private key, PEM"),
+        ("--client-ca", "authorities whose client certificates are demanded, PEM"),
+        ("--token-file", "lines principal:token; a call must show one of the tokens"),
+    ):
+        group.add_argument(option, type=Path, metavar="FILE", help=text)
+    group.add_argument(
+        "--insecure",
+        action="store_true",
+        help="plain connections with other machines too; without it they need TLS",
+    )
+    group.add_argument(
+        "--reflection",
+        choices=["on", "off"],
+        default="on",
+        help="describe the services to whoever asks, as grpcurl does (default: on)",
     )

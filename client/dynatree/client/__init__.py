@@ -12,6 +12,7 @@
 
     DynaTreeError
     ├── InvalidRequestError      change the request
+    ├── AuthenticationError      show another token or certificate
     ├── ModelMismatchError       the draft and the target cannot work together
     ├── ServerBusyError          try again later
     ├── ServerUnavailableError   nobody answers at the address
@@ -24,6 +25,7 @@ from dynatree.client._async_client import AsyncClient, AsyncCompletionStream
 from dynatree.client._base import ClientSettings
 from dynatree.client._client import Client, CompletionStream
 from dynatree.client._errors import (
+    AuthenticationError,
     DeadlineExceededError,
     DynaTreeError,
     InvalidRequestError,
@@ -48,6 +50,7 @@ from dynatree.client._types import (
 __all__ = [
     "AsyncClient",
     "AsyncCompletionStream",
+    "AuthenticationError",
     "Chunk",
     "Client",
     "ClientSettings",

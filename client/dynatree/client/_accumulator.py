@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import grpc
 
-from dynatree.client._errors import DynaTreeError, RequestCancelledError, ServerError, error_from_rpc
+from dynatree.client._attempts import Attempts
+from dynatree.client._errors import DynaTreeError, RequestCancelledError, ServerError, error_from_rpc, retry_after
+from dynatree.client._tracing import RequestSpan
 from dynatree.client._types import FINISH_REASONS, Chunk, Completion
 from dynatree.v1 import draft_pb2
 
@@ -14,12 +16,17 @@ from dynatree.v1 import draft_pb2
 class Accumulator:
     """What one stream has delivered so far. Invariant: completion by completion, these are the chunks it returned."""
 
-    def __init__(self, address: str, n: int) -> None:
+    def __init__(self, address: str, request: draft_pb2.GenerateRequest, attempts: Attempts) -> None:
         self._address = address
-        self._n = max(1, n)  # completions to come; 0 is the server's to refuse
+        self._request = request
+        self._attempts = attempts
+        self._n = max(1, request.n)  # completions to come; 0 is the server's to refuse
         self._chunks: defaultdict[int, list[Chunk]] = defaultdict(list)  # by the completion's index
         self._last: dict[int, draft_pb2.Completion] = {}  # likewise
+        self._started: dict[int, draft_pb2.Started] = {}  # likewise
+        self._resumed: defaultdict[int, list[float]] = defaultdict(list)  # likewise: seconds from loss to next message
         self._completion: Completion | None = None
+        self._span = RequestSpan()
         self._ended = False
 
     @property
@@ -51,8 +58,13 @@ class Accumulator:
         """Keep one message; its chunk, or None where it adds nothing."""
         if response.index >= self._n:
             raise self._wrong(f"completion {response.index} was not asked for")
+        lost = self._attempts.received()
+        if lost is not None:
+            self._resumed[response.index].append(lost)
         if response.HasField("completion"):
             self._last[response.index] = response.completion
+        if response.HasField("started"):
+            self._started.setdefault(response.index, response.started)
         chunk = Chunk.from_pb(response)
         if chunk.queue_position is not None:
             return chunk
@@ -67,26 +79,60 @@ class Accumulator:
         if len(self._last) < self._n:
             raise self._wrong(f"the stream ended with {len(self._last)} of {self._n} completions")
         first, *others = [self._whole(index) for index in range(self._n)]
+        self._span.end(len(self.token_ids))
         self._completion = replace(first, alternatives=tuple(others))
 
     def _whole(self, index: int) -> Completion:
         last = self._last[index]
         if last.finish_reason not in FINISH_REASONS:
             raise self._wrong(f"unknown finish reason {last.finish_reason}")
+        last.statistics.resumes += len(self._resumed[index])
+        last.statistics.resume_seconds += sum(self._resumed[index])
         return Completion.from_pb(last, index=index, chunks=self._chunks[index])
+
+    def _pause(self, error: grpc.RpcError) -> float | None:
+        """Seconds until the request is sent anew, after an attempt that failed; None where it has failed."""
+        if self._chunks and not self._started:
+            return None  # the server is older than resuming
+        pause = self._attempts.after(error.code(), retry_after(error))
+        if pause is not None:
+            self._span.resumed(error.code().name)
+        return pause
+
+    def _remaining(self) -> draft_pb2.GenerateRequest:
+        """The request for what was not received, as another server gets it."""
+        rest = draft_pb2.GenerateRequest()
+        rest.CopyFrom(self._request)
+        if not self._started:
+            return rest
+        started = next(iter(self._started.values()))
+        if started.prompt_ids:
+            rest.token_ids.ids[:] = started.prompt_ids
+        if rest.sampling.temperature > 0:
+            rest.sampling.seed = started.seed
+        chunks = self._chunks.get(len(self._last), [])
+        rest.resume.index = len(self._last)
+        rest.resume.token_ids[:] = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        rest.resume.characters = sum(len(chunk.text) for chunk in chunks)
+        rest.resume.target_fingerprint = started.target_fingerprint
+        rest.resume.round = max((chunk.trace.round + 1 for chunk in chunks if chunk.trace), default=0)
+        return rest
 
     def _failed(self, error: grpc.RpcError) -> DynaTreeError:
         """The RPC has failed."""
         self._ended = True
+        self._span.end(len(self.token_ids), error.code().name)
         return error_from_rpc(error, self._address, text=self.text, token_ids=self.token_ids)
 
     def _wrong(self, details: str) -> ServerError:
         """The server has not kept to the protocol."""
         self._ended = True
+        self._span.end(len(self.token_ids), "UNKNOWN")
         return ServerError(grpc.StatusCode.UNKNOWN, details, text=self.text, token_ids=self.token_ids)
 
     def _client_closed(self) -> DynaTreeError:
         """The client was closed under the stream."""
         self._ended = True
+        self._span.end(len(self.token_ids), "CANCELLED")
         details = "the client was closed"
         return RequestCancelledError(grpc.StatusCode.CANCELLED, details, text=self.text, token_ids=self.token_ids)

@@ -8,9 +8,11 @@ from typing import Self, Unpack
 import grpc
 
 from dynatree.client._accumulator import Accumulator
-from dynatree.client._base import MODEL_INFO_REQUEST, BaseClient, ClientSettings, Deadline, draft_stub
+from dynatree.client._attempts import Attempts
+from dynatree.client._base import MODEL_INFO_REQUEST, BaseClient, ClientSettings, ConnectWait, Deadline, draft_stub
 from dynatree.client._errors import error_from_rpc
 from dynatree.client._request import GenerateOptions, Prompt, build_request
+from dynatree.client._tracing import Metadata
 from dynatree.client._types import Chunk, Completion, ServiceInfo
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
@@ -25,8 +27,14 @@ class AsyncCompletionStream(Accumulator):
     is left by `break` does.
     """
 
-    def __init__(self, start: Callable[[], Awaitable[_Call]], address: str, n: int) -> None:
-        super().__init__(address, n)
+    def __init__(
+        self,
+        start: Callable[[draft_pb2.GenerateRequest, Metadata], Awaitable[_Call]],
+        address: str,
+        request: draft_pb2.GenerateRequest,
+        attempts: Attempts,
+    ) -> None:
+        super().__init__(address, request, attempts)
         self._start = start
         self._call: _Call | None = None
 
@@ -43,8 +51,6 @@ class AsyncCompletionStream(Accumulator):
             raise StopAsyncIteration
         try:
             chunk = await self._receive()
-        except grpc.RpcError as error:
-            raise self._failed(error) from error
         except asyncio.CancelledError:
             # gRPC raises it for every cancellation on this side; only the task's own may pass as one.
             if _being_cancelled():
@@ -69,6 +75,7 @@ class AsyncCompletionStream(Accumulator):
         self._ended = True
         if self._call is not None:
             self._call.cancel()
+        self._span.end(len(self.token_ids))
 
     async def __aenter__(self) -> Self:
         return self
@@ -80,31 +87,45 @@ class AsyncCompletionStream(Accumulator):
 
     async def _receive(self) -> Chunk | None:
         """The next chunk; None at the end."""
-        if self._call is None:
-            self._call = await self._start()
-            if self._ended:  # closed while it was connecting
-                self._call.cancel()
-        while isinstance(response := await self._call.read(), draft_pb2.GenerateResponse):
-            if chunk := self._add(response):
-                return chunk
-        return None
+        while True:
+            try:
+                if self._call is None:
+                    self._call = await self._start(self._remaining(), self._span.metadata)
+                    if self._ended:  # closed while it was connecting
+                        self._call.cancel()
+                while isinstance(response := await self._call.read(), draft_pb2.GenerateResponse):
+                    if chunk := self._add(response):
+                        return chunk
+                return None
+            except grpc.RpcError as error:
+                pause = None if self._ended else self._pause(error)
+                if pause is None:
+                    raise self._failed(error) from error
+                self._call = None
+                await asyncio.sleep(pause)
+                if self._ended:  # closed meanwhile
+                    raise asyncio.CancelledError from None
 
 
 class AsyncClient(BaseClient):
-    """A connection to a draft service, for the tasks of one event loop. It never repeats a request by itself."""
+    """A connection to a draft service, or to several, for the tasks of one event loop.
+
+    A request whose service was lost goes on at another one, or at the same one when that is back, with what was
+    received: no token comes twice, and none is lost. `resume=False` switches that off.
+    """
 
     def __init__(self, address: str, **settings: Unpack[ClientSettings]) -> None:
         """Connect to nothing yet; the first call does, and binds the client to its event loop.
 
         Args:
-            address: the draft service, as `host:port` or `unix:PATH`.
+            address: the draft service, or several, as for `Client`.
             **settings: see `ClientSettings`.
 
         Raises:
             ValueError: the address, or a number of seconds, is not one.
         """
         super().__init__(address, **settings)
-        self._channel: grpc.aio.Channel | None = None
+        self._channels: list[grpc.aio.Channel] = []
 
     async def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
@@ -132,13 +153,17 @@ class AsyncClient(BaseClient):
     ) -> AsyncCompletionStream:
         """The completion of `prompt` as an asynchronous iterator of chunks. Arguments and errors as in `generate`."""
         request = build_request(prompt, **options)
+        deadline: Deadline | None = None
 
-        async def start() -> _Call:
-            stub, deadline = await self._connect(timeout)
-            call: _Call = stub.Generate(request, timeout=deadline.remaining(), metadata=self._metadata)
+        async def start(request: draft_pb2.GenerateRequest, traced: Metadata) -> _Call:
+            nonlocal deadline
+            if deadline is None:
+                deadline = await self._connect(timeout)
+            stub = self._stubs()[self._next_server()]
+            call: _Call = stub.Generate(request, timeout=deadline.remaining(), metadata=self._metadata + traced)
             return call
 
-        return AsyncCompletionStream(start, self._address, request.n)
+        return AsyncCompletionStream(start, self._address, request, self._attempts())
 
     async def model_info(self, *, timeout: float | None = None) -> ServiceInfo:
         """The models that the service runs (the target as it was last, while its service is down), and its policies.
@@ -146,18 +171,24 @@ class AsyncClient(BaseClient):
         Raises:
             DynaTreeError: one of its subclasses.
         """
-        stub, deadline = await self._connect(timeout)
-        try:
-            response = await stub.GetModelInfo(MODEL_INFO_REQUEST, timeout=deadline.remaining())
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self._address) from error
-        return ServiceInfo.from_pb(response)
+        deadline = await self._connect(timeout)
+        for left in reversed(range(len(self._addresses))):
+            stub = self._stubs()[self._next_server()]
+            try:
+                response = await stub.GetModelInfo(
+                    MODEL_INFO_REQUEST, timeout=deadline.remaining(), metadata=self._metadata
+                )
+                return ServiceInfo.from_pb(response)
+            except grpc.RpcError as error:
+                if not left or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise error_from_rpc(error, self._address) from error
+        raise AssertionError("there is a server")
 
     async def close(self) -> None:
         """Close the connection; requests in progress are cancelled. May be called again."""
         self._closed = True
-        if self._channel is not None:
-            await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -167,27 +198,36 @@ class AsyncClient(BaseClient):
     ) -> None:
         await self.close()
 
-    async def _connect(self, timeout: float | None) -> tuple[draft_pb2_grpc.DraftServiceStub, Deadline]:
-        """Wait for the server at the first call; the call's deadline contains the wait."""
+    async def _connect(self, timeout: float | None) -> Deadline:
+        """Wait for a server at the first call; the call's deadline, which contains the wait."""
         deadline = self._deadline(timeout)
-        stub = draft_stub(self._open_channel())
+        stubs = self._stubs()
         if not self._connected:
-            limit = self._connect_limit(deadline)
-            try:
-                await stub.GetModelInfo(MODEL_INFO_REQUEST, timeout=limit, wait_for_ready=True)
-            except grpc.RpcError as error:
-                self._check_answer(error, limit)
+            wait = ConnectWait(self._connect_limit(deadline), len(stubs))
+            for server, seconds in wait:
+                stub = stubs[server]
+                try:
+                    await stub.GetModelInfo(
+                        MODEL_INFO_REQUEST, timeout=seconds, wait_for_ready=True, metadata=self._metadata
+                    )
+                except grpc.RpcError as error:
+                    if wait.goes_on_after(error):
+                        continue
+                    self._check_answer(error, wait.limit)
+                break
             self._connected = True
-        return stub, deadline
+        return deadline
 
-    def _open_channel(self) -> grpc.aio.Channel:
-        """The channel; made here and not in the constructor because gRPC makes it for the running event loop."""
-        if self._channel is None:
-            if self._credentials is None:
-                self._channel = grpc.aio.insecure_channel(self._address, self._channel_options)
-            else:
-                self._channel = grpc.aio.secure_channel(self._address, self._credentials, self._channel_options)
-        return self._channel
+    def _stubs(self) -> list[draft_pb2_grpc.DraftServiceStub]:
+        """The servers. Their channels are made here, because gRPC makes them for the event loop that runs."""
+        if not self._channels:
+            self._channels = [self._open(address) for address in self._addresses]
+        return [draft_stub(channel) for channel in self._channels]
+
+    def _open(self, address: str) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(address, self._options(address))
+        return grpc.aio.secure_channel(address, self._credentials, self._options(address))
 
 
 def _being_cancelled() -> bool:

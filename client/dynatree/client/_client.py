@@ -1,6 +1,7 @@
 """The client for ordinary, synchronous code."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Protocol, Self, Unpack
 
@@ -8,9 +9,11 @@ import grpc
 from grpc.experimental import ChannelOptions
 
 from dynatree.client._accumulator import Accumulator
-from dynatree.client._base import MODEL_INFO_REQUEST, BaseClient, ClientSettings, Deadline, draft_stub
+from dynatree.client._attempts import Attempts
+from dynatree.client._base import MODEL_INFO_REQUEST, BaseClient, ClientSettings, ConnectWait, Deadline, draft_stub
 from dynatree.client._errors import error_from_rpc
 from dynatree.client._request import GenerateOptions, Prompt, build_request
+from dynatree.client._tracing import Metadata
 from dynatree.client._types import Chunk, Completion, ServiceInfo
 from dynatree.v1 import draft_pb2
 
@@ -34,9 +37,17 @@ class CompletionStream(Accumulator):
     reference, as a loop that is left by `break` does.
     """
 
-    def __init__(self, call: _Call, address: str, n: int) -> None:
-        super().__init__(address, n)
-        self._call = call
+    def __init__(
+        self,
+        start: Callable[[draft_pb2.GenerateRequest, Metadata], _Call],
+        address: str,
+        request: draft_pb2.GenerateRequest,
+        attempts: Attempts,
+    ) -> None:
+        super().__init__(address, request, attempts)
+        self._start = start
+        self._closing = threading.Event()
+        self._call = start(request, self._span.metadata)
 
     def __iter__(self) -> Self:
         return self
@@ -49,21 +60,30 @@ class CompletionStream(Accumulator):
         """
         if self._ended:
             raise StopIteration
-        try:
-            for response in self._call:
-                if chunk := self._add(response):
-                    return chunk
-        except grpc.RpcError as error:
-            if self._ended:  # by close(), in another thread
-                raise StopIteration from None
-            raise self._failed(error) from error
-        self._finish()
-        raise StopIteration
+        while True:
+            try:
+                for response in self._call:
+                    if chunk := self._add(response):
+                        return chunk
+            except grpc.RpcError as error:
+                if self._ended:  # by close(), in another thread
+                    raise StopIteration from None
+                pause = self._pause(error)
+                if pause is None:
+                    raise self._failed(error) from error
+                if self._closing.wait(pause):
+                    raise StopIteration from None
+                self._call = self._start(self._remaining(), self._span.metadata)
+            else:
+                self._finish()
+                raise StopIteration
 
     def close(self) -> None:
         """Stop; cancels the request unless it has ended. What was received stays in `text` and `token_ids`."""
         self._ended = True
+        self._closing.set()
         self._call.cancel()
+        self._span.end(len(self.token_ids))
 
     def __enter__(self) -> Self:
         return self
@@ -75,13 +95,18 @@ class CompletionStream(Accumulator):
 
 
 class Client(BaseClient):
-    """A connection to a draft service, which threads may share. It never repeats a request by itself."""
+    """A connection to a draft service, or to several, which threads may share.
+
+    A request whose service was lost goes on at another one, or at the same one when that is back, with what was
+    received: no token comes twice, and none is lost. `resume=False` switches that off.
+    """
 
     def __init__(self, address: str, **settings: Unpack[ClientSettings]) -> None:
         """Connect to nothing yet; the first call does.
 
         Args:
-            address: the draft service, as `host:port` or `unix:PATH`.
+            address: the draft service, as `host:port`, `unix:PATH` or, for all that a name stands for,
+                `dns:///name:port`; or several of these, comma-separated, which are taken in turn.
             **settings: see `ClientSettings`.
 
         Raises:
@@ -89,12 +114,8 @@ class Client(BaseClient):
             TypeError: an option has the wrong type, or there is no such option.
         """
         super().__init__(address, **settings)
-        options = _READ_ON_THE_CALLERS_THREAD + self._channel_options
-        if self._credentials is None:
-            self._channel = grpc.insecure_channel(address, options)
-        else:
-            self._channel = grpc.secure_channel(address, self._credentials, options)
-        self._stub = draft_stub(self._channel)
+        self._channels = [self._open(each) for each in self._addresses]
+        self._stubs = [draft_stub(channel) for channel in self._channels]
 
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
@@ -121,8 +142,13 @@ class Client(BaseClient):
         """Start to complete `prompt`, and return the chunks as an iterator. Arguments and errors as in `generate`."""
         request = build_request(prompt, **options)
         deadline = self._connect(timeout)
-        call = self._stub.Generate(request, timeout=deadline.remaining(), metadata=self._metadata)
-        return CompletionStream(call, self._address, request.n)
+
+        def start(request: draft_pb2.GenerateRequest, traced: Metadata) -> _Call:
+            stub = self._stubs[self._next_server()]
+            call: _Call = stub.Generate(request, timeout=deadline.remaining(), metadata=self._metadata + traced)
+            return call
+
+        return CompletionStream(start, self._address, request, self._attempts())
 
     def model_info(self, *, timeout: float | None = None) -> ServiceInfo:
         """The models that the service runs (the target as it was last, while its service is down), and its policies.
@@ -131,16 +157,21 @@ class Client(BaseClient):
             DynaTreeError: one of its subclasses.
         """
         deadline = self._connect(timeout)
-        try:
-            response = self._stub.GetModelInfo(MODEL_INFO_REQUEST, timeout=deadline.remaining())
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self._address) from error
-        return ServiceInfo.from_pb(response)
+        for left in reversed(range(len(self._stubs))):
+            stub = self._stubs[self._next_server()]
+            try:
+                response = stub.GetModelInfo(MODEL_INFO_REQUEST, timeout=deadline.remaining(), metadata=self._metadata)
+                return ServiceInfo.from_pb(response)
+            except grpc.RpcError as error:
+                if not left or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise error_from_rpc(error, self._address) from error
+        raise AssertionError("there is a server")
 
     def close(self) -> None:
         """Close the connection; requests in progress are cancelled. May be called again."""
         self._closed = True
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -151,14 +182,25 @@ class Client(BaseClient):
         self.close()
 
     def _connect(self, timeout: float | None) -> Deadline:
-        """Wait for the server at the first call; the call's deadline, which contains the wait."""
+        """Wait for a server at the first call; the call's deadline, which contains the wait."""
         deadline = self._deadline(timeout)
         if not self._connected:
-            limit = self._connect_limit(deadline)
-            try:
+            wait = ConnectWait(self._connect_limit(deadline), len(self._stubs))
+            for server, seconds in wait:
                 # Not grpc.channel_ready_future: its thread outlives it, and fails loudly if the client is closed then.
-                self._stub.GetModelInfo(MODEL_INFO_REQUEST, timeout=limit, wait_for_ready=True)
-            except grpc.RpcError as error:
-                self._check_answer(error, limit)
+                stub = self._stubs[server]
+                try:
+                    stub.GetModelInfo(MODEL_INFO_REQUEST, timeout=seconds, wait_for_ready=True, metadata=self._metadata)
+                except grpc.RpcError as error:
+                    if wait.goes_on_after(error):
+                        continue
+                    self._check_answer(error, wait.limit)
+                break
             self._connected = True
         return deadline
+
+    def _open(self, address: str) -> grpc.Channel:
+        options = _READ_ON_THE_CALLERS_THREAD + self._options(address)
+        if self._credentials is None:
+            return grpc.insecure_channel(address, options)
+        return grpc.secure_channel(address, self._credentials, options)

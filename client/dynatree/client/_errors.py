@@ -4,6 +4,7 @@
 
     DynaTreeError                what every other error here is
     ├── InvalidRequestError      INVALID_ARGUMENT, OUT_OF_RANGE: change the request
+    ├── AuthenticationError      UNAUTHENTICATED, PERMISSION_DENIED: show another token or certificate
     ├── ModelMismatchError       FAILED_PRECONDITION: the draft and the target cannot work together
     ├── ServerBusyError          RESOURCE_EXHAUSTED: try again later
     ├── ServerUnavailableError   UNAVAILABLE: nobody answers at the address
@@ -26,6 +27,7 @@ class DynaTreeError(Exception):
     Attributes:
         code: the gRPC status code; INVALID_ARGUMENT also where the client refused the request before sending it.
         details: what the server, or gRPC, said about it; may be empty.
+        request_id: names the request in the server's log; empty where the server did not name it.
         text: the text that was received before the failure; of several completions, one after the other.
         token_ids: the tokens that were received before the failure. Their last characters may be missing in `text`.
     """
@@ -36,6 +38,7 @@ class DynaTreeError(Exception):
         super().__init__(code, details)
         self.code = code
         self.details = details
+        self.request_id = ""
         self.text = text
         self.token_ids = tuple(token_ids)
 
@@ -48,6 +51,12 @@ class InvalidRequestError(DynaTreeError):
     """The request itself is wrong: a value out of range, or a prompt that does not fit the models' contexts."""
 
     summary = "invalid request"
+
+
+class AuthenticationError(DynaTreeError):
+    """The server does not know the token or the certificate, or does not let its owner do this."""
+
+    summary = "not authenticated"
 
 
 class ModelMismatchError(DynaTreeError):
@@ -97,6 +106,8 @@ class ServerError(DynaTreeError):
 _ERROR_OF_CODE: dict[grpc.StatusCode, type[DynaTreeError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,
+    grpc.StatusCode.PERMISSION_DENIED: AuthenticationError,
     grpc.StatusCode.FAILED_PRECONDITION: ModelMismatchError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ServerBusyError,
     grpc.StatusCode.UNAVAILABLE: ServerUnavailableError,
@@ -116,13 +127,19 @@ def error_from_rpc(
     if code is grpc.StatusCode.UNIMPLEMENTED:
         details = f"what answers at {address} is not a draft service: {details}"
     failure = _ERROR_OF_CODE.get(code, ServerError)(code, details, text=text, token_ids=token_ids)
+    failure.request_id = _trailing(error, "x-request-id")
     if isinstance(failure, ServerBusyError):
-        failure.retry_after = _retry_after(error)
+        failure.retry_after = retry_after(error)
     return failure
 
 
-def _retry_after(error: grpc.RpcError) -> float | None:
-    """Seconds from the trailing metadata `retry-after-ms`."""
-    metadata: Any = error.trailing_metadata() or ()
-    value = dict(metadata).get("retry-after-ms", "")
+def retry_after(error: grpc.RpcError) -> float | None:
+    """Seconds from the trailing metadata `retry-after-ms`; None where there are none."""
+    value = _trailing(error, "retry-after-ms")
     return int(value) / 1e3 if value.isdecimal() else None
+
+
+def _trailing(error: grpc.RpcError, name: str) -> str:
+    metadata: Any = error.trailing_metadata() or ()
+    value = dict(metadata).get(name, "")
+    return value if isinstance(value, str) else ""

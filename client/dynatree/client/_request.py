@@ -51,6 +51,8 @@ class GenerateOptions(TypedDict, total=False):
         stop: one string or several; the text ends before the first that appears.
         stop_token_ids: token ids that end the completion as an end-of-sequence token does, whatever `ignore_eos` says.
         ignore_eos: generate on past end-of-sequence tokens.
+        special_tokens: whether the prompt's text may name special tokens, such as "<|endoftext|>"; False by default:
+            what looks like one is text.
         log_probs: whether to return the tokens' log-probabilities.
         trace: whether to return a `RoundTrace` for each round.
         queue_position: whether `stream` returns chunks that say how many requests are ahead, while this one waits.
@@ -72,6 +74,7 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    special_tokens: bool
     log_probs: bool
     trace: bool
     queue_position: bool
@@ -95,6 +98,7 @@ def build_request(
     stop: str | Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
+    special_tokens: bool = False,
     log_probs: bool = False,
     trace: bool = False,
     queue_position: bool = False,
@@ -137,6 +141,7 @@ def build_request(
         stop=_stop(stop),
         stop_token_ids=_token_ids("stop_token_ids", "a sequence of token ids", stop_token_ids),
         ignore_eos=_flag("ignore_eos", ignore_eos),
+        special_tokens=_flag("special_tokens", special_tokens),
         log_probs=_flag("log_probs", log_probs),
         trace=_flag("trace", trace),
         queue_position=_flag("queue_position", queue_position),

@@ -150,6 +150,9 @@ class Statistics:
         trimmed_n: nodes drafted, but not verified, over all rounds.
         cached_tokens: tokens of the prompt that the target had cached.
         kv_cache_usage: the highest share of the target's KV slots that all sessions together held meanwhile.
+        resumes: how often the completion went on elsewhere, since a service was lost. After the loss of a draft service
+            the figures above are of the service that ended the completion; `generated_tokens` is of all.
+        resume_seconds: from each loss to the next token, summed.
     """
 
     generated_tokens: int
@@ -176,6 +179,8 @@ class Statistics:
     trimmed_n: int = 0
     cached_tokens: int = 0
     kv_cache_usage: float = 0.0
+    resumes: int = 0
+    resume_seconds: float = 0.0
 
     @classmethod
     def from_pb(cls, statistics: draft_pb2.GenerationStatistics) -> Self:
@@ -208,6 +213,8 @@ class Statistics:
             trimmed_n=statistics.trimmed_n,
             cached_tokens=statistics.cached_tokens,
             kv_cache_usage=statistics.kv_cache_usage,
+            resumes=statistics.resumes,
+            resume_seconds=statistics.resume_seconds,
         )
 
 

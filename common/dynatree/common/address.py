@@ -1,4 +1,6 @@
-"""What an address of a service looks like; imports nothing, so that command lines are checked at once."""
+"""What addresses of services look like; imports nothing, so that command lines are checked at once."""
+
+DNS = "dns:///"
 
 
 def check_address(address: str) -> None:
@@ -12,3 +14,20 @@ def check_address(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or "://" in host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{address!r} is not an address; expected host:port or unix:PATH")
+
+
+def split_addresses(text: str) -> tuple[str, ...]:
+    """The addresses in a comma-separated list: `host:port`, `unix:PATH` or `dns:///name:port`, each once.
+
+    Raises:
+        ValueError: One of them is none.
+    """
+    addresses = tuple(dict.fromkeys(each.strip() for each in text.split(",")))
+    for address in addresses:
+        try:
+            check_address(address.removeprefix(DNS))
+        except ValueError:
+            raise ValueError(
+                f"{address!r} is not an address; expected host:port, unix:PATH or dns:///name:port"
+            ) from None
+    return addresses

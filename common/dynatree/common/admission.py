@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -48,18 +48,68 @@ class Turn:
         return (self.admitted or time.monotonic()) - self.entered
 
 
+@dataclass(frozen=True)
+class Quota:
+    """What one principal may have; None: as much as there is.
+
+    Attributes:
+        sessions: At once.
+        queue: That may wait.
+        tokens: A minute, of prompts and completions.
+    """
+
+    sessions: int | None = None
+    queue: int | None = None
+    tokens: int | None = None
+
+
+NO_QUOTA = Quota()
+
+
+class Allowance:
+    """The tokens that a principal may still use: `tokens` a minute, of which at most a minute's are saved up."""
+
+    def __init__(self, tokens: int) -> None:
+        self._rate = tokens / 60
+        self._most = float(tokens)
+        self._left = float(tokens)
+        self._at = time.monotonic()
+
+    def spend(self, tokens: int) -> None:
+        """Take tokens that were used; what is left may be less than none."""
+        self._left = self.left - tokens
+
+    @property
+    def left(self) -> float:
+        """Tokens that may be used now."""
+        now = time.monotonic()
+        self._left = min(self._most, self._left + self._rate * (now - self._at))
+        self._at = now
+        return self._left
+
+    @property
+    def seconds(self) -> float:
+        """Until some are left."""
+        return max(0.0, -self.left / self._rate)
+
+
 class Admission:
     """A bounded queue for each principal, served in turn; each is first come, first served.
 
-    Whoever is next waits until it fits, and nobody overtakes it: a large request is not starved by small ones.
+    Whoever is next waits until it fits, and nobody overtakes it: a large request is not starved by small ones. A
+    principal whose quota of sessions is used up waits without holding up others.
 
     Args:
         sessions: That may run at once.
         slots: Of the KV arena, over all sessions.
         queue: How many may wait.
+        quota: What each principal may have.
     """
 
-    def __init__(self, sessions: int, slots: int, queue: int) -> None:
+    def __init__(self, sessions: int, slots: int, queue: int, quota: Quota = NO_QUOTA) -> None:
+        self._quota = quota
+        self._running_of: Counter[str] = Counter()
+        self._allowances: dict[str, Allowance] = {}
         self._sessions = sessions
         self._slots = slots
         self._queue = queue
@@ -104,6 +154,7 @@ class Admission:
         if slots > self._slots:
             raise OutOfRangeError(f"the request needs {slots} tokens of KV cache, and there are {self._slots} in all")
         self._check(slots, seconds)
+        self._check_quota(principal)
         turn = Turn(principal, slots)
         self._waiting.setdefault(principal, deque()).append(turn)
         self._admit()
@@ -128,6 +179,33 @@ class Admission:
                 retry_after=expected - seconds,
             )
 
+    def spend(self, principal: str, tokens: int) -> None:
+        """Count tokens that a principal used."""
+        if self._quota.tokens is not None:
+            self._allowance(principal).spend(tokens)
+
+    def _allowance(self, principal: str) -> Allowance:
+        assert self._quota.tokens is not None
+        if principal not in self._allowances:
+            # those who have all of theirs need not be remembered
+            self._allowances = {name: each for name, each in self._allowances.items() if each.left < self._quota.tokens}
+            self._allowances[principal] = Allowance(self._quota.tokens)
+        return self._allowances[principal]
+
+    def _check_quota(self, principal: str) -> None:
+        waiting = len(self._waiting.get(principal, ()))
+        if self._quota.queue is not None and self._has_all_sessions(principal) and waiting >= self._quota.queue:
+            raise ServiceBusyError(
+                f"{waiting} requests of this principal wait, the most that may", retry_after=self._expected(0)
+            )
+        if self._quota.tokens is not None and (allowance := self._allowance(principal)).left < 0:
+            raise ServiceBusyError(
+                f"this principal has used its {self._quota.tokens} tokens a minute", retry_after=allowance.seconds
+            )
+
+    def _has_all_sessions(self, principal: str) -> bool:
+        return self._quota.sessions is not None and self._running_of[principal] >= self._quota.sessions
+
     def _fits(self, slots: int) -> bool:
         return self._running < self._sessions and self._slots_held + slots <= self._slots
 
@@ -143,15 +221,20 @@ class Admission:
                 del self._waiting[turn.principal]
         else:
             self._running -= 1
+            self._running_of[turn.principal] -= 1
             self._slots_held -= turn.slots
             took = time.monotonic() - turn.admitted
             self._usual = took if self._usual is None else self._usual + HELD_STEP * (took - self._usual)
         self._admit()
 
+    def _next_principal(self) -> str | None:
+        """Whose turn it is; None where nobody waits who may have another session."""
+        return next((each for each in self._waiting if not self._has_all_sessions(each)), None)
+
     def _admit(self) -> None:
         """Admit whoever is next for as long as they fit, then tell the others where they stand."""
-        while self._waiting:
-            principal, queue = next(iter(self._waiting.items()))
+        while (principal := self._next_principal()) is not None:
+            queue = self._waiting[principal]
             if not self._fits(queue[0].slots):
                 break
             turn = queue.popleft()
@@ -159,6 +242,7 @@ class Admission:
             if queue:
                 self._waiting[principal] = queue  # behind the other principals
             self._running += 1
+            self._running_of[principal] += 1
             self._slots_held += turn.slots
             turn.admitted = time.monotonic()
             turn.changed.set()

@@ -1,34 +1,50 @@
-"""The open calls of a server, and the status with which each ends."""
+"""The open calls of a server: who calls, and the status with which each ends."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from dynatree.common.errors import IdleSessionError, ServiceBusyError, ServiceError
-from dynatree.common.grpc_options import RETRY_AFTER
+from dynatree.common.grpc_options import REQUEST_ID, RETRY_AFTER
 from dynatree.common.limits import IDLE_SECONDS
+from dynatree.common.security import LOCAL, Authentication
 
 log = logging.getLogger(__name__)
 
 Metadata = tuple[tuple[str, str], ...]
+LONGEST_DETAILS = 1000  # characters; errors quote what was sent
+_REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
 class CallTracker(grpc.aio.ServerInterceptor):
     """The open calls of this package's services, each ended with the code that its error has.
 
-    Domain errors have their gRPC codes; anything else becomes INTERNAL with an id, its detail only in the log.
+    Domain errors have their gRPC codes; anything else becomes INTERNAL, its detail only in the log. Every error names
+    the request's id, which is the caller's own where it names one. Handlers get a `Call` for their context.
     """
 
-    def __init__(self, idle_seconds: float = IDLE_SECONDS) -> None:
-        """`idle_seconds`: how long a call may wait for a peer that reads nothing."""
+    def __init__(self, idle_seconds: float = IDLE_SECONDS, authentication: Authentication | None = None) -> None:
+        """Track nothing yet.
+
+        Args:
+            idle_seconds: How long a call may wait for a peer that reads nothing.
+            authentication: Finds out who calls; None: nobody is asked.
+
+        Attributes:
+            poisoned: Set when the device has failed in a way from which no later call recovers.
+        """
+        self.poisoned = asyncio.Event()
         self._idle_seconds = idle_seconds
+        self._authentication = authentication or Authentication(LOCAL)
         # each call's task, which ends when its status is sent, and a future that is done when its handler is
         self._open: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
         self._ending = False
@@ -65,14 +81,15 @@ class CallTracker(grpc.aio.ServerInterceptor):
     def _awaited(self, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             handled = self._begin()
-            whole = _WholeMessages(context, self._idle_seconds)
+            call = Call(context, self._idle_seconds)
             try:
-                return await behavior(request, whole)
+                call.principal = self._authentication.principal(context)
+                return await behavior(request, call)
             except (Exception, asyncio.CancelledError) as error:
                 failure = error
             finally:
                 handled.set_result(None)
-            return await self._abort(failure, whole)
+            return await self._abort(failure, call)
 
         return mapped
 
@@ -96,7 +113,7 @@ class CallTracker(grpc.aio.ServerInterceptor):
             task.cancel()
         return self._open[task]
 
-    async def _abort(self, error: BaseException, context: _WholeMessages) -> NoReturn:
+    async def _abort(self, error: BaseException, context: Call) -> NoReturn:
         if isinstance(error, asyncio.CancelledError):
             if not self._ending or context.cancelled():
                 raise error
@@ -108,22 +125,30 @@ class CallTracker(grpc.aio.ServerInterceptor):
             await context.abort(grpc.StatusCode[error.code], str(error), _trailing_metadata(error))
         if isinstance(error, grpc.aio.AbortError):
             raise error
-        request_id = uuid.uuid4().hex[:12]
-        log.error("request %s failed", request_id, exc_info=error)
-        await context.abort(
-            grpc.StatusCode.INTERNAL, f"internal error; the service's log has it as request {request_id}"
-        )
+        if isinstance(error, DecodeError):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the message cannot be decoded")
+        log.error("request %s failed", context.request_id, exc_info=error)
+        if is_poison(error):
+            self.poisoned.set()
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the service's device has failed")
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error; the service's log has it")
 
 
-class _WholeMessages:
-    """A call's context whose messages are sent whole, even where the task that writes them is cancelled meanwhile.
+class Call:
+    """A call's context, which knows who calls, and sends messages whole where the task that writes them is cancelled.
 
     gRPC notes that a call's initial metadata are sent when the first write returns (grpc/grpc pull request 21232).
     After a write that was cancelled it would send them again with the status, which its core refuses: the client would
     not be told why its call ended.
+
+    Attributes:
+        principal: On whose behalf the call is made; None where the server asks nobody who he is.
+        request_id: Names the request in logs and errors.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], idle_seconds: float) -> None:
+        self.principal: str | None = None
+        self.request_id = _request_id(context)
         self._context = context
         self._idle_seconds = idle_seconds
         self._writing: asyncio.Future[None] | None = None
@@ -149,7 +174,27 @@ class _WholeMessages:
         """As the context's own, after the message that is on its way, if one is."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
-        await self._context.abort(code, details, trailing_metadata)
+        named = ((REQUEST_ID, self.request_id), *trailing_metadata)
+        short = details if len(details) <= LONGEST_DETAILS else f"{details[:LONGEST_DETAILS]} ..."
+        await self._context.abort(code, f"{short} (request {self.request_id})", named)
+
+
+def is_poison(error: BaseException | None) -> bool:
+    """Whether an error of the device, or what it led to, leaves this process without that device (CUDA: sticky errors).
+
+    Running out of memory does not. By name, since the package of the wire does not import torch.
+    """
+    while error is not None:
+        if type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """The caller's own id of the request, where it names one that a line of a log can hold."""
+    named = dict(context.invocation_metadata() or ()).get(REQUEST_ID, "")
+    return named if isinstance(named, str) and _REQUEST_ID.fullmatch(named) else uuid.uuid4().hex[:12]
 
 
 def _trailing_metadata(error: ServiceError) -> Metadata:

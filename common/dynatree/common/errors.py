@@ -5,12 +5,15 @@
     ├── OutOfRangeError           it does not fit a model's context   OUT_OF_RANGE
     ├── FailedPreconditionError   the two sides disagree              FAILED_PRECONDITION
     ├── RoundInFlightError        two rounds at once on one session   ABORTED
+    ├── UnauthenticatedError      nobody who is known                 UNAUTHENTICATED
     ├── ServiceBusyError          no room, or not in time             RESOURCE_EXHAUSTED
     ├── IdleSessionError          the peer was silent for too long    ABORTED
+    ├── DeadlineExceededError     the caller's deadline has passed    DEADLINE_EXCEEDED
     ├── PeerUnavailableError      the other service is out of reach   UNAVAILABLE
     └── PeerFailedError           the other service failed            INTERNAL
 
     StartupError             a service cannot start; the command line prints it and exits
+    DeviceFailedError        a service cannot go on; the command line exits, for a supervisor to start it anew
 
 Messages say what was wrong and what was expected, and name no local paths.
 """
@@ -48,6 +51,12 @@ class RoundInFlightError(ServiceError):
     code = "ABORTED"
 
 
+class UnauthenticatedError(ServiceError):
+    """The caller does not show who it is."""
+
+    code = "UNAUTHENTICATED"
+
+
 class ServiceBusyError(ServiceError):
     """There is no room, or not in time; the caller may try again after `retry_after` seconds, where that is known."""
 
@@ -64,6 +73,12 @@ class IdleSessionError(ServiceError):
     code = "ABORTED"
 
 
+class DeadlineExceededError(ServiceError):
+    """The caller's deadline has passed."""
+
+    code = "DEADLINE_EXCEEDED"
+
+
 class PeerUnavailableError(ServiceError):
     """The other service cannot be reached, or went away."""
 
@@ -78,3 +93,7 @@ class PeerFailedError(ServiceError):
 
 class StartupError(Exception):
     """A service cannot start: a wrong model path, an unsupported architecture, a busy port, a mismatched peer."""
+
+
+class DeviceFailedError(Exception):
+    """The device has failed in a way from which the process cannot recover."""

@@ -23,7 +23,8 @@ class OpenSession:
     """A request for a session: the whole prompt, and how the target chooses.
 
     `max_new_tokens` None: up to the context limit. `principal` is on whose behalf: whose turn it waits for, and whose
-    cached prompts it may reuse.
+    cached prompts it may reuse. Of a completion that goes on, whose session was lost, `prompt_ids` end with the
+    `generated` tokens that it has, which `max_new_tokens` contains; it sent `round` trees.
     """
 
     prompt_ids: tuple[int, ...]
@@ -34,6 +35,8 @@ class OpenSession:
     stop_token_ids: tuple[int, ...] = ()
     log_probs: bool = False
     principal: str = ""
+    generated: int = 0
+    round: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Commit:
         log_probs: One for each of `token_ids` where the request asked for them.
         trimmed: Nodes of the tree that were not verified.
         shared: The pass that verified it.
+        resumed: Whether the session was lost, and opened anew elsewhere: none of the tree was verified.
     """
 
     next_round: int
@@ -80,6 +84,7 @@ class Commit:
     log_probs: tuple[float, ...] = ()
     trimmed: int = 0
     shared: PassStatistics = ALONE
+    resumed: bool = False
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class ModelInfo:
         step_bytes: Bytes of the weights that a forward over one token reads.
         forward_costs: Measured when the service started, fewest rows first; empty where none was measured.
         repetition_penalty: Of requests to a target that name none; 1 changes nothing.
+        fingerprint: Equal for two targets that give the same tokens; empty for a draft.
     """
 
     name: str
@@ -53,6 +54,17 @@ class ModelInfo:
     step_bytes: int
     forward_costs: tuple[ForwardCost, ...] = ()
     repetition_penalty: float = 1.0
+    fingerprint: str = ""
+
+    def same_tokens(self, other: ModelInfo) -> bool:
+        """Whether both give the same tokens, wherever they run and however long their sequences may get."""
+        return self._identity == other._identity
+
+    @property
+    def _identity(self) -> tuple[object, ...]:
+        # an older service has no fingerprint
+        named = (self.fingerprint,) if self.fingerprint else (self.name, self.architecture, self.parameters)
+        return (*named, self.dtype, self.vocab_size, self.tokenizer_fingerprint)
 
 
 def token_limit(prompt_tokens: int, max_new_tokens: int | None, model: ModelInfo) -> int:

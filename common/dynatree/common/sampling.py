@@ -71,10 +71,7 @@ class Sampling:
             raise InvalidArgumentError(f"top_k is {self.top_k}, expected 0 (off) or a positive number")
         if not 0 <= self.seed < 2**64:
             raise InvalidArgumentError(f"seed is {self.seed}, expected a number in [0, 2^64)")
-        if len(self.logit_bias) > MAX_BIASES:
-            raise InvalidArgumentError(
-                f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_BIASES} are accepted"
-            )
+        check_biases(len(self.logit_bias))
         for token, bias in self.logit_bias.items():
             _check(f"logit_bias[{token}]", bias, abs(bias) <= MAX_BIAS, f"[{-MAX_BIAS:g}, {MAX_BIAS:g}]")
 
@@ -104,6 +101,16 @@ class Sampling:
                 raise InvalidArgumentError(
                     f"logit_bias names token {token}, the model's vocabulary is [0, {vocab_size})"
                 )
+
+
+def check_biases(count: int) -> None:
+    """Refuse more biases than are accepted.
+
+    Raises:
+        InvalidArgumentError: There are more.
+    """
+    if count > MAX_BIASES:
+        raise InvalidArgumentError(f"logit_bias has {count} entries, at most {MAX_BIASES} are accepted")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -12,7 +12,12 @@ from typing import Any
 
 from dynatree.common import embedded
 from dynatree.common.engine import ModelSettings
-from dynatree.common.errors import StartupError
+from dynatree.common.errors import DeviceFailedError, StartupError
+from dynatree.common.logs import configure_logging
+from dynatree.common.operation import OperationSettings
+from dynatree.common.security import SecuritySettings
+
+EX_SOFTWARE = 70  # sysexits.h
 
 
 def model_settings(
@@ -39,23 +44,37 @@ def model_settings(
     )
 
 
-def run_service(serve: Callable[[], Coroutine[Any, Any, None]]) -> int:
-    """Run a service to its end; a failure to start is one line and exit status 1."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("dynatree").setLevel(logging.INFO)
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_cancellation)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every try to reach the hub
+def operation_settings(options: argparse.Namespace) -> OperationSettings:
+    """Settings from parsed options.
 
+    Raises:
+        StartupError: They contradict each other.
+    """
+    security = SecuritySettings(
+        certificate=options.tls_cert,
+        key=options.tls_key,
+        client_ca=options.client_ca,
+        tokens=options.token_file,
+        insecure=options.insecure,
+        reflection=options.reflection == "on",
+    )
+    return OperationSettings(options.listen, options.grace, security, options.metrics, options.traces)
+
+
+def run_service(serve: Callable[[], Coroutine[Any, Any, None]], log_format: str) -> int:
+    """Run a service to its end.
+
+    A failure to start is one line and exit status 1; a device that has failed ends the process with status 70.
+    """
+    configure_logging(log_format)
     try:
         asyncio.run(serve())
     except StartupError as error:
         raise SystemExit(str(error)) from error
+    except DeviceFailedError as error:
+        announce(f"dynatree: {error}")
+        os._exit(EX_SOFTWARE)  # what is left of the device's threads may never end
     return 0
-
-
-def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    """Whether a log record is not of a call that a stop has cancelled, which gRPC now and then calls an error."""
-    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def announce(text: str) -> None:

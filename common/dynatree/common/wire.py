@@ -12,7 +12,7 @@ from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.messages import Commit, FinishReason, OpenSession, SessionOpened, VerifyTimings
 from dynatree.common.model_info import ForwardCost, ModelInfo
 from dynatree.common.pass_statistics import PassStatistics
-from dynatree.common.sampling import Sampling, Scheme
+from dynatree.common.sampling import Sampling, Scheme, check_biases
 from dynatree.common.tree import DraftDistribution, TokenTree, check_token_ids
 from dynatree.v1 import tree_pb2, verify_pb2
 
@@ -66,6 +66,7 @@ def sampling_from_pb(message: tree_pb2.SamplingOptions, *, default_seed: int, de
     if message.scheme not in schemes:
         known = ", ".join(f"{scheme.value} ({scheme.name.lower()})" for scheme in Scheme)
         raise InvalidArgumentError(f"scheme is {message.scheme}, expected one of {known}")
+    check_biases(len(message.logit_bias))  # before they are copied
     return Sampling(
         temperature=message.temperature,
         top_k=message.top_k,
@@ -89,6 +90,8 @@ def open_session_to_pb(request: OpenSession) -> verify_pb2.OpenSession:
         stop_token_ids=request.stop_token_ids,
         log_probs=request.log_probs,
         principal=request.principal,
+        generated=request.generated,
+        round=request.round,
     )
 
 
@@ -109,6 +112,8 @@ def open_session_from_pb(
         stop_token_ids=tuple(message.stop_token_ids),
         log_probs=message.log_probs,
         principal=message.principal,
+        generated=message.generated,
+        round=message.round,
     )
 
 

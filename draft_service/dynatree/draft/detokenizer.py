@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 6
+OPEN_TOKENS = 16  # of pending text that are kept back: more than a character has
 # Text that `clean_up_tokenization` changes: it has spaces before punctuation and before English contractions.
 _UNCLEAN = "a . b , c ? d ! e ' f do n't I 'm it 's we 've you 're"
 # The characters that stand before the last one in any of the strings that `clean_up_tokenization` replaces.
@@ -37,7 +38,7 @@ class Detokenizer:
         """The text that these tokens complete; empty while a character is still open."""
         self._window.extend(token_ids)
         text = self._pending()
-        text = "" if text.endswith(REPLACEMENT) else self._take(text)
+        text = self._take_certain(text) if text.endswith(REPLACEMENT) else self._take(text)
         return text if self._clean is None else self._clean.push(text)
 
     def flush(self) -> str:
@@ -54,6 +55,23 @@ class Detokenizer:
             self._window = self._window[self._emitted :]
             self._emitted = len(self._window)
         return text
+
+    def _take_certain(self, text: str) -> str:
+        """Of text that ends inside a character, what no further token can change; nothing while little is pending.
+
+        A character has at most four bytes, and so at most four tokens. Without this, text whose bytes never form
+        characters would be decoded from its beginning with every token.
+        """
+        certain = len(self._window) - OPEN_TOKENS
+        if certain - self._emitted < OPEN_TOKENS:
+            return ""
+        before = self._decode(self._window[: self._emitted])
+        prefix = self._decode(self._window[:certain])[len(before) :]
+        if not text.startswith(prefix):
+            return ""
+        self._window = self._window[self._emitted :]
+        self._emitted = certain - self._emitted
+        return prefix
 
     def _decode(self, token_ids: list[int]) -> str:
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -12,42 +12,68 @@ from functools import partial
 from typing import Self
 
 from dynatree.common.engine import Engine
+from dynatree.common.grpc_options import REQUEST_ID
+from dynatree.common.limits import RESUME_SECONDS
 from dynatree.common.messages import Commit, FinishReason, OpenSession, SessionOpened
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.sampling import Sampling
 from dynatree.common.shared_cores import SharedCores
+from dynatree.common.tracing import NOTHING as NO_SPAN
+from dynatree.common.tracing import Span
 from dynatree.draft.ahead import DraftingAhead
 from dynatree.draft.detokenizer import Detokenizer
 from dynatree.draft.draft_session import DraftSession
 from dynatree.draft.drafter import Drafter, Growing
 from dynatree.draft.policies import Policy
+from dynatree.draft.replica import Replica
+from dynatree.draft.replicas import Replicas
 from dynatree.draft.round import Growth, Round
 from dynatree.draft.shared_growth import SharedGrowth
 from dynatree.draft.statistics import Statistics, StatisticsRecorder
 from dynatree.draft.stop_strings import StopStrings
 from dynatree.draft.target import Target
+from dynatree.draft.target_session import TargetSession
 from dynatree.draft.text_stream import TextStream
-from dynatree.draft.verify_client import VerifyClient, VerifySession
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What completions run on: the draft model, its thread and cores, what all grow on, the verify service."""
+    """What completions run on: the draft model, its thread and cores, what all grow on, the verify services.
+
+    `resume_seconds`: how long a completion whose verify service was lost waits for another one.
+    """
 
     engine: Engine
     drafter: Drafter
     thread: ModelThread
     growth: SharedGrowth
-    verify: VerifyClient
+    replicas: Replicas
     cores: SharedCores
+    resume_seconds: float = RESUME_SECONDS
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a client has of a completion whose draft service was lost: tokens, characters of text, rounds."""
+
+    token_ids: tuple[int, ...] = ()
+    characters: int = 0
+    rounds: int = 0
+
+
+NOTHING = Received()
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request for one completion, checked as far as the draft side can; `policy` is this completion's own."""
+    """A request for one completion, checked as far as the draft side can; `policy` is this completion's own.
+
+    `received` is what the client has of it from a draft service that was lost. `request_id` names it in logs; `span` is
+    its time.
+    """
 
     prompt_ids: tuple[int, ...]
     max_new_tokens: int | None
@@ -60,6 +86,14 @@ class GenerationRequest:
     policy: Policy
     target: Target
     principal: str = ""
+    received: Received = NOTHING
+    request_id: str = ""
+    span: Span = NO_SPAN
+
+    @property
+    def begun_ids(self) -> tuple[int, ...]:
+        """The prompt, and the tokens that the client has."""
+        return self.prompt_ids + self.received.token_ids
 
     @property
     def limit(self) -> int:
@@ -110,7 +144,7 @@ class Generation:
         request: GenerationRequest,
         backend: Backend,
         session: DraftSession,
-        stream: VerifySession,
+        target_session: TargetSession,
         opened: SessionOpened,
         prompt_read: asyncio.Future[None],
         arrival: float,
@@ -121,52 +155,72 @@ class Generation:
         self._growth = backend.growth
         self._tokenizer = backend.engine.tokenizer
         self._session = session
-        self._stream = stream
+        self._target_session = target_session
         self._opened = opened
         self._prompt_read = prompt_read
         self._recorder = StatisticsRecorder(
-            arrival, queue_seconds=opened.queue_seconds, cached_tokens=opened.cached_tokens
+            arrival,
+            queue_seconds=opened.queue_seconds,
+            cached_tokens=opened.cached_tokens,
+            received=len(request.received.token_ids),
         )
         self._text = TextStream(Detokenizer(backend.engine.tokenizer, request.prompt_ids), StopStrings(request.stop))
         self._limit = request.limit
+        self._replayed, _ = self._text.push(request.received.token_ids)
+        self._seen = request.received.characters
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, request: GenerationRequest, backend: Backend, timeout: float | None) -> AsyncIterator[Self]:
+    async def open(
+        cls, request: GenerationRequest, backend: Backend, replica: Replica, timeout: float | None
+    ) -> AsyncIterator[Self]:
         """Open a session on both sides, and close both in the end; the target reads the prompt.
 
+        Args:
+            request: The request.
+            backend: What it runs on.
+            replica: The verify service to try first, whose target the request was made for.
+            timeout: Seconds until the client's deadline; None without one.
+
         Raises:
-            ServiceError: No session is free, or the verify service failed or refused.
+            TargetChangedError: The verify service has another target by now.
+            ServiceError: No session is free, or the verify services failed or refused.
         """
         arrival = time.perf_counter()
         drafter, thread = backend.drafter, backend.thread
         # opened on the model thread, so behind the closing of sessions that have ended
         opening = partial(
             drafter.open,
-            request.prompt_ids,
+            request.begun_ids,
             request.sampling,
             request.target.vocab_size,
             request.limit,
             request.principal,
         )
-        async with thread.held(opening, drafter.close) as session, backend.verify.session(timeout) as stream:
+        open_session = _open_session(request, backend.engine.info)
+        metadata = ((REQUEST_ID, request.request_id), *request.span.metadata) if request.request_id else ()
+        target_session = TargetSession(
+            backend.replicas, replica, open_session, timeout, backend.resume_seconds, metadata=metadata
+        )
+        async with thread.held(opening, drafter.close) as session, target_session:
             read_prompt = partial(backend.growth.run, partial(drafter.reading, session, request.policy))
             # on one device the two would only slow each other down, and the target has the first token
             reading = read_prompt() if request.target.ahead else None
             one_device = request.target.info.device_id == backend.engine.info.device_id
             try:
-                opened = await stream.open(_open_session(request, backend.engine.info))
+                with request.span.child("prefill", tokens=len(request.begun_ids)):
+                    opened = await target_session.open(request.target.info)
                 reading = reading or read_prompt()
                 with backend.cores.shared() if one_device else nullcontext():
-                    yield cls(request, backend, session, stream, opened, reading, arrival)
+                    yield cls(request, backend, session, target_session, opened, reading, arrival)
             finally:
                 if reading is not None:
                     reading.cancel()
 
     @property
-    def target(self) -> ModelInfo:
-        """The model that the verify service opened the session on."""
-        return self._opened.target
+    def fingerprint(self) -> str:
+        """Of the target that makes the completion."""
+        return self._opened.target.fingerprint
 
     def waited(self, seconds: float) -> None:
         """Count a wait for this completion's turn; its time to the first token begins with it."""
@@ -214,28 +268,38 @@ class Generation:
         policy = self._request.policy
         # the deepest useful node is the one before the last token, which is the target's own in any case
         max_depth = self._limit - commit.base_length - 1
+        max_nodes = self._target_session.max_tree_nodes
 
         def commit_and_grow() -> Growing[tuple[Growth | None, dict[str, float]]]:
             started = time.perf_counter()
             self._drafter.commit(self._session, commit.token_ids)
-            if last is not None:
+            if last is not None and not commit.resumed:  # else nothing was verified
                 policy.observe(last)
             commit_seconds = time.perf_counter() - started
             parameters = policy.parameters() if self._request.trace else {}
             if commit.finish_reason is not None:
                 return None, parameters
-            growth = yield from self._drafter.growing(self._session, policy, max_depth, self._opened.max_tree_nodes)
+            growth = yield from self._drafter.growing(self._session, policy, max_depth, max_nodes)
             return replace(growth, commit_seconds=commit_seconds), parameters
 
         return self._growth.run(commit_and_grow)
 
     async def _verify(self, growth: Growth, last: Commit) -> Round:
         """Have the target check a tree; the draft model reads ahead meanwhile, where it is to."""
-        sent = time.perf_counter()
-        async with self._reading_ahead(last):
-            commit = await self._stream.verify(growth.tree, last)
-            answered = time.perf_counter()
-        return Round(growth, commit, answered - sent, ahead_seconds=time.perf_counter() - answered)
+        with self._request.span.child("round", round=last.next_round, nodes=len(growth.tree)) as span:
+            sent = time.perf_counter()
+            async with self._reading_ahead(last):
+                commit = await self._target_session.verify(growth.tree, last)
+                answered = time.perf_counter()
+            done = Round(growth, commit, answered - sent, ahead_seconds=time.perf_counter() - answered)
+            span.note(
+                accepted=len(done.accepted),
+                resumed=commit.resumed,
+                draft_seconds=done.draft_seconds,
+                wire_seconds=done.wire_seconds,
+                verify_seconds=commit.timings.total,
+            )
+        return done
 
     @asynccontextmanager
     async def _reading_ahead(self, commit: Commit) -> AsyncIterator[None]:
@@ -267,7 +331,14 @@ class Generation:
             self._recorder.part("detokenize", time.perf_counter() - started)
             self._recorder.round(last, kept=len(token_ids))
         self._recorder.count(len(token_ids))
+        text, self._replayed = self._unseen(self._replayed + text), ""
         return Chunk(text, token_ids, commit.log_probs[: len(token_ids)])
+
+    def _unseen(self, text: str) -> str:
+        """Of the next piece of the text what the client does not have from an earlier draft service."""
+        seen = min(self._seen, len(text))
+        self._seen -= seen
+        return text[seen:]
 
     def _traced(self, last: Round, parameters: dict[str, float]) -> TracedRound:
         def texts(token_ids: tuple[int, ...]) -> tuple[str, ...]:
@@ -277,7 +348,9 @@ class Generation:
 
     def _completion(self, commit: Commit) -> Completion:
         sampling = self._request.sampling
-        text = self._text.flush()
+        text = self._unseen(self._text.flush())
+        self._recorder.resumes = self._target_session.resumes
+        self._recorder.resume_seconds = self._target_session.resume_seconds
         return Completion(
             text=text,
             finish_reason=FinishReason.STOP if self._text.stopped else commit.finish_reason,
@@ -288,7 +361,7 @@ class Generation:
 
 def _open_session(request: GenerationRequest, draft: ModelInfo) -> OpenSession:
     return OpenSession(
-        prompt_ids=request.prompt_ids,
+        prompt_ids=request.begun_ids,
         max_new_tokens=request.max_new_tokens,
         sampling=request.sampling,
         draft=draft,
@@ -296,6 +369,8 @@ def _open_session(request: GenerationRequest, draft: ModelInfo) -> OpenSession:
         stop_token_ids=request.stop_token_ids,
         log_probs=request.log_probs,
         principal=request.principal,
+        generated=len(request.received.token_ids),
+        round=request.received.rounds,
     )
 
 

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dynatree.common import embedded
-from dynatree.common.admission import Admission
+from dynatree.common.address import split_addresses
+from dynatree.common.admission import NO_QUOTA, Admission, Quota
+from dynatree.common.channel import ChannelSettings, Connector
 from dynatree.common.engine import Engine, ModelSettings, choose_threads, load_engine, with_forward_costs
-from dynatree.common.errors import FailedPreconditionError, StartupError
-from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_SESSIONS, MAX_TREE_NODES
+from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_SESSIONS, MAX_TREE_NODES, RESUME_SECONDS
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.model_thread import ModelThread
+from dynatree.common.operation import Operation, OperationSettings
 from dynatree.common.prefix_cache import PrefixCache
 from dynatree.common.server import Server
-from dynatree.common.service_process import announce, model_settings, run_service
+from dynatree.common.service_process import announce, model_settings, operation_settings, run_service
 from dynatree.common.shared_cores import HalfTheThreads, SharedCores
 from dynatree.draft.draft_model import EngineDraftModel
 from dynatree.draft.drafter import Drafter
 from dynatree.draft.generation import Backend
+from dynatree.draft.metrics import DraftMetrics
+from dynatree.draft.replicas import Replicas
 from dynatree.draft.service import SERVICE_NAME, DefaultPolicy, DraftService
 from dynatree.draft.shared_growth import SharedGrowth
-from dynatree.draft.verify_client import VerifyClient
+from dynatree.draft.target import Target
 from dynatree.v1 import draft_pb2_grpc
 
 MEASURED_ROWS = 6  # a level of a tree has about so many
@@ -30,18 +35,31 @@ AHEAD = {"auto": None, "on": True, "off": False}
 
 @dataclass(frozen=True)
 class DraftLimits:
-    """What completions may hold: how many run at once, how many wait, and how long one may wait for its client."""
+    """What completions may hold: how many run at once, how many wait, and how long one may wait.
+
+    `idle_seconds` is for its client, `resume_seconds` for another verify service where its own was lost; `quota` is
+    what one principal may have of all this.
+    """
 
     sessions: int = MAX_SESSIONS
     queue: int = MAX_QUEUED
     idle_seconds: float = IDLE_SECONDS
     prefix_cache: bool = True
+    resume_seconds: float = RESUME_SECONDS
+    quota: Quota = NO_QUOTA
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal."""
     policy = DefaultPolicy(options.policy, options.policy_settings)
-    limits = DraftLimits(options.max_sessions, options.queue, options.idle_timeout, options.prefix_cache == "on")
+    limits = DraftLimits(
+        options.max_sessions,
+        options.queue,
+        options.idle_timeout,
+        options.prefix_cache == "on",
+        options.resume_timeout,
+        Quota(options.principal_sessions, options.principal_queue, options.principal_tokens),
+    )
     settings = model_settings(
         options,
         options.draft_model,
@@ -50,79 +68,109 @@ def run(options: argparse.Namespace) -> int:
         chooses_tokens=False,
     )
     return run_service(
-        lambda: serve(
-            settings,
-            options.listen,
-            options.verify,
-            options.verify_timeout,
-            policy,
-            options.grace,
-            options.draft_ahead,
-            limits,
-        )
+        lambda: serve(settings, verify_services(options), policy, limits, operation_settings(options)),
+        options.log_format,
     )
+
+
+@dataclass(frozen=True)
+class VerifyServices:
+    """Where the verify services are, and how to reach them.
+
+    Attributes:
+        addresses: As `Replicas` takes them.
+        channel: The way to them.
+        timeout: Seconds that the first may take to come up.
+        ahead: Whether to read on while they work; None: where they have devices of their own.
+    """
+
+    addresses: str
+    channel: ChannelSettings
+    timeout: float
+    ahead: bool | None
+
+
+def verify_services(options: argparse.Namespace) -> VerifyServices:
+    """Where they are, from parsed options.
+
+    Raises:
+        StartupError: The options contradict each other.
+    """
+    channel = ChannelSettings(
+        ca=options.verify_ca,
+        certificate=options.verify_cert,
+        key=options.verify_key,
+        token=options.verify_token_file,
+        insecure=options.insecure,
+    )
+    return VerifyServices(options.verify, channel, options.verify_timeout, AHEAD[options.draft_ahead])
 
 
 async def serve(
     settings: ModelSettings,
-    address: str,
-    verify_address: str,
-    verify_timeout: float,
+    verify: VerifyServices,
     policy: DefaultPolicy,
-    grace: float,
-    draft_ahead: str,
     limits: DraftLimits,
+    operation: OperationSettings,
 ) -> None:
-    """Load the draft, find the verify service, then serve until a signal.
+    """Load the draft, find the verify services, then serve until a signal.
 
     Raises:
-        StartupError: The model, the address or the verify service cannot be used, or the models do not fit together.
+        StartupError: The model, an address, a file or the verify services cannot be used, or the models do not fit
+            together.
     """
-    verify = VerifyClient(verify_address)
-    try:
+    with Operation.running(operation, "draft") as running:
+        connector = Connector(verify.channel)
+        connector.check(split_addresses(verify.addresses))
         thread = ModelThread("draft-model")
         engine = await thread.run(load_engine, settings)
-        target = await verify.target(verify_timeout)
-        # measured when the verify service has measured its own: on one machine they would slow each other down
-        if settings.threads is None:
-            await thread.run(choose_threads, engine)
-        engine = await thread.run(with_forward_costs, engine, MEASURED_ROWS)
-        server = await start_draft(engine, thread, verify, target, address, policy, limits, AHEAD[draft_ahead])
-        info = engine.info
-        announce(f"dynatree draft: {info.name} ({info.dtype}, {info.device}) for {target.name} on {server.address}")
-        await server.wait(grace)
-        thread.shutdown()
-    finally:
-        await verify.close()
+        replicas = Replicas(verify.addresses, connector, targets_for(engine, verify.ahead))
+        try:
+            await replicas.start(verify.timeout)
+            # measured when the verify service has measured its own: on one machine they would slow each other down
+            if settings.threads is None:
+                await thread.run(choose_threads, engine)
+            engine = await thread.run(with_forward_costs, engine, MEASURED_ROWS)
+            replicas.draft_with(targets_for(engine, verify.ahead))
+            server = await start_draft(engine, thread, replicas, operation.address, policy, limits, running)
+            info, target = engine.info, replicas.target.info
+            announce(f"dynatree draft: {info.name} ({info.dtype}, {info.device}) for {target.name} on {server.address}")
+            await server.wait(operation.grace)
+            thread.shutdown()
+        finally:
+            await replicas.close()
+
+
+def targets_for(engine: Engine, ahead: bool | None) -> Callable[[ModelInfo], Target]:
+    """What a draft model makes of targets; `ahead` as in `Target.of`."""
+    known_ids = max(engine.tokenizer.get_vocab().values()) + 1
+    return lambda info: Target.of(info, engine.info, known_ids, ahead)
 
 
 async def start_draft(
     engine: Engine,
     thread: ModelThread,
-    verify: VerifyClient,
-    target: ModelInfo,
+    replicas: Replicas,
     address: str,
     policy: DefaultPolicy,
     limits: DraftLimits,
-    ahead: bool | None = None,
+    operation: Operation,
 ) -> Server:
-    """Serve completions at `address`; `thread` is the one that loaded the draft model, `target` what `verify` has now.
-
-    `ahead`: whether to read on while the verify service works; None: where it has a device of its own.
+    """Serve completions at `address`; `thread` is the one that loaded the draft model.
 
     Raises:
-        StartupError: The models do not fit together, or the address cannot be used.
+        StartupError: The address or a file of the security settings cannot be used.
     """
     cache = PrefixCache(engine.arena, enabled=limits.prefix_cache)
     drafter = Drafter(EngineDraftModel(engine, cache), MAX_TREE_NODES)
     cores = SharedCores(HalfTheThreads(thread))
-    backend = Backend(engine, drafter, thread, SharedGrowth(drafter, thread), verify, cores)
-    admission = Admission(limits.sessions, engine.arena.size, limits.queue)
-    server = Server([SERVICE_NAME], limits.idle_seconds)
-    try:
-        service = DraftService(backend, target, policy, admission, ahead)
-    except FailedPreconditionError as error:
-        raise StartupError(str(error)) from error
+    growth = SharedGrowth(drafter, thread)
+    backend = Backend(engine, drafter, thread, growth, replicas, cores, limits.resume_seconds)
+    admission = Admission(limits.sessions, engine.arena.size, limits.queue, limits.quota)
+    metrics = DraftMetrics(operation.registry, admission, replicas)
+    server = Server([SERVICE_NAME], limits.idle_seconds, operation.security, limits.sessions + limits.queue)
+    service = DraftService(backend, policy, admission, metrics, operation.tracing)
     draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]
     await server.start(address)
+    replicas.follow(server.set_serving)
     return server

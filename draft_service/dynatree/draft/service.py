@@ -4,37 +4,42 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from asyncio import CancelledError
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
-
-import grpc
 
 from dynatree.common.admission import Admission
-from dynatree.common.errors import InvalidArgumentError, ServiceError
+from dynatree.common.call_tracker import Call
+from dynatree.common.errors import InvalidArgumentError, OutOfRangeError, PeerFailedError, ServiceError
 from dynatree.common.grpc_options import PRINCIPAL
-from dynatree.common.model_info import ModelInfo, token_limit
+from dynatree.common.limits import MAX_STOP_TOKENS
+from dynatree.common.model_info import token_limit
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.sampling import Sampling
+from dynatree.common.tracing import NOTHING as NO_SPAN
+from dynatree.common.tracing import OFF, Span, Tracing
 from dynatree.common.tree import check_token_ids
 from dynatree.common.wire import model_info_to_pb, sampling_from_pb
-from dynatree.draft.generation import Backend, Generation, GenerationRequest
+from dynatree.draft.generation import NOTHING, Backend, Generation, GenerationRequest, Received
+from dynatree.draft.generation import Completion as DoneCompletion
+from dynatree.draft.metrics import DraftMetrics
 from dynatree.draft.policies import RESIDUAL_POLICY, Setting, create_policy, policy_names, residual_policies
 from dynatree.draft.target import Target
+from dynatree.draft.target_session import TargetChangedError
 from dynatree.draft.wire import policy_settings_from_pb, response_to_pb
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
+Context = Call
 SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_COMPLETIONS = 64
 MAX_PRINCIPAL_LENGTH = 256
-ASKING_SECONDS = 1.0  # for the target's name; the last known is told instead
+TARGET_CHANGES = 5  # of the verify service, while one session is opened
 
 
 @dataclass(frozen=True)
@@ -46,61 +51,43 @@ class DefaultPolicy:
 
 
 class DraftService(draft_pb2_grpc.DraftServiceServicer):
-    """Serves completions on one draft model and one verify service.
+    """Serves completions on one draft model and the verify services behind it.
 
-    The verify service may be started anew with another model: every session that it opens says which one it has.
+    A verify service may be started anew with another model: every session that it opens says which one it has.
 
     Args:
-        backend: The draft model and the way to the verify service.
-        target: The model that the verify service had at the start.
+        backend: The draft model and the way to the verify services.
         default_policy: The policy of requests that name none.
         admission: Whose completions run, and whose wait.
-        ahead: Whether to read on while the verify service works; None: where it has a device of its own.
-
-    Raises:
-        FailedPreconditionError: The models' tokenizers differ.
+        metrics: Counts completions.
+        tracing: Where spans go.
     """
 
     def __init__(
         self,
         backend: Backend,
-        target: ModelInfo,
         default_policy: DefaultPolicy,
         admission: Admission,
-        ahead: bool | None = None,
+        metrics: DraftMetrics,
+        tracing: Tracing = OFF,
     ) -> None:
         self._backend = backend
         self._admission = admission
+        self._metrics = metrics
+        self._tracing = tracing
         self._tokenizer_thread = ModelThread("tokenizer")  # a long prompt takes seconds, and others are streaming
         self._default_policy = default_policy
-        self._ahead = ahead
-        self._known_ids = max(backend.engine.tokenizer.get_vocab().values()) + 1
-        self._target = self._new_target(target)
-
-    def _new_target(self, info: ModelInfo) -> Target:
-        return Target.of(info, self._backend.engine.info, self._known_ids, self._ahead)
-
-    def _adopt(self, info: ModelInfo) -> None:
-        """Draft for this target from now on; what rounds cost with another is forgotten.
-
-        Raises:
-            FailedPreconditionError: Its tokenizer is not the draft's.
-        """
-        if info != self._target.info:
-            self._target = self._new_target(info)
-            log.warning("the verify service was started anew, with %s (%s)", info.name, info.dtype)
+        self._longest_token = max(map(len, backend.engine.tokenizer.get_vocab()))  # characters
 
     async def GetModelInfo(  # noqa: N802
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
         """Both models, and the policies with the default first; the last known target where none answers."""
-        with suppress(ServiceError):
-            self._adopt(await self._backend.verify.model_info(ASKING_SECONDS))
         default = self._default_policy.name
         others = [name for name in policy_names() if name != default]
         return draft_pb2.DraftServiceGetModelInfoResponse(
             draft=model_info_to_pb(self._backend.engine.info),
-            target=model_info_to_pb(self._target.info),
+            target=model_info_to_pb(self._backend.replicas.target.info),
             policies=[default, *others],
         )
 
@@ -108,41 +95,115 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self, request: draft_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[draft_pb2.GenerateResponse]:
         """One completion after the other, all under one admission: a request that has begun waits for nobody here."""
+        span = self._tracing.span("generate", context.invocation_metadata(), request_id=context.request_id)
+        try:
+            with span:
+                async with aclosing(self._responses(request, context, span)) as responses:
+                    async for response in responses:
+                        yield response
+        except BaseException as error:
+            code = error.code if isinstance(error, ServiceError) else "INTERNAL"
+            self._failed(context, "CANCELLED" if isinstance(error, (CancelledError, GeneratorExit)) else code)
+            raise
+
+    async def _responses(
+        self, request: draft_pb2.GenerateRequest, context: Context, span: Span
+    ) -> AsyncGenerator[draft_pb2.GenerateResponse]:
         count = _count(request)
-        _check_stop(request.stop)
+        _check_stop(request.stop, request.stop_token_ids)
         prompt_ids = await self._prompt_ids(request)
+        first, received = _received(request, count, self._backend.replicas.target.info.context_length)
         seed = request.sampling.seed if request.sampling.HasField("seed") else secrets.randbits(63)
         principal = _principal(context)
-        slots = self._backend.drafter.slots(self._checked(request, prompt_ids, seed, principal).limit)
+        replicas = self._backend.replicas
+        checked = self._checked(request, prompt_ids, seed, principal, replicas.target)
+        slots = self._backend.drafter.slots(checked.limit)
         async with self._admission.queued(principal, slots, context.time_remaining()) as turn:
-            async for ahead in turn.positions():
-                if request.queue_position:
-                    yield draft_pb2.GenerateResponse(queue_position=ahead)
-            for index in range(count):
+            with span.child("queue"):
+                async for ahead in turn.positions():
+                    if request.queue_position:
+                        yield draft_pb2.GenerateResponse(queue_position=ahead)
+            fingerprint = request.resume.target_fingerprint
+            for index in range(first, count):
                 new_request = partial(self._checked, request, prompt_ids, (seed + index) % 2**64, principal)
+                if index == first:
+                    new_request = partial(new_request, received=received)
+                new_request = partial(new_request, request_id=context.request_id, span=span)
                 async with (
-                    self._opened(new_request, context.time_remaining()) as generation,
+                    self._opened(new_request, fingerprint, context.time_remaining()) as generation,
                     aclosing(generation.rounds()) as events,
                 ):
-                    generation.waited(turn.queue_seconds if index == 0 else 0.0)
+                    generation.waited(turn.queue_seconds if index == first else 0.0)
+                    started: draft_pb2.Started | None = draft_pb2.Started(
+                        seed=0 if checked.sampling.greedy else seed,
+                        prompt_ids=prompt_ids if request.WhichOneof("prompt") == "text" else (),
+                        target_fingerprint=generation.fingerprint,
+                    )
                     async for event in events:
-                        yield response_to_pb(event, index=index)
+                        if isinstance(event, DoneCompletion):
+                            self._completed(context, principal, index, event)
+                        yield response_to_pb(event, index=index, started=started)
+                        started = None
+
+    def _completed(self, context: Context, principal: str, index: int, completion: DoneCompletion) -> None:
+        """Count a completion, and write its line."""
+        statistics = completion.statistics
+        self._metrics.completed(completion)
+        self._admission.spend(principal, completion.prompt_tokens + statistics.generated_tokens)
+        fields = {
+            "request_id": context.request_id,
+            "principal": principal,
+            "index": index,
+            "finish_reason": completion.finish_reason.value if completion.finish_reason else None,
+            "prompt_tokens": completion.prompt_tokens,
+            "cached_tokens": statistics.cached_tokens,
+            "generated_tokens": statistics.generated_tokens,
+            "rounds": statistics.rounds,
+            "tokens_per_round": statistics.tokens_per_round,
+            "queue_seconds": statistics.queue_seconds,
+            "time_to_first_token_seconds": statistics.time_to_first_token_seconds,
+            "total_seconds": statistics.total_seconds,
+            "resumes": statistics.resumes,
+        }
+        log.info("completion", extra={"fields": fields})
+
+    def _failed(self, context: Context, code: str) -> None:
+        self._metrics.failed(code)
+        log.info("request ended", extra={"fields": {"request_id": context.request_id, "code": code}})
 
     @asynccontextmanager
     async def _opened(
-        self, new_request: Callable[[], GenerationRequest], timeout: float | None
+        self, new_request: Callable[[Target], GenerationRequest], fingerprint: str, timeout: float | None
     ) -> AsyncIterator[Generation]:
-        """An open completion, whose request was made for the target that the verify service has now."""
-        while True:
-            request = new_request()
-            async with Generation.open(request, self._backend, timeout) as generation:
-                if generation.target == request.target.info:
-                    yield generation
-                    return
-            self._adopt(generation.target)
+        """An open completion, whose request was made for the target that its verify service has now.
+
+        Raises:
+            FailedPreconditionError: There is a fingerprint, and no verify service that is ready has it.
+            ServiceError: No verify service is ready, or they failed or refused.
+        """
+        for _ in range(TARGET_CHANGES):
+            replica = self._backend.replicas.first(fingerprint)
+            assert replica.target is not None
+            async with AsyncExitStack() as stack:
+                opening = Generation.open(new_request(replica.target), self._backend, replica, timeout)
+                try:
+                    generation = await stack.enter_async_context(opening)
+                except TargetChangedError:
+                    continue
+                yield generation
+                return
+        raise PeerFailedError("the verify service changes its target all the time")
 
     def _checked(
-        self, message: draft_pb2.GenerateRequest, prompt_ids: tuple[int, ...], seed: int, principal: str
+        self,
+        message: draft_pb2.GenerateRequest,
+        prompt_ids: tuple[int, ...],
+        seed: int,
+        principal: str,
+        target: Target,
+        received: Received = NOTHING,
+        request_id: str = "",
+        span: Span = NO_SPAN,
     ) -> GenerationRequest:
         """The request for a completion, as far as the draft side can check it; the verify service checks its own part.
 
@@ -153,11 +214,12 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         if new_tokens is not None:
             token_limit(len(prompt_ids), new_tokens, self._backend.engine.info)
         check_token_ids(prompt_ids, self._backend.engine.info.vocab_size, "token_ids")
-        penalty = self._target.info.repetition_penalty
+        check_token_ids(received.token_ids, self._backend.engine.info.vocab_size, "resume.token_ids")
+        penalty = target.info.repetition_penalty
         sampling = replace(sampling_from_pb(message.sampling, default_seed=seed, default_penalty=penalty), seed=seed)
         name = message.policy.name or self._default_name(sampling)
         inherited = self._default_policy.settings if name == self._default_policy.name else {}
-        policy = create_policy(name, {**inherited, **policy_settings_from_pb(message.policy)}, self._target.costs)
+        policy = create_policy(name, {**inherited, **policy_settings_from_pb(message.policy)}, target.costs)
         if sampling.residual and not policy.supports_residual:
             raise InvalidArgumentError(
                 f"policy {name} chooses nodes by their tokens, which scheme residual does not allow; "
@@ -173,8 +235,11 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             log_probs=message.log_probs,
             trace=message.trace,
             policy=policy,
-            target=self._target,
+            target=target,
             principal=principal,
+            received=received,
+            request_id=request_id,
+            span=span,
         )
 
     def _default_name(self, sampling: Sampling) -> str:
@@ -186,20 +251,32 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         kind = message.WhichOneof("prompt")
         if kind is None:
             raise InvalidArgumentError("the request has no prompt; expected the field `text` or `token_ids`")
+        infos = self._backend.engine.info, self._backend.replicas.target.info
+        longest = max(info.context_length for info in infos)  # checked before anything is copied
         if kind == "token_ids":
+            if len(message.token_ids.ids) > longest:
+                raise OutOfRangeError(f"the prompt has {len(message.token_ids.ids)} tokens; at most {longest} fit")
             prompt_ids = tuple(message.token_ids.ids)
         else:
-            prompt_ids = await self._tokenizer_thread.run(self._encode, message.text)
+            if len(message.text) > longest * self._longest_token:
+                raise OutOfRangeError(
+                    f"the prompt has {len(message.text)} characters; at most {longest} tokens fit, "
+                    f"of at most {self._longest_token} characters each"
+                )
+            prompt_ids = await self._tokenizer_thread.run(self._encode, message.text, message.special_tokens)
         if not prompt_ids:
             raise InvalidArgumentError("the prompt is empty; expected at least one token")
         return prompt_ids
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._backend.engine.tokenizer(text, verbose=False)["input_ids"])
+    def _encode(self, text: str, special_tokens: bool) -> tuple[int, ...]:
+        encoded = self._backend.engine.tokenizer(text, verbose=False, split_special_tokens=not special_tokens)
+        return tuple(encoded["input_ids"])
 
 
 def _principal(context: Context) -> str:
-    """On whose behalf a request is made, by its own word: "" where it names nobody."""
+    """On whose behalf a request is made: as it was found out, or by its own word; "" where it names nobody."""
+    if context.principal is not None:
+        return str(context.principal)
     named = dict(context.invocation_metadata() or ()).get(PRINCIPAL, "")
     if not isinstance(named, str) or len(named) > MAX_PRINCIPAL_LENGTH:
         raise InvalidArgumentError(f"{PRINCIPAL} is longer than {MAX_PRINCIPAL_LENGTH} characters")
@@ -213,7 +290,19 @@ def _count(message: draft_pb2.GenerateRequest) -> int:
     return count
 
 
-def _check_stop(stops: Sequence[str]) -> None:
+def _received(message: draft_pb2.GenerateRequest, count: int, context_length: int) -> tuple[int, Received]:
+    """The first completion to make, and what the client has of it."""
+    resume = message.resume
+    if resume.index >= count:
+        raise InvalidArgumentError(f"resume.index is {resume.index}, expected a number below n, {count}")
+    if len(resume.token_ids) > context_length:
+        raise OutOfRangeError(f"resume has {len(resume.token_ids)} tokens, more than the context of {context_length}")
+    return resume.index, Received(tuple(resume.token_ids), resume.characters, resume.round)
+
+
+def _check_stop(stops: Sequence[str], stop_token_ids: Sequence[int]) -> None:
+    if len(stop_token_ids) > MAX_STOP_TOKENS:
+        raise InvalidArgumentError(f"{len(stop_token_ids)} stop_token_ids, at most {MAX_STOP_TOKENS} are accepted")
     if len(stops) > MAX_STOP_STRINGS:
         raise InvalidArgumentError(f"{len(stops)} stop strings, at most {MAX_STOP_STRINGS} are accepted")
     for index, stop in enumerate(stops):

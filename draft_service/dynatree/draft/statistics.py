@@ -21,7 +21,10 @@ class RoundPart:
 
 @dataclass(frozen=True)
 class Statistics:
-    """The figures of one completion; each is defined in draft.proto, under the same name."""
+    """The figures of one completion; each is defined in draft.proto, under the same name.
+
+    But for `rounds_by_depth`: for each depth the rounds whose tree reached it, and those whose accepted path did.
+    """
 
     generated_tokens: int
     rounds: int
@@ -47,13 +50,20 @@ class Statistics:
     trimmed_n: int
     cached_tokens: int
     kv_cache_usage: float
+    resumes: int
+    resume_seconds: float
+    rounds_by_depth: tuple[tuple[int, int], ...]
 
 
 @dataclass
 class StatisticsRecorder:
-    """Collects one completion's rounds; times are seconds of `time.perf_counter`."""
+    """Collects one completion's rounds; times are seconds of `time.perf_counter`.
+
+    `received` tokens came from a draft service that was lost; all but the number of tokens is of this service alone.
+    """
 
     arrival: float
+    received: int = 0
     first_token: float = 0.0
     last_token: float = 0.0
     tokens: int = 0
@@ -69,6 +79,8 @@ class StatisticsRecorder:
     pass_rows: int = 0
     kv_cache_usage: float = 0.0
     trimmed: int = 0
+    resumes: int = 0
+    resume_seconds: float = 0.0
     reached: list[int] = field(default_factory=list)  # rounds whose tree reached depth i + 1
     survived: list[int] = field(default_factory=list)  # rounds whose accepted path reached depth i + 1
     parts: dict[str, list[float]] = field(default_factory=dict)
@@ -114,7 +126,7 @@ class StatisticsRecorder:
         """The figures so far; `seed` is the one in force, 0 for greedy decoding."""
         rounds = len(self.parts.get("wire", ()))
         return Statistics(
-            generated_tokens=self.tokens,
+            generated_tokens=self.received + self.tokens,
             rounds=rounds,
             draft_n=self.drafted,
             draft_n_accepted=self.accepted,
@@ -141,6 +153,9 @@ class StatisticsRecorder:
             trimmed_n=self.trimmed,
             cached_tokens=self.cached_tokens,
             kv_cache_usage=self.kv_cache_usage,
+            resumes=self.resumes,
+            resume_seconds=self.resume_seconds,
+            rounds_by_depth=tuple(zip(self.reached, self.survived, strict=True)),
         )
 
     def _depths(self, tree: TokenTree, accepted: int) -> None:

@@ -23,6 +23,8 @@ class TextStream:
 
         The token that completes a stop string is the last that does; the text ends before the stop string.
         """
+        if self.stopped:
+            return "", ()
         if not self._stops.active:
             return self._detokenizer.push(token_ids), token_ids
         text = ""

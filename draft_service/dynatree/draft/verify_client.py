@@ -1,15 +1,20 @@
-"""The draft service's side of the stream to the verify service."""
+"""The draft service's side of the stream to a verify service."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import logging
+import re
+from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from dynatree.common.channel import Connector, Metadata
 from dynatree.common.errors import (
+    DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
     OutOfRangeError,
@@ -17,9 +22,8 @@ from dynatree.common.errors import (
     PeerUnavailableError,
     ServiceBusyError,
     ServiceError,
-    StartupError,
 )
-from dynatree.common.grpc_options import CHANNEL_OPTIONS, RETRY_AFTER
+from dynatree.common.grpc_options import RETRY_AFTER
 from dynatree.common.messages import Commit, OpenSession, SessionOpened
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.tree import TokenTree
@@ -32,125 +36,181 @@ from dynatree.common.wire import (
 )
 from dynatree.v1 import verify_pb2, verify_pb2_grpc
 
-# Errors that the verify service blames on the request keep their code; it was the client's request.
+log = logging.getLogger(__name__)
+
+_REQUEST = re.compile(r" \(request [\w.:-]+\)$")
+LAST_WORD_SECONDS = 1.0  # for the status of a session that is over
+# What a verify service blames on a request for a session keeps its code: it was the client's request. What it blames on
+# a tree is the services' own fault.
 PASSED_ON = {
     grpc.StatusCode[error.code]: error for error in (InvalidArgumentError, OutOfRangeError, FailedPreconditionError)
 }
 
 
 class VerifyClient:
-    """A channel to one verify service."""
+    """A channel to one verify service.
 
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    Args:
+        address: `host:port` or `unix:PATH`.
+        connector: Opens channels.
+        server_name: The name in its certificate, where the address was looked up.
+    """
+
+    def __init__(self, address: str, connector: Connector, server_name: str | None = None) -> None:
+        self.address = address
+        self._connector = connector
+        self._channel = connector.channel(address, server_name)
         self._stub = verify_pb2_grpc.VerifyServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
-    async def target(self, timeout: float) -> ModelInfo:
-        """The target model, waiting up to `timeout` seconds for the service to come up.
-
-        Raises:
-            StartupError: It did not, or it refused.
-        """
-        try:
-            return await self._ask(timeout, wait_for_ready=True)
-        except grpc.aio.AioRpcError as error:
-            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise StartupError(f"no verify service answered at {self._address} within {timeout:g} s") from error
-            if error.code() == grpc.StatusCode.UNIMPLEMENTED:
-                raise StartupError(f"the service at {self._address} is no verify service of DynaTree") from error
-            raise StartupError(f"the verify service at {self._address} refused: {error.details()}") from error
-
-    async def model_info(self, timeout: float | None) -> ModelInfo:
-        """The target model, of a service that is up.
+    async def model_info(self, timeout: float) -> ModelInfo:
+        """The target model.
 
         Raises:
-            PeerUnavailableError: It is not.
-            ServiceError: It refused.
+            PeerUnavailableError: The service is out of reach.
+            FailedPreconditionError: It is no verify service, or refuses to answer.
         """
-        try:
-            return await self._ask(timeout)
-        except grpc.aio.AioRpcError as error:
-            raise translated(error.code(), error.details(), self._address) from error
-
-    async def _ask(self, timeout: float | None, *, wait_for_ready: bool = False) -> ModelInfo:
         request = verify_pb2.VerifyServiceGetModelInfoRequest()
-        response = await self._stub.GetModelInfo(request, timeout=timeout, wait_for_ready=wait_for_ready)
+        try:
+            response = await self._stub.GetModelInfo(request, timeout=timeout, metadata=self._connector.metadata())
+        except grpc.aio.AioRpcError as error:
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise PeerUnavailableError("the verify service is out of reach") from error
+            if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+                reason = f"the service at {self.address} is no verify service of DynaTree"
+            else:
+                reason = f"the verify service at {self.address} refused: {error.details()}"
+            raise FailedPreconditionError(reason) from error
         return model_info_from_pb(response.model)
 
-    @asynccontextmanager
-    async def session(self, timeout: float | None) -> AsyncIterator[VerifySession]:
-        """A stream for one session, cancelled on exit however that comes about."""
-        call = self._stub.Verify(timeout=timeout)
+    async def serving(self) -> AsyncGenerator[bool]:
+        """Whether it serves, now and whenever that changes; waits for it to come up.
+
+        Raises:
+            PeerUnavailableError: It went away.
+        """
+        call = self._health.Watch(
+            health_pb2.HealthCheckRequest(), wait_for_ready=True, metadata=self._connector.metadata()
+        )
         try:
-            yield VerifySession(call, self._address)
+            async for response in call:
+                yield response.status == health_pb2.HealthCheckResponse.SERVING
+        except grpc.aio.AioRpcError as error:
+            raise PeerUnavailableError(f"the verify service is out of reach: {error.code().name}") from error
         finally:
             call.cancel()
 
+    async def answers(self, timeout: float) -> bool:
+        """Whether it answers within `timeout` seconds, whatever the answer."""
+        try:
+            await self._health.Check(
+                health_pb2.HealthCheckRequest(), timeout=timeout, metadata=self._connector.metadata()
+            )
+        except grpc.aio.AioRpcError as error:
+            return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        return True
+
+    def session(self, timeout: float | None, metadata: Metadata = ()) -> VerifySession:
+        """A stream for one session, which the caller ends."""
+        call = self._stub.Verify(timeout=timeout, metadata=(*self._connector.metadata(), *metadata))
+        return VerifySession(call, self.address, channel=self._channel)
+
     async def close(self) -> None:
-        """Close the channel and whatever runs on it."""
+        """Close the channel, and whatever runs on it."""
         await self._channel.close()
 
 
 class VerifySession:
-    """One open stream: one request, one answer."""
+    """One open stream: one request, one answer. `address` is for the log; clients are told of no addresses.
 
-    def __init__(self, call: Any, address: str) -> None:
+    It keeps its `channel`, which closes when nobody has it.
+    """
+
+    def __init__(self, call: Any, address: str, channel: Any = None) -> None:
         self._call = call
+        self._channel = channel
         self._address = address
 
     async def open(self, request: OpenSession) -> SessionOpened:
         """Open the session; the answer carries the target and the first commit.
 
         Raises:
-            ServiceError: As `verify`.
+            PeerUnavailableError: The service went away.
+            PeerFailedError: It failed, or its commit does not go on behind the prompt.
+            ServiceError: It refused the request.
         """
-        response = await self._exchange(verify_pb2.VerifyRequest(open=open_session_to_pb(request)))
-        return session_opened_from_pb(response.opened)
+        response = await self._exchange(verify_pb2.VerifyRequest(open=open_session_to_pb(request)), opening=True)
+        opened = session_opened_from_pb(response.opened)
+        self._check_length(opened.commit, len(request.prompt_ids))
+        return opened
 
     async def verify(self, tree: TokenTree, last: Commit) -> Commit:
         """Send the tree that follows the commit `last`; returns its own commit.
 
         Raises:
             PeerUnavailableError: The service went away.
-            PeerFailedError: The commit does not go on where the last one ended.
-            ServiceError: It refused the request; the code is its own where the request was at fault.
+            PeerFailedError: It failed, or its commit does not go on where the last one ended.
+            DeadlineExceededError: The deadline has passed.
         """
         message = tree_to_pb(tree, round_=last.next_round, base_length=last.base_length)
         response = await self._exchange(verify_pb2.VerifyRequest(tree=message))
         commit = commit_from_pb(response.commit)
-        if commit.base_length != last.base_length + len(commit.token_ids):
-            raise PeerFailedError(
-                f"the verify service at {self._address} committed {len(commit.token_ids)} tokens to "
-                f"{last.base_length}, and says that there are {commit.base_length}"
-            )
+        self._check_length(commit, last.base_length)
         return commit
 
-    async def _exchange(self, request: verify_pb2.VerifyRequest) -> verify_pb2.VerifyResponse:
+    async def end(self) -> None:
+        """End the session as one that is over; its service sees no cancellation."""
+        with suppress(grpc.RpcError, asyncio.InvalidStateError, asyncio.TimeoutError):
+            await self._call.done_writing()
+            await asyncio.wait_for(self._call.code(), LAST_WORD_SECONDS)
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End the session, whatever it is at."""
+        self._call.cancel()
+
+    def _check_length(self, commit: Commit, length: int) -> None:
+        if commit.base_length != length + len(commit.token_ids):
+            raise PeerFailedError(
+                f"the verify service committed {len(commit.token_ids)} tokens to {length}, and says that there are "
+                f"{commit.base_length}"
+            )
+
+    async def _exchange(self, request: verify_pb2.VerifyRequest, opening: bool = False) -> verify_pb2.VerifyResponse:
         try:
             await self._call.write(request)
             response = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise translated(error.code(), error.details(), self._address, error.trailing_metadata()) from error
+            code, details, metadata = error.code(), error.details(), error.trailing_metadata()
+            raise self._translated(code, details, metadata, opening) from error
         except asyncio.InvalidStateError as error:  # the stream was over before the write
-            raise await self._ended() from error
+            raise await self._ended(opening) from error
         if response is grpc.aio.EOF:
-            raise await self._ended()
+            raise await self._ended(opening)
         assert isinstance(response, verify_pb2.VerifyResponse)
         return response
 
-    async def _ended(self) -> ServiceError:
+    async def _ended(self, opening: bool) -> ServiceError:
         call = self._call
-        return translated(await call.code(), await call.details(), self._address, await call.trailing_metadata())
+        return self._translated(await call.code(), await call.details(), await call.trailing_metadata(), opening)
+
+    def _translated(self, code: grpc.StatusCode, details: str | None, metadata: Any, opening: bool) -> ServiceError:
+        error = translated(code, details, metadata, opening)
+        if not isinstance(error, ServiceBusyError):
+            log.info("the verify service at %s ended a session with %s: %s", self._address, code.name, details)
+        return error
 
 
-def translated(code: grpc.StatusCode, details: str | None, address: str, metadata: Any = ()) -> ServiceError:
-    """What a client is told of a status that the verify service at `address` ended a call with."""
+def translated(code: grpc.StatusCode, details: str | None, metadata: Any = (), opening: bool = False) -> ServiceError:
+    """What a status is that a verify service ended a call with; `opening`: it answered a request for a session."""
+    details = _REQUEST.sub("", details or "")  # the draft service names the request itself
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         after = dict(metadata or ()).get(RETRY_AFTER, "")
         return ServiceBusyError(details or code.name, int(after) / 1e3 if after.isdecimal() else None)
-    if code in PASSED_ON:
+    if opening and code in PASSED_ON:
         return PASSED_ON[code](details or code.name)
     if code == grpc.StatusCode.UNAVAILABLE:
-        return PeerUnavailableError(f"the verify service at {address} is out of reach: {details}")
-    return PeerFailedError(f"the verify service at {address} ended the session with {code.name}: {details}")
+        return PeerUnavailableError("the verify service is out of reach")
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceededError("the deadline has passed")
+    return PeerFailedError(f"the verify service ended the session with {code.name}: {details}")

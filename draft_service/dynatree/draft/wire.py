@@ -25,12 +25,14 @@ def policy_settings_from_pb(message: draft_pb2.Policy) -> dict[str, Setting]:
     return {**numbers, **lists}
 
 
-def response_to_pb(event: Chunk | TracedRound | Completion, *, index: int) -> draft_pb2.GenerateResponse:
-    """The message of an event of completion `index`."""
+def response_to_pb(
+    event: Chunk | TracedRound | Completion, *, index: int, started: draft_pb2.Started | None = None
+) -> draft_pb2.GenerateResponse:
+    """The message of an event of completion `index`; a chunk, which is the first, carries what `started`."""
     match event:
         case Chunk():
             return draft_pb2.GenerateResponse(
-                index=index, text=event.text, token_ids=event.token_ids, log_probs=event.log_probs
+                index=index, text=event.text, token_ids=event.token_ids, log_probs=event.log_probs, started=started
             )
         case TracedRound():
             return draft_pb2.GenerateResponse(index=index, trace=_trace_to_pb(event))
@@ -63,5 +65,6 @@ def _trace_to_pb(traced: TracedRound) -> draft_pb2.RoundTrace:
 
 def _statistics_to_pb(statistics: Statistics) -> draft_pb2.GenerationStatistics:
     figures = dict(vars(statistics))
+    del figures["rounds_by_depth"]
     figures["round_parts"] = [draft_pb2.RoundPart(**vars(part)) for part in statistics.round_parts]
     return draft_pb2.GenerationStatistics(**figures)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from dynatree.v1 import tree_pb2 as dynatree_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64ynatree/v1/draft.proto\x12\x0b\x64ynatree.v1\x1a\x16\x64ynatree/v1/tree.proto\"!\n\x1f\x44raftServiceGetModelInfoRequest\"\x83\x01\n DraftServiceGetModelInfoResponse\x12%\n\x05\x64raft\x18\x01 \x01(\x0b\x32\x16.dynatree.v1.ModelInfo\x12&\n\x06target\x18\x02 \x01(\x0b\x32\x16.dynatree.v1.ModelInfo\x12\x10\n\x08policies\x18\x03 \x03(\t\"\xe6\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.dynatree.v1.TokenIdsH\x00\x12\x1b\n\x0emax_new_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.dynatree.v1.SamplingOptions\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12#\n\x06policy\x18\x07 \x01(\x0b\x32\x13.dynatree.v1.Policy\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x11\n\tlog_probs\x18\t \x01(\x08\x12\x0e\n\x01n\x18\n \x01(\rH\x02\x88\x01\x01\x12\r\n\x05trace\x18\x0b \x01(\x08\x12\x16\n\x0equeue_position\x18\x0c \x01(\x08\x42\x08\n\x06promptB\x11\n\x0f_max_new_tokensB\x04\n\x02_n\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x85\x02\n\x06Policy\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x33\n\x08settings\x18\x02 \x03(\x0b\x32!.dynatree.v1.Policy.SettingsEntry\x12<\n\rlist_settings\x18\x03 \x03(\x0b\x32%.dynatree.v1.Policy.ListSettingsEntry\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aI\n\x11ListSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.dynatree.v1.Numbers:\x02\x38\x01\"\x19\n\x07Numbers\x12\x0e\n\x06values\x18\x01 \x03(\x01\"\xda\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\ncompletion\x18\x03 \x01(\x0b\x32\x17.dynatree.v1.Completion\x12\x11\n\tlog_probs\x18\x04 \x03(\x02\x12\r\n\x05index\x18\x05 \x01(\r\x12&\n\x05trace\x18\x06 \x01(\x0b\x32\x17.dynatree.v1.RoundTrace\x12\x1b\n\x0equeue_position\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_queue_position\"\xe1\x02\n\nRoundTrace\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07parents\x18\x04 \x03(\x05\x12\x15\n\rprobabilities\x18\x05 \x03(\x02\x12\r\n\x05texts\x18\x06 \x03(\t\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x07 \x03(\r\x12\x15\n\rcommitted_ids\x18\x08 \x03(\r\x12\x17\n\x0f\x63ommitted_texts\x18\t \x03(\t\x12;\n\nparameters\x18\n \x03(\x0b\x32\'.dynatree.v1.RoundTrace.ParametersEntry\x12\x15\n\rdraft_seconds\x18\x0b \x01(\x01\x12\x16\n\x0everify_seconds\x18\x0c \x01(\x01\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x8c\x01\n\nCompletion\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.dynatree.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x35\n\nstatistics\x18\x03 \x01(\x0b\x32!.dynatree.v1.GenerationStatistics\"\xf9\x04\n\x14GenerationStatistics\x12\x18\n\x10generated_tokens\x18\x01 \x01(\r\x12\x0e\n\x06rounds\x18\x02 \x01(\r\x12\x0f\n\x07\x64raft_n\x18\x03 \x01(\r\x12\x18\n\x10\x64raft_n_accepted\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65ptance_rate\x18\x05 \x01(\x01\x12\x18\n\x10tokens_per_round\x18\x06 \x01(\x01\x12\x18\n\x10mean_path_length\x18\x07 \x01(\x01\x12\x17\n\x0fnodes_per_round\x18\x08 \x01(\x01\x12\x1b\n\x13\x61\x63\x63\x65ptance_by_depth\x18\t \x03(\x01\x12#\n\x1btime_to_first_token_seconds\x18\n \x01(\x01\x12%\n\x1dtime_per_output_token_seconds\x18\x0b \x01(\x01\x12\x15\n\rtotal_seconds\x18\x0c \x01(\x01\x12+\n\x0bround_parts\x18\r \x03(\x0b\x32\x16.dynatree.v1.RoundPart\x12\x0c\n\x04seed\x18\x0e \x01(\x04\x12\x1b\n\x13\x63ommitted_per_level\x18\x0f \x01(\x01\x12\x15\n\rdraft_seconds\x18\x10 \x01(\x01\x12\x14\n\x0cwire_seconds\x18\x11 \x01(\x01\x12\x16\n\x0everify_seconds\x18\x12 \x01(\x01\x12\x15\n\rqueue_seconds\x18\x13 \x01(\x01\x12\x19\n\x11sessions_per_pass\x18\x14 \x01(\x01\x12\x15\n\rrows_per_pass\x18\x15 \x01(\x01\x12\x11\n\ttrimmed_n\x18\x16 \x01(\r\x12\x15\n\rcached_tokens\x18\x17 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x18 \x01(\x01\"E\n\tRoundPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rtotal_seconds\x18\x02 \x01(\x01\x12\x13\n\x0bp50_seconds\x18\x03 \x01(\x01\x32\xc6\x01\n\x0c\x44raftService\x12I\n\x08Generate\x12\x1c.dynatree.v1.GenerateRequest\x1a\x1d.dynatree.v1.GenerateResponse0\x01\x12k\n\x0cGetModelInfo\x12,.dynatree.v1.DraftServiceGetModelInfoRequest\x1a-.dynatree.v1.DraftServiceGetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64ynatree/v1/draft.proto\x12\x0b\x64ynatree.v1\x1a\x16\x64ynatree/v1/tree.proto\"!\n\x1f\x44raftServiceGetModelInfoRequest\"\x83\x01\n DraftServiceGetModelInfoResponse\x12%\n\x05\x64raft\x18\x01 \x01(\x0b\x32\x16.dynatree.v1.ModelInfo\x12&\n\x06target\x18\x02 \x01(\x0b\x32\x16.dynatree.v1.ModelInfo\x12\x10\n\x08policies\x18\x03 \x03(\t\"\xa3\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.dynatree.v1.TokenIdsH\x00\x12\x1b\n\x0emax_new_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.dynatree.v1.SamplingOptions\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12#\n\x06policy\x18\x07 \x01(\x0b\x32\x13.dynatree.v1.Policy\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x11\n\tlog_probs\x18\t \x01(\x08\x12\x0e\n\x01n\x18\n \x01(\rH\x02\x88\x01\x01\x12\r\n\x05trace\x18\x0b \x01(\x08\x12\x16\n\x0equeue_position\x18\x0c \x01(\x08\x12#\n\x06resume\x18\r \x01(\x0b\x32\x13.dynatree.v1.Resume\x12\x16\n\x0especial_tokens\x18\x0e \x01(\x08\x42\x08\n\x06promptB\x11\n\x0f_max_new_tokensB\x04\n\x02_n\"i\n\x06Resume\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\ncharacters\x18\x03 \x01(\r\x12\x1a\n\x12target_fingerprint\x18\x04 \x01(\t\x12\r\n\x05round\x18\x05 \x01(\x04\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x85\x02\n\x06Policy\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x33\n\x08settings\x18\x02 \x03(\x0b\x32!.dynatree.v1.Policy.SettingsEntry\x12<\n\rlist_settings\x18\x03 \x03(\x0b\x32%.dynatree.v1.Policy.ListSettingsEntry\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aI\n\x11ListSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.dynatree.v1.Numbers:\x02\x38\x01\"\x19\n\x07Numbers\x12\x0e\n\x06values\x18\x01 \x03(\x01\"\x81\x02\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\ncompletion\x18\x03 \x01(\x0b\x32\x17.dynatree.v1.Completion\x12\x11\n\tlog_probs\x18\x04 \x03(\x02\x12\r\n\x05index\x18\x05 \x01(\r\x12&\n\x05trace\x18\x06 \x01(\x0b\x32\x17.dynatree.v1.RoundTrace\x12\x1b\n\x0equeue_position\x18\x07 \x01(\rH\x00\x88\x01\x01\x12%\n\x07started\x18\x08 \x01(\x0b\x32\x14.dynatree.v1.StartedB\x11\n\x0f_queue_position\"G\n\x07Started\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x1a\n\x12target_fingerprint\x18\x03 \x01(\t\"\xe1\x02\n\nRoundTrace\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07parents\x18\x04 \x03(\x05\x12\x15\n\rprobabilities\x18\x05 \x03(\x02\x12\r\n\x05texts\x18\x06 \x03(\t\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x07 \x03(\r\x12\x15\n\rcommitted_ids\x18\x08 \x03(\r\x12\x17\n\x0f\x63ommitted_texts\x18\t \x03(\t\x12;\n\nparameters\x18\n \x03(\x0b\x32\'.dynatree.v1.RoundTrace.ParametersEntry\x12\x15\n\rdraft_seconds\x18\x0b \x01(\x01\x12\x16\n\x0everify_seconds\x18\x0c \x01(\x01\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x8c\x01\n\nCompletion\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.dynatree.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x35\n\nstatistics\x18\x03 \x01(\x0b\x32!.dynatree.v1.GenerationStatistics\"\xa2\x05\n\x14GenerationStatistics\x12\x18\n\x10generated_tokens\x18\x01 \x01(\r\x12\x0e\n\x06rounds\x18\x02 \x01(\r\x12\x0f\n\x07\x64raft_n\x18\x03 \x01(\r\x12\x18\n\x10\x64raft_n_accepted\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65ptance_rate\x18\x05 \x01(\x01\x12\x18\n\x10tokens_per_round\x18\x06 \x01(\x01\x12\x18\n\x10mean_path_length\x18\x07 \x01(\x01\x12\x17\n\x0fnodes_per_round\x18\x08 \x01(\x01\x12\x1b\n\x13\x61\x63\x63\x65ptance_by_depth\x18\t \x03(\x01\x12#\n\x1btime_to_first_token_seconds\x18\n \x01(\x01\x12%\n\x1dtime_per_output_token_seconds\x18\x0b \x01(\x01\x12\x15\n\rtotal_seconds\x18\x0c \x01(\x01\x12+\n\x0bround_parts\x18\r \x03(\x0b\x32\x16.dynatree.v1.RoundPart\x12\x0c\n\x04seed\x18\x0e \x01(\x04\x12\x1b\n\x13\x63ommitted_per_level\x18\x0f \x01(\x01\x12\x15\n\rdraft_seconds\x18\x10 \x01(\x01\x12\x14\n\x0cwire_seconds\x18\x11 \x01(\x01\x12\x16\n\x0everify_seconds\x18\x12 \x01(\x01\x12\x15\n\rqueue_seconds\x18\x13 \x01(\x01\x12\x19\n\x11sessions_per_pass\x18\x14 \x01(\x01\x12\x15\n\rrows_per_pass\x18\x15 \x01(\x01\x12\x11\n\ttrimmed_n\x18\x16 \x01(\r\x12\x15\n\rcached_tokens\x18\x17 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x18 \x01(\x01\x12\x0f\n\x07resumes\x18\x19 \x01(\r\x12\x16\n\x0eresume_seconds\x18\x1a \x01(\x01\"E\n\tRoundPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rtotal_seconds\x18\x02 \x01(\x01\x12\x13\n\x0bp50_seconds\x18\x03 \x01(\x01\x32\xc6\x01\n\x0c\x44raftService\x12I\n\x08Generate\x12\x1c.dynatree.v1.GenerateRequest\x1a\x1d.dynatree.v1.GenerateResponse0\x01\x12k\n\x0cGetModelInfo\x12,.dynatree.v1.DraftServiceGetModelInfoRequest\x1a-.dynatree.v1.DraftServiceGetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,29 +43,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTSERVICEGETMODELINFORESPONSE']._serialized_start=100
   _globals['_DRAFTSERVICEGETMODELINFORESPONSE']._serialized_end=231
   _globals['_GENERATEREQUEST']._serialized_start=234
-  _globals['_GENERATEREQUEST']._serialized_end=592
-  _globals['_TOKENIDS']._serialized_start=594
-  _globals['_TOKENIDS']._serialized_end=617
-  _globals['_POLICY']._serialized_start=620
-  _globals['_POLICY']._serialized_end=881
-  _globals['_POLICY_SETTINGSENTRY']._serialized_start=759
-  _globals['_POLICY_SETTINGSENTRY']._serialized_end=806
-  _globals['_POLICY_LISTSETTINGSENTRY']._serialized_start=808
-  _globals['_POLICY_LISTSETTINGSENTRY']._serialized_end=881
-  _globals['_NUMBERS']._serialized_start=883
-  _globals['_NUMBERS']._serialized_end=908
-  _globals['_GENERATERESPONSE']._serialized_start=911
-  _globals['_GENERATERESPONSE']._serialized_end=1129
-  _globals['_ROUNDTRACE']._serialized_start=1132
-  _globals['_ROUNDTRACE']._serialized_end=1485
-  _globals['_ROUNDTRACE_PARAMETERSENTRY']._serialized_start=1436
-  _globals['_ROUNDTRACE_PARAMETERSENTRY']._serialized_end=1485
-  _globals['_COMPLETION']._serialized_start=1488
-  _globals['_COMPLETION']._serialized_end=1628
-  _globals['_GENERATIONSTATISTICS']._serialized_start=1631
-  _globals['_GENERATIONSTATISTICS']._serialized_end=2264
-  _globals['_ROUNDPART']._serialized_start=2266
-  _globals['_ROUNDPART']._serialized_end=2335
-  _globals['_DRAFTSERVICE']._serialized_start=2338
-  _globals['_DRAFTSERVICE']._serialized_end=2536
+  _globals['_GENERATEREQUEST']._serialized_end=653
+  _globals['_RESUME']._serialized_start=655
+  _globals['_RESUME']._serialized_end=760
+  _globals['_TOKENIDS']._serialized_start=762
+  _globals['_TOKENIDS']._serialized_end=785
+  _globals['_POLICY']._serialized_start=788
+  _globals['_POLICY']._serialized_end=1049
+  _globals['_POLICY_SETTINGSENTRY']._serialized_start=927
+  _globals['_POLICY_SETTINGSENTRY']._serialized_end=974
+  _globals['_POLICY_LISTSETTINGSENTRY']._serialized_start=976
+  _globals['_POLICY_LISTSETTINGSENTRY']._serialized_end=1049
+  _globals['_NUMBERS']._serialized_start=1051
+  _globals['_NUMBERS']._serialized_end=1076
+  _globals['_GENERATERESPONSE']._serialized_start=1079
+  _globals['_GENERATERESPONSE']._serialized_end=1336
+  _globals['_STARTED']._serialized_start=1338
+  _globals['_STARTED']._serialized_end=1409
+  _globals['_ROUNDTRACE']._serialized_start=1412
+  _globals['_ROUNDTRACE']._serialized_end=1765
+  _globals['_ROUNDTRACE_PARAMETERSENTRY']._serialized_start=1716
+  _globals['_ROUNDTRACE_PARAMETERSENTRY']._serialized_end=1765
+  _globals['_COMPLETION']._serialized_start=1768
+  _globals['_COMPLETION']._serialized_end=1908
+  _globals['_GENERATIONSTATISTICS']._serialized_start=1911
+  _globals['_GENERATIONSTATISTICS']._serialized_end=2585
+  _globals['_ROUNDPART']._serialized_start=2587
+  _globals['_ROUNDPART']._serialized_end=2656
+  _globals['_DRAFTSERVICE']._serialized_start=2659
+  _globals['_DRAFTSERVICE']._serialized_end=2857
 # @@protoc_insertion_point(module_scope)

@@ -22,7 +22,7 @@ class DraftServiceGetModelInfoResponse(_message.Message):
     def __init__(self, draft: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., target: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., policies: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "max_new_tokens", "sampling", "stop", "ignore_eos", "policy", "stop_token_ids", "log_probs", "n", "trace", "queue_position")
+    __slots__ = ("text", "token_ids", "max_new_tokens", "sampling", "stop", "ignore_eos", "policy", "stop_token_ids", "log_probs", "n", "trace", "queue_position", "resume", "special_tokens")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,8 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     max_new_tokens: int
@@ -47,7 +49,23 @@ class GenerateRequest(_message.Message):
     n: int
     trace: bool
     queue_position: bool
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., log_probs: bool = ..., n: _Optional[int] = ..., trace: bool = ..., queue_position: bool = ...) -> None: ...
+    resume: Resume
+    special_tokens: bool
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., log_probs: bool = ..., n: _Optional[int] = ..., trace: bool = ..., queue_position: bool = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., special_tokens: bool = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("index", "token_ids", "characters", "target_fingerprint", "round")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHARACTERS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    characters: int
+    target_fingerprint: str
+    round: int
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., characters: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., round: _Optional[int] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -86,7 +104,7 @@ class Numbers(_message.Message):
     def __init__(self, values: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("text", "token_ids", "completion", "log_probs", "index", "trace", "queue_position")
+    __slots__ = ("text", "token_ids", "completion", "log_probs", "index", "trace", "queue_position", "started")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +112,7 @@ class GenerateResponse(_message.Message):
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     completion: Completion
@@ -101,7 +120,18 @@ class GenerateResponse(_message.Message):
     index: int
     trace: RoundTrace
     queue_position: int
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., completion: _Optional[_Union[Completion, _Mapping]] = ..., log_probs: _Optional[_Iterable[float]] = ..., index: _Optional[int] = ..., trace: _Optional[_Union[RoundTrace, _Mapping]] = ..., queue_position: _Optional[int] = ...) -> None: ...
+    started: Started
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., completion: _Optional[_Union[Completion, _Mapping]] = ..., log_probs: _Optional[_Iterable[float]] = ..., index: _Optional[int] = ..., trace: _Optional[_Union[RoundTrace, _Mapping]] = ..., queue_position: _Optional[int] = ..., started: _Optional[_Union[Started, _Mapping]] = ...) -> None: ...
+
+class Started(_message.Message):
+    __slots__ = ("seed", "prompt_ids", "target_fingerprint")
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    seed: int
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    target_fingerprint: str
+    def __init__(self, seed: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., target_fingerprint: _Optional[str] = ...) -> None: ...
 
 class RoundTrace(_message.Message):
     __slots__ = ("round", "base_length", "token_ids", "parents", "probabilities", "texts", "accepted_nodes", "committed_ids", "committed_texts", "parameters", "draft_seconds", "verify_seconds")
@@ -149,7 +179,7 @@ class Completion(_message.Message):
     def __init__(self, finish_reason: _Optional[_Union[_tree_pb2.FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., statistics: _Optional[_Union[GenerationStatistics, _Mapping]] = ...) -> None: ...
 
 class GenerationStatistics(_message.Message):
-    __slots__ = ("generated_tokens", "rounds", "draft_n", "draft_n_accepted", "acceptance_rate", "tokens_per_round", "mean_path_length", "nodes_per_round", "acceptance_by_depth", "time_to_first_token_seconds", "time_per_output_token_seconds", "total_seconds", "round_parts", "seed", "committed_per_level", "draft_seconds", "wire_seconds", "verify_seconds", "queue_seconds", "sessions_per_pass", "rows_per_pass", "trimmed_n", "cached_tokens", "kv_cache_usage")
+    __slots__ = ("generated_tokens", "rounds", "draft_n", "draft_n_accepted", "acceptance_rate", "tokens_per_round", "mean_path_length", "nodes_per_round", "acceptance_by_depth", "time_to_first_token_seconds", "time_per_output_token_seconds", "total_seconds", "round_parts", "seed", "committed_per_level", "draft_seconds", "wire_seconds", "verify_seconds", "queue_seconds", "sessions_per_pass", "rows_per_pass", "trimmed_n", "cached_tokens", "kv_cache_usage", "resumes", "resume_seconds")
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_N_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +204,8 @@ class GenerationStatistics(_message.Message):
     TRIMMED_N_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
+    RESUMES_FIELD_NUMBER: _ClassVar[int]
+    RESUME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     generated_tokens: int
     rounds: int
     draft_n: int
@@ -198,7 +230,9 @@ class GenerationStatistics(_message.Message):
     trimmed_n: int
     cached_tokens: int
     kv_cache_usage: float
-    def __init__(self, generated_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., draft_n: _Optional[int] = ..., draft_n_accepted: _Optional[int] = ..., acceptance_rate: _Optional[float] = ..., tokens_per_round: _Optional[float] = ..., mean_path_length: _Optional[float] = ..., nodes_per_round: _Optional[float] = ..., acceptance_by_depth: _Optional[_Iterable[float]] = ..., time_to_first_token_seconds: _Optional[float] = ..., time_per_output_token_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., round_parts: _Optional[_Iterable[_Union[RoundPart, _Mapping]]] = ..., seed: _Optional[int] = ..., committed_per_level: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., wire_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., sessions_per_pass: _Optional[float] = ..., rows_per_pass: _Optional[float] = ..., trimmed_n: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ...) -> None: ...
+    resumes: int
+    resume_seconds: float
+    def __init__(self, generated_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., draft_n: _Optional[int] = ..., draft_n_accepted: _Optional[int] = ..., acceptance_rate: _Optional[float] = ..., tokens_per_round: _Optional[float] = ..., mean_path_length: _Optional[float] = ..., nodes_per_round: _Optional[float] = ..., acceptance_by_depth: _Optional[_Iterable[float]] = ..., time_to_first_token_seconds: _Optional[float] = ..., time_per_output_token_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., round_parts: _Optional[_Iterable[_Union[RoundPart, _Mapping]]] = ..., seed: _Optional[int] = ..., committed_per_level: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., wire_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., sessions_per_pass: _Optional[float] = ..., rows_per_pass: _Optional[float] = ..., trimmed_n: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., resumes: _Optional[int] = ..., resume_seconds: _Optional[float] = ...) -> None: ...
 
 class RoundPart(_message.Message):
     __slots__ = ("name", "total_seconds", "p50_seconds")

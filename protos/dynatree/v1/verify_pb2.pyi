@@ -26,7 +26,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[OpenSession, _Mapping]] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("prompt_ids", "max_new_tokens", "ignore_eos", "sampling", "draft", "stop_token_ids", "log_probs", "principal")
+    __slots__ = ("prompt_ids", "max_new_tokens", "ignore_eos", "sampling", "draft", "stop_token_ids", "log_probs", "principal", "generated", "round")
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,8 @@ class OpenSession(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     PRINCIPAL_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     max_new_tokens: int
     ignore_eos: bool
@@ -43,7 +45,9 @@ class OpenSession(_message.Message):
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     log_probs: bool
     principal: str
-    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: bool = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., draft: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., log_probs: bool = ..., principal: _Optional[str] = ...) -> None: ...
+    generated: int
+    round: int
+    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: bool = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., draft: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., log_probs: bool = ..., principal: _Optional[str] = ..., generated: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("opened", "commit")

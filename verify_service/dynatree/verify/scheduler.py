@@ -100,11 +100,13 @@ class Scheduler:
         run_pass: Runs a pass.
         costs: c(rows, sessions).
         max_rows: Of a pass, but for a prompt that nobody streams beside.
+        on_pass: Told of each pass that has ended, and of the seconds of its forward.
     """
 
     run_pass: PassRunner
     costs: PassCosts
     max_rows: int
+    on_pass: Callable[[PassStatistics, float], None] = lambda shared, seconds: None
     rate: ServiceRate = field(default_factory=ServiceRate)
     _budget: PromptBudget = field(init=False)
     _trees: list[_Job] = field(default_factory=list)  # in the order in which they came
@@ -285,6 +287,7 @@ class Scheduler:
         now = _now()
         rows = sum(part.rows for part in parts)
         shared = PassStatistics(len(parts), rows, price, held, open_sessions=max(len(self._paces), 1))
+        self.on_pass(shared, timings.forward)
         shares = self._shares(parts, rows)
         unread: list[_Job] = []
         for job, part, result, share in zip(jobs, parts, results, shares, strict=True):

@@ -10,10 +10,12 @@ from dynatree.common.admission import Admission
 from dynatree.common.engine import Engine, ModelSettings, load_engine
 from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_SESSIONS, MAX_TREE_NODES
 from dynatree.common.model_thread import ModelThread
+from dynatree.common.operation import Operation, OperationSettings
 from dynatree.common.prefix_cache import PrefixCache
 from dynatree.common.server import Server
-from dynatree.common.service_process import announce, model_settings, run_service
+from dynatree.common.service_process import announce, model_settings, operation_settings, run_service
 from dynatree.v1 import verify_pb2_grpc
+from dynatree.verify.metrics import VerifyMetrics
 from dynatree.verify.pass_costs import PassCosts
 from dynatree.verify.scheduler import Scheduler
 from dynatree.verify.service import SERVICE_NAME, VerifyService
@@ -60,41 +62,48 @@ def run(options: argparse.Namespace) -> int:
         speculative_slots=limits.max_tree_nodes,
         measured_rows=limits.batch_rows,
     )
-    return run_service(lambda: serve(settings, options.listen, limits, options.grace))
+    return run_service(lambda: serve(settings, limits, operation_settings(options)), options.log_format)
 
 
-async def serve(settings: ModelSettings, address: str, limits: VerifyLimits, grace: float) -> None:
+async def serve(settings: ModelSettings, limits: VerifyLimits, operation: OperationSettings) -> None:
     """Load the target, then serve it until a signal.
 
     Raises:
-        StartupError: The model or the address cannot be used.
+        StartupError: The model, an address or a file cannot be used.
     """
-    thread = ModelThread("verify-model")
-    engine = await thread.run(load_engine, settings)
-    server = await start_verify(engine, thread, address, limits)
-    info = engine.info
-    announce(f"dynatree verify: {info.name} ({info.dtype}, {info.device}) on {server.address}")
-    await server.wait(grace)
-    thread.shutdown()
+    with Operation.running(operation, "verify") as running:
+        thread = ModelThread("verify-model")
+        engine = await thread.run(load_engine, settings)
+        server = await start_verify(engine, thread, operation.address, limits, running)
+        info = engine.info
+        announce(f"dynatree verify: {info.name} ({info.dtype}, {info.device}) on {server.address}")
+        await server.wait(operation.grace)
+        thread.shutdown()
 
 
-async def start_verify(engine: Engine, thread: ModelThread, address: str, limits: VerifyLimits) -> Server:
+async def start_verify(
+    engine: Engine, thread: ModelThread, address: str, limits: VerifyLimits, operation: Operation
+) -> Server:
     """Serve a target at `address`; `thread` is the one that loaded it.
 
     Raises:
-        StartupError: The address cannot be used.
+        StartupError: The address or a file of the security settings cannot be used.
     """
     in_16_bits = engine.arena.dtype.itemsize == 2
     cache = PrefixCache(
         engine.arena, enabled=limits.prefix_cache, only_prompts=in_16_bits and not engine.batch_invariant
     )
     verifier = Verifier(engine, limits.max_tree_nodes, cache)
-    scheduler = Scheduler(
-        lambda parts: thread.run(verifier.run, parts), PassCosts(engine.info.forward_costs), limits.batch_rows
-    )
     admission = Admission(limits.sessions, engine.arena.size, limits.queue)
-    service = VerifyService(verifier, thread, scheduler, admission, limits.idle_seconds)
-    server = Server([SERVICE_NAME], limits.idle_seconds)
+    metrics = VerifyMetrics(operation.registry, admission)
+    scheduler = Scheduler(
+        lambda parts: thread.run(verifier.run, parts),
+        PassCosts(engine.info.forward_costs),
+        limits.batch_rows,
+        on_pass=metrics.passed,
+    )
+    service = VerifyService(verifier, thread, scheduler, admission, metrics, limits.idle_seconds, operation.tracing)
+    server = Server([SERVICE_NAME], limits.idle_seconds, operation.security, limits.sessions + limits.queue)
     verify_pb2_grpc.add_VerifyServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]
     await server.start(address)
     return server

@@ -14,11 +14,13 @@ from typing import Any
 import grpc
 
 from dynatree.common.admission import Admission
-from dynatree.common.errors import IdleSessionError, InvalidArgumentError, RoundInFlightError
-from dynatree.common.limits import IDLE_SECONDS
+from dynatree.common.call_tracker import Call
+from dynatree.common.errors import IdleSessionError, InvalidArgumentError, OutOfRangeError, RoundInFlightError
+from dynatree.common.limits import IDLE_SECONDS, MAX_STOP_TOKENS
 from dynatree.common.messages import Commit, SessionOpened, VerifyTimings
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.shared_cores import SharedCores, ShortWaits
+from dynatree.common.tracing import OFF, Span, Tracing
 from dynatree.common.tree import TokenTree
 from dynatree.common.wire import (
     commit_to_pb,
@@ -28,11 +30,12 @@ from dynatree.common.wire import (
     tree_from_pb,
 )
 from dynatree.v1 import verify_pb2, verify_pb2_grpc
+from dynatree.verify.metrics import VerifyMetrics
 from dynatree.verify.scheduler import Done, Scheduler
 from dynatree.verify.session import Session, SessionRequest
 from dynatree.verify.verifier import Verifier
 
-Context = grpc.aio.ServicerContext[Any, Any]
+Context = Call
 Requests = AsyncIterator[verify_pb2.VerifyRequest]
 Arrival = tuple[verify_pb2.VerifyRequest | None, float]  # a request, None at the end, and when it came
 SERVICE_NAME = verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name
@@ -46,6 +49,8 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         thread: On which it runs.
         scheduler: Gathers the sessions' trees and prompts into passes.
         admission: Who may open a session, and when.
+        metrics: Counts what sessions commit.
+        tracing: Where spans go.
         idle_seconds: How long a session waits for the next tree.
     """
 
@@ -55,12 +60,16 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         thread: ModelThread,
         scheduler: Scheduler,
         admission: Admission,
+        metrics: VerifyMetrics,
         idle_seconds: float = IDLE_SECONDS,
+        tracing: Tracing = OFF,
     ) -> None:
         self._verifier = verifier
         self._thread = thread
         self._scheduler = scheduler
         self._admission = admission
+        self._metrics = metrics
+        self._tracing = tracing
         self._idle_seconds = idle_seconds
         self._cores = SharedCores(ShortWaits())
         self._replica_id = secrets.token_hex(8)
@@ -79,28 +88,42 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         first, arrival = await _read(context)
         if first is None:
             return
-        request = self._check_open(first)
+        request = self._check_open(first, context.principal)
+        if request.finish_reason is not None:
+            await context.write(verify_pb2.VerifyResponse(opened=session_opened_to_pb(self._over(request, arrival))))
+            return
         one_device = first.open.draft.device_id == self._verifier.target.device_id
         slots = self._verifier.slots(request)
         async with self._admission.queued(request.principal, slots, context.time_remaining()) as turn:
             await turn.come()
             async with self._thread.held(partial(self._verifier.open, request), self._verifier.close) as session:
                 try:
-                    with self._cores.shared() if one_device else nullcontext():
-                        await self._serve(session, turn.queue_seconds, context, arrival)
+                    with (
+                        self._cores.shared() if one_device else nullcontext(),
+                        self._tracing.span("verify", context.invocation_metadata(), cached=session.cached) as span,
+                    ):
+                        await self._serve(session, turn.queue_seconds, context, arrival, span)
                 finally:
                     self._scheduler.forget(session)
 
-    async def _serve(self, session: Session, queue_seconds: float, context: Context, arrival: float) -> None:
-        done = await self._scheduler.read(session)
-        opened = self._opened(session, self._commit(session, TokenTree(), done, arrival), queue_seconds)
+    async def _serve(
+        self, session: Session, queue_seconds: float, context: Context, arrival: float, span: Span
+    ) -> None:
+        with span.child("read prompt", tokens=session.unread):
+            done = await self._scheduler.read(session)
+        self._metrics.cached(session.cached)
+        commit = self._commit(session, TokenTree(), done, arrival)
+        opened = self._opened(session.request, commit, queue_seconds, session.cached)
         await context.write(verify_pb2.VerifyResponse(opened=session_opened_to_pb(opened)))
         following = asyncio.ensure_future(_read(context))
         try:
             while (request := await self._next(following)) is not None:
                 arrival = following.result()[1]
                 following = asyncio.ensure_future(_read(context))
-                commit = await self._round(session, request, following, arrival)
+                with span.child("pass") as waiting:
+                    commit = await self._round(session, request, following, arrival)
+                    shared = commit.shared
+                    waiting.note(rows=shared.rows, sessions=shared.sessions, hold_seconds=shared.hold_seconds)
                 await context.write(verify_pb2.VerifyResponse(commit=commit_to_pb(commit)))
         finally:
             following.cancel()
@@ -116,13 +139,21 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
             raise IdleSessionError(f"no tree came for {self._idle_seconds:g} s, the longest that a session may be idle")
         return following.result()[0]
 
-    def _check_open(self, message: verify_pb2.VerifyRequest) -> SessionRequest:
+    def _check_open(self, message: verify_pb2.VerifyRequest, caller: str | None) -> SessionRequest:
         if message.WhichOneof("request") != "open":
             raise InvalidArgumentError("the first request of a stream opens the session; expected the field `open`")
         target = self._verifier.target
+        for name, ids, most in (  # before they are copied
+            ("prompt_ids", message.open.prompt_ids, target.context_length),
+            ("stop_token_ids", message.open.stop_token_ids, MAX_STOP_TOKENS),
+        ):
+            if len(ids) > most:
+                raise OutOfRangeError(f"{len(ids)} {name}, at most {most} are accepted")
         request = open_session_from_pb(
             message.open, default_seed=secrets.randbits(63), default_penalty=target.repetition_penalty
         )
+        if caller is not None:  # a draft service speaks for its own principals, and for nobody else's
+            request = replace(request, principal=f"{caller}/{request.principal}")
         return SessionRequest.checked(request, target, self._verifier.engine.eos_token_ids)
 
     def _check_tree(self, session: Session, request: verify_pb2.VerifyRequest) -> TokenTree:
@@ -138,8 +169,10 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         session.check_distributions(tree)
         return tree
 
-    def _opened(self, session: Session, commit: Commit, queue_seconds: float) -> SessionOpened:
-        sampling = session.request.sampling
+    def _opened(
+        self, request: SessionRequest, commit: Commit, queue_seconds: float = 0.0, cached_tokens: int = 0
+    ) -> SessionOpened:
+        sampling = request.sampling
         return SessionOpened(
             target=self._verifier.target,
             max_tree_nodes=self._verifier.max_tree_nodes,
@@ -147,8 +180,14 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
             commit=commit,
             replica_id=self._replica_id,
             queue_seconds=queue_seconds,
-            cached_tokens=session.cached,
+            cached_tokens=cached_tokens,
         )
+
+    def _over(self, request: SessionRequest, arrival: float) -> SessionOpened:
+        """The answer to a completion that went on although its last token had ended it."""
+        timings = VerifyTimings(0.0, 0.0, 0.0, total=time.perf_counter() - arrival)
+        commit = Commit(request.round, len(request.prompt_ids), (), (), 0, 0, timings, request.finish_reason)
+        return self._opened(request, commit)
 
     async def _round(
         self,
@@ -176,6 +215,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
     def _commit(self, session: Session, tree: TokenTree, done: Done, arrival: float) -> Commit:
         """What a session's client is told of a round, or of the prompt's forward, whose request came at `arrival`."""
         verdict, timings = done.verdict, done.timings
+        self._metrics.committed(len(verdict.token_ids), done.trimmed)
         return Commit(
             next_round=session.round,
             base_length=session.length,

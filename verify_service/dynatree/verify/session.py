@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from dynatree.common.errors import FailedPreconditionError, InvalidArgumentError
+from dynatree.common.errors import FailedPreconditionError, InvalidArgumentError, OutOfRangeError
 from dynatree.common.kv_range import KVRange
-from dynatree.common.messages import OpenSession
+from dynatree.common.messages import FinishReason, OpenSession
 from dynatree.common.model_info import ModelInfo, check_same_tokenizer, token_limit
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import TokenTree, check_token_ids
@@ -15,7 +15,10 @@ from dynatree.common.tree import TokenTree, check_token_ids
 
 @dataclass(frozen=True)
 class SessionRequest:
-    """A checked request for a session: `limit` is the number of tokens, prompt included, at which it finishes."""
+    """A checked request for a session: `limit` is the number of tokens, prompt included, at which it finishes.
+
+    Of a completion that goes on, `prompt_ids` end with the `generated` tokens that it has; it sent `round` trees.
+    """
 
     prompt_ids: tuple[int, ...]
     limit: int
@@ -23,6 +26,15 @@ class SessionRequest:
     sampling: Sampling
     log_probs: bool = False
     principal: str = ""
+    generated: int = 0
+    round: int = 0
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the completion that goes on is over already; None where it is not."""
+        if self.generated and self.prompt_ids[-1] in self.end_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.prompt_ids) >= self.limit else None
 
     @classmethod
     def checked(cls, request: OpenSession, target: ModelInfo, end_tokens: frozenset[int]) -> SessionRequest:
@@ -36,7 +48,16 @@ class SessionRequest:
         check_same_tokenizer(request.draft, target)
         if not request.prompt_ids:
             raise InvalidArgumentError("prompt_ids is empty; a session needs at least one prompt token")
-        limit = token_limit(len(request.prompt_ids), request.max_new_tokens, target)
+        prompt_tokens = len(request.prompt_ids) - request.generated
+        if prompt_tokens < 1:
+            raise InvalidArgumentError(
+                f"generated is {request.generated}, expected less than the {len(request.prompt_ids)} prompt_ids"
+            )
+        limit = token_limit(prompt_tokens, request.max_new_tokens, target)
+        if len(request.prompt_ids) > limit:
+            raise OutOfRangeError(
+                f"generated is {request.generated}, past the limit of {limit - prompt_tokens} new tokens"
+            )
         check_token_ids(request.prompt_ids, target.vocab_size, "prompt_ids")
         check_token_ids(request.stop_token_ids, target.vocab_size, "stop_token_ids")
         request.sampling.check_tokens(target.vocab_size)
@@ -47,6 +68,8 @@ class SessionRequest:
             sampling=request.sampling,
             log_probs=request.log_probs,
             principal=request.principal,
+            generated=request.generated,
+            round=request.round,
         )
 
 
@@ -67,8 +90,11 @@ class Session:
     committed: list[int]
     read: int = 0
     cached: int = 0
-    round: int = 0
+    round: int = field(init=False)
     finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.round = self.request.round
 
     @property
     def length(self) -> int:

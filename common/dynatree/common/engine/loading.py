@@ -26,6 +26,7 @@ from dynatree.common.engine.flat_forward import FlatForward
 from dynatree.common.engine.generation_defaults import GenerationDefaults
 from dynatree.common.engine.huge_pages import use_huge_pages
 from dynatree.common.engine.kv_budget import KVBudget
+from dynatree.common.engine.model_fingerprint import model_fingerprint
 from dynatree.common.engine.native import is_native
 from dynatree.common.engine.native_attention import NativeBatch
 from dynatree.common.engine.native_program import program_of
@@ -94,6 +95,8 @@ def load_engine(settings: ModelSettings) -> Engine:
     tokenizer = load_tokenizer(settings.model)
     native = is_native(model.device, model.dtype)
     with _explained(name, model.config):
+        defaults = GenerationDefaults.of(model.generation_config if settings.chooses_tokens else None)
+        identity = model_fingerprint(model, defaults) if settings.chooses_tokens else ""
         if model.device.type == "cpu":
             pack(model, native)
             use_huge_pages(weights_of(model), name)
@@ -101,7 +104,6 @@ def load_engine(settings: ModelSettings) -> Engine:
         context_length = _context_length(model)
         check_config(model.config, context_length)
         context_length = min(context_length, settings.max_context or context_length)
-        defaults = GenerationDefaults.of(model.generation_config if settings.chooses_tokens else None)
     if model.device.type == "cpu" and is_x86() and not native:
         log.warning("kernels are torch's: none were compiled at installation, for which a C compiler is needed")
     padded = model.device.type == "cpu" and not native and is_batch_invariant(model.dtype)
@@ -132,6 +134,7 @@ def load_engine(settings: ModelSettings) -> Engine:
         device_id=device_id(model.device),
         step_bytes=step_bytes,
         repetition_penalty=defaults.repetition_penalty,
+        fingerprint=identity,
     )
     attending = partial(NativeBatch, arena=arena) if native else partial(Batch, arena=arena, batch_invariant=padded)
     runner = _runner(model, arena, attending, settings.static_shapes, native)

@@ -1,0 +1,68 @@
+"""What a client shows to a server, and how it knows the server."""
+
+import ipaddress
+from collections.abc import Iterable
+from os import PathLike
+from pathlib import Path
+from typing import Literal
+
+import grpc
+
+File = str | PathLike[str]
+
+
+def tls_credentials(
+    ca: File | Literal[True] | None, cert: File | None, key: File | None
+) -> grpc.ChannelCredentials | None:
+    """Credentials of a TLS connection; None for a plain one.
+
+    Raises:
+        ValueError: a certificate without its key or without authorities, or the other way round.
+        OSError: a file cannot be read.
+    """
+    if (cert is None) != (key is None):
+        raise ValueError("cert and key go together: give both, or neither")
+    if ca is None:
+        if cert is not None:
+            raise ValueError("a certificate needs TLS: give ca, the authorities of the server's certificate")
+        return None
+    roots = None if ca is True else Path(ca).read_bytes()
+    pair = [Path(file).read_bytes() for file in (key, cert) if file is not None]
+    return grpc.ssl_channel_credentials(roots, *pair)
+
+
+def token_metadata(token: str) -> tuple[str, str]:
+    """The metadata that shows a token.
+
+    Raises:
+        TypeError: it is no string.
+        ValueError: it cannot be sent.
+    """
+    if not isinstance(token, str):
+        raise TypeError(f"token must be a str, not {type(token).__name__}")
+    if not token or not (token.isascii() and token.isprintable()) or " " in token:
+        raise ValueError("a token is printable ASCII characters without spaces")
+    return "authorization", f"Bearer {token}"
+
+
+def check_local(addresses: Iterable[str]) -> None:
+    """Refuse to show a token over a plain connection to another machine.
+
+    Raises:
+        ValueError: an address is no loopback address.
+    """
+    for address in addresses:
+        if not _is_local(address):
+            raise ValueError(
+                f"the token would cross the network to {address} in plain text: give ca for TLS, or insecure=True"
+            )
+
+
+def _is_local(address: str) -> bool:
+    if address.startswith("unix:"):
+        return True
+    host = address.removeprefix("dns:///").rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

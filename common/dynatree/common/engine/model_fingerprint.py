@@ -1,0 +1,42 @@
+"""What two services must share to give the same tokens: weights, their dtype, configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dynatree.common.engine.generation_defaults import GenerationDefaults
+
+# Where a checkpoint lies, who wrote it, and what other libraries make of it: no token depends on these.
+NAMES_ONLY = ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures")
+CHUNKS = 64  # of a tensor that are summed apart, so that weights that changed places are seen
+
+
+def model_fingerprint(model: PreTrainedModel, defaults: GenerationDefaults) -> str:
+    """SHA-256, in hexadecimal, over the configuration, what is adopted of generation_config, and the weights.
+
+    Of a tensor it covers name, dtype, shape, and the sums of 64 chunks of its bits: as fast as memory is read. That
+    tells checkpoints apart; it is no protection against somebody who makes one up.
+    """
+    digest = hashlib.sha256()
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    for name in NAMES_ONLY:
+        config.pop(name, None)
+    parts: list[object] = [config, sorted(defaults.eos_token_ids), defaults.repetition_penalty]
+    for name, tensor in sorted(model.state_dict().items()):
+        parts.append([name, str(tensor.dtype), list(tensor.shape), _sums(tensor)])
+    for part in parts:
+        digest.update(json.dumps(part, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _sums(tensor: Tensor) -> list[int]:
+    """Sums of the bits, taken as 64-bit integers, that wrap; and what is left over."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = raw.numel() // (8 * CHUNKS) * 8 * CHUNKS
+    words = raw[:whole].view(torch.int64).reshape(CHUNKS, -1)
+    return [*words.sum(dim=1).tolist(), *raw[whole:].tolist()]

@@ -1,0 +1,129 @@
+"""Who may call a server, and over what: TLS, client certificates, tokens.
+
+Whoever calls is a principal: the owner of the token, or else the common name of the client's certificate. Without both
+anybody may call, and is whoever he says he is.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from dynatree.common.errors import StartupError, UnauthenticatedError
+from dynatree.common.files import Reloaded
+from dynatree.common.tokens import AUTHORIZATION, TokenFile
+
+
+@dataclass(frozen=True)
+class SecuritySettings:
+    """What the command line says of a server's security.
+
+    Attributes:
+        certificate: The server's certificate chain, PEM.
+        key: Its private key, PEM.
+        client_ca: Authorities whose client certificates are demanded, PEM.
+        tokens: Who may call, by token.
+        insecure: Whether plain connections from other machines are welcome.
+        reflection: Whether the server describes its services to whoever asks.
+    """
+
+    certificate: Path | None = None
+    key: Path | None = None
+    client_ca: Path | None = None
+    tokens: Path | None = None
+    insecure: bool = False
+    reflection: bool = True
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise StartupError("a certificate and its key go together: expected both --tls-cert and --tls-key")
+        if self.client_ca is not None and self.certificate is None:
+            raise StartupError("--client-ca needs TLS: expected --tls-cert and --tls-key")
+
+    @property
+    def tls(self) -> bool:
+        """Whether connections are encrypted."""
+        return self.certificate is not None
+
+    def check_plain(self, address: str) -> None:
+        """Refuse a plain connection with another machine, unless it is asked for.
+
+        Raises:
+            StartupError: The address is no loopback address.
+        """
+        if not (self.tls or self.insecure or is_local(address)):
+            raise StartupError(
+                f"{address} is open to other machines, and connections would not be encrypted; expected --tls-cert and "
+                "--tls-key, or --insecure where the network is private"
+            )
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """For the server's port; files that are replaced count from the next connection on. None for plain connections.
+
+        Raises:
+            StartupError: A file cannot be read.
+        """
+        if self.certificate is None or self.key is None:
+            return None
+        certificate, key, client_ca = self.certificate, self.key, self.client_ca
+
+        def read() -> grpc.ServerCertificateConfiguration:
+            pair = (key.read_bytes(), certificate.read_bytes())
+            roots = client_ca.read_bytes() if client_ca is not None else None
+            return grpc.ssl_server_certificate_configuration([pair], roots)
+
+        paths = [certificate, key, *([client_ca] if client_ca is not None else [])]
+        try:
+            reloaded = Reloaded(paths, read)
+        except (OSError, ValueError) as error:
+            raise StartupError(f"TLS cannot be used: {_reason(error)}") from error
+        return grpc.dynamic_ssl_server_credentials(
+            reloaded.value, lambda: reloaded.value, require_client_authentication=client_ca is not None
+        )
+
+
+LOCAL = SecuritySettings()
+
+
+class Authentication:
+    """Finds out on whose behalf a call is made."""
+
+    def __init__(self, settings: SecuritySettings) -> None:
+        self._tokens = TokenFile(settings.tokens) if settings.tokens is not None else None
+        self._certificates = settings.client_ca is not None
+
+    def principal(self, context: Any) -> str | None:
+        """The principal of a call; None where the server asks nobody who he is.
+
+        Raises:
+            UnauthenticatedError: The call shows no token that is known.
+        """
+        if self._tokens is not None:
+            shown = dict(context.invocation_metadata() or ()).get(AUTHORIZATION, "")
+            principal = self._tokens.principal(shown) if isinstance(shown, str) else None
+            if principal is None:
+                raise UnauthenticatedError("no known token; expected the metadata `authorization: Bearer TOKEN`")
+            return principal
+        if self._certificates:
+            names = context.auth_context().get("x509_common_name", ())
+            return names[0].decode(errors="replace") if names else "certificate"
+        return None
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine reaches an address: `unix:PATH`, or `host:port` of the loopback interface."""
+    if address.startswith("unix:"):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return f"{Path(error.filename or '').name}: {error.strerror}" if isinstance(error, OSError) else str(error)

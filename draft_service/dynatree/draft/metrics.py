@@ -1,0 +1,94 @@
+"""What the draft service counts, under the names that dashboards for vLLM have, with the prefix `dynatree_`."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from dynatree.common.admission import Admission
+from dynatree.common.metrics import LATENCY_BUCKETS, ROW_BUCKETS, TOKEN_BUCKETS, gauge
+from dynatree.draft.generation import Completion
+from dynatree.draft.replicas import Replicas
+
+
+class DraftMetrics:
+    """Counts completions when they end; what goes on is asked for when it is scraped."""
+
+    def __init__(self, registry: CollectorRegistry, admission: Admission, replicas: Replicas) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"dynatree_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
+            return Histogram(f"dynatree_{name}", text, buckets=buckets, registry=registry)
+
+        gauge(registry, "num_requests_running", "Requests that hold a session.", lambda: admission.running)
+        gauge(registry, "num_requests_waiting", "Requests in the queue.", lambda: admission.waiting)
+        gauge(
+            registry,
+            "kv_cache_usage_perc",
+            "Share of KV slots that sessions hold, 0 to 1.",
+            lambda: admission.usage,
+        )
+        gauge(registry, "verify_replicas", "Verify services that are known.", lambda: len(replicas.all))
+        gauge(
+            registry,
+            "verify_replicas_ready",
+            "Verify services that serve.",
+            lambda: sum(replica.ready for replica in replicas.all),
+        )
+        self._success = counter("request_success", "Completions, by why they ended.", "finished_reason")
+        self._failure = counter("request_failure", "Requests that failed, by gRPC status code.", "code")
+        self._prompt = counter("prompt_tokens", "Prompt tokens of completions.")
+        self._cached = counter("cached_prompt_tokens", "Prompt tokens that the target had cached.")
+        self._generated = counter("generation_tokens", "New tokens of completions.")
+        self._rounds = counter("spec_decode_num_drafts", "Trees sent.")
+        self._drafted = counter("spec_decode_num_draft_tokens", "Nodes drafted.")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Nodes accepted.")
+        self._trimmed = counter("spec_decode_num_trimmed_tokens", "Nodes drafted, but not verified.")
+        self._positions = counter("spec_decode_num_accepted_tokens_per_pos", "Nodes accepted by depth - 1.", "position")
+        self._reached = counter("spec_decode_num_drafts_per_pos", "Trees that reached depth - 1.", "position")
+        self._parts = counter("round_seconds", "Seconds of rounds, by where they went.", "part")
+        self._first = histogram("time_to_first_token_seconds", "From arrival to the first token.")
+        self._each = histogram(
+            "inter_token_latency_seconds", "Seconds for each token after the first, a completion's mean.", TOKEN_BUCKETS
+        )
+        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.")
+        self._queue = histogram("request_queue_time_seconds", "Waiting for a session.")
+        self._nodes = histogram("nodes_per_round", "Nodes of trees, a completion's mean.", ROW_BUCKETS)
+        self._resumes = counter("resumes", "Sessions that went on at another verify service.")
+        self._resume_seconds = histogram("resume_seconds", "From losses to the next token, a completion's sum.")
+
+    def completed(self, completion: Completion) -> None:
+        """Count a completion that has ended."""
+        statistics = completion.statistics
+        reason = completion.finish_reason.value if completion.finish_reason else "unknown"
+        self._success.labels(reason).inc()
+        self._prompt.inc(completion.prompt_tokens)
+        self._cached.inc(statistics.cached_tokens)
+        self._generated.inc(statistics.generated_tokens)
+        self._rounds.inc(statistics.rounds)
+        self._drafted.inc(statistics.draft_n)
+        self._accepted.inc(statistics.draft_n_accepted)
+        self._trimmed.inc(statistics.trimmed_n)
+        for position, (reached, survived) in enumerate(statistics.rounds_by_depth):
+            self._reached.labels(position).inc(reached)
+            self._positions.labels(position).inc(survived)
+        for part, seconds in (
+            ("draft", statistics.draft_seconds),
+            ("wire", statistics.wire_seconds),
+            ("verify", statistics.verify_seconds),
+        ):
+            self._parts.labels(part).inc(max(seconds, 0.0))
+        self._first.observe(statistics.time_to_first_token_seconds)
+        if statistics.generated_tokens > 1:
+            self._each.observe(statistics.time_per_output_token_seconds)
+        self._whole.observe(statistics.total_seconds)
+        self._queue.observe(statistics.queue_seconds)
+        if statistics.rounds:
+            self._nodes.observe(statistics.nodes_per_round)
+        if statistics.resumes:
+            self._resumes.inc(statistics.resumes)
+            self._resume_seconds.observe(statistics.resume_seconds)
+
+    def failed(self, code: str) -> None:
+        """Count a request that ended with an error."""
+        self._failure.labels(code).inc()

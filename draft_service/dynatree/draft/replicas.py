@@ -1,0 +1,206 @@
+"""The verify services behind a draft service: which there are, which serve, and which one is next."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+from collections.abc import Awaitable, Callable, Collection
+from functools import partial
+
+from dynatree.common.address import DNS, split_addresses
+from dynatree.common.channel import Connector
+from dynatree.common.errors import FailedPreconditionError, PeerUnavailableError, StartupError
+from dynatree.common.model_info import ModelInfo
+from dynatree.draft.replica import Replica
+from dynatree.draft.target import Target
+from dynatree.draft.verify_client import VerifyClient
+
+log = logging.getLogger(__name__)
+
+RESOLVE_SECONDS = 5.0  # between two looks at what a name stands for
+
+
+class Replicas:
+    """Verify services, any of which may serve a session; each is told apart by its address.
+
+    A session goes to a ready service with the fewest sessions of this process (least request). gRPC's own `round_robin`
+    cannot leave out a service that hangs before its keepalive ends the connection, nor prefer an idle one.
+
+    Args:
+        addresses: `host:port`, `unix:PATH` or `dns:///name:port`, or several of them, comma-separated. All that a name
+            stands for are used, and it is looked up again every few seconds.
+        connector: Opens channels.
+        draft_for: What the draft model makes of a target.
+    """
+
+    def __init__(self, addresses: str, connector: Connector, draft_for: Callable[[ModelInfo], Target]) -> None:
+        self._addresses = split_addresses(addresses)
+        self._described = addresses
+        self._connector = connector
+        self._draft_for = draft_for
+        self._replicas: dict[str, Replica] = {}
+        self._watching: dict[str, asyncio.Task[None]] = {}
+        self._resolving: asyncio.Task[None] | None = None
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._last: Target | None = None
+        self._follower: Callable[[bool], Awaitable[None]] | None = None
+        self._telling: asyncio.Future[None] | None = None
+
+    @property
+    def all(self) -> tuple[Replica, ...]:
+        """Every service that is known."""
+        return tuple(self._replicas.values())
+
+    @property
+    def ready(self) -> bool:
+        """Whether any of them serves."""
+        return any(replica.ready for replica in self._replicas.values())
+
+    @property
+    def target(self) -> Target:
+        """The target of one that serves, or that served last."""
+        for replica in self._replicas.values():
+            if replica.ready:
+                self._last = replica.target
+        assert self._last is not None, "start() waits for a target"
+        return self._last
+
+    async def start(self, timeout: float) -> None:
+        """Look for services, and wait up to `timeout` seconds for the first that serves.
+
+        Raises:
+            StartupError: None did, or all that answered refused.
+        """
+        await self._resolve()
+        self._resolving = asyncio.ensure_future(self._keep_resolving())
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout
+        while not self.ready:
+            refusals = [replica.refusal for replica in self._replicas.values()]
+            if refusals and all(refusals):
+                raise StartupError(str(refusals[0]))
+            if not await self.changed(until - loop.time()):
+                raise StartupError(f"no verify service answered at {self._described} within {timeout:g} s")
+        self._last = self.target
+
+    async def close(self) -> None:
+        """Stop watching, and close all channels."""
+        tasks = [*self._watching.values(), *([self._resolving] if self._resolving else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for replica in self._replicas.values():
+            await replica.close()
+
+    def follow(self, tell: Callable[[bool], Awaitable[None]]) -> None:
+        """Tell `tell` now, and whenever one has changed, whether any of them serves."""
+        self._follower = tell
+        self._notify()
+
+    def draft_with(self, draft_for: Callable[[ModelInfo], Target]) -> None:
+        """Draft for every target by this from now on; what rounds cost is forgotten."""
+        self._draft_for = draft_for
+        for replica in self._replicas.values():
+            replica.draft_with(draft_for)
+
+    def choose(self, like: ModelInfo | None = None, avoid: Collection[Replica] = ()) -> Replica | None:
+        """A ready service with the fewest sessions, and with the tokens of `like`; None where there is none."""
+        usable = [
+            replica
+            for replica in self._replicas.values()
+            if replica.ready
+            and replica not in avoid
+            and (like is None or (replica.target is not None and replica.target.info.same_tokens(like)))
+        ]
+        return min(usable, key=lambda replica: (replica.sessions, random.random()), default=None)
+
+    def first(self, fingerprint: str = "") -> Replica:
+        """As `choose`, for a request that comes in; where there is a fingerprint, its target must have it.
+
+        Raises:
+            PeerUnavailableError: None serves.
+            FailedPreconditionError: Others serve, or only such as do not fit the draft model.
+        """
+        like = None
+        if fingerprint:
+            infos = [replica.target.info for replica in self.all if replica.ready and replica.target]
+            like = next((info for info in infos if info.fingerprint == fingerprint), None)
+            if infos and like is None:
+                raise FailedPreconditionError(
+                    f"the completion began on a target with fingerprint {fingerprint[:12]}, and goes on only there; "
+                    f"the verify services that are ready have {infos[0].name}, {infos[0].fingerprint[:12]}"
+                )
+        replica = self.choose(like)
+        if replica is None:
+            mismatches = [replica.mismatch for replica in self.all if replica.mismatch]
+            if mismatches:
+                raise FailedPreconditionError(mismatches[0])
+            raise PeerUnavailableError("no verify service is ready")
+        return replica
+
+    async def changed(self, timeout: float) -> bool:
+        """Wait for any of them to change; False where none did within `timeout` seconds."""
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.add(waiting)
+        try:
+            await asyncio.wait([waiting], timeout=max(timeout, 0.0))
+            return waiting.done()
+        finally:
+            self._waiting.discard(waiting)
+
+    def _notify(self) -> None:
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
+        if self._follower is not None:
+            self._telling = asyncio.ensure_future(self._follower(self.ready))
+
+    async def _keep_resolving(self) -> None:
+        """Look names up again, and connect anew when certificates were replaced."""
+        generation = self._connector.generation
+        while True:
+            await asyncio.sleep(RESOLVE_SECONDS)
+            await self._resolve()
+            if self._connector.generation != generation:
+                generation = self._connector.generation
+                for replica in self._replicas.values():
+                    replica.reconnect()
+
+    async def _resolve(self) -> None:
+        """Add the services that the addresses stand for now; leave out those that are gone, and have no session."""
+        found: dict[str, str | None] = {}  # the name in its certificate by address
+        for address in self._addresses:
+            if address.startswith(DNS):
+                name = address.removeprefix(DNS).rpartition(":")[0]
+                found |= dict.fromkeys(await _resolved(address), name)
+            else:
+                found[address] = None
+        for address in found.keys() - self._replicas.keys():
+            connect = partial(VerifyClient, address, self._connector, found[address])
+            replica = Replica(address, connect, self._draft_for, self._notify)
+            self._replicas[address] = replica
+            self._watching[address] = asyncio.ensure_future(replica.watch())
+        if not found:
+            return  # a name server that is down does not mean that the services are
+        for address in [*(self._replicas.keys() - found.keys())]:
+            replica = self._replicas[address]
+            if not replica.ready and not replica.sessions:
+                del self._replicas[address]
+                task = self._watching.pop(address)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                await replica.close()
+
+
+async def _resolved(address: str) -> list[str]:
+    """The addresses that `dns:///name:port` stands for; none where the name is not known."""
+    host, _, port = address.removeprefix(DNS).rpartition(":")
+    try:
+        infos = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        log.warning("%s: %s", host, error.strerror or error)
+        return []
+    hosts = dict.fromkeys(str(info[4][0]) for info in infos)
+    return [f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in hosts]

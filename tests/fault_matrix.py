@@ -1,0 +1,73 @@
+"""Every combination of faults, in real processes: `python tests/fault_matrix.py [--out FILE]`; takes half an hour.
+
+Prints a line for each that went wrong, then how long completions took to go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import quantiles
+
+from faults import OPTIONS, Fault, combinations, complete, outcome, running_cluster
+
+from dynatree.client import DynaTreeError
+
+
+def main() -> int:
+    """Run them; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="a JSON object for each combination, one a line")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth combination")
+    options = parser.parse_args()
+    records = []
+    with tempfile.TemporaryDirectory() as folder, running_cluster(Path(folder)) as cluster:
+        expected, plain = {}, {}
+        for name in OPTIONS:
+            complete(cluster.client, name)  # caches, costs
+            started = time.monotonic()
+            expected[name] = complete(cluster.client, name)
+            plain[name] = time.monotonic() - started
+        for who, where, how, name in combinations()[:: options.every]:
+            fault = Fault(who, where, how, cluster)
+            fault.arm()
+            started, error = time.monotonic(), ""
+            try:
+                completion = complete(cluster.client, name)
+                same = outcome(completion) == outcome(expected[name])
+                if name == "residual":
+                    same = len(completion.token_ids) == len(expected[name].token_ids)
+            except DynaTreeError as failure:
+                same, error = False, str(failure)
+            seconds = time.monotonic() - started
+            cluster.restore()
+            record = {
+                **{"who": who, "where": where, "how": how, "options": name},
+                **{"happened": fault.at is not None, "same": same, "error": error},
+                "extra_seconds": round(seconds - plain[name], 3),
+            }
+            records.append(record)
+            if not same or not record["happened"]:
+                print(json.dumps(record), flush=True)
+    if options.out:
+        options.out.write_text("".join(json.dumps(record) + "\n" for record in records))
+    wrong = [record for record in records if not record["same"]]
+    times = defaultdict(list)
+    for record in records:
+        if record["happened"]:
+            times[record["who"], record["how"]].append(record["extra_seconds"])
+    for (who, how), seconds in times.items():
+        cuts = quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else seconds * 99
+        print(f"{who} {how}: {len(seconds)} times, p50 {cuts[49]:.2f} s, p99 {cuts[98]:.2f} s to go on")
+    happened = sum(record["happened"] for record in records)
+    print(f"{len(records)} combinations, {happened} faults, {len(wrong)} completions that are not what they would be")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

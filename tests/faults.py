@@ -1,0 +1,247 @@
+"""Faults in real processes: two verify services, two draft services, and a proxy on each way between them.
+
+The proxies see every message of a session, so that a fault happens at one place of one completion, and once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpc_proxy import VERIFY, GrpcProxy, ProxyLoop, forward_all
+
+from dynatree.client import Client, Completion
+from dynatree.common import healthcheck
+from dynatree.v1 import verify_pb2
+
+COMMAND = [sys.executable, "-m", "dynatree.cli.main"]
+START_SECONDS = 60.0
+DELAY_SECONDS = 0.3
+STREAM_ROUND = 2  # the request and the response of a stream where faults happen; 0 opens the session
+
+WHO = ("verify", "draft", "both", "network")
+WHERE = ("open", "prefill", "tree sent", "answer lost", "between rounds", "last token")
+HOW = {
+    "verify": ("SIGKILL", "SIGSTOP", "SIGTERM"),
+    "draft": ("SIGKILL", "SIGSTOP", "SIGTERM"),
+    "both": ("SIGKILL", "SIGTERM"),
+    "network": ("cut", "drop", "delay"),
+}
+# The message at which these happen does not arrive.
+LOSES = ("open", "answer lost", "last token")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "gumbel": {"temperature": 0.8, "seed": 11},
+    "residual": {"temperature": 0.8, "seed": 12, "scheme": "residual"},
+    "penalties": {"repetition_penalty": 1.3, "logit_bias": {11: -4.0, 262: 3.0}},
+    "stop strings": {"stop": ["the", "qqq"], "max_new_tokens": 80},
+    "n = 2": {"temperature": 0.9, "seed": 13, "n": 2},
+    "log-probabilities": {"log_probs": True, "temperature": 0.6, "seed": 14},
+}
+PROMPT = "It was a bright cold morning, and the captain"
+
+
+@dataclass
+class Process:
+    """One service, as the command line starts it."""
+
+    name: str
+    arguments: list[str]
+    address: str
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    ending: bool = False
+
+    def start(self) -> None:
+        """Start it, without waiting."""
+        command = [*COMMAND, *self.arguments, "--listen", self.address, "--threads", "1", "--grace", "0.2"]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def wait(self) -> None:
+        """Wait until it serves."""
+        deadline = time.monotonic() + START_SECONDS
+        while (reason := healthcheck.failure(self.address, timeout=1.0)) is not None:
+            assert time.monotonic() < deadline, f"{self.name}: {reason}\n{self.log.read_text()[-2000:]}"
+            time.sleep(0.02)
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            os.kill(self.process.pid, number)
+            self.ending = self.ending or number in (signal.SIGKILL, signal.SIGTERM)
+
+    def restore(self) -> None:
+        """Have it go on where it was stopped, or start it anew where it ended, without waiting."""
+        assert self.process is not None
+        self.signal(signal.SIGCONT)
+        if self.ending:
+            self.process.wait(START_SECONDS)
+            self.ending = False
+            self.start()
+
+    def end(self) -> None:
+        """End it for good."""
+        if self.process is not None:
+            self.signal(signal.SIGCONT)
+            self.process.kill()
+            self.process.wait()
+
+
+@dataclass
+class Way:
+    """From a draft service to a verify service."""
+
+    draft: Process
+    verify: Process
+    proxy: GrpcProxy
+    dropping: bool = False
+
+
+@dataclass
+class Cluster:
+    """Services and the ways between them; `client` knows both draft services."""
+
+    verifies: list[Process]
+    drafts: list[Process]
+    ways: list[Way]
+    client: Client
+    loop: ProxyLoop
+
+    def restore(self) -> None:
+        """Make everything as it was."""
+        for way in self.ways:
+            way.proxy.hook, way.dropping = forward_all, False
+            self.loop.call(way.proxy.cut)
+        for process in (*self.verifies, *self.drafts):
+            process.restore()
+        for process in (*self.verifies, *self.drafts):
+            process.wait()
+
+
+@dataclass
+class Fault:
+    """`who` suffers `how`, `where` in the next completion; `at` is when it happened, None before."""
+
+    who: str
+    where: str
+    how: str
+    cluster: Cluster
+    at: float | None = None
+
+    def arm(self) -> None:
+        """Wait for the place."""
+        for way in self.cluster.ways:
+            way.proxy.hook = self._hook_of(way)
+
+    def _hook_of(self, way: Way) -> Any:
+        async def hook(method: str, is_request: bool, number: int, message: bytes) -> None:
+            if way.dropping:
+                await asyncio.Event().wait()
+            if method != VERIFY or self.at is not None or not self._is_here(is_request, number, message):
+                return
+            self.at = time.monotonic()
+            if self.where not in LOSES:
+                asyncio.get_running_loop().call_later(0.005, self._strike, way)
+                return
+            self._strike(way)
+            if self.how == "delay":
+                await asyncio.sleep(DELAY_SECONDS)
+            elif self.how != "SIGTERM":  # with it, what is on its way arrives
+                await asyncio.Event().wait()
+
+        return hook
+
+    def _is_here(self, is_request: bool, number: int, message: bytes) -> bool:
+        if self.where in ("open", "prefill"):
+            return is_request and number == 0
+        if self.where == "tree sent":
+            return is_request and number == STREAM_ROUND
+        if is_request:
+            return False
+        if self.where == "last token":
+            response = verify_pb2.VerifyResponse.FromString(message)
+            return bool(response.commit.finish_reason or response.opened.commit.finish_reason)
+        return number == STREAM_ROUND
+
+    def _strike(self, way: Way) -> None:
+        suffering = {"verify": [way.verify], "draft": [way.draft], "both": [way.verify, way.draft]}.get(self.who, [])
+        for process in suffering:
+            process.signal(getattr(signal, self.how))
+        if self.how in ("SIGKILL", "cut"):
+            way.proxy.cut()
+        way.dropping = self.how == "drop"
+
+
+@contextmanager
+def running_cluster(folder: Path, *, verify_arguments: tuple[str, ...] = ()) -> Iterator[Cluster]:
+    """Two verify services and two draft services of the embedded pair."""
+    loop = ProxyLoop()
+    with ExitStack() as stack:
+        stack.callback(loop.close)
+        verifies = [
+            Process(
+                f"verify {name}",
+                ["verify", "--target-model", "embedded", *verify_arguments],
+                f"unix:{folder}/verify-{name}.sock",
+                folder / f"verify-{name}.log",
+            )
+            for name in "ab"
+        ]
+        drafts, ways = [], []
+        for name in "12":
+            proxies = [
+                stack.enter_context(loop.proxy(f"unix:{folder}/way-{name}-{number}.sock", verify.address))
+                for number, verify in enumerate(verifies)
+            ]
+            addresses = ",".join(proxy.address for proxy in proxies)
+            draft = Process(
+                f"draft {name}",
+                ["draft", "--draft-model", "embedded", "--verify", addresses],
+                f"unix:{folder}/draft-{name}.sock",
+                folder / f"draft-{name}.log",
+            )
+            drafts.append(draft)
+            ways += [Way(draft, verify, proxy) for verify, proxy in zip(verifies, proxies, strict=True)]
+        for process in (*verifies, *drafts):
+            stack.callback(process.end)
+            process.start()
+        for process in (*verifies, *drafts):
+            process.wait()
+        client = stack.enter_context(Client(",".join(draft.address for draft in drafts), timeout=60.0))
+        yield Cluster(verifies, drafts, ways, client, loop)
+
+
+def complete(client: Client, name: str) -> Completion:
+    """The completion of some of `OPTIONS`."""
+    return client.generate(PROMPT, **({"max_new_tokens": 24, "ignore_eos": True} | OPTIONS[name]))
+
+
+def outcome(completion: Completion) -> list[tuple[Any, ...]]:
+    """What must not depend on a fault."""
+    return [
+        (each.text, each.token_ids, each.finish_reason, each.log_probs)
+        for each in (completion, *completion.alternatives)
+    ]
+
+
+def combinations() -> list[tuple[str, str, str, str]]:
+    """Every combination of who, where, how and options that makes sense."""
+    return [
+        (who, where, how, name)
+        for who in WHO
+        for where in WHERE
+        for how in HOW[who]
+        for name in OPTIONS
+        if (where, name) != ("last token", "stop strings")  # the target does not know that it is the last
+    ]

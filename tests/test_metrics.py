@@ -1,0 +1,112 @@
+"""What Prometheus gets, and what a line of the log holds."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from model_zoo import save_random_model
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+from services import Services, running_services
+
+from dynatree.client import Client, DynaTreeError
+from dynatree.common.errors import StartupError
+from dynatree.common.logs import JsonLines, TextLines
+from dynatree.common.metrics import new_registry, serve_metrics
+from dynatree.common.security import SecuritySettings
+
+
+@pytest.fixture(scope="module", name="services")
+def services_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    folder = tmp_path_factory.mktemp("r")
+    target = save_random_model(folder / "target", "llama", seed=1)
+    with running_services(folder, target, save_random_model(folder / "draft", "gpt_neox", seed=2)) as services:
+        yield services
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float:
+    """A figure of a registry; 0 where there is none."""
+    return registry.get_sample_value(f"dynatree_{name}", labels) or 0.0
+
+
+def test_what_is_counted(services: Services) -> None:
+    registry = services.draft_registry
+    names = ("generation_tokens_total", "prompt_tokens_total", "spec_decode_num_drafts_total")
+    before = {name: value(registry, name) for name in names}
+    with Client(services.draft_address) as client:
+        completions = [client.generate(list(range(9, 20)), max_new_tokens=20, ignore_eos=True) for _ in range(3)]
+        with pytest.raises(DynaTreeError):
+            client.generate("Once", max_new_tokens=10**6)
+    grown = {name: value(registry, name) - before[name] for name in names}
+    assert grown == {
+        "generation_tokens_total": 60,
+        "prompt_tokens_total": 33,
+        "spec_decode_num_drafts_total": sum(each.stats.rounds for each in completions),
+    }
+    assert value(registry, "request_success_total", finished_reason="length") == 3
+    assert value(registry, "request_failure_total", code="OUT_OF_RANGE") == 1
+    accepted = sum(each.stats.draft_n_accepted for each in completions)
+    assert value(registry, "spec_decode_num_accepted_tokens_total") == accepted
+    by_position = [value(registry, "spec_decode_num_accepted_tokens_per_pos_total", position=str(p)) for p in range(64)]
+    assert sum(by_position) == accepted
+    assert value(registry, "time_to_first_token_seconds_count") == 3
+    assert value(registry, "verify_replicas_ready") == 1
+    assert value(registry, "num_requests_running") == 0
+    verify = services.verify_registry
+    assert value(verify, "committed_tokens_total") == 60
+    assert value(verify, "pass_rows_count") >= 3
+    assert value(verify, "num_requests_running") == 0
+    assert value(verify, "kv_cache_usage_perc") == 0
+
+
+def test_the_endpoint() -> None:
+    registry = new_registry()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    end = serve_metrics(f"127.0.0.1:{port}", registry, SecuritySettings())
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5.0) as response:
+            families = {family.name for family in text_string_to_metric_families(response.read().decode())}
+        assert "process_resident_memory_bytes" in families
+        with pytest.raises(StartupError, match="cannot serve metrics"):
+            serve_metrics(f"127.0.0.1:{port}", registry, SecuritySettings())
+    finally:
+        end()
+    with pytest.raises(StartupError, match="--insecure"):
+        serve_metrics("0.0.0.0:0", registry, SecuritySettings())
+
+
+def test_a_completion_is_one_line(services: Services, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    caplog.set_level(logging.INFO, "dynatree.draft.service")
+    with Client(services.draft_address, principal="team") as client:
+        client.generate("a secret prompt", max_new_tokens=4)
+        with pytest.raises(DynaTreeError) as caught:
+            client.generate("a secret prompt", max_new_tokens=10**6)
+    done, failed = (record for record in caplog.records if record.name == "dynatree.draft.service")
+    line = json.loads(JsonLines().format(done))
+    assert line["message"] == "completion"
+    assert (line["generated_tokens"], line["principal"], line["resumes"]) == (4, "team", 0)
+    assert "secret" not in json.dumps(line)
+    assert json.loads(JsonLines().format(failed))["request_id"] == caught.value.request_id
+    text = TextLines().format(done)
+    assert "generated_tokens=4" in text
+    assert "\n" not in text
+
+
+def test_a_traceback_is_in_the_line() -> None:
+    try:
+        raise ValueError("no")
+    except ValueError:
+        import sys
+
+        record = logging.LogRecord("a", logging.ERROR, "b", 1, "failed: %s", ("x",), sys.exc_info())
+    line = json.loads(JsonLines().format(record))
+    assert line["message"] == "failed: x"
+    assert "ValueError: no" in line["exception"]

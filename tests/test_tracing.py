@@ -1,0 +1,86 @@
+"""One trace a request, from the client through both services."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from model_zoo import save_random_model
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from services import Services, running_services
+
+from dynatree.client import Client, DynaTreeError
+from dynatree.common.errors import StartupError
+from dynatree.common.tracing import NOTHING, OFF, send_traces, traces_to
+
+EXPORTER = InMemorySpanExporter()
+
+
+@pytest.fixture(scope="module", name="services")
+def services_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    folder = tmp_path_factory.mktemp("t")
+    target = save_random_model(folder / "target", "llama", seed=1)
+    draft = save_random_model(folder / "draft", "gpt_neox", seed=2)
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(EXPORTER))
+    trace.set_tracer_provider(provider)  # the client's, as a program would
+    tracing = traces_to(SimpleSpanProcessor(EXPORTER), "dynatree-test")
+    with running_services(folder, target, draft, tracing=tracing) as services:
+        yield services
+
+
+def spans_of(services: Services, **options: Any) -> list[ReadableSpan]:
+    """The spans of one request."""
+    EXPORTER.clear()
+    with Client(services.draft_address) as client, suppress(DynaTreeError):
+        client.generate(list(range(9, 20)), ignore_eos=True, **options)
+    return list(EXPORTER.get_finished_spans())
+
+
+def test_one_trace_through_all(services: Services) -> None:
+    spans = spans_of(services, max_new_tokens=12)
+    [request] = [span for span in spans if span.name == "dynatree.request"]
+    ours = [span for span in spans if span.context.trace_id == request.context.trace_id]
+    names = {span.name for span in ours}
+    assert names == {"dynatree.request", "generate", "queue", "prefill", "round", "verify", "read prompt", "pass"}
+    by_id = {span.context.span_id: span for span in ours}
+    above = {span.name: by_id[span.parent.span_id].name for span in ours if span.parent}
+    assert above == {
+        "generate": "dynatree.request",
+        "queue": "generate",
+        "prefill": "generate",
+        "round": "generate",
+        "verify": "generate",
+        "read prompt": "verify",
+        "pass": "verify",
+    }
+    rounds = [dict(span.attributes or {}) for span in ours if span.name == "round"]
+    assert [each["dynatree.round"] for each in rounds] == list(range(len(rounds)))
+    assert all(each["dynatree.accepted"] <= each["dynatree.nodes"] for each in rounds)
+    assert not any(each["dynatree.resumed"] for each in rounds)
+
+
+def test_a_request_that_fails(services: Services) -> None:
+    spans = {span.name: span for span in spans_of(services, max_new_tokens=10**6)}
+    assert spans["dynatree.request"].status.status_code is trace.StatusCode.ERROR
+    assert [event.name for event in spans["generate"].events] == ["exception"]
+
+
+def test_without_traces_there_are_no_spans() -> None:
+    with OFF.span("generate", (("traceparent", "00-1-2-01"),)) as span, span.child("round") as child:
+        child.note(nodes=1)
+    assert span is NOTHING
+    assert child.metadata == ()
+
+
+def test_without_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(StartupError, match="extra otel"):
+        send_traces("http://localhost:4318", "dynatree-test")
