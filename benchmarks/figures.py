@@ -6,11 +6,10 @@ The documents hold blocks of cog, which call the functions below; `dynatree.benc
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -49,25 +48,10 @@ UNIT = r"tokens/s|tokens a second|ms\b|GB/s|x plain|times (?:as fast|plain|trans
 FIGURE = re.compile(rf"(?<![\w.])\d[\d.,]* ?(?:{UNIT})")
 
 
-def block(make: Callable[..., str], *arguments: str) -> str:
-    """What a function of this module makes, or that its measurement is missing."""
-    try:
-        return make(*arguments)
-    except FileNotFoundError as error:
-        return f"*Not measured on this machine yet: {Path(error.filename).name.removesuffix(SUFFIX)}.*"
-
-
 @cache
 def report(name: str) -> Report:
-    """A file of results.
-
-    Raises:
-        FileNotFoundError: It was not measured.
-    """
-    path = RESULTS / f"{name}{SUFFIX}"
-    if not path.exists():
-        raise FileNotFoundError(errno.ENOENT, "there is no measurement", str(path))
-    return load(path)
+    """A file of results."""
+    return load(RESULTS / f"{name}{SUFFIX}")
 
 
 @cache

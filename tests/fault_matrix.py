@@ -11,29 +11,28 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import quantiles
 
-from faults import OPTIONS, Fault, combinations, complete, outcome, running_cluster
+from faults import OPTIONS, QUEUED_SECONDS, Fault, combinations, complete, outcome, running_cluster
 
 from dynatree.client import DynaTreeError
 
 
-def main() -> int:
-    """Run them; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="a JSON object for each combination, one a line")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth combination")
-    options = parser.parse_args()
-    records = []
-    with tempfile.TemporaryDirectory() as folder, running_cluster(Path(folder)) as cluster:
+def run(some: Sequence[tuple[str, str, str, str]], verify_arguments: Sequence[str] = ()) -> Iterator[dict[str, object]]:
+    """What came of each combination."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_cluster(Path(folder), verify_arguments=verify_arguments) as cluster,
+    ):
         expected, plain = {}, {}
         for name in OPTIONS:
             complete(cluster.client, name)  # caches, costs
             started = time.monotonic()
             expected[name] = complete(cluster.client, name)
             plain[name] = time.monotonic() - started
-        for who, where, how, name in combinations()[:: options.every]:
+        for who, where, how, name in some:
             fault = Fault(who, where, how, cluster)
             fault.arm()
             started, error = time.monotonic(), ""
@@ -44,16 +43,28 @@ def main() -> int:
                     same = len(completion.token_ids) == len(expected[name].token_ids)
             except DynaTreeError as failure:
                 same, error = False, str(failure)
-            seconds = time.monotonic() - started
+            seconds = time.monotonic() - started - (2 * QUEUED_SECONDS if where == "queue" else 0.0)
             cluster.restore()
             record = {
                 **{"who": who, "where": where, "how": how, "options": name},
                 **{"happened": fault.at is not None, "same": same, "error": error},
                 "extra_seconds": round(seconds - plain[name], 3),
             }
-            records.append(record)
             if not same or not record["happened"]:
                 print(json.dumps(record), flush=True)
+            yield record
+
+
+def main() -> int:
+    """Run them; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="a JSON object for each combination, one a line")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth combination")
+    options = parser.parse_args()
+    some = combinations()[:: options.every]
+    queued = [each for each in some if each[1] == "queue"]
+    records = list(run([each for each in some if each[1] != "queue"]))
+    records += run(queued, ("--max-sessions", "1"))
     if options.out:
         options.out.write_text("".join(json.dumps(record) + "\n" for record in records))
     wrong = [record for record in records if not record["same"]]

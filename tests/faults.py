@@ -10,13 +10,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 from grpc_proxy import VERIFY, GrpcProxy, ProxyLoop, forward_all
 
 from dynatree.client import Client, Completion
@@ -26,10 +28,11 @@ from dynatree.v1 import verify_pb2
 COMMAND = [sys.executable, "-m", "dynatree.cli.main"]
 START_SECONDS = 60.0
 DELAY_SECONDS = 0.3
+QUEUED_SECONDS = 0.2  # a session waits so long for another one's end before a fault, and again behind it
 STREAM_ROUND = 2  # the request and the response of a stream where faults happen; 0 opens the session
 
 WHO = ("verify", "draft", "both", "network")
-WHERE = ("open", "prefill", "tree sent", "answer lost", "between rounds", "last token")
+WHERE = ("open", "queue", "prefill", "tree sent", "answer lost", "between rounds", "last token")
 HOW = {
     "verify": ("SIGKILL", "SIGSTOP", "SIGTERM"),
     "draft": ("SIGKILL", "SIGSTOP", "SIGTERM"),
@@ -118,6 +121,23 @@ class Cluster:
     client: Client
     loop: ProxyLoop
 
+    def hold_session(self, verify: Process) -> Any:
+        """A call that holds a session of a verify service until it is cancelled."""
+
+        def requests() -> Iterator[bytes]:
+            opening = verify_pb2.OpenSession(prompt_ids=[5], max_new_tokens=3, draft=model)
+            yield verify_pb2.VerifyRequest(open=opening).SerializeToString()
+            over.wait(START_SECONDS)
+
+        over = threading.Event()
+        channel = grpc.insecure_channel(verify.address)
+        asked = channel.unary_unary("/dynatree.v1.VerifyService/GetModelInfo")(b"")
+        model = verify_pb2.VerifyServiceGetModelInfoResponse.FromString(asked).model
+        call: Any = channel.stream_stream(VERIFY)(requests())
+        call.add_callback(lambda: (over.set(), channel.close()))
+        next(call)
+        return call
+
     def restore(self) -> None:
         """Make everything as it was."""
         for way in self.ways:
@@ -138,9 +158,12 @@ class Fault:
     how: str
     cluster: Cluster
     at: float | None = None
+    _release: Callable[[], Any] = lambda: None
 
     def arm(self) -> None:
-        """Wait for the place."""
+        """Wait for the place; "queue" needs verify services that take one session."""
+        held = [self.cluster.hold_session(verify) for verify in self.cluster.verifies] if self.where == "queue" else []
+        self._release = lambda: [call.cancel() for call in held]
         for way in self.cluster.ways:
             way.proxy.hook = self._hook_of(way)
 
@@ -152,7 +175,9 @@ class Fault:
                 return
             self.at = time.monotonic()
             if self.where not in LOSES:
-                asyncio.get_running_loop().call_later(0.005, self._strike, way)
+                loop = asyncio.get_running_loop()
+                loop.call_later(QUEUED_SECONDS if self.where == "queue" else 0.005, self._strike, way)
+                loop.call_later(2 * QUEUED_SECONDS, self._release)
                 return
             self._strike(way)
             if self.how == "delay":
@@ -163,7 +188,7 @@ class Fault:
         return hook
 
     def _is_here(self, is_request: bool, number: int, message: bytes) -> bool:
-        if self.where in ("open", "prefill"):
+        if self.where in ("open", "queue", "prefill"):
             return is_request and number == 0
         if self.where == "tree sent":
             return is_request and number == STREAM_ROUND
@@ -184,8 +209,10 @@ class Fault:
 
 
 @contextmanager
-def running_cluster(folder: Path, *, verify_arguments: tuple[str, ...] = ()) -> Iterator[Cluster]:
-    """Two verify services and two draft services of the embedded pair."""
+def running_cluster(
+    folder: Path, *, replicas: int = 2, verify_arguments: Sequence[str] = (), draft_arguments: Sequence[str] = ()
+) -> Iterator[Cluster]:
+    """So many verify services, and as many draft services, of the embedded pair."""
     loop = ProxyLoop()
     with ExitStack() as stack:
         stack.callback(loop.close)
@@ -196,10 +223,10 @@ def running_cluster(folder: Path, *, verify_arguments: tuple[str, ...] = ()) -> 
                 f"unix:{folder}/verify-{name}.sock",
                 folder / f"verify-{name}.log",
             )
-            for name in "ab"
+            for name in "ab"[:replicas]
         ]
         drafts, ways = [], []
-        for name in "12":
+        for name in "12"[:replicas]:
             proxies = [
                 stack.enter_context(loop.proxy(f"unix:{folder}/way-{name}-{number}.sock", verify.address))
                 for number, verify in enumerate(verifies)
@@ -207,7 +234,7 @@ def running_cluster(folder: Path, *, verify_arguments: tuple[str, ...] = ()) -> 
             addresses = ",".join(proxy.address for proxy in proxies)
             draft = Process(
                 f"draft {name}",
-                ["draft", "--draft-model", "embedded", "--verify", addresses],
+                ["draft", "--draft-model", "embedded", "--verify", addresses, *draft_arguments],
                 f"unix:{folder}/draft-{name}.sock",
                 folder / f"draft-{name}.log",
             )

@@ -13,7 +13,7 @@ from bench_records import DRAFTED, baseline, costs_report, load_report, new_repo
 from dynatree.bench.record import Report, save
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-COG = "cog.outl(figures.block(figures.headline))"
+COG = "cog.outl(figures.headline())"
 BLOCK = f"Before.\n\n<!-- [[[cog {COG} ]]] -->\n{{table}}<!-- [[[end]]] -->\n\nAfter.\n"
 
 

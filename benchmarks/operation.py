@@ -1,0 +1,194 @@
+"""What TLS, tokens, metrics and traces cost: `python benchmarks/operation.py --prompts FILE --out FILE`.
+
+Two pairs of services run side by side: one plain, and one with mutual TLS between draft and verify service, TLS and a
+token for the client, metrics that are scraped, traces that are sent, and logs as JSON. Completions go to one and the
+other in turns, so what the machine does meanwhile meets both. The figure is the ratio of their rates by prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.server
+import json
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median, quantiles
+
+from dynatree.bench.environment import environment
+from dynatree.client import Client
+from dynatree.common import healthcheck
+
+TOKEN = "measured-0123456789abcdef"
+SCRAPE_SECONDS = 5.0
+START_SECONDS = 300.0
+POLICIES = ("autoregressive", "linear", "throughput")
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate that signs itself, for localhost, and its key."""
+    made, key = folder / "cert.pem", folder / "key.pem"
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-noenc", "-days", "2"]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    command = ["openssl", "req", "-x509", *curve, *names, "-keyout", str(key), "-out", str(made)]
+    subprocess.run(command, check=True, capture_output=True)
+    return made, key
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("localhost", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Sink(http.server.BaseHTTPRequestHandler):
+    """Takes traces, and forgets them."""
+
+    received = 0
+
+    def do_POST(self) -> None:
+        """Read what is sent."""
+        Sink.received += len(self.rfile.read(int(self.headers["content-length"])))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def collector() -> Iterator[str]:
+    """The address of something that takes traces."""
+    server = http.server.ThreadingHTTPServer(("localhost", 0), Sink)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://localhost:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
+def services(
+    options: argparse.Namespace, verify: Sequence[str], draft: Sequence[str], check: Sequence[str], folder: Path
+) -> Iterator[str]:
+    """The address of the draft service of a pair with further options; `check` is what the health checks need."""
+    ports = free_port(), free_port()
+    target = ["--target-model", options.target_model, *options.verify_options.split(), *verify]
+    small = ["--draft-model", options.draft_model, *options.draft_options.split(), *draft]
+    commands = ["verify", *target], ["draft", "--verify", f"localhost:{ports[0]}", *small]
+    with ExitStack() as stack:
+        for command, port in zip(commands, ports, strict=True):
+            log = stack.enter_context((folder / f"{command[0]}-{port}.log").open("wb"))
+            full = [sys.executable, "-m", "dynatree.cli.main", *command, "--listen", f"localhost:{port}"]
+            process = subprocess.Popen(full, stdout=log, stderr=log)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            until = time.monotonic() + START_SECONDS
+            while healthcheck.main([f"localhost:{port}", *check]):
+                if process.poll() is not None or time.monotonic() > until:
+                    raise SystemExit(Path(log.name).read_text()[-2000:])
+                time.sleep(0.5)
+        yield f"localhost:{ports[1]}"
+
+
+@contextmanager
+def scraped(ports: Sequence[int], ca: Path) -> Iterator[None]:
+    """Ask for metrics every few seconds, as Prometheus does."""
+    over, context = threading.Event(), ssl.create_default_context(cafile=str(ca))
+
+    def scrape() -> None:
+        while not over.wait(SCRAPE_SECONDS):
+            for port in ports:
+                urllib.request.urlopen(f"https://localhost:{port}/metrics", context=context).read()
+
+    thread = threading.Thread(target=scrape)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def rates(clients: Sequence[Client], prompt: str, policy: str, tokens: int, turn: int) -> list[float]:
+    """Tokens a second of one completion by each client, who begins with another one each turn."""
+    measured = [0.0] * len(clients)
+    for number in range(len(clients)):
+        place = (number + turn) % len(clients)
+        started = time.perf_counter()
+        completion = clients[place].generate(prompt, max_new_tokens=tokens, policy=policy, ignore_eos=True)
+        measured[place] = len(completion.token_ids) / (time.perf_counter() - started)
+    return measured
+
+
+def main() -> int:
+    """Measure; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target-model", default="embedded")
+    parser.add_argument("--draft-model", default="embedded")
+    parser.add_argument("--prompts", type=Path, required=True, help="a text")
+    parser.add_argument("--count", type=int, default=20, help="how many prompts (default: 20)")
+    parser.add_argument("--prompt-characters", type=int, default=300)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--verify-options", default="--threads 2", help="further options of the verify services")
+    parser.add_argument("--draft-options", default="--threads 1", help="further options of the draft services")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    text = options.prompts.read_text(encoding="utf-8")
+    step = len(text) // (options.count + 1)
+    prompts = [text[step * number :][: options.prompt_characters] for number in range(1, options.count + 1)]
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        cert, key = certificate(folder)
+        (folder / "tokens").write_text(f"measured:{TOKEN}\n")
+        (folder / "token").write_text(TOKEN)
+        metrics = free_port(), free_port()
+        own = ["--tls-cert", str(cert), "--tls-key", str(key), "--token-file", str(folder / "tokens")]
+        own += ["--traces", stack.enter_context(collector()), "--log-format", "json"]
+        shown = ["--verify-ca", str(cert), "--verify-cert", str(cert), "--verify-key", str(key)]
+        secured = stack.enter_context(
+            services(
+                options,
+                [*own, "--client-ca", str(cert), "--metrics", f"localhost:{metrics[0]}"],
+                [*own, *shown, "--verify-token-file", str(folder / "token"), "--metrics", f"localhost:{metrics[1]}"],
+                ["--ca", str(cert), "--cert", str(cert), "--key", str(key)],
+                folder,
+            )
+        )
+        plain = stack.enter_context(services(options, [], [], [], folder))
+        stack.enter_context(scraped(metrics, cert))
+        clients = [stack.enter_context(Client(plain)), stack.enter_context(Client(secured, ca=cert, token=TOKEN))]
+        runs = []
+        for policy in POLICIES:
+            rates(clients, prompts[0], policy, options.max_new_tokens, 0)  # warm up
+            for turn, prompt in enumerate(prompts):
+                off, on = rates(clients, prompt, policy, options.max_new_tokens, turn)
+                runs.append({"policy": policy, "prompt": turn, "off": round(off, 3), "on": round(on, 3)})
+        received = Sink.received
+    report = {
+        **vars(environment(threads=None, read_bandwidth=None)),
+        "target": Path(options.target_model).name,
+        "draft": Path(options.draft_model).name,
+        "max_new_tokens": options.max_new_tokens,
+        "trace_bytes": received,
+        "runs": runs,
+    }
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    for policy in POLICIES:
+        lost = [100 * (1 - run["on"] / run["off"]) for run in runs if run["policy"] == policy]
+        low, _, high = quantiles(lost, n=4)
+        print(f"{policy}: on is {median(lost):.2f} % slower than off (quartiles {low:.2f} to {high:.2f})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
