@@ -90,10 +90,9 @@ def headline() -> str:
         rows.append(
             {
                 "text": text,
-                "prompts": str(rate(name, "throughput").prompts),
                 "transformers": figure(rate(name, "transformers"), 1),
                 "assisted": figure(rate(name, "transformers assisted"), 1),
-                "plain, our engine": figure(rate(name, PLAIN.label), 1),
+                "plain": figure(rate(name, PLAIN.label), 1),
                 "**DynaTree**": f"**{figure(rate(name, 'throughput'), 1)}**",
                 "x transformers": figure(rate(name, "throughput", "transformers"), 1),
                 "x plain": figure(rate(name, "throughput", PLAIN.label), 1),
