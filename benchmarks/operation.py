@@ -8,7 +8,9 @@ other in turns, so what the machine does meanwhile meets both. The figure is the
 from __future__ import annotations
 
 import argparse
+import gzip
 import http.server
+import io
 import json
 import socket
 import ssl
@@ -19,7 +21,8 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -31,6 +34,14 @@ TOKEN = "measured-0123456789abcdef"
 SCRAPE_SECONDS = 5.0
 START_SECONDS = 300.0
 POLICIES = ("autoregressive", "linear", "throughput")
+
+
+@dataclass(frozen=True)
+class Service:
+    """A process, and where it listens."""
+
+    address: str
+    process: subprocess.Popen[bytes]
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
@@ -49,25 +60,21 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-class Sink(http.server.BaseHTTPRequestHandler):
-    """Takes traces, and forgets them."""
-
-    received = 0
-
-    def do_POST(self) -> None:
-        """Read what is sent."""
-        Sink.received += len(self.rfile.read(int(self.headers["content-length"])))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
-
-
 @contextmanager
-def collector() -> Iterator[str]:
-    """The address of something that takes traces."""
-    server = http.server.ThreadingHTTPServer(("localhost", 0), Sink)
+def collector(received: list[bytes]) -> Iterator[str]:
+    """The address of something that takes traces, and keeps them as they are."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            received.append(gzip.decompress(body) if self.headers["content-encoding"] == "gzip" else body)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("localhost", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://localhost:{server.server_address[1]}"
@@ -76,28 +83,43 @@ def collector() -> Iterator[str]:
         server.server_close()
 
 
+def serves(address: str, check: Sequence[str]) -> bool:
+    """What the health check says, without its words."""
+    with redirect_stderr(io.StringIO()):
+        return healthcheck.main([address, *check]) == 0
+
+
 @contextmanager
-def services(
-    options: argparse.Namespace, verify: Sequence[str], draft: Sequence[str], check: Sequence[str], folder: Path
-) -> Iterator[str]:
-    """The address of the draft service of a pair with further options; `check` is what the health checks need."""
-    ports = free_port(), free_port()
-    target = ["--target-model", options.target_model, *options.verify_options.split(), *verify]
-    small = ["--draft-model", options.draft_model, *options.draft_options.split(), *draft]
-    commands = ["verify", *target], ["draft", "--verify", f"localhost:{ports[0]}", *small]
-    with ExitStack() as stack:
-        for command, port in zip(commands, ports, strict=True):
-            log = stack.enter_context((folder / f"{command[0]}-{port}.log").open("wb"))
-            full = [sys.executable, "-m", "dynatree.cli.main", *command, "--listen", f"localhost:{port}"]
-            process = subprocess.Popen(full, stdout=log, stderr=log)
-            stack.callback(process.wait)
-            stack.callback(process.terminate)
+def service(arguments: Sequence[str], folder: Path, check: Sequence[str] = ()) -> Iterator[Service]:
+    """A service on a free port, once it serves; `check` is what its health check needs."""
+    address = f"localhost:{free_port()}"
+    command = [sys.executable, "-m", "dynatree.cli.main", *arguments, "--listen", address]
+    with (folder / f"{address}.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
             until = time.monotonic() + START_SECONDS
-            while healthcheck.main([f"localhost:{port}", *check]):
+            while not serves(address, check):
                 if process.poll() is not None or time.monotonic() > until:
                     raise SystemExit(Path(log.name).read_text()[-2000:])
                 time.sleep(0.5)
-        yield f"localhost:{ports[1]}"
+            yield Service(address, process)
+        finally:
+            process.terminate()
+            process.wait()
+
+
+@contextmanager
+def pair(
+    options: argparse.Namespace, verify: Sequence[str], draft: Sequence[str], check: Sequence[str], folder: Path
+) -> Iterator[str]:
+    """The address of the draft service of a pair with further options."""
+    target = ["--target-model", options.target_model, *options.verify_options.split(), *verify]
+    small = ["--draft-model", options.draft_model, *options.draft_options.split(), *draft]
+    with (
+        service(["verify", *target], folder, check) as verifying,
+        service(["draft", "--verify", verifying.address, *small], folder, check) as drafting,
+    ):
+        yield drafting.address
 
 
 @contextmanager
@@ -146,6 +168,7 @@ def main() -> int:
     text = options.prompts.read_text(encoding="utf-8")
     step = len(text) // (options.count + 1)
     prompts = [text[step * number :][: options.prompt_characters] for number in range(1, options.count + 1)]
+    traces: list[bytes] = []
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         cert, key = certificate(folder)
@@ -153,10 +176,10 @@ def main() -> int:
         (folder / "token").write_text(TOKEN)
         metrics = free_port(), free_port()
         own = ["--tls-cert", str(cert), "--tls-key", str(key), "--token-file", str(folder / "tokens")]
-        own += ["--traces", stack.enter_context(collector()), "--log-format", "json"]
+        own += ["--traces", stack.enter_context(collector(traces)), "--log-format", "json"]
         shown = ["--verify-ca", str(cert), "--verify-cert", str(cert), "--verify-key", str(key)]
         secured = stack.enter_context(
-            services(
+            pair(
                 options,
                 [*own, "--client-ca", str(cert), "--metrics", f"localhost:{metrics[0]}"],
                 [*own, *shown, "--verify-token-file", str(folder / "token"), "--metrics", f"localhost:{metrics[1]}"],
@@ -164,7 +187,7 @@ def main() -> int:
                 folder,
             )
         )
-        plain = stack.enter_context(services(options, [], [], [], folder))
+        plain = stack.enter_context(pair(options, [], [], [], folder))
         stack.enter_context(scraped(metrics, cert))
         clients = [stack.enter_context(Client(plain)), stack.enter_context(Client(secured, ca=cert, token=TOKEN))]
         runs = []
@@ -173,13 +196,12 @@ def main() -> int:
             for turn, prompt in enumerate(prompts):
                 off, on = rates(clients, prompt, policy, options.max_new_tokens, turn)
                 runs.append({"policy": policy, "prompt": turn, "off": round(off, 3), "on": round(on, 3)})
-        received = Sink.received
     report = {
         **vars(environment(threads=None, read_bandwidth=None)),
         "target": Path(options.target_model).name,
         "draft": Path(options.draft_model).name,
         "max_new_tokens": options.max_new_tokens,
-        "trace_bytes": received,
+        "trace_bytes": sum(map(len, traces)),
         "runs": runs,
     }
     options.out.write_text(json.dumps(report, indent=1) + "\n")

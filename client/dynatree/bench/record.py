@@ -354,8 +354,12 @@ def _json(value: object, indent: int | None = None) -> str:
 
 
 def rounded(run: Run) -> Run:
-    """A run as the file has it, so that what is printed is what the file gives: seconds to a microsecond."""
-    return cast(Run, _rounded(run))
+    """The run, in place, as the file has it, so that what is printed is what the file gives: seconds to a microsecond.
+
+    It stays the same object, since a run is compared with plain decoding's when that is known.
+    """
+    run.update(_rounded(run))
+    return run
 
 
 def _rounded(value: Any) -> Any:

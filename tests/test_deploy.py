@@ -1,0 +1,140 @@
+"""deploy/ and the compose files name what there is: options that the services take, metrics that they report."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from dynatree.cli import draft as draft_command
+from dynatree.common.metrics import new_registry
+from dynatree.draft.metrics import DraftMetrics
+from dynatree.verify.metrics import VerifyMetrics
+
+ROOT = Path(__file__).parent.parent
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+METRIC = re.compile(r"\bdynatree_[a-z0-9_]+")
+SCRAPED = re.compile(r"\b(?:process|python)_[a-z0-9_]+")
+
+
+def reported(registry: CollectorRegistry) -> set[str]:
+    """The names of a registry's samples, as a scrape has them."""
+    names = set()
+    for family in registry.collect():
+        suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
+        names |= {family.name + suffix for suffix in suffixes}
+    return names
+
+
+@pytest.fixture(name="metrics")
+def metrics_fixture() -> set[str]:
+    draft, verify = new_registry(), new_registry()
+    replicas = Mock(all=[])
+    DraftMetrics(draft, Mock(running=0, waiting=0, usage=0.0), replicas)
+    VerifyMetrics(verify, Mock(running=0, waiting=0, usage=0.0))
+    return reported(draft) | reported(verify)
+
+
+def expressions(panel: Any) -> Iterator[str]:
+    """Every query of a dashboard's panels."""
+    for target in panel.get("targets", ()):
+        yield target["expr"]
+    for inner in panel.get("panels", ()):
+        yield from expressions(inner)
+
+
+def names_of(queries: list[str]) -> set[str]:
+    """The metrics of queries; a pattern of two names, "dynatree_request_(success|failure)_total", is both."""
+    pattern = re.compile(r"(dynatree_\w+_)\((\w+)\|(\w+)\)(\w+)")
+    plain = [pattern.sub(r"\1\2\4 \1\3\4", query) for query in queries]
+    return {name for query in plain for name in METRIC.findall(query) + SCRAPED.findall(query)}
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(metrics: set[str]) -> None:
+    dashboard = json.loads((ROOT / "deploy" / "grafana" / "dynatree.json").read_text())
+    queries = [query for panel in dashboard["panels"] for query in expressions(panel)]
+    queries += [
+        variable["query"]["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"
+    ]
+    asked = names_of(queries)
+    assert len(asked) > 20
+    assert asked <= metrics, asked - metrics
+
+
+def test_alerts_watch_metrics_that_there_are(metrics: set[str]) -> None:
+    [group] = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text())["groups"]
+    asked = names_of([rule["expr"] for rule in group["rules"]])
+    assert len(asked) > 6
+    assert asked <= metrics, asked - metrics
+
+
+def test_the_guide_lists_every_metric(metrics: set[str]) -> None:
+    guide = (ROOT / "docs" / "guides" / "operate.md").read_text()
+    listed = set(re.findall(r"^\| `(dynatree_\w+)`", guide, re.MULTILINE))
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in metrics if name.startswith("dynatree_")}
+    assert listed == families
+
+
+def services() -> Iterator[tuple[str, list[str]]]:
+    """The command lines of manifests and compose files."""
+    base = {part: yaml_documents(KUBERNETES / "base" / f"{part}.yaml")[0] for part in ("verify", "draft")}
+    literals = yaml_documents(KUBERNETES / "base" / "kustomization.yaml")[0]["configMapGenerator"][0]["literals"]
+    values = dict(literal.split("=", 1) for literal in literals)
+    for part, deployment in base.items():
+        [container] = deployment["spec"]["template"]["spec"]["containers"]
+        [secured] = yaml_documents(KUBERNETES / "components" / "tls" / f"{part}.yaml")
+        [patch] = secured["spec"]["template"]["spec"]["containers"]
+        for command in (container["command"], patch["command"]):
+            arguments = [re.sub(r"\$\((\w+)\)", lambda name: values[name[1]], each) for each in container["args"]]
+            assert command[:2] == ["dynatree", part]
+            yield part, [*command[2:], *arguments]
+    for file in ("docker-compose.yml", "docker-compose.tls.yml"):
+        for part, service in yaml_documents(ROOT / file)[0]["services"].items():
+            if "command" not in service:
+                continue
+            command = re.sub(r"\$\{\w+:\+.*\}", "", service["command"])
+            command = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", command)
+            assert command.split()[0] == part
+            yield part, command.split()[1:]
+
+
+def yaml_documents(path: Path) -> list[Any]:
+    """The documents of a file; tags of compose are read as what they tag."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_multi_constructor("!", lambda loader, _, node: loader.construct_sequence(node))  # type: ignore[no-untyped-call]
+    return list(yaml.load_all(path.read_text(), Loader))
+
+
+@pytest.mark.parametrize(("part", "arguments"), list(services()))
+def test_services_take_the_options_of_deployments(part: str, arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    importlib.import_module(f"dynatree.cli.{part}").add_arguments(parser)
+    options, unknown = parser.parse_known_args(arguments)
+    assert unknown == []
+    assert options.listen
+
+
+def test_the_draft_waits_for_loading_pods() -> None:
+    """A draft that found no verify service ends by itself before its startup probe ends it, and says why."""
+    [draft, *_] = yaml_documents(KUBERNETES / "base" / "draft.yaml")
+    [container] = draft["spec"]["template"]["spec"]["containers"]
+    parser = argparse.ArgumentParser()
+    draft_command.add_arguments(parser)
+    [waits] = [float(each.split("=")[1]) for each in container["args"] if each.startswith("--verify-timeout")]
+    probe = container["startupProbe"]
+    assert waits < probe["periodSeconds"] * probe["failureThreshold"]
+    grace = max(float(each.split("=")[1]) for each in container["args"] if each.startswith("--grace"))
+    pause = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert grace + pause < draft["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
