@@ -204,6 +204,26 @@ def test_a_certificate_is_replaced_under_load(secured: Secured, monkeypatch: pyt
             assert other.generate("Once", max_new_tokens=4).token_ids
 
 
+def test_grpc_gets_no_certificate_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It frees what it is given: with the same one for two connections a service crashed."""
+    monkeypatch.setattr(files, "LOOK_SECONDS", 0.0)
+    authority = Authority(tmp_path)
+    pair = authority.pair("server")
+    given: list[Any] = []
+
+    def credentials(first: Any, fetch: Any, **_: Any) -> None:
+        given.append(first)
+        for turn in range(6):
+            if turn in (2, 4):
+                authority.pair("server")
+            given.append(fetch())
+
+    monkeypatch.setattr(grpc, "dynamic_ssl_server_credentials", credentials)
+    SecuritySettings(pair.certificate, pair.key).server_credentials()
+    assert [each is None for each in given] == [False, True, True, False, True, False, True]
+    assert len({id(each) for each in given if each is not None}) == 3
+
+
 def _served_certificate(secured: Secured) -> str:
     import ssl
 

@@ -69,20 +69,29 @@ class SecuritySettings:
         """
         if self.certificate is None or self.key is None:
             return None
-        certificate, key, client_ca = self.certificate, self.key, self.client_ca
-
-        def read() -> grpc.ServerCertificateConfiguration:
-            pair = (key.read_bytes(), certificate.read_bytes())
-            roots = client_ca.read_bytes() if client_ca is not None else None
-            return grpc.ssl_server_certificate_configuration([pair], roots)
-
-        paths = [certificate, key, *([client_ca] if client_ca is not None else [])]
+        paths = [self.key, self.certificate, *([self.client_ca] if self.client_ca is not None else [])]
         try:
-            reloaded = Reloaded(paths, read)
+            reloaded = Reloaded(paths, lambda: [path.read_bytes() for path in paths])
         except (OSError, ValueError) as error:
             raise StartupError(f"TLS cannot be used: {_reason(error)}") from error
+        served = reloaded.value
+
+        def replaced() -> grpc.ServerCertificateConfiguration | None:
+            """None where nothing changed: gRPC frees what it is given, so nothing may be given to it twice."""
+            nonlocal served
+            if (value := reloaded.value) is served:
+                return None
+            served = value
+            return configuration(value)
+
+        def configuration(contents: list[bytes]) -> grpc.ServerCertificateConfiguration:
+            key, certificate, *client_ca = contents
+            return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca[0] if client_ca else None)
+
         return grpc.dynamic_ssl_server_credentials(
-            reloaded.value, lambda: reloaded.value, require_client_authentication=client_ca is not None
+            configuration(served),
+            replaced,  # type: ignore[arg-type]  # None is as good (grpc.dynamic_ssl_server_credentials)
+            require_client_authentication=self.client_ca is not None,
         )
 
 
