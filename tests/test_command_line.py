@@ -236,6 +236,24 @@ def test_a_failure_in_the_middle_keeps_the_text(service: FakeDraftService, capsy
     assert capsys.readouterr() == ("Hé\n", error)
 
 
+def test_a_failure_in_the_middle_keeps_the_text_in_json(
+    service: FakeDraftService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.script = [message("Hé", 1), Fail(grpc.StatusCode.INTERNAL, "request 42")]
+    assert main(["generate", "Once", "--server", service.address, "--json"]) == 1
+    partial = json.loads(capsys.readouterr().out)
+    assert (partial["text"], len(partial["token_ids"]), partial["error"]["code"]) == ("Hé", 1, "INTERNAL")
+
+
+def test_a_token_file_for_services(
+    service: FakeDraftService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("# who\nalice:0123456789abcdef\n")
+    assert main(["generate", "Once", "--server", service.address, "--token-file", str(file)]) == 1
+    assert capsys.readouterr() == ("", f"dynatree: error: {file} is not one token and nothing else\n")
+
+
 def test_nobody_at_the_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     address = f"unix:{tmp_path}/nobody.sock"
     assert main(["generate", "Once", "--server", address, "--timeout", "0.3"]) == 1

@@ -58,6 +58,9 @@ class FakeClient:
             service.changed.clear()
             await service.changed.wait()
 
+    async def cause(self) -> str:
+        return "" if self.address in self.services else "Connection refused"
+
     async def close(self) -> None:
         pass
 
@@ -183,7 +186,7 @@ def test_nobody_is_there() -> None:
     async def work(replicas: Replicas) -> None:
         raise AssertionError("it has not started")
 
-    with pytest.raises(StartupError, match="no verify service answered at a:1,b:1 within 2 s"):
+    with pytest.raises(StartupError, match="no verify service answered at a:1,b:1 within 2 s: Connection refused"):
         run("a:1,b:1", dict, work)
 
 

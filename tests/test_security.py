@@ -144,7 +144,7 @@ def test_tls_to_a_plaintext_port(models: tuple[Path, Path], tmp_path: Path) -> N
 def test_another_authority(secured: Secured, tmp_path: Path) -> None:
     with (
         secured.client(ca=Authority(tmp_path, "other").file) as client,
-        pytest.raises(ServerUnavailableError),
+        pytest.raises(ServerUnavailableError, match="CERTIFICATE_VERIFY_FAILED"),
     ):
         client.generate("Once", max_new_tokens=4)
 

@@ -99,6 +99,8 @@ def connection_settings(options: argparse.Namespace) -> dict[str, Any]:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no text"
             raise SystemExit(f"cannot read {options.token_file}: {reason}") from None
+        if len(token.split()) != 1:
+            raise SystemExit(f"{options.token_file} is not one token and nothing else")
     names = ("ca", "cert", "key", "insecure", "resume")
     return {"token": token, **{name: getattr(options, name) for name in names}}
 

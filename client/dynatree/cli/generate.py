@@ -167,8 +167,17 @@ def _request(options: argparse.Namespace) -> GenerateOptions:
 
 
 def _print_json(stream: CompletionStream, chunks: Iterable[Chunk]) -> None:
-    for _ in chunks:
-        pass
+    from dynatree.client import DynaTreeError
+
+    try:
+        for _ in chunks:
+            pass
+    except DynaTreeError as error:
+        if error.token_ids:  # what was received is not lost
+            failure = {"code": error.code.name, "message": str(error), "request_id": error.request_id}
+            partial = {"text": error.text, "token_ids": error.token_ids, "error": failure}
+            print(json.dumps(partial, ensure_ascii=False), flush=True)
+        raise
     print(json.dumps(stream.completion.to_dict(), ensure_ascii=False))
 
 

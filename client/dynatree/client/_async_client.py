@@ -9,7 +9,16 @@ import grpc
 
 from dynatree.client._accumulator import Accumulator
 from dynatree.client._attempts import Attempts
-from dynatree.client._base import MODEL_INFO_REQUEST, BaseClient, ClientSettings, ConnectWait, Deadline, draft_stub
+from dynatree.client._base import (
+    ASKING_WHY,
+    MODEL_INFO_REQUEST,
+    BaseClient,
+    ClientSettings,
+    ConnectWait,
+    Deadline,
+    cause_of,
+    draft_stub,
+)
 from dynatree.client._errors import error_from_rpc
 from dynatree.client._request import GenerateOptions, Prompt, build_request
 from dynatree.client._tracing import Metadata
@@ -213,7 +222,7 @@ class AsyncClient(BaseClient):
                 except grpc.RpcError as error:
                     if wait.goes_on_after(error):
                         continue
-                    self._check_answer(error, wait.limit)
+                    self._check_answer(error, wait.limit, await self._cause(stub))
                 break
             self._connected = True
         return deadline
@@ -223,6 +232,13 @@ class AsyncClient(BaseClient):
         if not self._channels:
             self._channels = [self._open(address) for address in self._addresses]
         return [draft_stub(channel) for channel in self._channels]
+
+    async def _cause(self, stub: draft_pb2_grpc.DraftServiceStub) -> str:
+        try:
+            await stub.GetModelInfo(MODEL_INFO_REQUEST, timeout=ASKING_WHY, metadata=self._metadata)
+        except grpc.RpcError as error:
+            return cause_of(error)
+        return ""
 
     def _open(self, address: str) -> grpc.aio.Channel:
         if self._credentials is None:

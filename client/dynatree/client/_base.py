@@ -18,6 +18,7 @@ from dynatree.client._errors import ServerUnavailableError, error_from_rpc
 from dynatree.client._security import check_local, tls_credentials, token_metadata
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
+ASKING_WHY = 0.5  # seconds, for the reason why there is no connection
 MODEL_INFO_REQUEST = draft_pb2.DraftServiceGetModelInfoRequest()
 
 _ADDRESS = re.compile(r"unix:.+|(?:dns:///)?(?!\w+://)[^,/]+:(\d{1,5})")
@@ -154,15 +155,20 @@ class BaseClient:
         remaining = deadline.remaining()
         return self._connect_timeout if remaining is None else min(self._connect_timeout, remaining)
 
-    def _check_answer(self, error: grpc.RpcError, limit: float) -> None:
+    def _check_answer(self, error: grpc.RpcError, limit: float, cause: str = "") -> None:
         """Accept that the first question to the server failed, if the server answered: somebody serves there.
+
+        Args:
+            error: how it failed.
+            limit: seconds that were waited.
+            cause: why no connection came about, where that is known.
 
         Raises:
             ServerUnavailableError: nobody answered within `limit` seconds.
             RequestCancelledError: the client was closed.
         """
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            details = f"no draft service answered at {self._address} within {limit:.2g} s"
+            details = f"no draft service answered at {self._address} within {limit:.2g} s{cause and f': {cause}'}"
             raise ServerUnavailableError(grpc.StatusCode.UNAVAILABLE, details) from None
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             raise error_from_rpc(error, self._address) from error
@@ -196,6 +202,12 @@ class ConnectWait:
         """Whether the next server is asked, after one that did not answer."""
         silent = error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
         return self._servers > 1 and silent and time.monotonic() < self._until
+
+
+def cause_of(error: grpc.RpcError) -> str:
+    """Why there is no connection, such as a certificate that is not trusted; "" where gRPC does not say."""
+    _, found, last = (error.details() or "").partition("last error: ")
+    return last.removeprefix("UNKNOWN: ").removeprefix("UNAVAILABLE: ") if found else ""
 
 
 def draft_stub(channel: grpc.Channel | grpc.aio.Channel) -> draft_pb2_grpc.DraftServiceStub:

@@ -10,12 +10,21 @@ from grpc.experimental import ChannelOptions
 
 from dynatree.client._accumulator import Accumulator
 from dynatree.client._attempts import Attempts
-from dynatree.client._base import MODEL_INFO_REQUEST, BaseClient, ClientSettings, ConnectWait, Deadline, draft_stub
+from dynatree.client._base import (
+    ASKING_WHY,
+    MODEL_INFO_REQUEST,
+    BaseClient,
+    ClientSettings,
+    ConnectWait,
+    Deadline,
+    cause_of,
+    draft_stub,
+)
 from dynatree.client._errors import error_from_rpc
 from dynatree.client._request import GenerateOptions, Prompt, build_request
 from dynatree.client._tracing import Metadata
 from dynatree.client._types import Chunk, Completion, ServiceInfo
-from dynatree.v1 import draft_pb2
+from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 # gRPC's usual iterator waits on a condition that it shares with a thread of the channel. A KeyboardInterrupt in the
 # midst of that leaves a lock held or the thread waiting, and no close() returns. This one waits in gRPC's core.
@@ -194,10 +203,17 @@ class Client(BaseClient):
                 except grpc.RpcError as error:
                     if wait.goes_on_after(error):
                         continue
-                    self._check_answer(error, wait.limit)
+                    self._check_answer(error, wait.limit, self._cause(stub))
                 break
             self._connected = True
         return deadline
+
+    def _cause(self, stub: draft_pb2_grpc.DraftServiceStub) -> str:
+        try:
+            stub.GetModelInfo(MODEL_INFO_REQUEST, timeout=ASKING_WHY, metadata=self._metadata)
+        except grpc.RpcError as error:
+            return cause_of(error)
+        return ""
 
     def _open(self, address: str) -> grpc.Channel:
         options = _READ_ON_THE_CALLERS_THREAD + self._options(address)

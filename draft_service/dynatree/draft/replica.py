@@ -110,6 +110,10 @@ class Replica:
         """Whether it answers a question about its health within `timeout` seconds."""
         return await self._client.answers(timeout)
 
+    async def cause(self) -> str:
+        """Why there is no connection; "" where that is not known."""
+        return await self._client.cause()
+
     def session(self, timeout: float | None, metadata: Metadata = ()) -> VerifySession:
         """A stream for one session, which the caller ends."""
         return self._client.session(timeout, metadata)
@@ -164,7 +168,8 @@ class Replica:
 
     def _set_serving(self, serving: bool) -> None:
         if serving != self._serving and self._known:
-            log.warning("the verify service at %s %s", self.address, "serves again" if serving else "does not serve")
+            level, what = (logging.INFO, "serves again") if serving else (logging.WARNING, "does not serve")
+            log.log(level, "the verify service at %s %s", self.address, what)
         self._serving = serving
         self._known = self._known or serving
         self._changed()

@@ -82,7 +82,9 @@ class Replicas:
             if refusals and all(refusals):
                 raise StartupError(str(refusals[0]))
             if not await self.changed(until - loop.time()):
-                raise StartupError(f"no verify service answered at {self._described} within {timeout:g} s")
+                causes = await asyncio.gather(*(replica.cause() for replica in self._replicas.values()))
+                cause = next((f": {each}" for each in causes if each), "")
+                raise StartupError(f"no verify service answered at {self._described} within {timeout:g} s{cause}")
         self._last = self.target
 
     async def close(self) -> None:

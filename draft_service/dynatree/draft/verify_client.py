@@ -110,6 +110,16 @@ class VerifyClient:
             return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
         return True
 
+    async def cause(self) -> str:
+        """Why there is no connection, as gRPC says it; "" where there is one, or gRPC does not say."""
+        request = health_pb2.HealthCheckRequest()
+        try:
+            await self._health.Check(request, timeout=LAST_WORD_SECONDS, metadata=self._connector.metadata())
+        except grpc.aio.AioRpcError as error:
+            _, found, last = (error.details() or "").partition("last error: ")
+            return last.removeprefix("UNKNOWN: ").removeprefix("UNAVAILABLE: ") if found else ""
+        return ""
+
     def session(self, timeout: float | None, metadata: Metadata = ()) -> VerifySession:
         """A stream for one session, which the caller ends."""
         call = self._stub.Verify(timeout=timeout, metadata=(*self._connector.metadata(), *metadata))
