@@ -1,17 +1,20 @@
-"""Messages that nobody should send: `python tests/hostile.py [--messages 100000]`.
+"""Messages that nobody should send: `python tests/hostile.py [--messages 100000] [--seconds 60]`.
 
-Random messages of both services, whole and with bytes changed, cut off or repeated, go to the real services over real
-sockets, beside a client that behaves. Prints the status codes, what was answered with the wrong one, and how fast that
-client is, alone and beside them.
+Three attacks go to the real services over real sockets, one after the other, beside a client that behaves: random
+messages of both services, whole and with bytes changed, cut off or repeated; HTTP/2 frames (hostile_frames.py); and
+requests that are as large, as many or as slow as they may be. Prints the status codes, what was answered with the wrong
+one, and how fast that client is, alone and beside them. The attackers are processes of the lowest priority: what is
+measured is what the services do, not what the attackers take from the processor.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +23,7 @@ from statistics import median
 from typing import Any
 
 import grpc
+import hostile_frames
 from faults import running_cluster
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -125,56 +129,149 @@ def calls(generator: random.Random, model: tree_pb2.ModelInfo) -> Iterator[tuple
         yield "/dynatree.v1.VerifyService/Verify", [broken(each.SerializeToString(), generator) for each in messages]
 
 
+def attack_with_messages(share: int, seed: int, draft: str, verify: str, model: bytes, told: Any) -> None:
+    """Send so many messages."""
+    os.nice(19)
+    generator, sent = random.Random(seed), 0
+    codes: Counter[str] = Counter()
+    wrong: list[str] = []
+    with grpc.insecure_channel(draft) as one, grpc.insecure_channel(verify) as other:
+        for method, messages in calls(generator, tree_pb2.ModelInfo.FromString(model)):
+            channel = one if "Draft" in method else other
+            _call(channel, method, messages, 5.0, codes, wrong)
+            sent += len(messages)
+            if sent >= share:
+                break
+    told.put((sent, codes, wrong))
+
+
+def attack_with_frames(seconds: float, seed: int, draft: str, verify: str, model: bytes, told: Any) -> None:
+    """Send frames for so long."""
+    os.nice(19)
+    generator, until = random.Random(seed), time.monotonic() + seconds
+    codes: Counter[str] = Counter()
+    sent = 0
+    while time.monotonic() < until:
+        attack = generator.choice(hostile_frames.ATTACKS)
+        try:
+            sent += attack(generator.choice((draft, verify)).removeprefix("unix:"), generator)
+            codes[f"{attack.__name__} connections"] += 1
+        except OSError as error:
+            codes[f"{attack.__name__} {type(error).__name__}"] += 1
+    told.put((sent, codes, []))
+
+
+def attack_with_bombs(seconds: float, seed: int, draft: str, verify: str, model: bytes, told: Any) -> None:
+    """Ask for much for so long."""
+    os.nice(19)
+    generator, until = random.Random(seed), time.monotonic() + seconds
+    codes: Counter[str] = Counter()
+    wrong: list[str] = []
+    many = tree_pb2.ModelInfo.FromString(model)
+    ids = [5] * (4 * 1024 * 1024 - 1000)  # a byte each
+    large = draft_pb2.GenerateRequest(max_new_tokens=1)
+    large.token_ids.ids.extend(ids)
+    opening = verify_pb2.VerifyRequest(open=verify_pb2.OpenSession(prompt_ids=ids, max_new_tokens=1, draft=many))
+    tree = verify_pb2.VerifyRequest(tree=tree_pb2.TokenTree(token_ids=ids[:2_000_000], parents=ids[:2_000_000]))
+    small = verify_pb2.VerifyRequest(open=verify_pb2.OpenSession(prompt_ids=[5], max_new_tokens=3, draft=many))
+    stops = [chr(97 + number % 26) * 64 + str(number) for number in range(16)]
+    everything = draft_pb2.GenerateRequest(text="Once", n=64, log_probs=True, stop=stops, max_new_tokens=1000)
+    bombs: list[tuple[str, list[bytes], float]] = [
+        ("/dynatree.v1.DraftService/Generate", [large.SerializeToString()], 5.0),
+        ("/dynatree.v1.VerifyService/Verify", [opening.SerializeToString()], 5.0),
+        ("/dynatree.v1.VerifyService/Verify", [small.SerializeToString(), tree.SerializeToString()], 5.0),
+        ("/dynatree.v1.DraftService/Generate", [everything.SerializeToString()], 0.3),
+        ("/dynatree.v1.DraftService/Generate", [b"\x0a" + b"\xff" * 4_000_000], 5.0),
+    ]
+    sent = 0
+    with grpc.insecure_channel(draft) as one, grpc.insecure_channel(verify) as other:
+        while time.monotonic() < until:
+            if generator.random() < 0.2:  # many calls at once, of which nobody reads anything
+                flood = [
+                    one.unary_stream("/dynatree.v1.DraftService/Generate")(everything.SerializeToString(), timeout=0.3)
+                    for _ in range(100)
+                ]
+                time.sleep(0.3)
+                for call in flood:
+                    call.cancel()
+                codes["flood calls"] += len(flood)
+                sent += len(flood)
+                continue
+            method, messages, timeout = generator.choice(bombs)
+            _call(one if "Draft" in method else other, method, messages, timeout, codes, wrong)
+            sent += len(messages)
+    told.put((sent, codes, wrong))
+
+
+def _call(
+    channel: grpc.Channel, method: str, messages: list[bytes], timeout: float, codes: Counter[str], wrong: list[str]
+) -> None:
+    code, details = status(channel.stream_stream(method)(iter(messages), timeout=timeout))
+    codes[f"{method.rpartition('/')[2]} {code.name}"] += 1
+    leaks = any(word in details for word in ("/tmp", "/root", ".py", ".sock", "Traceback"))
+    if code not in OURS or leaks:
+        wrong.append(f"{method}: {code.name}: {details[:300]} {[each[:200] for each in messages]}")
+
+
 def main() -> int:
-    """Send them; the exit status."""
+    """Run the attacks; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=100_000)
-    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of frames, and of large requests")
+    parser.add_argument("--attackers", type=int, default=2)
     options = parser.parse_args()
-    codes: Counter[tuple[str, str]] = Counter()
-    wrong: list[tuple[str, str, list[bytes]]] = []
+    failed = False
     with tempfile.TemporaryDirectory() as folder, running_cluster(Path(folder)) as cluster:
         verify, draft = cluster.verifies[0].address, cluster.drafts[0].address
         with grpc.insecure_channel(verify) as channel:
             ask = channel.unary_unary("/dynatree.v1.VerifyService/GetModelInfo")
-            model = verify_pb2.VerifyServiceGetModelInfoResponse.FromString(ask(b"")).model
-        client = Client(draft)
-        alone = speed(client, 20)
-        share = options.messages // options.threads
+            model = verify_pb2.VerifyServiceGetModelInfoResponse.FromString(ask(b"")).model.SerializeToString()
+        for attack, share in (
+            (attack_with_messages, options.messages // options.attackers),
+            (attack_with_frames, options.seconds),
+            (attack_with_bombs, options.seconds),
+        ):
+            with Client(draft) as client:
+                failed |= run(attack, share, options.attackers, (draft, verify, model), client)
+            for process in (*cluster.verifies, *cluster.drafts):
+                if process.process is None or process.process.poll() is not None:
+                    print(f"{process.name} has ended: {process.log.read_text()[-1000:]}")
+                    failed = True
+    return 1 if failed else 0
 
-        def attack(seed: int) -> None:
-            generator, sent = random.Random(seed), 0
-            with grpc.insecure_channel(draft) as one, grpc.insecure_channel(verify) as other:
-                for method, messages in calls(generator, model):
-                    channel = one if "Draft" in method else other
-                    call = channel.stream_stream(method)(iter(messages), timeout=5.0)
-                    code, details = status(call)
-                    codes[method.rpartition("/")[2], code.name] += 1
-                    leaks = any(word in details for word in ("/tmp", "/root", ".py", ".sock", "Traceback"))
-                    if code not in OURS or leaks:
-                        wrong.append((f"{code.name}: {details}", method, messages))
-                    sent += len(messages)
-                    if sent >= share:
-                        return
 
-        threads = [threading.Thread(target=attack, args=(seed,)) for seed in range(options.threads)]
-        started = time.monotonic()
-        for thread in threads:
-            thread.start()
-        beside = []
-        while any(thread.is_alive() for thread in threads):
-            beside.append(speed(client, 3))
-        seconds = time.monotonic() - started
-        after = speed(client, 20)
-        client.close()
-        alive = [process.process is not None and process.process.poll() is None for process in cluster.verifies]
-    for (method, code), count in sorted(codes.items()):
-        print(f"{method} {code}: {count}")
-    for said, method, messages in wrong[:10]:
-        print(f"WRONG {method}: {said[:300]} {messages}")
-    print(f"{options.messages} messages in {seconds:.0f} s, {len(wrong)} wrongly answered, all alive: {all(alive)}")
-    print(f"tokens/s of a client that behaves: {alone:.0f} alone, {median(beside):.0f} beside them, {after:.0f} after")
-    return 1 if wrong or not all(alive) else 0
+def run(attack: Any, share: float, attackers: int, where: tuple[str, str, bytes], client: Client) -> bool:
+    """One attack, and what came of it; whether something was answered wrongly."""
+    spawn = multiprocessing.get_context("spawn")
+    told = spawn.Queue()
+    alone = speed(client, 20)
+    processes = [spawn.Process(target=attack, args=(share, seed, *where, told)) for seed in range(attackers)]
+    started = time.monotonic()
+    for process in processes:
+        process.start()
+    beside, results = [], []
+    while len(results) < attackers and all(not process.exitcode for process in processes):
+        beside.append(speed(client, 3))
+        while not told.empty():
+            results.append(told.get())
+    seconds = time.monotonic() - started
+    for process in processes:
+        process.join()
+    after = speed(client, 20)
+    codes: Counter[str] = sum((each for _, each, _ in results), Counter())
+    wrong = [text for *_, texts in results for text in texts]
+    print(f"== {attack.__name__}: {sum(sent for sent, *_ in results)} sent in {seconds:.0f} s")
+    for code, count in sorted(codes.items()):
+        print(f"   {code}: {count}")
+    for text in wrong[:10]:
+        print(f"   WRONG {text}")
+    print(f"   {len(wrong)} wrongly answered, {attackers - len(results)} attackers failed")
+    print(
+        f"   tokens/s of a client that behaves: {alone:.0f} before, {median(beside):.0f} beside them "
+        f"({median(beside) / alone:.2f}), {after:.0f} after",
+        flush=True,
+    )
+    return bool(wrong) or len(results) < attackers
 
 
 def status(call: Any) -> tuple[grpc.StatusCode, str]:

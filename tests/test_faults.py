@@ -5,6 +5,7 @@ Real processes, real sockets. `python tests/fault_matrix.py` runs every combinat
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,11 +56,14 @@ def test_a_fault_while_a_session_waits(
 def check(cluster: Cluster, expected: dict[str, Completion], who: str, where: str, how: str, name: str) -> None:
     fault = Fault(who, where, how, cluster)
     fault.arm()
+    started = time.monotonic()
     try:
         completion = complete(cluster.client, name)
     finally:
+        seconds = time.monotonic() - started
         cluster.restore()
     assert fault.at is not None, "the fault did not happen"
+    assert seconds < 20.0, "a service that hangs is found by pings within 15 s"
     if name == "residual":  # draws depend on the trees: only their distribution is promised
         assert len(completion.token_ids) == len(expected[name].token_ids)
         return
