@@ -34,6 +34,7 @@ from dynatree.v1 import draft_pb2, tree_pb2, verify_pb2
 NUMBERS = (0, 1, 2, 5, 63, 64, 255, 256, 2047, 2048, 4096, 2**31 - 1, 2**32 - 1)
 FLOATS = (0.0, 1.0, -1.0, 0.5, 1e-30, 1e30, float("inf"), float("-inf"), float("nan"))
 TEXTS = ("", "a", "Once upon a time", "\0", "\x1b[31m", "<|endoftext|>", "é" * 50, "../../etc/passwd", "%s%n", "\ud7ff")
+QUOTAS = ("--principal-sessions", "2", "--principal-queue", "4")
 OURS = {  # the codes with which a wrong message may be answered
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -129,10 +130,10 @@ def calls(generator: random.Random, model: tree_pb2.ModelInfo) -> Iterator[tuple
         yield "/dynatree.v1.VerifyService/Verify", [broken(each.SerializeToString(), generator) for each in messages]
 
 
-def attack_with_messages(share: int, seed: int, draft: str, verify: str, model: bytes, told: Any) -> None:
+def attack_with_messages(share: int, rate: float, seed: int, draft: str, verify: str, model: bytes, told: Any) -> None:
     """Send so many messages."""
     os.nice(19)
-    generator, sent = random.Random(seed), 0
+    generator, sent, started = random.Random(seed), 0, time.monotonic()
     codes: Counter[str] = Counter()
     wrong: list[str] = []
     with grpc.insecure_channel(draft) as one, grpc.insecure_channel(verify) as other:
@@ -142,10 +143,14 @@ def attack_with_messages(share: int, seed: int, draft: str, verify: str, model: 
             sent += len(messages)
             if sent >= share:
                 break
+            if rate:
+                time.sleep(max(0.0, started + sent / rate - time.monotonic()))
     told.put((sent, codes, wrong))
 
 
-def attack_with_frames(seconds: float, seed: int, draft: str, verify: str, model: bytes, told: Any) -> None:
+def attack_with_frames(
+    seconds: float, rate: float, seed: int, draft: str, verify: str, model: bytes, told: Any
+) -> None:
     """Send frames for so long."""
     os.nice(19)
     generator, until = random.Random(seed), time.monotonic() + seconds
@@ -153,6 +158,8 @@ def attack_with_frames(seconds: float, seed: int, draft: str, verify: str, model
     sent = 0
     while time.monotonic() < until:
         attack = generator.choice(hostile_frames.ATTACKS)
+        if rate:
+            time.sleep(1.0 / rate)
         try:
             sent += attack(generator.choice((draft, verify)).removeprefix("unix:"), generator)
             codes[f"{attack.__name__} connections"] += 1
@@ -161,7 +168,7 @@ def attack_with_frames(seconds: float, seed: int, draft: str, verify: str, model
     told.put((sent, codes, []))
 
 
-def attack_with_bombs(seconds: float, seed: int, draft: str, verify: str, model: bytes, told: Any) -> None:
+def attack_with_bombs(seconds: float, rate: float, seed: int, draft: str, verify: str, model: bytes, told: Any) -> None:
     """Ask for much for so long."""
     os.nice(19)
     generator, until = random.Random(seed), time.monotonic() + seconds
@@ -186,6 +193,8 @@ def attack_with_bombs(seconds: float, seed: int, draft: str, verify: str, model:
     sent = 0
     with grpc.insecure_channel(draft) as one, grpc.insecure_channel(verify) as other:
         while time.monotonic() < until:
+            if rate:
+                time.sleep(1.0 / rate)
             if generator.random() < 0.2:  # many calls at once, of which nobody reads anything
                 flood = [
                     one.unary_stream("/dynatree.v1.DraftService/Generate")(everything.SerializeToString(), timeout=0.3)
@@ -219,9 +228,10 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--seconds", type=float, default=60.0, help="of frames, and of large requests")
     parser.add_argument("--attackers", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=0.0, help="messages, or attacks, a second of each; 0: any")
     options = parser.parse_args()
     failed = False
-    with tempfile.TemporaryDirectory() as folder, running_cluster(Path(folder)) as cluster:
+    with tempfile.TemporaryDirectory() as folder, running_cluster(Path(folder), draft_arguments=QUOTAS) as cluster:
         verify, draft = cluster.verifies[0].address, cluster.drafts[0].address
         with grpc.insecure_channel(verify) as channel:
             ask = channel.unary_unary("/dynatree.v1.VerifyService/GetModelInfo")
@@ -231,8 +241,8 @@ def main() -> int:
             (attack_with_frames, options.seconds),
             (attack_with_bombs, options.seconds),
         ):
-            with Client(draft) as client:
-                failed |= run(attack, share, options.attackers, (draft, verify, model), client)
+            with Client(draft, principal="good") as client:
+                failed |= run(attack, share, options.rate, options.attackers, (draft, verify, model), client)
             for process in (*cluster.verifies, *cluster.drafts):
                 if process.process is None or process.process.poll() is not None:
                     print(f"{process.name} has ended: {process.log.read_text()[-1000:]}")
@@ -240,12 +250,12 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def run(attack: Any, share: float, attackers: int, where: tuple[str, str, bytes], client: Client) -> bool:
+def run(attack: Any, share: float, rate: float, attackers: int, where: tuple[str, str, bytes], client: Client) -> bool:
     """One attack, and what came of it; whether something was answered wrongly."""
     spawn = multiprocessing.get_context("spawn")
     told = spawn.Queue()
     alone = speed(client, 20)
-    processes = [spawn.Process(target=attack, args=(share, seed, *where, told)) for seed in range(attackers)]
+    processes = [spawn.Process(target=attack, args=(share, rate, seed, *where, told)) for seed in range(attackers)]
     started = time.monotonic()
     for process in processes:
         process.start()

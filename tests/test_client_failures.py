@@ -75,6 +75,17 @@ def test_each_code_has_its_error(client: Client, service: FakeDraftService, code
         assert "tokens received: 2" in str(error)
 
 
+def test_a_request_that_the_server_dropped_is_sent_anew(service: FakeDraftService) -> None:
+    """GRPC's core does so, without a word, when too many calls wait; nothing of it reached the service."""
+    service.script = [Fail(grpc.StatusCode.CANCELLED, "CANCELLED")]
+    with Client(service.address, connect_timeout=0.7) as client:
+        with pytest.raises(ServerUnavailableError, match="dropped the request"):
+            client.generate("Once")
+        assert len(service.requests) > 1
+    with Client(service.address, resume=False) as client, pytest.raises(ServerUnavailableError):
+        client.generate("Once")
+
+
 def test_errors_of_model_info(client: Client, service: FakeDraftService) -> None:
     async def run() -> None:
         async with AsyncClient(service.address) as client:

@@ -387,12 +387,18 @@ def test_a_client_shows_no_token_in_plain_text_to_another_machine() -> None:
         Client("localhost:50051", cert="x")
 
 
-def test_undecodable_bytes_are_the_callers_fault(models: tuple[Path, Path], tmp_path: Path) -> None:
-    with running_services(tmp_path, *models) as services, grpc.insecure_channel(services.verify_address) as channel:
-        call = channel.stream_stream("/dynatree.v1.VerifyService/Verify")
-        with pytest.raises(grpc.RpcError) as caught:
-            list(call(iter([b"\xff\xff\xff"]), timeout=5.0))
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+@pytest.mark.parametrize(
+    "method",
+    ["DraftService/Generate", "DraftService/GetModelInfo", "VerifyService/Verify", "VerifyService/GetModelInfo"],
+)
+def test_undecodable_bytes_are_the_callers_fault(models: tuple[Path, Path], tmp_path: Path, method: str) -> None:
+    with running_services(tmp_path, *models) as services:
+        address = services.draft_address if "Draft" in method else services.verify_address
+        with grpc.insecure_channel(address) as channel:
+            call = channel.stream_stream(f"/dynatree.v1.{method}")
+            with pytest.raises(grpc.RpcError, match="the message cannot be decoded") as caught:
+                list(call(iter([b"\xff\xff\xff"]), timeout=5.0))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_a_resume_of_what_never_was(models: tuple[Path, Path], tmp_path: Path) -> None:

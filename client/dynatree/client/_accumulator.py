@@ -7,7 +7,14 @@ from dataclasses import replace
 import grpc
 
 from dynatree.client._attempts import Attempts
-from dynatree.client._errors import DynaTreeError, RequestCancelledError, ServerError, error_from_rpc, retry_after
+from dynatree.client._errors import (
+    DynaTreeError,
+    RequestCancelledError,
+    ServerError,
+    code_of,
+    error_from_rpc,
+    retry_after,
+)
 from dynatree.client._tracing import RequestSpan
 from dynatree.client._types import FINISH_REASONS, Chunk, Completion
 from dynatree.v1 import draft_pb2
@@ -94,9 +101,10 @@ class Accumulator:
         """Seconds until the request is sent anew, after an attempt that failed; None where it has failed."""
         if self._chunks and not self._started:
             return None  # the server is older than resuming
-        pause = self._attempts.after(error.code(), retry_after(error))
+        code = code_of(error)
+        pause = self._attempts.after(code, retry_after(error))
         if pause is not None:
-            self._span.resumed(error.code().name)
+            self._span.resumed(code.name)
         return pause
 
     def _remaining(self) -> draft_pb2.GenerateRequest:

@@ -120,8 +120,10 @@ def error_from_rpc(
     error: grpc.RpcError, address: str, *, text: str = "", token_ids: Sequence[int] = ()
 ) -> DynaTreeError:
     """The error that a failed RPC to the server at `address` is raised as."""
-    code = error.code()
+    code = code_of(error)
     details = error.details() or ""
+    if code is not error.code():
+        details = "the server dropped the request; it may have too many"
     if code is grpc.StatusCode.UNAVAILABLE:
         details = f"{address}: {details}"
     if code is grpc.StatusCode.UNIMPLEMENTED:
@@ -131,6 +133,16 @@ def error_from_rpc(
     if isinstance(failure, ServerBusyError):
         failure.retry_after = retry_after(error)
     return failure
+
+
+def code_of(error: grpc.RpcError) -> grpc.StatusCode:
+    """The status of a failed call; UNAVAILABLE for one that gRPC's core at the server dropped without a word.
+
+    It does so at random with calls that nobody has taken up yet, once there are a thousand of them.
+    """
+    code: grpc.StatusCode = error.code()
+    dropped = code is grpc.StatusCode.CANCELLED and error.details() == "CANCELLED"
+    return grpc.StatusCode.UNAVAILABLE if dropped else code
 
 
 def retry_after(error: grpc.RpcError) -> float | None:

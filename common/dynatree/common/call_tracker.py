@@ -61,6 +61,9 @@ class CallTracker(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith("/dynatree."):
             return handler  # type: ignore[no-any-return]
+        if handler.unary_unary or handler.unary_stream:
+            # gRPC ends a call whose one request cannot be decoded with UNKNOWN, and says what was raised
+            handler = handler._replace(request_deserializer=_decoded(handler.request_deserializer))
         if handler.unary_unary:
             return handler._replace(unary_unary=self._awaited(handler.unary_unary))  # type: ignore[no-any-return]
         if handler.unary_stream:
@@ -84,6 +87,8 @@ class CallTracker(grpc.aio.ServerInterceptor):
             call = Call(context, self._idle_seconds)
             try:
                 call.principal = self._authentication.principal(context)
+                if isinstance(request, DecodeError):
+                    raise request
                 return await behavior(request, call)
             except (Exception, asyncio.CancelledError) as error:
                 failure = error
@@ -177,6 +182,20 @@ class Call:
         named = ((REQUEST_ID, self.request_id), *trailing_metadata)
         short = details if len(details) <= LONGEST_DETAILS else f"{details[:LONGEST_DETAILS]} ..."
         await self._context.abort(code, f"{short} (request {self.request_id})", named)
+
+
+def _decoded(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """Decodes a request, or returns the error that says why it cannot."""
+    if decode is None:
+        return None
+
+    def attempt(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except DecodeError as error:
+            return error
+
+    return attempt
 
 
 def is_poison(error: BaseException | None) -> bool:

@@ -219,7 +219,9 @@ def translated(code: grpc.StatusCode, details: str | None, metadata: Any = (), o
         return ServiceBusyError(details or code.name, int(after) / 1e3 if after.isdecimal() else None)
     if opening and code in PASSED_ON:
         return PASSED_ON[code](details or code.name)
-    if code == grpc.StatusCode.UNAVAILABLE:
+    # gRPC's core drops calls that nobody has taken up, at random, once there are a thousand of them, without a word
+    dropped = code == grpc.StatusCode.CANCELLED and details == "CANCELLED"
+    if code == grpc.StatusCode.UNAVAILABLE or dropped:
         return PeerUnavailableError("the verify service is out of reach")
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceededError("the deadline has passed")
