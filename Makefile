@@ -10,6 +10,9 @@ PROTOS_VENV := .venv-protos
 PROTOS_READY := $(PROTOS_VENV)/.ready
 # The oldest runtime that the package admits must load what this compiler writes, so it is not the newest.
 PROTOS_PINS := grpcio-tools==1.76.0 grpcio==1.76.0 protobuf==6.33.6
+AUDIT_VENV := .venv-audit
+AUDIT_READY := $(AUDIT_VENV)/.ready
+AUDIT_PINS := pip-audit==2.10.1 cyclonedx-bom==7.5.0
 # Errors only: warnings about the machine's own pip settings would hide what matters.
 PIP_FLAGS := -qq --disable-pip-version-check
 
@@ -17,7 +20,7 @@ KERNELS := $(wildcard common/dynatree/common/engine/native/*.[ch])
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-all check figures figures-write docs bench bench-quick protos protos-check clean
+.PHONY: help demo test test-long test-all check figures figures-write docs bench bench-quick protos protos-check sbom audit clean
 # Two workers keep two cores busy; tests that share services stay on one of them (tests/conftest.py).
 PYTEST := $(VENV)/bin/pytest -n 2 --no-loadscope-reorder --durations 10
 
@@ -76,8 +79,15 @@ protos-check: protos  ## Check that the code of protos/ is what the compiler mak
 	@new=$$(git ls-files --others --exclude-standard -- protos); \
 	if [ -n "$$new" ]; then echo "not committed: $$new" >&2; exit 1; fi
 
+sbom: $(READY) $(AUDIT_READY)  ## Write a software bill of materials (CycloneDX) to build/sbom.json
+	@mkdir -p build
+	$(AUDIT_VENV)/bin/cyclonedx-py environment --output-reproducible -o build/sbom.json $(VENV)
+
+audit: $(AUDIT_READY)  ## Look for known vulnerabilities of the pinned packages (asks the package index)
+	$(AUDIT_VENV)/bin/pip-audit --disable-pip --no-deps -r constraints.txt
+
 clean:  ## Remove the environments, caches and build outputs
-	rm -rf $(VENV) $(PROTOS_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PROTOS_VENV) $(AUDIT_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The file .ready is made last, so that an interrupted installation starts anew.
@@ -90,6 +100,11 @@ $(READY): pyproject.toml constraints.txt common/build_native.py $(KERNELS)
 $(PROTOS_READY): Makefile
 	@$(call make_venv,$(PROTOS_VENV))
 	@$(PROTOS_VENV)/bin/python -m pip install $(PIP_FLAGS) $(PIP_ARGS) $(PROTOS_PINS)
+	@touch $@
+
+$(AUDIT_READY): Makefile
+	@$(call make_venv,$(AUDIT_VENV))
+	@$(AUDIT_VENV)/bin/python -m pip install $(PIP_FLAGS) $(PIP_ARGS) $(AUDIT_PINS)
 	@touch $@
 
 define make_venv

@@ -64,7 +64,7 @@ def main() -> int:
     some = combinations()[:: options.every]
     queued = [each for each in some if each[1] == "queue"]
     records = list(run([each for each in some if each[1] != "queue"]))
-    records += run(queued, ("--max-sessions", "1"))
+    records += run(queued, ("--max-sessions", "1", "--idle-timeout", "5"))
     if options.out:
         options.out.write_text("".join(json.dumps(record) + "\n" for record in records))
     wrong = [record for record in records if not record["same"]]

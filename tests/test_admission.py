@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from dynatree.common.admission import Admission
+from dynatree.common.admission import Admission, Quota
 from dynatree.common.errors import OutOfRangeError, ServiceBusyError
 
 
@@ -170,5 +170,53 @@ def test_whoever_is_refused_is_told_to_wait_before_anybody_has_ended():
         assert refused.value.retry_after >= 0.1
         running.leave.set()
         await settle()
+
+    run(scenario())
+
+
+def test_who_waits_for_his_own_session_holds_up_nobody():
+    async def scenario():
+        admission, order = Admission(sessions=3, slots=100, queue=4, quota=Quota(sessions=1, queue=4)), []
+        kept = [Visitor(admission, number, order, "a") for number in range(5)]
+        await settle()
+        assert (admission.running, admission.waiting) == (1, 4)
+        other = Visitor(admission, "b", order, "b", seconds=5.0)
+        await settle()
+        assert order == [0, "b"]
+        with pytest.raises(ServiceBusyError, match="4 requests of this principal wait"):
+            async with admission.queued("a", 1):
+                pass
+        for each in (*kept, other):
+            each.leave.set()
+            await settle()
+
+    run(scenario())
+
+
+def test_a_quota_of_waiting_requests_alone():
+    async def scenario():
+        admission, order = Admission(sessions=1, slots=100, queue=9, quota=Quota(queue=2)), []
+        kept = [Visitor(admission, number, order, "a") for number in range(3)]
+        await settle()
+        with pytest.raises(ServiceBusyError, match="2 requests of this principal wait"):
+            async with admission.queued("a", 1):
+                pass
+        kept.append(Visitor(admission, "b", order, "b"))
+        await settle()
+        assert admission.waiting == 3
+        for each in kept:
+            each.leave.set()
+            await settle()
+
+    run(scenario())
+
+
+def test_nobody_is_remembered_who_has_nothing():
+    async def scenario():
+        admission = Admission(sessions=1, slots=100, queue=9, quota=Quota(sessions=1))
+        for number in range(100):
+            async with admission.queued(f"p{number}", 1) as turn:
+                await turn.come()
+        assert len(admission._running_of) == 0
 
     run(scenario())

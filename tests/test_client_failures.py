@@ -86,6 +86,14 @@ def test_a_request_that_the_server_dropped_is_sent_anew(service: FakeDraftServic
         client.generate("Once")
 
 
+def test_an_answer_that_is_whole_needs_no_status(client: Client, service: FakeDraftService) -> None:
+    """The connection broke behind the last message: nothing is missing."""
+    service.script = [message("Hé", 1), last(), Fail(grpc.StatusCode.UNAVAILABLE, "Socket closed")]
+    assert client.generate("Once").text == "Hé"
+    assert generate_async(service).text == "Hé"
+    assert len(service.requests) == 2
+
+
 def test_errors_of_model_info(client: Client, service: FakeDraftService) -> None:
     async def run() -> None:
         async with AsyncClient(service.address) as client:

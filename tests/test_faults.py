@@ -35,7 +35,9 @@ def expected_fixture(cluster: Cluster) -> dict[str, Completion]:
 @pytest.fixture(scope="module", name="full_cluster")
 def full_cluster_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Of verify services that take one session each."""
-    with running_cluster(tmp_path_factory.mktemp("f"), verify_arguments=("--max-sessions", "1")) as cluster:
+    with running_cluster(
+        tmp_path_factory.mktemp("f"), verify_arguments=("--max-sessions", "1", "--idle-timeout", "5")
+    ) as cluster:
         yield cluster
 
 
@@ -63,7 +65,7 @@ def check(cluster: Cluster, expected: dict[str, Completion], who: str, where: st
         seconds = time.monotonic() - started
         cluster.restore()
     assert fault.at is not None, "the fault did not happen"
-    assert seconds < 20.0, "a service that hangs is found by pings within 15 s"
+    assert seconds < 30.0, "a service that hangs is found by pings within 15 s; a place that it holds is free in 5"
     if name == "residual":  # draws depend on the trees: only their distribution is promised
         assert len(completion.token_ids) == len(expected[name].token_ids)
         return

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import ssl
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from certificates import Authority
 from model_zoo import save_random_model
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from services import Services, running_services
 
 from dynatree.client import Client, DynaTreeError
+from dynatree.common import files
 from dynatree.common.errors import StartupError
 from dynatree.common.logs import JsonLines, TextLines
 from dynatree.common.metrics import new_registry, serve_metrics
@@ -81,6 +85,27 @@ def test_the_endpoint() -> None:
         end()
     with pytest.raises(StartupError, match="--insecure"):
         serve_metrics("0.0.0.0:0", registry, SecuritySettings())
+
+
+def test_silent_connections_hold_up_no_scrape_and_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TLS, with a certificate that is replaced."""
+    monkeypatch.setattr(files, "LOOK_SECONDS", 0.0)
+    authority = Authority(tmp_path)
+    pair = authority.pair("server")
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    end = serve_metrics(f"localhost:{port}", new_registry(), SecuritySettings(pair.certificate, pair.key))
+    trusted = ssl.create_default_context(cafile=str(authority.file))
+    with socket.create_connection(("localhost", port)), socket.create_connection(("localhost", port)) as nonsense:
+        nonsense.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        first = ssl.get_server_certificate(("localhost", port))
+        authority.pair("server")
+        assert ssl.get_server_certificate(("localhost", port)) != first
+        with urllib.request.urlopen(f"https://localhost:{port}/metrics", timeout=5.0, context=trusted) as response:
+            assert b"process_resident_memory_bytes" in response.read()
+        started = time.monotonic()
+        end()
+        assert time.monotonic() - started < 3.0
 
 
 def test_a_completion_is_one_line(services: Services, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

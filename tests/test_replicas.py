@@ -15,6 +15,7 @@ from dynatree.common.address import split_addresses
 from dynatree.common.channel import Connector
 from dynatree.common.errors import FailedPreconditionError, PeerUnavailableError, StartupError
 from dynatree.common.model_info import ModelInfo
+from dynatree.draft import replica as replica_module
 from dynatree.draft import replicas as module
 from dynatree.draft.replica import Replica
 from dynatree.draft.replicas import Replicas
@@ -243,3 +244,40 @@ def test_addresses(text: str, addresses: tuple[str, ...]) -> None:
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(ValueError, match="is not an address"):
         split_addresses(text)
+
+
+def test_a_service_that_refused_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have learnt the draft's new token since; its health does not change with that."""
+    monkeypatch.setattr(replica_module, "RETRY_SECONDS", 0.02)
+    asked = []
+
+    async def model_info(self: FakeClient, timeout: float) -> ModelInfo:
+        asked.append(self.address)
+        if self.address == "b:1" and asked.count("b:1") < 3:
+            raise FailedPreconditionError("no known token")
+        return INFO
+
+    monkeypatch.setattr(FakeClient, "model_info", model_info)
+
+    async def work(replicas: Replicas) -> None:
+        await settled(lambda: all(each.ready for each in replicas.all))
+
+    run("a:1,b:1", lambda: {"a:1": FakeService(), "b:1": FakeService()}, work)
+
+
+def test_one_that_nobody_answers_for_after_new_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "ASKING_SECONDS", 0.05)
+
+    async def work(replicas: Replicas) -> None:
+        [only] = replicas.all
+        assert only.ready
+
+        async def silent(self: FakeClient) -> AsyncGenerator[bool]:
+            await asyncio.Event().wait()
+            yield True
+
+        monkeypatch.setattr(FakeClient, "serving", silent)
+        only.reconnect()
+        await settled(lambda: not only.ready)
+
+    run("a:1", lambda: {"a:1": FakeService()}, work)

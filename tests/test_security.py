@@ -419,5 +419,6 @@ def test_a_resume_of_what_never_was(models: tuple[Path, Path], tmp_path: Path) -
         assert code(token_ids=[5, 6, 7, 8]) is grpc.StatusCode.OK  # nothing is left to do
         assert code(index=1) is grpc.StatusCode.INVALID_ARGUMENT
         assert code(token_ids=[10**6]) is grpc.StatusCode.INVALID_ARGUMENT
-        assert code(token_ids=[5] * 5) is grpc.StatusCode.OUT_OF_RANGE
+        assert code(token_ids=[5] * 5) is grpc.StatusCode.OUT_OF_RANGE  # more than are to be made
+        assert code(round=2**64 - 1) is grpc.StatusCode.OUT_OF_RANGE
         assert code(target_fingerprint="another") is grpc.StatusCode.FAILED_PRECONDITION

@@ -65,9 +65,10 @@ class Accumulator:
         """Keep one message; its chunk, or None where it adds nothing."""
         if response.index >= self._n:
             raise self._wrong(f"completion {response.index} was not asked for")
-        lost = self._attempts.received()
-        if lost is not None:
-            self._resumed[response.index].append(lost)
+        if not response.HasField("queue_position"):  # to be told of a place is no progress
+            lost = self._attempts.received()
+            if lost is not None:
+                self._resumed[response.index].append(lost)
         if response.HasField("completion"):
             self._last[response.index] = response.completion
         if response.HasField("started"):
@@ -97,6 +98,11 @@ class Accumulator:
         last.statistics.resume_seconds += sum(self._resumed[index])
         return Completion.from_pb(last, index=index, chunks=self._chunks[index])
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether everything has come, whatever the status of the call."""
+        return len(self._last) == self._n
+
     def _pause(self, error: grpc.RpcError) -> float | None:
         """Seconds until the request is sent anew, after an attempt that failed; None where it has failed."""
         if self._chunks and not self._started:
@@ -122,7 +128,8 @@ class Accumulator:
         rest.resume.index = len(self._last)
         rest.resume.token_ids[:] = [token_id for chunk in chunks for token_id in chunk.token_ids]
         rest.resume.characters = sum(len(chunk.text) for chunk in chunks)
-        rest.resume.target_fingerprint = started.target_fingerprint
+        mine = self._started.get(len(self._last), started)
+        rest.resume.target_fingerprint = mine.target_fingerprint
         rest.resume.round = max((chunk.trace.round + 1 for chunk in chunks if chunk.trace), default=0)
         return rest
 

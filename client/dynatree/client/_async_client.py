@@ -99,7 +99,10 @@ class AsyncCompletionStream(Accumulator):
         while True:
             try:
                 if self._call is None:
-                    self._call = await self._start(self._remaining(), self._span.metadata)
+                    try:
+                        self._call = await self._start(self._remaining(), self._span.metadata)
+                    except grpc.aio.UsageError:  # the client was closed meanwhile
+                        raise self._client_closed() from None
                     if self._ended:  # closed while it was connecting
                         self._call.cancel()
                 while isinstance(response := await self._call.read(), draft_pb2.GenerateResponse):
@@ -107,6 +110,8 @@ class AsyncCompletionStream(Accumulator):
                         return chunk
                 return None
             except grpc.RpcError as error:
+                if self._is_whole:  # only the status was lost
+                    return None
                 pause = None if self._ended else self._pause(error)
                 if pause is None:
                     raise self._failed(error) from error

@@ -77,12 +77,18 @@ class CompletionStream(Accumulator):
             except grpc.RpcError as error:
                 if self._ended:  # by close(), in another thread
                     raise StopIteration from None
+                if self._is_whole:  # only the status was lost
+                    self._finish()
+                    raise StopIteration from None
                 pause = self._pause(error)
                 if pause is None:
                     raise self._failed(error) from error
                 if self._closing.wait(pause):
                     raise StopIteration from None
-                self._call = self._start(self._remaining(), self._span.metadata)
+                try:
+                    self._call = self._start(self._remaining(), self._span.metadata)
+                except ValueError:  # the client was closed meanwhile
+                    raise self._client_closed() from None
             else:
                 self._finish()
                 raise StopIteration

@@ -153,8 +153,9 @@ class Admission:
         """
         if slots > self._slots:
             raise OutOfRangeError(f"the request needs {slots} tokens of KV cache, and there are {self._slots} in all")
-        self._check(slots, seconds)
-        self._check_quota(principal)
+        self._check_quota(principal, slots)
+        if not self._has_all_sessions(principal):
+            self._check(slots, seconds)
         turn = Turn(principal, slots)
         self._waiting.setdefault(principal, deque()).append(turn)
         self._admit()
@@ -164,7 +165,7 @@ class Admission:
             self._leave(turn)
 
     def _check(self, slots: int, seconds: float | None) -> None:
-        waiting = self.waiting
+        waiting = self._next_up()
         if not waiting and self._fits(slots):
             return
         expected = self._expected(waiting)
@@ -192,9 +193,15 @@ class Admission:
             self._allowances[principal] = Allowance(self._quota.tokens)
         return self._allowances[principal]
 
-    def _check_quota(self, principal: str) -> None:
+    def _next_up(self) -> int:
+        """How many wait for room, and not for a session of their own principal to end."""
+        return sum(len(queue) for each, queue in self._waiting.items() if not self._has_all_sessions(each))
+
+    def _check_quota(self, principal: str, slots: int) -> None:
         waiting = len(self._waiting.get(principal, ()))
-        if self._quota.queue is not None and self._has_all_sessions(principal) and waiting >= self._quota.queue:
+        most = self._queue if self._quota.queue is None else self._quota.queue
+        waits = waiting or self._has_all_sessions(principal) or self._next_up() or not self._fits(slots)
+        if waits and waiting >= most and (self._quota.queue is not None or self._has_all_sessions(principal)):
             raise ServiceBusyError(
                 f"{waiting} requests of this principal wait, the most that may", retry_after=self._expected(0)
             )
@@ -222,6 +229,8 @@ class Admission:
         else:
             self._running -= 1
             self._running_of[turn.principal] -= 1
+            if not self._running_of[turn.principal]:
+                del self._running_of[turn.principal]
             self._slots_held -= turn.slots
             took = time.monotonic() - turn.admitted
             self._usual = took if self._usual is None else self._usual + HELD_STEP * (took - self._usual)

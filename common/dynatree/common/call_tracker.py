@@ -32,18 +32,25 @@ class CallTracker(grpc.aio.ServerInterceptor):
     the request's id, which is the caller's own where it names one. Handlers get a `Call` for their context.
     """
 
-    def __init__(self, idle_seconds: float = IDLE_SECONDS, authentication: Authentication | None = None) -> None:
+    def __init__(
+        self,
+        idle_seconds: float = IDLE_SECONDS,
+        authentication: Authentication | None = None,
+        most: int | None = None,
+    ) -> None:
         """Track nothing yet.
 
         Args:
             idle_seconds: How long a call may wait for a peer that reads nothing.
             authentication: Finds out who calls; None: nobody is asked.
+            most: Calls at once; one more is refused. Health and reflection are not among them. None: any number.
 
         Attributes:
             poisoned: Set when the device has failed in a way from which no later call recovers.
         """
         self.poisoned = asyncio.Event()
         self._idle_seconds = idle_seconds
+        self._most = most
         self._authentication = authentication or Authentication(LOCAL)
         # each call's task, which ends when its status is sent, and a future that is done when its handler is
         self._open: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
@@ -89,6 +96,8 @@ class CallTracker(grpc.aio.ServerInterceptor):
                 call.principal = self._authentication.principal(context)
                 if isinstance(request, DecodeError):
                     raise request
+                if self._most is not None and len(self._open) > self._most:
+                    raise ServiceBusyError(f"{self._most} calls are open, the most that may")
                 return await behavior(request, call)
             except (Exception, asyncio.CancelledError) as error:
                 failure = error

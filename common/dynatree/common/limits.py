@@ -4,5 +4,6 @@ MAX_TREE_NODES = 256  # of the largest tree that any policy sends
 MAX_SESSIONS = 16  # completions at once, where the command line names no number; more wait in the queue
 MAX_QUEUED = 256
 MAX_STOP_TOKENS = 1024  # of one request
+MAX_PRINCIPAL_LENGTH = 256  # characters
 RESUME_SECONDS = 30.0  # that a completion whose verify service was lost waits for another one
 IDLE_SECONDS = 300.0  # that a session waits for a peer which sends or reads nothing

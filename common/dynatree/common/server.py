@@ -52,13 +52,11 @@ class Server:
         Raises:
             StartupError: A file of the security settings cannot be read.
         """
-        self._calls = CallTracker(idle_seconds, Authentication(security))
-        self._security = security
-        self._server = grpc.aio.server(
-            interceptors=[self._calls],
-            options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=None if most_calls is None else most_calls + FREE_CALLS,
+        self._calls = CallTracker(
+            idle_seconds, Authentication(security), None if most_calls is None else most_calls + FREE_CALLS
         )
+        self._security = security
+        self._server = grpc.aio.server(interceptors=[self._calls], options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         self._names = service_names
         self._serving = True

@@ -168,6 +168,7 @@ class Generation:
         self._limit = request.limit
         self._replayed, _ = self._text.push(request.received.token_ids)
         self._seen = request.received.characters
+        session.rounds = len(request.received.token_ids)  # at least as many as there were, so that no noise comes twice
 
     @classmethod
     @asynccontextmanager
@@ -221,6 +222,11 @@ class Generation:
     def fingerprint(self) -> str:
         """Of the target that makes the completion."""
         return self._opened.target.fingerprint
+
+    @property
+    def generated(self) -> int:
+        """Tokens that were made here."""
+        return self._recorder.tokens
 
     def waited(self, seconds: float) -> None:
         """Count a wait for this completion's turn; its time to the first token begins with it."""

@@ -146,14 +146,24 @@ class Replica:
     async def _follow(self) -> None:
         """Follow its health until it is lost."""
         async with aclosing(self._client.serving()) as answers:
-            async for serving in answers:
-                if serving:
-                    await self._ask()
-                self._set_serving(serving and self.refusal is None)
+            # after a change of certificates nobody may answer
+            silent = asyncio.get_running_loop().call_later(ASKING_SECONDS, self._set_serving, False)
+            try:
+                async for serving in answers:
+                    silent.cancel()
+                    if serving:
+                        await self._ask()
+                    self._set_serving(serving and self.refusal is None)
+                    while serving and self.refusal is not None and self.mismatch is None:
+                        await asyncio.sleep(RETRY_SECONDS)  # a token may be known by then
+                        await self._ask()
+                        self._set_serving(self.refusal is None)
+            finally:
+                silent.cancel()
 
     async def _ask(self) -> None:
         """Ask which target it has."""
-        self.refusal = self.mismatch = None
+        before, self.refusal, self.mismatch = self.refusal, None, None
         try:
             info = await self._client.model_info(ASKING_SECONDS)
         except FailedPreconditionError as error:
@@ -163,7 +173,7 @@ class Replica:
                 self.adopt(info)
             except FailedPreconditionError as error:
                 self.refusal = self.mismatch = str(error)
-        if self.refusal is not None:
+        if self.refusal not in (None, before):
             log.warning("%s", self.refusal)
 
     def _set_serving(self, serving: bool) -> None:

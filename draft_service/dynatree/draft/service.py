@@ -14,7 +14,7 @@ from dynatree.common.admission import Admission
 from dynatree.common.call_tracker import Call
 from dynatree.common.errors import InvalidArgumentError, OutOfRangeError, PeerFailedError, ServiceError
 from dynatree.common.grpc_options import PRINCIPAL
-from dynatree.common.limits import MAX_STOP_TOKENS
+from dynatree.common.limits import MAX_PRINCIPAL_LENGTH, MAX_STOP_TOKENS
 from dynatree.common.model_info import token_limit
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.sampling import Sampling
@@ -38,7 +38,6 @@ SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_COMPLETIONS = 64
-MAX_PRINCIPAL_LENGTH = 256
 TARGET_CHANGES = 5  # of the verify service, while one session is opened
 
 
@@ -139,17 +138,19 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                         prompt_ids=prompt_ids if request.WhichOneof("prompt") == "text" else (),
                         target_fingerprint=generation.fingerprint,
                     )
-                    async for event in events:
-                        if isinstance(event, DoneCompletion):
-                            self._completed(context, principal, index, event)
-                        yield response_to_pb(event, index=index, started=started)
-                        started = None
+                    try:
+                        async for event in events:
+                            if isinstance(event, DoneCompletion):
+                                self._completed(context, principal, index, event)
+                            yield response_to_pb(event, index=index, started=started)
+                            started = None
+                    finally:  # a request that is cancelled has used them all the same
+                        self._admission.spend(principal, len(prompt_ids) + generation.generated)
 
     def _completed(self, context: Context, principal: str, index: int, completion: DoneCompletion) -> None:
         """Count a completion, and write its line."""
         statistics = completion.statistics
         self._metrics.completed(completion)
-        self._admission.spend(principal, completion.prompt_tokens + statistics.generated_tokens)
         fields = {
             "request_id": context.request_id,
             "principal": principal,
@@ -225,7 +226,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                 f"policy {name} chooses nodes by their tokens, which scheme residual does not allow; "
                 f"expected one of {', '.join(residual_policies())}"
             )
-        return GenerationRequest(
+        request = GenerationRequest(
             prompt_ids=prompt_ids,
             max_new_tokens=new_tokens,
             sampling=sampling,
@@ -241,6 +242,11 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             request_id=request_id,
             span=span,
         )
+        if len(request.begun_ids) > request.limit:
+            raise OutOfRangeError(
+                f"resume has {len(received.token_ids)} tokens; at most {request.limit - len(prompt_ids)} are to be made"
+            )
+        return request
 
     def _default_name(self, sampling: Sampling) -> str:
         """The policy of a request that names none: the service's, or one that can, where that cannot draw at random."""
@@ -295,6 +301,8 @@ def _received(message: draft_pb2.GenerateRequest, count: int, context_length: in
     resume = message.resume
     if resume.index >= count:
         raise InvalidArgumentError(f"resume.index is {resume.index}, expected a number below n, {count}")
+    if resume.round > context_length:
+        raise OutOfRangeError(f"resume.round is {resume.round}, and a context of {context_length} has fewer rounds")
     if len(resume.token_ids) > context_length:
         raise OutOfRangeError(f"resume has {len(resume.token_ids)} tokens, more than the context of {context_length}")
     return resume.index, Received(tuple(resume.token_ids), resume.characters, resume.round)

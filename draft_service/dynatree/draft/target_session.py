@@ -16,8 +16,12 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self, TypeVar
 
+import grpc
+
 from dynatree.common.channel import Metadata
 from dynatree.common.errors import (
+    FailedPreconditionError,
+    OutOfRangeError,
     PeerFailedError,
     PeerUnavailableError,
     ServiceBusyError,
@@ -216,6 +220,10 @@ class TargetSession:
                 return await self._open_on(replica)
             except (ServiceBusyError, PeerUnavailableError) as error:
                 failure = error
+            except (OutOfRangeError, FailedPreconditionError) as error:
+                if not self._request.generated:
+                    raise
+                failure = error  # another one took it; this one has a smaller context, or another target by now
             except PeerFailedError as error:
                 if isinstance(failure, PeerFailedError):
                     raise  # two failed one after the other: it may be the request
@@ -227,7 +235,10 @@ class TargetSession:
         self._leave()
         left = None if self._until is None else self._until - time.monotonic()
         self._replica = replica
-        self._stream, self._lost = replica.session(left, self._metadata), False
+        try:
+            self._stream, self._lost = replica.session(left, self._metadata), False
+        except grpc.aio.UsageError as error:  # it is gone, and its channel closed
+            raise PeerUnavailableError("the verify service is gone") from error
         replica.sessions += 1
         opened = await self._patiently(self._stream.open(self._request), math.inf)
         target = replica.adopt(opened.target)

@@ -47,6 +47,10 @@ PASSED_ON = {
 }
 
 
+# The codes with which a service answers that may answer otherwise a moment later.
+PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
 class VerifyClient:
     """A channel to one verify service.
 
@@ -74,7 +78,7 @@ class VerifyClient:
         try:
             response = await self._stub.GetModelInfo(request, timeout=timeout, metadata=self._connector.metadata())
         except grpc.aio.AioRpcError as error:
-            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            if error.code() in PASSING or was_dropped(error.code(), error.details()):
                 raise PeerUnavailableError("the verify service is out of reach") from error
             if error.code() == grpc.StatusCode.UNIMPLEMENTED:
                 reason = f"the service at {self.address} is no verify service of DynaTree"
@@ -101,13 +105,14 @@ class VerifyClient:
             call.cancel()
 
     async def answers(self, timeout: float) -> bool:
-        """Whether it answers within `timeout` seconds, whatever the answer."""
+        """Whether it answers within `timeout` seconds, whatever the answer, or is known to be out of reach."""
         try:
             await self._health.Check(
                 health_pb2.HealthCheckRequest(), timeout=timeout, metadata=self._connector.metadata()
             )
         except grpc.aio.AioRpcError as error:
-            return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+            # one that is out of reach is no proof that it hangs: while it drains it takes no new connection
+            return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
         return True
 
     async def cause(self) -> str:
@@ -219,10 +224,13 @@ def translated(code: grpc.StatusCode, details: str | None, metadata: Any = (), o
         return ServiceBusyError(details or code.name, int(after) / 1e3 if after.isdecimal() else None)
     if opening and code in PASSED_ON:
         return PASSED_ON[code](details or code.name)
-    # gRPC's core drops calls that nobody has taken up, at random, once there are a thousand of them, without a word
-    dropped = code == grpc.StatusCode.CANCELLED and details == "CANCELLED"
-    if code == grpc.StatusCode.UNAVAILABLE or dropped:
+    if code == grpc.StatusCode.UNAVAILABLE or was_dropped(code, details):
         return PeerUnavailableError("the verify service is out of reach")
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceededError("the deadline has passed")
     return PeerFailedError(f"the verify service ended the session with {code.name}: {details}")
+
+
+def was_dropped(code: grpc.StatusCode, details: str | None) -> bool:
+    """Whether gRPC's core dropped a call: at random, without a word, while a thousand wait to be taken up."""
+    return code is grpc.StatusCode.CANCELLED and details == "CANCELLED"

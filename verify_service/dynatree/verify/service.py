@@ -16,7 +16,7 @@ import grpc
 from dynatree.common.admission import Admission
 from dynatree.common.call_tracker import Call
 from dynatree.common.errors import IdleSessionError, InvalidArgumentError, OutOfRangeError, RoundInFlightError
-from dynatree.common.limits import IDLE_SECONDS, MAX_STOP_TOKENS
+from dynatree.common.limits import IDLE_SECONDS, MAX_PRINCIPAL_LENGTH, MAX_STOP_TOKENS
 from dynatree.common.messages import Commit, SessionOpened, VerifyTimings
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.shared_cores import SharedCores, ShortWaits
@@ -85,7 +85,11 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
 
         Reads and writes through the context, which costs less a message than an asynchronous generator does.
         """
-        first, arrival = await _read(context)
+        try:
+            async with asyncio.timeout(self._idle_seconds):
+                first, arrival = await _read(context)
+        except TimeoutError:
+            raise IdleSessionError(f"no session was opened within {self._idle_seconds:g} s") from None
         if first is None:
             return
         request = self._check_open(first, context.principal)
@@ -149,6 +153,10 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         ):
             if len(ids) > most:
                 raise OutOfRangeError(f"{len(ids)} {name}, at most {most} are accepted")
+        if len(message.open.principal) > MAX_PRINCIPAL_LENGTH:
+            raise InvalidArgumentError(f"the principal is longer than {MAX_PRINCIPAL_LENGTH} characters")
+        if message.open.round > target.context_length:
+            raise OutOfRangeError(f"round is {message.open.round}, more than a context of {target.context_length} has")
         request = open_session_from_pb(
             message.open, default_seed=secrets.randbits(63), default_penalty=target.repetition_penalty
         )
