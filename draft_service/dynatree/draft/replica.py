@@ -59,6 +59,7 @@ class Replica:
         self._known = False  # whether it has ever served
         self._renewed = False  # whether the channel is another one, so that its health is followed anew
         self._following: asyncio.Future[None] | None = None
+        self._draining = False  # it has said itself that it takes no more
         self._rounds: deque[float] = deque(maxlen=USUAL_ROUNDS)
 
     @property
@@ -107,8 +108,11 @@ class Replica:
             self._following.cancel()
 
     async def answers(self, timeout: float) -> bool:
-        """Whether it answers a question about its health within `timeout` seconds."""
-        return await self._client.answers(timeout)
+        """Whether it answers a question about its health within `timeout` seconds; one that drains need not.
+
+        It takes no new connection by then, and serves the sessions that it has.
+        """
+        return await self._client.answers(timeout) or self._draining
 
     async def cause(self) -> str:
         """Why there is no connection; "" where that is not known."""
@@ -151,6 +155,7 @@ class Replica:
             try:
                 async for serving in answers:
                     silent.cancel()
+                    self._draining = not serving
                     if serving:
                         await self._ask()
                     self._set_serving(serving and self.refusal is None)

@@ -105,14 +105,13 @@ class VerifyClient:
             call.cancel()
 
     async def answers(self, timeout: float) -> bool:
-        """Whether it answers within `timeout` seconds, whatever the answer, or is known to be out of reach."""
+        """Whether it answers within `timeout` seconds, whatever the answer."""
         try:
             await self._health.Check(
                 health_pb2.HealthCheckRequest(), timeout=timeout, metadata=self._connector.metadata()
             )
         except grpc.aio.AioRpcError as error:
-            # one that is out of reach is no proof that it hangs: while it drains it takes no new connection
-            return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+            return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
         return True
 
     async def cause(self) -> str:
