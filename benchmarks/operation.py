@@ -25,6 +25,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 from dynatree.bench.environment import environment
 from dynatree.client import Client
@@ -34,6 +35,7 @@ TOKEN = "measured-0123456789abcdef"
 SCRAPE_SECONDS = 5.0
 START_SECONDS = 300.0
 POLICIES = ("autoregressive", "linear", "throughput")
+PARTS = ("tls", "tokens", "metrics", "traces", "logs")
 
 
 @dataclass(frozen=True)
@@ -123,14 +125,42 @@ def pair(
 
 
 @contextmanager
-def scraped(ports: Sequence[int], ca: Path) -> Iterator[None]:
-    """Ask for metrics every few seconds, as Prometheus does."""
-    over, context = threading.Event(), ssl.create_default_context(cafile=str(ca))
+def secured_pair(
+    options: argparse.Namespace, folder: Path, metrics: tuple[int, int], traces: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The address of the draft service of a pair with `options.parts`, and what its clients need."""
+    verify, draft, check, client = list[str](), list[str](), list[str](), dict[str, Any]()
+    if "tls" in options.parts:
+        cert, key = map(str, certificate(folder))
+        verify += ["--tls-cert", cert, "--tls-key", key, "--client-ca", cert]
+        draft += ["--tls-cert", cert, "--tls-key", key, "--verify-ca", cert, "--verify-cert", cert, "--verify-key", key]
+        check += ["--ca", cert, "--cert", cert, "--key", key]
+        client["ca"] = cert
+    if "tokens" in options.parts:
+        (folder / "tokens").write_text(f"measured:{TOKEN}\n")
+        (folder / "token").write_text(TOKEN)
+        verify += ["--token-file", str(folder / "tokens")]
+        draft += ["--token-file", str(folder / "tokens"), "--verify-token-file", str(folder / "token")]
+        client["token"] = TOKEN
+    if "metrics" in options.parts:
+        verify += ["--metrics", f"localhost:{metrics[0]}"]
+        draft += ["--metrics", f"localhost:{metrics[1]}"]
+    both = ["--traces", traces] if "traces" in options.parts else []
+    both += ["--log-format", "json"] if "logs" in options.parts else []
+    with pair(options, [*both, *verify], [*both, *draft], check, folder) as address:
+        yield address, client
+
+
+@contextmanager
+def scraped(ports: Sequence[int], ca: str | None) -> Iterator[None]:
+    """Ask for metrics every few seconds, as Prometheus does; over TLS where there is an authority."""
+    over, scheme = threading.Event(), "https" if ca else "http"
+    context = ssl.create_default_context(cafile=ca) if ca else None
 
     def scrape() -> None:
         while not over.wait(SCRAPE_SECONDS):
             for port in ports:
-                urllib.request.urlopen(f"https://localhost:{port}/metrics", context=context).read()
+                urllib.request.urlopen(f"{scheme}://localhost:{port}/metrics", context=context).read()
 
     thread = threading.Thread(target=scrape)
     thread.start()
@@ -163,6 +193,8 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--verify-options", default="--threads 2", help="further options of the verify services")
     parser.add_argument("--draft-options", default="--threads 1", help="further options of the draft services")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is on (default: all)")
+    parser.add_argument("--policies", nargs="+", default=POLICIES, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     text = options.prompts.read_text(encoding="utf-8")
@@ -171,27 +203,15 @@ def main() -> int:
     traces: list[bytes] = []
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        cert, key = certificate(folder)
-        (folder / "tokens").write_text(f"measured:{TOKEN}\n")
-        (folder / "token").write_text(TOKEN)
         metrics = free_port(), free_port()
-        own = ["--tls-cert", str(cert), "--tls-key", str(key), "--token-file", str(folder / "tokens")]
-        own += ["--traces", stack.enter_context(collector(traces)), "--log-format", "json"]
-        shown = ["--verify-ca", str(cert), "--verify-cert", str(cert), "--verify-key", str(key)]
-        secured = stack.enter_context(
-            pair(
-                options,
-                [*own, "--client-ca", str(cert), "--metrics", f"localhost:{metrics[0]}"],
-                [*own, *shown, "--verify-token-file", str(folder / "token"), "--metrics", f"localhost:{metrics[1]}"],
-                ["--ca", str(cert), "--cert", str(cert), "--key", str(key)],
-                folder,
-            )
+        secured, needs = stack.enter_context(
+            secured_pair(options, folder, metrics, stack.enter_context(collector(traces)))
         )
         plain = stack.enter_context(pair(options, [], [], [], folder))
-        stack.enter_context(scraped(metrics, cert))
-        clients = [stack.enter_context(Client(plain)), stack.enter_context(Client(secured, ca=cert, token=TOKEN))]
+        stack.enter_context(scraped(metrics if "metrics" in options.parts else (), needs.get("ca")))
+        clients = [stack.enter_context(Client(plain)), stack.enter_context(Client(secured, **needs))]
         runs = []
-        for policy in POLICIES:
+        for policy in options.policies:
             rates(clients, prompts[0], policy, options.max_new_tokens, 0)  # warm up
             for turn, prompt in enumerate(prompts):
                 off, on = rates(clients, prompt, policy, options.max_new_tokens, turn)
@@ -201,11 +221,12 @@ def main() -> int:
         "target": Path(options.target_model).name,
         "draft": Path(options.draft_model).name,
         "max_new_tokens": options.max_new_tokens,
+        "parts": options.parts,
         "trace_bytes": sum(map(len, traces)),
         "runs": runs,
     }
     options.out.write_text(json.dumps(report, indent=1) + "\n")
-    for policy in POLICIES:
+    for policy in options.policies:
         lost = [100 * (1 - run["on"] / run["off"]) for run in runs if run["policy"] == policy]
         low, _, high = quantiles(lost, n=4)
         print(f"{policy}: on is {median(lost):.2f} % slower than off (quartiles {low:.2f} to {high:.2f})")

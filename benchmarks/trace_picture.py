@@ -62,7 +62,7 @@ def run(url: str) -> None:
             with service(draft, folder) as drafting, Client(drafting.address) as client:
                 client.generate(PROMPT, max_new_tokens=16, ignore_eos=True)  # caches
                 client.generate(PROMPT, max_new_tokens=16, ignore_eos=True)
-                with client.stream(PROMPT, max_new_tokens=14, ignore_eos=True) as stream:
+                with client.stream(PROMPT, max_new_tokens=14, ignore_eos=True, trace=True) as stream:
                     for _ in itertools.islice(stream, KILLED_AFTER):
                         pass
                     one.process.kill()

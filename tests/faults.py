@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -61,12 +62,15 @@ class Process:
     arguments: list[str]
     address: str
     log: Path
+    metrics: str | None = None
     process: subprocess.Popen[bytes] | None = None
     ending: bool = False
 
     def start(self) -> None:
         """Start it, without waiting."""
         command = [*COMMAND, *self.arguments, "--listen", self.address, "--threads", "1", "--grace", "0.2"]
+        if self.metrics:
+            command += ["--metrics", self.metrics]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
@@ -208,9 +212,20 @@ class Fault:
         way.dropping = self.how == "drop"
 
 
+def free_address() -> str:
+    """An address of this machine where nobody listens."""
+    with socket.create_server(("localhost", 0)) as server:
+        return f"localhost:{server.getsockname()[1]}"
+
+
 @contextmanager
 def running_cluster(
-    folder: Path, *, replicas: int = 2, verify_arguments: Sequence[str] = (), draft_arguments: Sequence[str] = ()
+    folder: Path,
+    *,
+    replicas: int = 2,
+    verify_arguments: Sequence[str] = (),
+    draft_arguments: Sequence[str] = (),
+    metrics: bool = False,
 ) -> Iterator[Cluster]:
     """So many verify services, and as many draft services, of the embedded pair."""
     loop = ProxyLoop()
@@ -241,6 +256,7 @@ def running_cluster(
             drafts.append(draft)
             ways += [Way(draft, verify, proxy) for verify, proxy in zip(verifies, proxies, strict=True)]
         for process in (*verifies, *drafts):
+            process.metrics = free_address() if metrics else None
             stack.callback(process.end)
             process.start()
         for process in (*verifies, *drafts):

@@ -22,6 +22,7 @@ from dynatree.common import files, healthcheck
 from dynatree.common.admission import Quota
 from dynatree.common.channel import ChannelSettings, Connector
 from dynatree.common.errors import StartupError
+from dynatree.common.grpc_options import MAX_METADATA_BYTES
 from dynatree.common.security import SecuritySettings, is_local
 from dynatree.common.tokens import TokenFile, read_token
 from dynatree.draft import replicas
@@ -399,6 +400,16 @@ def test_undecodable_bytes_are_the_callers_fault(models: tuple[Path, Path], tmp_
             with pytest.raises(grpc.RpcError, match="the message cannot be decoded") as caught:
                 list(call(iter([b"\xff\xff\xff"]), timeout=5.0))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_headers_that_are_too_large(models: tuple[Path, Path], tmp_path: Path) -> None:
+    with running_services(tmp_path, *models) as services, grpc.insecure_channel(services.draft_address) as channel:
+        stub = draft_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
+        request = draft_pb2.DraftServiceGetModelInfoRequest()
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.GetModelInfo(request, metadata=(("large", "x" * 2 * MAX_METADATA_BYTES),), timeout=5.0)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        stub.GetModelInfo(request, metadata=(("small", "x" * 1000),), timeout=5.0)  # the connection goes on
 
 
 def test_a_resume_of_what_never_was(models: tuple[Path, Path], tmp_path: Path) -> None:

@@ -43,26 +43,34 @@ def spans_of(services: Services, **options: Any) -> list[ReadableSpan]:
 
 
 def test_one_trace_through_all(services: Services) -> None:
-    spans = spans_of(services, max_new_tokens=12)
+    spans = spans_of(services, max_new_tokens=12, trace=True)
     [request] = [span for span in spans if span.name == "dynatree.request"]
     ours = [span for span in spans if span.context.trace_id == request.context.trace_id]
-    names = {span.name for span in ours}
-    assert names == {"dynatree.request", "generate", "queue", "prefill", "round", "verify", "read prompt", "pass"}
     by_id = {span.context.span_id: span for span in ours}
     above = {span.name: by_id[span.parent.span_id].name for span in ours if span.parent}
     assert above == {
         "generate": "dynatree.request",
         "queue": "generate",
-        "prefill": "generate",
-        "round": "generate",
-        "verify": "generate",
+        "completion": "generate",
+        "prefill": "completion",
+        "round": "completion",
+        "verify": "completion",
         "read prompt": "verify",
-        "pass": "verify",
     }
     rounds = [dict(span.attributes or {}) for span in ours if span.name == "round"]
     assert [each["dynatree.round"] for each in rounds] == list(range(len(rounds)))
     assert all(each["dynatree.accepted"] <= each["dynatree.nodes"] for each in rounds)
     assert not any(each["dynatree.resumed"] for each in rounds)
+    [totals] = [dict(span.attributes or {}) for span in ours if span.name == "completion"]
+    assert (totals["dynatree.rounds"], totals["dynatree.tokens"]) == (len(rounds), 12)
+    assert totals["dynatree.accepted"] == sum(each["dynatree.accepted"] for each in rounds)
+    assert totals["dynatree.index"] == 0
+
+
+def test_rounds_are_spans_only_where_the_trace_is_wanted(services: Services) -> None:
+    names = [span.name for span in spans_of(services, max_new_tokens=12)]
+    assert "round" not in names
+    assert len(names) == len(set(names)) == 7
 
 
 def test_a_request_that_fails(services: Services) -> None:

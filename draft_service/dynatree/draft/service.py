@@ -127,30 +127,42 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                 new_request = partial(self._checked, request, prompt_ids, (seed + index) % 2**64, principal)
                 if index == first:
                     new_request = partial(new_request, received=received)
-                new_request = partial(new_request, request_id=context.request_id, span=span)
-                async with (
-                    self._opened(new_request, fingerprint, context.time_remaining()) as generation,
-                    aclosing(generation.rounds()) as events,
-                ):
-                    generation.waited(turn.queue_seconds if index == first else 0.0)
-                    started: draft_pb2.Started | None = draft_pb2.Started(
-                        seed=0 if checked.sampling.greedy else seed,
-                        prompt_ids=prompt_ids if request.WhichOneof("prompt") == "text" else (),
-                        target_fingerprint=generation.fingerprint,
-                    )
-                    try:
-                        async for event in events:
-                            if isinstance(event, DoneCompletion):
-                                self._completed(context, principal, index, event)
-                            yield response_to_pb(event, index=index, started=started)
-                            started = None
-                    finally:  # a request that is cancelled has used them all the same
-                        self._admission.spend(principal, len(prompt_ids) + generation.generated)
+                with span.child("completion", index=index) as completing:
+                    new_request = partial(new_request, request_id=context.request_id, span=completing)
+                    async with (
+                        self._opened(new_request, fingerprint, context.time_remaining()) as generation,
+                        aclosing(generation.rounds()) as events,
+                    ):
+                        generation.waited(turn.queue_seconds if index == first else 0.0)
+                        started: draft_pb2.Started | None = draft_pb2.Started(
+                            seed=0 if checked.sampling.greedy else seed,
+                            prompt_ids=prompt_ids if request.WhichOneof("prompt") == "text" else (),
+                            target_fingerprint=generation.fingerprint,
+                        )
+                        try:
+                            async for event in events:
+                                if isinstance(event, DoneCompletion):
+                                    self._completed(context, principal, index, event, completing)
+                                yield response_to_pb(event, index=index, started=started)
+                                started = None
+                        finally:  # a request that is cancelled has used them all the same
+                            self._admission.spend(principal, len(prompt_ids) + generation.generated)
 
-    def _completed(self, context: Context, principal: str, index: int, completion: DoneCompletion) -> None:
-        """Count a completion, and write its line."""
+    def _completed(self, context: Context, principal: str, index: int, completion: DoneCompletion, span: Span) -> None:
+        """Count a completion, note in its span what it took, and write its line."""
         statistics = completion.statistics
         self._metrics.completed(completion)
+        span.note(
+            tokens=statistics.generated_tokens,
+            rounds=statistics.rounds,
+            accepted=statistics.draft_n_accepted,
+            nodes=statistics.draft_n,
+            draft_seconds=statistics.draft_seconds,
+            wire_seconds=statistics.wire_seconds,
+            verify_seconds=statistics.verify_seconds,
+            resumes=statistics.resumes,
+            resume_seconds=statistics.resume_seconds,
+        )
         fields = {
             "request_id": context.request_id,
             "principal": principal,

@@ -124,12 +124,10 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
             while (request := await self._next(following)) is not None:
                 arrival = following.result()[1]
                 following = asyncio.ensure_future(_read(context))
-                with span.child("pass") as waiting:
-                    commit = await self._round(session, request, following, arrival)
-                    shared = commit.shared
-                    waiting.note(rows=shared.rows, sessions=shared.sessions, hold_seconds=shared.hold_seconds)
+                commit = await self._round(session, request, following, arrival)
                 await context.write(verify_pb2.VerifyResponse(commit=commit_to_pb(commit)))
         finally:
+            span.note(rounds=session.round, tokens=session.length)
             following.cancel()
 
     async def _next(self, following: asyncio.Future[Arrival]) -> verify_pb2.VerifyRequest | None:
