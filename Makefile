@@ -84,7 +84,7 @@ sbom: $(READY) $(AUDIT_READY)  ## Write a software bill of materials (CycloneDX)
 	$(AUDIT_VENV)/bin/cyclonedx-py environment --output-reproducible -o build/sbom.json $(VENV)
 
 audit: $(AUDIT_READY)  ## Look for known vulnerabilities of the pinned packages (asks the package index)
-	$(AUDIT_VENV)/bin/pip-audit --disable-pip --no-deps -r constraints.txt
+	$(AUDIT_VENV)/bin/pip-audit --strict --disable-pip --no-deps -r constraints.txt
 
 clean:  ## Remove the environments, caches and build outputs
 	rm -rf $(VENV) $(PROTOS_VENV) $(AUDIT_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
