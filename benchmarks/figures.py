@@ -6,6 +6,7 @@ The documents hold blocks of cog, which call the functions below; `dynatree.benc
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
@@ -285,6 +286,58 @@ def replayed(name: str) -> str:
         for each in sorted(greedy, key=lambda each: -each["speedup"])
     ]
     return markdown(rows)
+
+
+def operated(name: str) -> dict[str, Any]:
+    """A file of what operation was measured by: tests/fault_matrix.py, benchmarks/operation.py."""
+    found: dict[str, Any] = json.loads(gzip.decompress((HERE / "operated" / f"{name}.json.gz").read_bytes()))
+    return found
+
+
+def faults() -> str:
+    """What became of completions under faults, and how long they took to go on, by who failed and how."""
+    runs = DataFrame(operated("faults")["runs"])
+    rows = []
+    for (who, how), each in runs[runs["happened"]].groupby(["who", "how"], sort=False):
+        middle, late = each["extra_seconds"].quantile([0.5, 0.99])
+        rows.append(
+            {
+                "who": who,
+                "how": how,
+                "completions": str(len(each)),
+                "with other output": str(len(each) - each["same"].sum()),
+                "time to go on, s: median": f"{max(middle, 0.0):.1f}",
+                "p99": f"{late:.1f}",
+            }
+        )
+    return markdown(rows)
+
+
+def operation_costs() -> str:
+    """By how much TLS, tokens, metrics, traces and logs together slow completions down."""
+    rows = []
+    for name, pair in (("cost-2.8b", "2.8B shape"), ("cost-embedded", "shipped pair")):
+        runs = DataFrame(operated(name)["runs"])
+        for policy, each in runs.groupby("policy", sort=False):
+            low, middle, high = (100 * (1 - each["on"] / each["off"])).quantile([0.25, 0.5, 0.75])
+            rows.append(
+                {
+                    "models": pair,
+                    "policy": f"`{policy}`",
+                    "prompts": str(len(each)),
+                    "slower by, %: median": f"{middle:.1f}",
+                    "quartiles": f"{low:.1f} to {high:.1f}",
+                }
+            )
+    return markdown(rows)
+
+
+def operated_on(*names: str) -> str:
+    """A sentence on what such files were measured on."""
+    found = [operated(name) for name in names]
+    [cpu] = {f"{each['machine']['cpu_count']} cores of {each['machine']['cpu']}" for each in found}
+    commits = sorted({each["git"]["commit"][:12] for each in found})
+    return f"Measured on {cpu}, at commit {', '.join(commits)}."
 
 
 def other_machines(kind: str) -> str:

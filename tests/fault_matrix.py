@@ -1,4 +1,4 @@
-"""Every combination of faults, in real processes: `python tests/fault_matrix.py [--out FILE]`; takes half an hour.
+"""Every combination of faults, in real processes: `python tests/fault_matrix.py [--out FILE]`; takes an hour.
 
 Prints a line for each that went wrong, then how long completions took to go on.
 """
@@ -17,6 +17,7 @@ from statistics import quantiles
 
 from faults import OPTIONS, QUEUED_SECONDS, Fault, combinations, complete, outcome, running_cluster
 
+from dynatree.bench.environment import environment
 from dynatree.client import DynaTreeError
 
 
@@ -58,7 +59,7 @@ def run(some: Sequence[tuple[str, str, str, str]], verify_arguments: Sequence[st
 def main() -> int:
     """Run them; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="a JSON object for each combination, one a line")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="what was measured, and on what, as JSON")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth combination")
     options = parser.parse_args()
     some = combinations()[:: options.every]
@@ -66,7 +67,8 @@ def main() -> int:
     records = list(run([each for each in some if each[1] != "queue"]))
     records += run(queued, ("--max-sessions", "1", "--idle-timeout", "5"))
     if options.out:
-        options.out.write_text("".join(json.dumps(record) + "\n" for record in records))
+        report = {**vars(environment(threads=None, read_bandwidth=None)), "runs": records}
+        options.out.write_text(json.dumps(report) + "\n")
     wrong = [record for record in records if not record["same"]]
     times = defaultdict(list)
     for record in records:

@@ -40,7 +40,7 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # grpc.http2.min_ping_interval_without_data_ms, or the server hangs up.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # of gRPC's own pings, behind which a keepalive ping waits
+    ("grpc.http2.ping_timeout_ms", 5_000),  # of gRPC's own pings, behind which a keepalive ping waits
     ("grpc.keepalive_permit_without_calls", 0),
     # A server that is starting is found within about a second, not after gRPC's usual backoff of up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
