@@ -106,10 +106,11 @@ class Soak:
             self.wrong.append({"prompt": prompt, "options": options_of(number), "text": completion.text})
 
     def kill(self, every: float) -> None:
-        """Kill one service after the other, and start it anew."""
-        generator = random.Random(0)
+        """Kill one service after the other, and start it anew; the next is killed once that one is up."""
+        generator, due = random.Random(0), time.monotonic()
         while self.share < 1:
-            time.sleep(every)
+            due += every
+            time.sleep(max(0.0, due - time.monotonic()))
             groups = (self._cluster.verifies, self._cluster.drafts)
             process = generator.choice([each for group in groups for each in group[self.share > EARLY :]])
             process.signal(signal.SIGKILL)
