@@ -1,16 +1,12 @@
 """Acceptance is pure: checked against its definition over every path of random trees."""
 
-from unittest.mock import Mock
-
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from trees import random_trees
 
 from dynatree.common.messages import FinishReason
-from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
+from dynatree.common.tree import ROOT, TokenTree
 from dynatree.verify.accept import Verdict, accept, cut
-from dynatree.verify.residual import accept_residual
 
 
 @given(random_trees(max_nodes=16, tokens=12), st.data())
@@ -55,11 +51,3 @@ def test_the_bonus_is_the_targets_own_choice():
     assert verdict.bonus == 7
     assert cut(verdict, 2, set()).bonus is None
     assert accept(TokenTree(), [6]).bonus == 6
-
-
-def test_rounded_draft_probabilities_are_normalised():
-    """R(3) = D(3) = 0.5 once D sums to 1, so the child is accepted whatever is drawn."""
-    tree = TokenTree((3,), (-1,), candidates=(DraftDistribution((3, 4), (0.5004, 0.5004)), None))
-    target = np.array([0.0, 0.0, 0.0, 0.5, 0.5])
-    unlucky = Mock(**{"random.return_value": 1 - 1e-9})
-    assert accept_residual(tree, lambda node: target, lambda depth: unlucky).accepted == (0,)

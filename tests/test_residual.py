@@ -1,0 +1,75 @@
+"""Residual acceptance by itself: what is committed follows the target, whatever the draft proposes."""
+
+import math
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
+from dynatree.verify.residual import accept_residual
+
+DRAWS = 10_000
+TARGET = np.array([0.05, 0.3, 0.15, 0.1, 0.4])
+DRAFT = {0: 0.5, 2: 0.2, 3: 0.1, 4: 0.2}  # thinks much of what the target hardly says, and nothing of token 1
+
+
+def drawn_tree(children: int, random: np.random.Generator) -> TokenTree:
+    """A root with so many children, drawn without replacement, and one child below the first."""
+    tokens, probs = list(DRAFT), list(DRAFT.values())
+    drawn = random.choice(tokens, size=children, replace=False, p=probs).tolist()
+    below = random.choice(tokens, p=probs)
+    candidates = DraftDistribution(tuple(tokens), tuple(probs))
+    return TokenTree(
+        (*drawn, int(below)),
+        (*[ROOT] * children, 0),
+        candidates=(candidates, candidates, *[None] * children),
+    )
+
+
+@pytest.mark.parametrize("children", [1, 3])
+def test_commits_follow_the_target(children: int) -> None:
+    """The first token, and the second behind each first one, within four standard deviations."""
+    random = np.random.default_rng(children)
+    turned = TARGET[::-1].copy()  # what the target says below the root
+    pairs = np.zeros((5, 5))
+    for _ in range(DRAWS):
+        tree = drawn_tree(children, random)
+        verdict = accept_residual(tree, lambda node: TARGET if node == ROOT else turned, lambda depth: random)
+        assert [tree.token_ids[node] for node in verdict.accepted] == list(verdict.token_ids[:-1])
+        first, *rest = verdict.token_ids
+        second = rest[0] if rest else accept_residual(TokenTree(), lambda node: turned, lambda depth: random).bonus
+        pairs[first, second] += 1
+    expected = TARGET[:, None] * turned
+    deviation = np.sqrt(expected * (1 - expected) / DRAWS)
+    assert (abs(pairs / DRAWS - expected) < 4 * deviation).all()
+
+
+def test_a_good_draft_is_accepted() -> None:
+    """Where D = R a child is accepted whatever is drawn; one choice is made at each depth."""
+    probs = DraftDistribution((1, 2), (0.25, 0.75))
+    tree = TokenTree((1, 2, 2), (ROOT, ROOT, 0), candidates=(probs, probs, None, None))
+    target = np.array([0.0, 0.25, 0.75])
+    random = Mock(**{"random.return_value": 1 - 1e-9})
+    depths: list[int] = []
+    verdict = accept_residual(tree, lambda node: target, lambda depth: (depths.append(depth), random)[1])
+    assert verdict.accepted == (0, 2)
+    assert verdict.token_ids == (1, 2, 2)
+    assert depths == [1, 2, 3]
+
+
+def test_what_the_target_never_says_is_never_committed() -> None:
+    """Neither by a child of probability 0, nor by a draw at the very end of the distribution."""
+    tree = TokenTree((0,), (ROOT,), candidates=(DraftDistribution((0,), (1.0,)), None))
+    target = np.array([0.0, 0.5, 0.5, 0.0])
+    for value, token in ((0.0, 1), (0.49, 1), (0.51, 2), (math.nextafter(1.0, 0.0), 2), (1.0, 2)):
+        random = Mock(**{"random.return_value": value})
+        assert accept_residual(tree, lambda node: target, lambda depth, random=random: random).token_ids == (token,)
+
+
+def test_rounded_draft_probabilities_are_normalised() -> None:
+    """R(3) = D(3) = 0.5 once D sums to 1, so the child is accepted whatever is drawn."""
+    tree = TokenTree((3,), (ROOT,), candidates=(DraftDistribution((3, 4), (0.5004, 0.5004)), None))
+    target = np.array([0.0, 0.0, 0.0, 0.5, 0.5])
+    unlucky = Mock(**{"random.return_value": 1 - 1e-9})
+    assert accept_residual(tree, lambda node: target, lambda depth: unlucky).accepted == (0,)
