@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import resource
 import subprocess
 import sys
 import threading
@@ -323,6 +324,24 @@ def test_leaving_the_loop_cancels_on_the_server(client: Client, service: FakeDra
         for _ in client.stream("Once"):
             break
     assert service.abandoned.wait(5)
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_streams_that_are_left_early_take_no_memory(client: Client, service: FakeDraftService, how: str) -> None:
+    """A call stays in its channel, with some 12 KB, until somebody has taken its last word."""
+    service.script = [message("Hé", 1), Hang()]
+
+    def leave(count: int) -> float:
+        for _ in range(count):
+            stream = client.stream("Once")
+            next(stream)
+            if how == "closed":
+                stream.close()
+            del stream
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+    before = leave(300)
+    assert leave(900) - before < 4.0  # MB
 
 
 def test_close_from_another_thread_ends_the_loop(client: Client, service: FakeDraftService) -> None:

@@ -2,8 +2,9 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import TracebackType
-from typing import Protocol, Self, Unpack
+from typing import Any, Protocol, Self, Unpack
 
 import grpc
 from grpc.experimental import ChannelOptions
@@ -39,6 +40,16 @@ class _Call(Protocol):
     def cancel(self) -> bool: ...
 
 
+def _drain(call: Any) -> None:
+    """Take what gRPC's core still says of a call that was cancelled, which is there at once.
+
+    With `SingleThreadedUnaryStream` nobody else takes it, and until then the channel keeps the call, 12 KB.
+    """
+    with suppress(AttributeError):  # of gRPC's own names, should they change: the channel keeps the call
+        while call._state.due:
+            call._consume_next_event()
+
+
 class CompletionStream(Accumulator):
     """A completion, or several, as made: an iterator of `Chunk`, to be read once, and a context manager.
 
@@ -56,6 +67,8 @@ class CompletionStream(Accumulator):
         super().__init__(address, request, attempts)
         self._start = start
         self._closing = threading.Event()
+        self._reading = threading.Lock()  # held by who takes what gRPC says of the call
+        self._torn = False  # whether that was interrupted: then gRPC may have taken something, and not noted it
         self._call = start(request, self._span.metadata)
 
     def __iter__(self) -> Self:
@@ -69,6 +82,18 @@ class CompletionStream(Accumulator):
         """
         if self._ended:
             raise StopIteration
+        with self._reading:
+            self._torn = True
+            chunk = self._next_chunk()
+            if chunk is None and self._closing.is_set():
+                _drain(self._call)
+            self._torn = False
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    def _next_chunk(self) -> Chunk | None:
+        """The next chunk; None at the end."""
         while True:
             try:
                 for response in self._call:
@@ -76,29 +101,40 @@ class CompletionStream(Accumulator):
                         return chunk
             except grpc.RpcError as error:
                 if self._ended:  # by close(), in another thread
-                    raise StopIteration from None
+                    return None
                 if self._is_whole:  # only the status was lost
                     self._finish()
-                    raise StopIteration from None
+                    return None
                 pause = self._pause(error)
                 if pause is None:
                     raise self._failed(error) from error
                 if self._closing.wait(pause):
-                    raise StopIteration from None
+                    return None
                 try:
                     self._call = self._start(self._remaining(), self._span.metadata)
                 except ValueError:  # the client was closed meanwhile
                     raise self._client_closed() from None
             else:
                 self._finish()
-                raise StopIteration
+                return None
 
     def close(self) -> None:
         """Stop; cancels the request unless it has ended. What was received stays in `text` and `token_ids`."""
         self._ended = True
         self._closing.set()
         self._call.cancel()
+        if not self._torn and self._reading.acquire(blocking=False):  # else another thread reads, and takes it
+            try:
+                self._torn = True
+                _drain(self._call)
+                self._torn = False
+            finally:
+                self._reading.release()
         self._span.end(len(self.token_ids))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_call"):
+            self.close()
 
     def __enter__(self) -> Self:
         return self
