@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 import resource
+import socket
 import subprocess
 import sys
 import threading
@@ -243,6 +244,18 @@ def test_a_server_that_goes_away(tmp_path: Path) -> None:
             client.generate("Once")
         with pytest.raises(ServerUnavailableError, match="draft"):
             client.generate("Once")
+
+
+def test_a_server_that_hangs_is_passed_over(service: FakeDraftService) -> None:
+    """It accepts connections, as a stopped process does, and never speaks."""
+    with socket.create_server(("localhost", 0)) as silent:
+        hanging = f"localhost:{silent.getsockname()[1]}"
+        for addresses in (f"{hanging},{service.address}", f"{service.address},{hanging}"):
+            with Client(addresses) as client:
+                for _ in range(2):  # its turn comes, whoever is first
+                    started = time.monotonic()
+                    assert client.generate("Once").token_ids
+                    assert time.monotonic() - started < 6.0
 
 
 @pytest.mark.parametrize("address", ["", "localhost", "localhost:", "unix:", "http://localhost:50051", None, 5])

@@ -45,6 +45,8 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A server that is starting is found within about a second, not after gRPC's usual backoff of up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # The longest try at one connection: a process that hangs still accepts them, and says nothing. 20 s without it.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     # The service is a neighbour; what the environment says of the web's proxies is not meant for it.
     ("grpc.enable_http_proxy", 0),
 )

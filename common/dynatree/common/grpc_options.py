@@ -28,5 +28,6 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),  # a service that comes back is found within a second
+    ("grpc.min_reconnect_backoff_ms", 3_000),  # the longest try at one connection; one that hangs accepts it silently
     ("grpc.enable_http_proxy", 0),  # the two services are neighbours, whatever the environment says of the web
 )
