@@ -50,6 +50,18 @@ def test_a_draining_server_does_not_serve(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().err.endswith("does not serve: NOT_SERVING\n")
 
 
+def test_a_service_that_there_is_not(tmp_path: Path) -> None:
+    async def check() -> str | None:
+        server = Server([])
+        await server.start(f"unix:{tmp_path}/server.sock")
+        try:
+            return await asyncio.to_thread(healthcheck.failure, server.address, 5.0, "livenes")
+        finally:
+            await server.stop(0)
+
+    assert asyncio.run(check()) == "it has no service named 'livenes'"
+
+
 def test_a_server_without_health_does_not_serve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _main(None, tmp_path) == 1
     assert "does not serve: UNIMPLEMENTED" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -113,6 +114,14 @@ def test_an_error_names_the_request_and_no_secret(secured: Secured) -> None:
     assert caught.value.request_id
     assert f"(request {caught.value.request_id})" in str(caught.value)
     assert not any(secret in str(caught.value) for secret in (ALICE, BOB, "wrong-"))
+
+
+def test_the_log_names_a_request_that_is_refused(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "dynatree")
+    with secured.client(token="wrong-0123456789abcdef") as client, pytest.raises(AuthenticationError) as caught:
+        client.generate("Once", max_new_tokens=4)
+    fields = [record.__dict__["fields"] for record in caplog.records if record.message == "request refused"]
+    assert {"request_id": caught.value.request_id, "code": "UNAUTHENTICATED"} in fields
 
 
 def test_health_needs_no_token(secured: Secured) -> None:
@@ -340,6 +349,28 @@ def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
         ChannelSettings(certificate=pair.certificate, key=pair.key)
     with pytest.raises(StartupError, match="TLS cannot be used"):
         SecuritySettings(tmp_path / "none", pair.key).server_credentials()
+
+
+def test_certificates_that_make_no_sense(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Said at the start; what was read before stays in force where they come later."""
+    authority = Authority(tmp_path)
+    good, other = authority.pair("good"), authority.pair("other")
+    for certificate, key in ((good.certificate, other.key), (good.key, good.key), (good.certificate, good.certificate)):
+        with pytest.raises(StartupError, match=r"TLS cannot be used.*no certificate with its unencrypted key"):
+            SecuritySettings(certificate, key).server_credentials()
+        with pytest.raises(StartupError, match="no certificate with its unencrypted key"):
+            Connector(ChannelSettings(authority.file, certificate, key))
+    with pytest.raises(StartupError, match="key has no certificates"):
+        Connector(ChannelSettings(good.key))
+    with pytest.raises(StartupError, match="key has no certificates"):
+        SecuritySettings(good.certificate, good.key, good.key).server_credentials()
+    connector = Connector(ChannelSettings(authority.file, good.certificate, good.key))
+    before = connector.generation
+    good.certificate.write_text("junk")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "LOOK_SECONDS", 0.0)
+        assert connector.generation == before
+    assert "what was read before stays in force" in caplog.text
 
 
 @pytest.mark.parametrize(

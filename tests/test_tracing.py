@@ -92,3 +92,9 @@ def test_without_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(StartupError, match="extra otel"):
         send_traces("http://localhost:4318", "dynatree-test")
+
+
+@pytest.mark.parametrize("url", ["notaurl", "localhost:4318", "ftp://localhost:4318", "http://", ""])
+def test_a_collector_has_a_url(url: str) -> None:
+    with pytest.raises(StartupError, match="the URL of a collector"):
+        send_traces(url, "dynatree-test")

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 
-from dynatree.common.errors import IdleSessionError, ServiceBusyError, ServiceError
+from dynatree.common.errors import IdleSessionError, ServiceBusyError, ServiceError, UnauthenticatedError
 from dynatree.common.grpc_options import REQUEST_ID, RETRY_AFTER
 from dynatree.common.limits import IDLE_SECONDS
 from dynatree.common.security import LOCAL, Authentication
@@ -135,6 +135,8 @@ class CallTracker(grpc.aio.ServerInterceptor):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
             except Exception as told:
                 raise (told if isinstance(told, grpc.aio.AbortError) else error) from None  # or the peer has just left
+        if isinstance(error, UnauthenticatedError):  # no handler has seen it
+            log.info("request refused", extra={"fields": {"request_id": context.request_id, "code": error.code}})
         if isinstance(error, ServiceError):
             await context.abort(grpc.StatusCode[error.code], str(error), _trailing_metadata(error))
         if isinstance(error, grpc.aio.AbortError):

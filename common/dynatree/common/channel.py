@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from dynatree.common.address import DNS
+from dynatree.common.certificates import check_certificates
 from dynatree.common.errors import StartupError
 from dynatree.common.files import Reloaded
 from dynatree.common.grpc_options import CHANNEL_OPTIONS
@@ -52,14 +53,20 @@ class Connector:
     """Opens channels.
 
     Raises:
-        StartupError: A file cannot be read.
+        StartupError: A file cannot be read, or makes no sense.
     """
 
     def __init__(self, settings: ChannelSettings = PLAIN) -> None:
         self._settings = settings
         paths = [path for path in (settings.ca, settings.certificate, settings.key) if path is not None]
+        pair = (settings.certificate, settings.key) if settings.certificate and settings.key else None
+
+        def read() -> list[bytes]:
+            check_certificates(pair, settings.ca)
+            return [path.read_bytes() for path in paths]
+
         try:
-            self._files = Reloaded(paths, lambda: [path.read_bytes() for path in paths])
+            self._files = Reloaded(paths, read)
             token = settings.token
             self._token = Reloaded([token], partial(read_token, token)) if token is not None else None
         except (OSError, ValueError) as error:

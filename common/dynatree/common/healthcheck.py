@@ -38,6 +38,8 @@ def failure(
         try:
             response = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return f"it has no service named {service!r}"
             return f"{error.code().name}: {' '.join((error.details() or '').split())}"
     if response.status == health_pb2.HealthCheckResponse.SERVING:
         return None

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from dynatree.common.certificates import check_certificates
 from dynatree.common.errors import StartupError, UnauthenticatedError
 from dynatree.common.files import Reloaded
 from dynatree.common.tokens import AUTHORIZATION, TokenFile
@@ -65,13 +66,19 @@ class SecuritySettings:
         """For the server's port; files that are replaced count from the next connection on. None for plain connections.
 
         Raises:
-            StartupError: A file cannot be read.
+            StartupError: A file cannot be read, or makes no sense.
         """
         if self.certificate is None or self.key is None:
             return None
+        pair = self.certificate, self.key
         paths = [self.key, self.certificate, *([self.client_ca] if self.client_ca is not None else [])]
+
+        def read() -> list[bytes]:
+            check_certificates(pair, self.client_ca)
+            return [path.read_bytes() for path in paths]
+
         try:
-            reloaded = Reloaded(paths, lambda: [path.read_bytes() for path in paths])
+            reloaded = Reloaded(paths, read)
         except (OSError, ValueError) as error:
             raise StartupError(f"TLS cannot be used: {_reason(error)}") from error
         served = reloaded.value

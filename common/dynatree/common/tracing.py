@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from dynatree.common.errors import StartupError
 
@@ -111,8 +112,11 @@ def send_traces(url: str, service: str) -> Tracing:
         service: `dynatree-draft` or `dynatree-verify`.
 
     Raises:
-        StartupError: The packages are not installed.
+        StartupError: The packages are not installed, or the URL is none.
     """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise StartupError(f"--traces is {url!r}, expected the URL of a collector, such as http://localhost:4318")
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
