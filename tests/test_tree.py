@@ -24,6 +24,7 @@ LIMITS = {"max_nodes": 4, "max_depth": 2, "vocab_size": 10}
         ((1, 2), (-1,), (), "2 parents"),
         ((1, 2), (-1, 1), (), r"parents\[1\] is 1"),
         ((1, 2), (0, -1), (), r"parents\[0\] is 0"),
+        ((1, 2), (1, -1), (), r"parents\[0\] is 1"),
         ((1, 2), (-1, -2), (), r"parents\[1\] is -2"),
         ((1, 1), (-1, -1), (), "repeats token 1"),
         ((1, 2), (-1, 0), (-0.5,), "0 or 2 log_probs"),
@@ -35,6 +36,17 @@ LIMITS = {"max_nodes": 4, "max_depth": 2, "vocab_size": 10}
 def test_malformed_trees_are_refused(token_ids, parents, log_probs, message):
     with pytest.raises(InvalidArgumentError, match=message):
         TokenTree(token_ids, parents, log_probs)
+
+
+def test_a_draft_distribution_names_so_many_tokens():
+    uniform = DraftDistribution(tuple(range(64)), (1 / 64,) * 64)
+    assert TokenTree((3,), (ROOT,), candidates=(uniform, None)).candidates[0] == uniform
+    with pytest.raises(InvalidArgumentError, match=r"65 candidate_ids and 65 candidate_probs, expected .* 1 to 64"):
+        DraftDistribution(tuple(range(65)), (1 / 65,) * 65)
+    with pytest.raises(InvalidArgumentError, match="0 candidate_ids"):
+        DraftDistribution((), ())
+    with pytest.raises(InvalidArgumentError, match="needs 0 or 2 candidate_counts, got 1"):
+        TokenTree((3,), (ROOT,), candidates=(uniform,))
 
 
 @pytest.mark.parametrize(
