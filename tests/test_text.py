@@ -169,3 +169,27 @@ def test_the_token_that_completes_a_stop_string_is_the_last():
     assert kept == token_ids[: len(kept)]
     assert len(kept) < len(token_ids)
     assert stream.flush() == ""
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
+    st.lists(st.text("ab", max_size=4), max_size=8),
+)
+def test_stop_strings_by_their_definition(stops, parts):
+    """What is shown is all but the longest end that may yet become a stop string, and nothing behind a whole one."""
+    matcher, shown = StopStrings(stops), ""
+    for count in range(1, len(parts) + 1):
+        shown += matcher.push(parts[count - 1])
+        text = "".join(parts[:count])
+        ends = [text.find(stop) for stop in stops if stop in text]
+        assert matcher.found == bool(ends)
+        begun = [n for n in range(len(text) + 1) if any(stop.startswith(text[n:]) for stop in stops)]
+        if ends:
+            assert shown == text[: min(ends)]
+            break
+        assert shown == text[: min(begun)]
+    if matcher.found:
+        assert (matcher.push("ab"), matcher.flush()) == ("", "")
+    else:
+        assert shown + matcher.flush() == "".join(parts)
+        assert matcher.flush() == ""
