@@ -359,3 +359,18 @@ def test_a_node_that_was_not_verified_is_judged_by_the_targets_next_token(sample
 def test_other_policies_take_no_calibrated_values(name):
     with pytest.raises(InvalidArgumentError, match=f"policy {name} has no setting calibrated"):
         create_policy(name, {"calibrated": 1})
+
+
+def test_a_tree_with_other_probabilities() -> None:
+    """Each node's path is its parent's new one and its own; what stands below 1 stays below its parent's."""
+    tree = GrowingTree(TrieNode(99), (99,))
+    top = tree.add(ROOT, Proposal(5, math.log(0.5)))
+    below = tree.add(top, Proposal(6, math.log(0.25)))
+    beside = tree.add(ROOT, Proposal(7, math.log(0.125)))
+    tree.revalue([Proposal(5, math.log(0.8), -3.0), Proposal(6, math.log(0.4)), Proposal(7, math.log(0.1))])
+    assert [tree.log_prob(node) for node in (top, below, beside)] == [math.log(p) for p in (0.8, 0.4, 0.1)]
+    assert [tree.path_log_prob(node) for node in (top, below, beside)] == pytest.approx(
+        [math.log(p) for p in (0.8, 0.32, 0.1)]
+    )
+    assert [tree.value(node) for node in (top, below, beside)] == pytest.approx([0.8, 0.32, 0.1])
+    assert [tree.draft_log_prob(node) for node in (top, below, beside)] == [-3.0, None, None]
