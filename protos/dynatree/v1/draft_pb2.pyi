@@ -7,6 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class GetVocabularyRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetVocabularyResponse(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, tokens: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
 class DraftServiceGetModelInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -22,9 +32,10 @@ class DraftServiceGetModelInfoResponse(_message.Message):
     def __init__(self, draft: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., target: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., policies: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "max_new_tokens", "sampling", "stop", "ignore_eos", "policy", "stop_token_ids", "log_probs", "n", "trace", "queue_position", "resume", "special_tokens")
+    __slots__ = ("text", "token_ids", "chat", "max_new_tokens", "sampling", "stop", "ignore_eos", "policy", "stop_token_ids", "log_probs", "n", "trace", "queue_position", "resume", "special_tokens", "top_log_probs", "prompt_log_probs")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
@@ -37,8 +48,11 @@ class GenerateRequest(_message.Message):
     QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
+    chat: Chat
     max_new_tokens: int
     sampling: _tree_pb2.SamplingOptions
     stop: _containers.RepeatedScalarFieldContainer[str]
@@ -51,7 +65,23 @@ class GenerateRequest(_message.Message):
     queue_position: bool
     resume: Resume
     special_tokens: bool
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., log_probs: bool = ..., n: _Optional[int] = ..., trace: bool = ..., queue_position: bool = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., special_tokens: bool = ...) -> None: ...
+    top_log_probs: int
+    prompt_log_probs: bool
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., log_probs: bool = ..., n: _Optional[int] = ..., trace: bool = ..., queue_position: bool = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., special_tokens: bool = ..., top_log_probs: _Optional[int] = ..., prompt_log_probs: bool = ...) -> None: ...
+
+class Chat(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
+
+class ChatMessage(_message.Message):
+    __slots__ = ("role", "content")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    content: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("index", "token_ids", "characters", "target_fingerprint", "round")
@@ -104,7 +134,7 @@ class Numbers(_message.Message):
     def __init__(self, values: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("text", "token_ids", "completion", "log_probs", "index", "trace", "queue_position", "started")
+    __slots__ = ("text", "token_ids", "completion", "log_probs", "index", "trace", "queue_position", "started", "top_log_probs")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +143,7 @@ class GenerateResponse(_message.Message):
     TRACE_FIELD_NUMBER: _ClassVar[int]
     QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     completion: Completion
@@ -121,17 +152,22 @@ class GenerateResponse(_message.Message):
     trace: RoundTrace
     queue_position: int
     started: Started
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., completion: _Optional[_Union[Completion, _Mapping]] = ..., log_probs: _Optional[_Iterable[float]] = ..., index: _Optional[int] = ..., trace: _Optional[_Union[RoundTrace, _Mapping]] = ..., queue_position: _Optional[int] = ..., started: _Optional[_Union[Started, _Mapping]] = ...) -> None: ...
+    top_log_probs: _tree_pb2.TopLogProbs
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., completion: _Optional[_Union[Completion, _Mapping]] = ..., log_probs: _Optional[_Iterable[float]] = ..., index: _Optional[int] = ..., trace: _Optional[_Union[RoundTrace, _Mapping]] = ..., queue_position: _Optional[int] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., top_log_probs: _Optional[_Union[_tree_pb2.TopLogProbs, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("seed", "prompt_ids", "target_fingerprint")
+    __slots__ = ("seed", "prompt_ids", "target_fingerprint", "prompt_log_probs", "prompt_top_log_probs")
     SEED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOP_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     seed: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     target_fingerprint: str
-    def __init__(self, seed: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., target_fingerprint: _Optional[str] = ...) -> None: ...
+    prompt_log_probs: _containers.RepeatedScalarFieldContainer[float]
+    prompt_top_log_probs: _tree_pb2.TopLogProbs
+    def __init__(self, seed: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., target_fingerprint: _Optional[str] = ..., prompt_log_probs: _Optional[_Iterable[float]] = ..., prompt_top_log_probs: _Optional[_Union[_tree_pb2.TopLogProbs, _Mapping]] = ...) -> None: ...
 
 class RoundTrace(_message.Message):
     __slots__ = ("round", "base_length", "token_ids", "parents", "probabilities", "texts", "accepted_nodes", "committed_ids", "committed_texts", "parameters", "draft_seconds", "verify_seconds")

@@ -45,6 +45,11 @@ class DraftServiceStub(object):
                 request_serializer=dynatree_dot_v1_dot_draft__pb2.DraftServiceGetModelInfoRequest.SerializeToString,
                 response_deserializer=dynatree_dot_v1_dot_draft__pb2.DraftServiceGetModelInfoResponse.FromString,
                 _registered_method=True)
+        self.GetVocabulary = channel.unary_stream(
+                '/dynatree.v1.DraftService/GetVocabulary',
+                request_serializer=dynatree_dot_v1_dot_draft__pb2.GetVocabularyRequest.SerializeToString,
+                response_deserializer=dynatree_dot_v1_dot_draft__pb2.GetVocabularyResponse.FromString,
+                _registered_method=True)
 
 
 class DraftServiceServicer(object):
@@ -65,6 +70,13 @@ class DraftServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetVocabulary(self, request, context):
+        """Streams the bytes of every token, in the order of the token ids.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DraftServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +89,11 @@ def add_DraftServiceServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=dynatree_dot_v1_dot_draft__pb2.DraftServiceGetModelInfoRequest.FromString,
                     response_serializer=dynatree_dot_v1_dot_draft__pb2.DraftServiceGetModelInfoResponse.SerializeToString,
+            ),
+            'GetVocabulary': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetVocabulary,
+                    request_deserializer=dynatree_dot_v1_dot_draft__pb2.GetVocabularyRequest.FromString,
+                    response_serializer=dynatree_dot_v1_dot_draft__pb2.GetVocabularyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +151,33 @@ class DraftService(object):
             '/dynatree.v1.DraftService/GetModelInfo',
             dynatree_dot_v1_dot_draft__pb2.DraftServiceGetModelInfoRequest.SerializeToString,
             dynatree_dot_v1_dot_draft__pb2.DraftServiceGetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetVocabulary(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dynatree.v1.DraftService/GetVocabulary',
+            dynatree_dot_v1_dot_draft__pb2.GetVocabularyRequest.SerializeToString,
+            dynatree_dot_v1_dot_draft__pb2.GetVocabularyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -76,6 +76,14 @@ class SamplingOptions(_message.Message):
     scheme: SamplingScheme
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., scheme: _Optional[_Union[SamplingScheme, str]] = ...) -> None: ...
 
+class TopLogProbs(_message.Message):
+    __slots__ = ("token_ids", "log_probs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    log_probs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class ModelInfo(_message.Message):
     __slots__ = ("name", "architecture", "parameters", "vocab_size", "context_length", "dtype", "device", "tokenizer_fingerprint", "version", "device_id", "step_bytes", "forward_costs", "repetition_penalty", "fingerprint")
     NAME_FIELD_NUMBER: _ClassVar[int]

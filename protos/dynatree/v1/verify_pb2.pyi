@@ -26,7 +26,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[OpenSession, _Mapping]] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("prompt_ids", "max_new_tokens", "ignore_eos", "sampling", "draft", "stop_token_ids", "log_probs", "principal", "generated", "round")
+    __slots__ = ("prompt_ids", "max_new_tokens", "ignore_eos", "sampling", "draft", "stop_token_ids", "log_probs", "principal", "generated", "round", "top_log_probs", "prompt_log_probs")
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,8 @@ class OpenSession(_message.Message):
     PRINCIPAL_FIELD_NUMBER: _ClassVar[int]
     GENERATED_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     max_new_tokens: int
     ignore_eos: bool
@@ -47,7 +49,9 @@ class OpenSession(_message.Message):
     principal: str
     generated: int
     round: int
-    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: bool = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., draft: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., log_probs: bool = ..., principal: _Optional[str] = ..., generated: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
+    top_log_probs: int
+    prompt_log_probs: bool
+    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: bool = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., draft: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., log_probs: bool = ..., principal: _Optional[str] = ..., generated: _Optional[int] = ..., round: _Optional[int] = ..., top_log_probs: _Optional[int] = ..., prompt_log_probs: bool = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("opened", "commit")
@@ -58,7 +62,7 @@ class VerifyResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
-    __slots__ = ("max_tree_nodes", "context_length", "commit", "seed", "target", "replica_id", "queue_seconds", "cached_tokens")
+    __slots__ = ("max_tree_nodes", "context_length", "commit", "seed", "target", "replica_id", "queue_seconds", "cached_tokens", "prompt_log_probs", "prompt_top_log_probs")
     MAX_TREE_NODES_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +71,8 @@ class SessionOpened(_message.Message):
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOP_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     max_tree_nodes: int
     context_length: int
     commit: Commit
@@ -75,10 +81,12 @@ class SessionOpened(_message.Message):
     replica_id: str
     queue_seconds: float
     cached_tokens: int
-    def __init__(self, max_tree_nodes: _Optional[int] = ..., context_length: _Optional[int] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., seed: _Optional[int] = ..., target: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., replica_id: _Optional[str] = ..., queue_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    prompt_log_probs: _containers.RepeatedScalarFieldContainer[float]
+    prompt_top_log_probs: _tree_pb2.TopLogProbs
+    def __init__(self, max_tree_nodes: _Optional[int] = ..., context_length: _Optional[int] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., seed: _Optional[int] = ..., target: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., replica_id: _Optional[str] = ..., queue_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., prompt_log_probs: _Optional[_Iterable[float]] = ..., prompt_top_log_probs: _Optional[_Union[_tree_pb2.TopLogProbs, _Mapping]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("next_round", "base_length", "token_ids", "accepted_nodes", "acceptance", "timings", "finish_reason", "log_probs", "pass_statistics")
+    __slots__ = ("next_round", "base_length", "token_ids", "accepted_nodes", "acceptance", "timings", "finish_reason", "log_probs", "pass_statistics", "top_log_probs")
     NEXT_ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +96,7 @@ class Commit(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     PASS_STATISTICS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     next_round: int
     base_length: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -97,7 +106,8 @@ class Commit(_message.Message):
     finish_reason: _tree_pb2.FinishReason
     log_probs: _containers.RepeatedScalarFieldContainer[float]
     pass_statistics: PassStatistics
-    def __init__(self, next_round: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., acceptance: _Optional[_Union[AcceptanceStatistics, _Mapping]] = ..., timings: _Optional[_Union[VerifyTimings, _Mapping]] = ..., finish_reason: _Optional[_Union[_tree_pb2.FinishReason, str]] = ..., log_probs: _Optional[_Iterable[float]] = ..., pass_statistics: _Optional[_Union[PassStatistics, _Mapping]] = ...) -> None: ...
+    top_log_probs: _tree_pb2.TopLogProbs
+    def __init__(self, next_round: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., acceptance: _Optional[_Union[AcceptanceStatistics, _Mapping]] = ..., timings: _Optional[_Union[VerifyTimings, _Mapping]] = ..., finish_reason: _Optional[_Union[_tree_pb2.FinishReason, str]] = ..., log_probs: _Optional[_Iterable[float]] = ..., pass_statistics: _Optional[_Union[PassStatistics, _Mapping]] = ..., top_log_probs: _Optional[_Union[_tree_pb2.TopLogProbs, _Mapping]] = ...) -> None: ...
 
 class PassStatistics(_message.Message):
     __slots__ = ("sessions", "rows", "row_price", "hold_seconds", "open_sessions", "kv_cache_usage")
