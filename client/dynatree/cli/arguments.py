@@ -70,10 +70,7 @@ class Keyed(argparse.Action):
 
 def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
     """How a client reaches a server: TLS, certificate, token."""
-    group = parser.add_argument_group("connection")
-    group.add_argument("--ca", metavar="FILE", help="authorities of the server's certificate, PEM: TLS")
-    group.add_argument("--cert", metavar="FILE", help="certificate chain that is shown to the server, PEM")
-    group.add_argument("--key", metavar="FILE", help="its private key, PEM")
+    group = add_channel_arguments(parser, "connection")
     group.add_argument("--token-file", metavar="FILE", help="the token that is shown to the server, and nothing else")
     group.add_argument(
         "--insecure", action="store_true", help="show the token over a plain connection to another machine too"
@@ -84,6 +81,15 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="fail when the server is lost, instead of going on at another one or when it is back",
     )
+
+
+def add_channel_arguments(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
+    """The certificates of a connection to a server; the group of options that they are in."""
+    group = parser.add_argument_group(title)
+    group.add_argument("--ca", metavar="FILE", help="authorities of the server's certificate, PEM: TLS")
+    group.add_argument("--cert", metavar="FILE", help="certificate chain that is shown to the server, PEM")
+    group.add_argument("--key", metavar="FILE", help="its private key, PEM")
+    return group
 
 
 def connection_settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -18,12 +18,17 @@ from typing import Protocol, cast
 COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("serve the target model", "dynatree.cli.verify"),
     "draft": ("serve the draft model, and the completions that clients ask for", "dynatree.cli.draft"),
+    "gateway": ("serve OpenAI's HTTP API, and a live page, in front of a draft service", "dynatree.cli.gateway"),
+    "serve": ("serve everything on this machine: both models, and the gateway", "dynatree.cli.serve"),
     "generate": ("complete a prompt", "dynatree.cli.generate"),
     "demo": ("run both services on the shipped models, and one completion", "dynatree.cli.demo"),
     "audit": ("prove that the output equals transformers' own generate()", "dynatree.cli.audit"),
     "trace": ("draw a trace as a page", "dynatree.cli.trace"),
     "bench": ("measure and compare decoders", "dynatree.bench.arguments"),
 }
+
+# The extras of commands that need others than [serve].
+_EXTRAS = {"gateway": "gateway", "serve": "serve,gateway"}
 
 # The command lines that run models as the services do. Baselines of `bench compare` run as they would without DynaTree.
 _RUN_MODELS = (("verify",), ("draft",), ("bench", "costs"))
@@ -95,8 +100,11 @@ def _run(argv: Sequence[str]) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing == "dynatree":  # a fault of this package, not of its installation
             raise
-        words = f"dynatree {name} needs the serving packages (no module {missing})"
-        raise SystemExit(f"{words}: install DynaTree with its extra [serve]") from None
+        extra = _EXTRAS.get(name or "", "serve")
+        words = (
+            f"dynatree {name} needs the {'HTTP' if extra == 'gateway' else 'serving'} packages (no module {missing})"
+        )
+        raise SystemExit(f"{words}: install DynaTree with its extra [{extra}]") from None
 
 
 def _load(name: str | None) -> Command | None:

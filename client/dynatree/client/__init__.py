@@ -35,7 +35,7 @@ from dynatree.client._errors import (
     ServerError,
     ServerUnavailableError,
 )
-from dynatree.client._request import GenerateOptions, PolicySettings, Prompt, SamplingScheme
+from dynatree.client._request import GenerateOptions, Message, PolicySettings, Prompt, SamplingScheme
 from dynatree.client._types import (
     Chunk,
     Completion,
@@ -61,6 +61,7 @@ __all__ = [
     "FinishReason",
     "GenerateOptions",
     "InvalidRequestError",
+    "Message",
     "ModelInfo",
     "ModelMismatchError",
     "PolicySettings",

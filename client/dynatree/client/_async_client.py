@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Self, TypeVar, Unpack
 
 import grpc
 
@@ -11,13 +11,16 @@ from dynatree.client._accumulator import Accumulator
 from dynatree.client._attempts import Attempts
 from dynatree.client._base import (
     ASKING_WHY,
+    HEALTH_METHOD,
     MODEL_INFO_REQUEST,
+    VOCABULARY_REQUEST,
     BaseClient,
     ClientSettings,
     ConnectWait,
     Deadline,
     cause_of,
     draft_stub,
+    is_serving,
 )
 from dynatree.client._errors import error_from_rpc
 from dynatree.client._request import GenerateOptions, Prompt, build_request
@@ -25,6 +28,7 @@ from dynatree.client._tracing import Metadata
 from dynatree.client._types import Chunk, Completion, ServiceInfo
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
+T = TypeVar("T")
 _Call = grpc.aio.UnaryStreamCall[draft_pb2.GenerateRequest, draft_pb2.GenerateResponse]
 
 
@@ -142,31 +146,43 @@ class AsyncClient(BaseClient):
         self._channels: list[grpc.aio.Channel] = []
 
     async def generate(
-        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        metadata: Metadata = (),
+        **options: Unpack[GenerateOptions],
     ) -> Completion:
         """Complete `prompt`, and return when the completion is whole; of several, the first, with its `alternatives`.
 
         Cancelling the task cancels the request.
 
         Args:
-            prompt: text, or token ids.
+            prompt: text, token ids, or the messages of a chat, for the target's chat template.
             timeout: the longest that this call may take, in seconds; None is the client's.
+            metadata: gRPC metadata of this call, (key, value) pairs; a key that the client sends too is replaced.
             **options: see `GenerateOptions`.
 
         Raises:
             DynaTreeError: one of its subclasses; see `dynatree.client`. It carries what was received.
             TypeError: there is no such option, or it has the wrong type.
         """
-        async with self.stream(prompt, timeout=timeout, **options) as stream:
+        async with self.stream(prompt, timeout=timeout, metadata=metadata, **options) as stream:
             async for _ in stream:
                 pass
         return stream.completion
 
     def stream(
-        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        metadata: Metadata = (),
+        **options: Unpack[GenerateOptions],
     ) -> AsyncCompletionStream:
         """The completion of `prompt` as an asynchronous iterator of chunks. Arguments and errors as in `generate`."""
         request = build_request(prompt, **options)
+        sent = self._with(metadata)
         deadline: Deadline | None = None
 
         async def start(request: draft_pb2.GenerateRequest, traced: Metadata) -> _Call:
@@ -174,25 +190,70 @@ class AsyncClient(BaseClient):
             if deadline is None:
                 deadline = await self._connect(timeout)
             stub = self._stubs()[self._next_server()]
-            call: _Call = stub.Generate(request, timeout=deadline.remaining(), metadata=self._metadata + traced)
+            call: _Call = stub.Generate(request, timeout=deadline.remaining(), metadata=sent + traced)
             return call
 
         return AsyncCompletionStream(start, self._address, request, self._attempts())
 
-    async def model_info(self, *, timeout: float | None = None) -> ServiceInfo:
+    async def model_info(self, *, timeout: float | None = None, metadata: Metadata = ()) -> ServiceInfo:
         """The models that the service runs (the target as it was last, while its service is down), and its policies.
+
+        Args:
+            timeout: as for `generate`.
+            metadata: as for `generate`.
 
         Raises:
             DynaTreeError: one of its subclasses.
         """
-        deadline = await self._connect(timeout)
-        for left in reversed(range(len(self._addresses))):
-            stub = self._stubs()[self._next_server()]
+        sent = self._with(metadata)
+
+        async def ask(stub: draft_pb2_grpc.DraftServiceStub, seconds: float | None) -> ServiceInfo:
+            return ServiceInfo.from_pb(await stub.GetModelInfo(MODEL_INFO_REQUEST, timeout=seconds, metadata=sent))
+
+        return await self._ask(ask, await self._connect(timeout))
+
+    async def vocabulary(self, *, timeout: float | None = None, metadata: Metadata = ()) -> tuple[bytes, ...]:
+        """The bytes that each token adds to a text, by its id; not always whole characters.
+
+        Args:
+            timeout: as for `generate`.
+            metadata: as for `generate`.
+
+        Raises:
+            DynaTreeError: one of its subclasses.
+        """
+        sent = self._with(metadata)
+
+        async def ask(stub: draft_pb2_grpc.DraftServiceStub, seconds: float | None) -> tuple[bytes, ...]:
+            parts = stub.GetVocabulary(VOCABULARY_REQUEST, timeout=seconds, metadata=sent)
+            return tuple([token async for part in parts for token in part.tokens])
+
+        return await self._ask(ask, await self._connect(timeout))
+
+    async def is_serving(self, *, timeout: float = 1.0) -> bool:
+        """Whether a server takes requests: it answers, and has a verify service that does.
+
+        Args:
+            timeout: seconds for each server to answer.
+        """
+        self._stubs()
+        return any(await asyncio.gather(*(self._serves(channel, timeout) for channel in self._channels)))
+
+    async def _serves(self, channel: grpc.aio.Channel, timeout: float) -> bool:
+        check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH_METHOD)
+        try:
+            return is_serving(await check(b"", timeout=timeout, wait_for_ready=True))
+        except grpc.RpcError:
+            return False
+
+    async def _ask(
+        self, ask: Callable[[draft_pb2_grpc.DraftServiceStub, float | None], Awaitable[T]], deadline: Deadline
+    ) -> T:
+        """The answer of the first server that is there."""
+        stubs = self._stubs()
+        for left in reversed(range(len(stubs))):
             try:
-                response = await stub.GetModelInfo(
-                    MODEL_INFO_REQUEST, timeout=deadline.remaining(), metadata=self._metadata
-                )
-                return ServiceInfo.from_pb(response)
+                return await ask(stubs[self._next_server()], deadline.remaining())
             except grpc.RpcError as error:
                 if not left or error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise error_from_rpc(error, self._address) from error

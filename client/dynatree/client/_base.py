@@ -16,10 +16,14 @@ import grpc
 from dynatree.client._attempts import Attempts
 from dynatree.client._errors import ServerUnavailableError, error_from_rpc
 from dynatree.client._security import check_local, tls_credentials, token_metadata
+from dynatree.client._tracing import Metadata
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 ASKING_WHY = 0.5  # seconds, for the reason why there is no connection
 MODEL_INFO_REQUEST = draft_pb2.DraftServiceGetModelInfoRequest()
+VOCABULARY_REQUEST = draft_pb2.GetVocabularyRequest()
+HEALTH_METHOD = "/grpc.health.v1.Health/Check"
+_SERVING = b"\x08\x01"  # HealthCheckResponse: the field `status` with SERVING
 
 _ADDRESS = re.compile(r"unix:.+|(?:dns:///)?(?!\w+://)[^,/]+:(\d{1,5})")
 _LAST_PORT = 65535
@@ -126,6 +130,7 @@ class BaseClient:
             if self._credentials is None and not insecure:
                 check_local(self._addresses)
             self._metadata += (token_metadata(token),)
+        self._plain = self._credentials is None and not insecure
         self._channel_options = dict(channel_options)
         self._turns = count(randrange(len(self._addresses)))
         self._connected = False
@@ -135,6 +140,19 @@ class BaseClient:
         """The options of a channel. One value a name: which of two gRPC would take is not defined."""
         balanced = {"grpc.service_config": _BALANCED} if address.startswith("dns:///") else {}
         return tuple((dict(_CHANNEL_OPTIONS) | balanced | self._channel_options).items())
+
+    def _with(self, metadata: Metadata) -> Metadata:
+        """The metadata of a call that has some of its own, which takes the place of the client's.
+
+        Raises:
+            ValueError: it would show a token over a plain connection to another machine.
+        """
+        if not metadata:
+            return self._metadata
+        own = {key for key, _ in metadata}
+        if self._plain and "authorization" in own:
+            check_local(self._addresses)
+        return (*((key, value) for key, value in self._metadata if key not in own), *metadata)
 
     def _next_server(self) -> int:
         """The server of the next attempt; servers take turns."""
@@ -211,6 +229,11 @@ def cause_of(error: grpc.RpcError) -> str:
     """Why there is no connection, such as a certificate that is not trusted; "" where gRPC does not say."""
     _, found, last = (error.details() or "").partition("last error: ")
     return last.removeprefix("UNKNOWN: ").removeprefix("UNAVAILABLE: ") if found else ""
+
+
+def is_serving(answer: bytes) -> bool:
+    """Whether the answer to a health check says that the server takes requests."""
+    return answer == _SERVING
 
 
 def draft_stub(channel: grpc.Channel | grpc.aio.Channel) -> draft_pb2_grpc.DraftServiceStub:

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Protocol, Self, Unpack
+from typing import Any, Protocol, Self, TypeVar, Unpack
 
 import grpc
 from grpc.experimental import ChannelOptions
@@ -13,19 +13,24 @@ from dynatree.client._accumulator import Accumulator
 from dynatree.client._attempts import Attempts
 from dynatree.client._base import (
     ASKING_WHY,
+    HEALTH_METHOD,
     MODEL_INFO_REQUEST,
+    VOCABULARY_REQUEST,
     BaseClient,
     ClientSettings,
     ConnectWait,
     Deadline,
     cause_of,
     draft_stub,
+    is_serving,
 )
 from dynatree.client._errors import error_from_rpc
 from dynatree.client._request import GenerateOptions, Prompt, build_request
 from dynatree.client._tracing import Metadata
 from dynatree.client._types import Chunk, Completion, ServiceInfo
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
+
+T = TypeVar("T")
 
 # gRPC's usual iterator waits on a condition that it shares with a thread of the channel. A KeyboardInterrupt in the
 # midst of that leaves a lock held or the thread waiting, and no close() returns. This one waits in gRPC's core.
@@ -169,50 +174,105 @@ class Client(BaseClient):
         self._stubs = [draft_stub(channel) for channel in self._channels]
 
     def generate(
-        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        metadata: Metadata = (),
+        **options: Unpack[GenerateOptions],
     ) -> Completion:
         """Complete `prompt`, and return when the completion is whole; of several, the first, with its `alternatives`.
 
         Args:
-            prompt: text, or token ids.
+            prompt: text, token ids, or the messages of a chat, for the target's chat template.
             timeout: the longest that this call may take, in seconds; None is the client's.
+            metadata: gRPC metadata of this call, (key, value) pairs; a key that the client sends too is replaced.
             **options: see `GenerateOptions`.
 
         Raises:
             DynaTreeError: one of its subclasses; see `dynatree.client`. It carries what was received.
             TypeError: there is no such option, or it has the wrong type.
         """
-        with self.stream(prompt, timeout=timeout, **options) as stream:
+        with self.stream(prompt, timeout=timeout, metadata=metadata, **options) as stream:
             for _ in stream:
                 pass
         return stream.completion
 
     def stream(
-        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        metadata: Metadata = (),
+        **options: Unpack[GenerateOptions],
     ) -> CompletionStream:
         """Start to complete `prompt`, and return the chunks as an iterator. Arguments and errors as in `generate`."""
         request = build_request(prompt, **options)
+        sent = self._with(metadata)
         deadline = self._connect(timeout)
 
         def start(request: draft_pb2.GenerateRequest, traced: Metadata) -> _Call:
             stub = self._stubs[self._next_server()]
-            call: _Call = stub.Generate(request, timeout=deadline.remaining(), metadata=self._metadata + traced)
+            call: _Call = stub.Generate(request, timeout=deadline.remaining(), metadata=sent + traced)
             return call
 
         return CompletionStream(start, self._address, request, self._attempts())
 
-    def model_info(self, *, timeout: float | None = None) -> ServiceInfo:
+    def model_info(self, *, timeout: float | None = None, metadata: Metadata = ()) -> ServiceInfo:
         """The models that the service runs (the target as it was last, while its service is down), and its policies.
+
+        Args:
+            timeout: as for `generate`.
+            metadata: as for `generate`.
 
         Raises:
             DynaTreeError: one of its subclasses.
         """
-        deadline = self._connect(timeout)
+        sent = self._with(metadata)
+
+        def ask(stub: draft_pb2_grpc.DraftServiceStub, seconds: float | None) -> ServiceInfo:
+            return ServiceInfo.from_pb(stub.GetModelInfo(MODEL_INFO_REQUEST, timeout=seconds, metadata=sent))
+
+        return self._ask(ask, self._connect(timeout))
+
+    def vocabulary(self, *, timeout: float | None = None, metadata: Metadata = ()) -> tuple[bytes, ...]:
+        """The bytes that each token adds to a text, by its id; not always whole characters.
+
+        Args:
+            timeout: as for `generate`.
+            metadata: as for `generate`.
+
+        Raises:
+            DynaTreeError: one of its subclasses.
+        """
+        sent = self._with(metadata)
+
+        def ask(stub: draft_pb2_grpc.DraftServiceStub, seconds: float | None) -> tuple[bytes, ...]:
+            parts = stub.GetVocabulary(VOCABULARY_REQUEST, timeout=seconds, metadata=sent)
+            return tuple(token for part in parts for token in part.tokens)
+
+        return self._ask(ask, self._connect(timeout))
+
+    def is_serving(self, *, timeout: float = 1.0) -> bool:
+        """Whether a server takes requests: it answers, and has a verify service that does.
+
+        Args:
+            timeout: seconds for each server to answer.
+        """
+        return any(self._serves(channel, timeout) for channel in self._channels)
+
+    def _serves(self, channel: grpc.Channel, timeout: float) -> bool:
+        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH_METHOD)
+        try:
+            return is_serving(check(b"", timeout=timeout, wait_for_ready=True))
+        except grpc.RpcError:
+            return False
+
+    def _ask(self, ask: Callable[[draft_pb2_grpc.DraftServiceStub, float | None], T], deadline: Deadline) -> T:
+        """The answer of the first server that is there."""
         for left in reversed(range(len(self._stubs))):
-            stub = self._stubs[self._next_server()]
             try:
-                response = stub.GetModelInfo(MODEL_INFO_REQUEST, timeout=deadline.remaining(), metadata=self._metadata)
-                return ServiceInfo.from_pb(response)
+                return ask(self._stubs[self._next_server()], deadline.remaining())
             except grpc.RpcError as error:
                 if not left or error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise error_from_rpc(error, self._address) from error

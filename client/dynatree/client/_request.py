@@ -17,7 +17,20 @@ _UINT32_MAX = 2**32 - 1
 _MAX_REQUEST_BYTES = 4 * 2**20  # the servers' limit, and gRPC's own
 _UINT64_MAX = 2**64 - 1
 
-Prompt = str | Sequence[int]
+
+class Message(TypedDict):
+    """What one side of a chat said.
+
+    Attributes:
+        role: who said it, as the target's chat template knows them: "system", "user", "assistant".
+        content: what was said.
+    """
+
+    role: str
+    content: str
+
+
+Prompt = str | Sequence[int] | Sequence[Message]
 PolicySettings = Mapping[str, float | Sequence[float]]
 SamplingScheme = Literal["gumbel", "independent", "residual"]
 
@@ -51,8 +64,8 @@ class GenerateOptions(TypedDict, total=False):
         stop: one string or several; the text ends before the first that appears.
         stop_token_ids: token ids that end the completion as an end-of-sequence token does, whatever `ignore_eos` says.
         ignore_eos: generate on past end-of-sequence tokens.
-        special_tokens: whether the prompt's text may name special tokens, such as "<|endoftext|>"; False by default:
-            what looks like one is text.
+        special_tokens: whether the prompt's text, or a message's, may name special tokens, such as "<|endoftext|>";
+            False by default: what looks like one is text.
         log_probs: whether to return the tokens' log-probabilities.
         trace: whether to return a `RoundTrace` for each round.
         queue_position: whether `stream` returns chunks that say how many requests are ahead, while this one waits.
@@ -149,10 +162,11 @@ def build_request(
     )
     if isinstance(prompt, str):
         request.text = _string("prompt", prompt)
+    elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        request.chat.CopyFrom(_chat(prompt))
     else:
-        request.token_ids.CopyFrom(
-            draft_pb2.TokenIds(ids=_token_ids("prompt", "a str or a sequence of token ids", prompt))
-        )
+        what = "a str, a sequence of token ids or a sequence of messages"
+        request.token_ids.CopyFrom(draft_pb2.TokenIds(ids=_token_ids("prompt", what, prompt)))
     if request.ByteSize() > _MAX_REQUEST_BYTES:
         _refuse(f"the request has {request.ByteSize()} bytes; a server takes at most {_MAX_REQUEST_BYTES}")
     return request
@@ -200,7 +214,17 @@ def _policy(name: str | None, settings: PolicySettings | None) -> draft_pb2.Poli
     return message
 
 
-def _token_ids(name: str, what: str, token_ids: Iterable[int]) -> list[int]:
+def _chat(messages: Sequence[object]) -> draft_pb2.Chat:
+    chat = draft_pb2.Chat()
+    for place, message in enumerate(messages):
+        if not isinstance(message, Mapping) or message.keys() != {"role", "content"}:
+            raise TypeError(f"prompt[{place}] must be a mapping with role and content, and nothing else")
+        fields = {name: _string(f"prompt[{place}]: {name}", message[name]) for name in ("role", "content")}
+        chat.messages.add(**fields)
+    return chat
+
+
+def _token_ids(name: str, what: str, token_ids: Iterable[object]) -> list[int]:
     if isinstance(token_ids, (bytes, bytearray)) or not isinstance(token_ids, Iterable):
         raise TypeError(f"{name} must be {what}, not {type(token_ids).__name__}")
     return [_integer(f"{name}: a token id", token_id, _UINT32_MAX) for token_id in token_ids]
@@ -212,12 +236,12 @@ def _flag(name: str, value: bool) -> bool:
     return value
 
 
-def _integer(name: str, value: int, maximum: int) -> int:
+def _integer(name: str, value: object, maximum: int) -> int:
     """`value` as an int; any type that is one by `__index__` will do, except bool, which is a mistake here."""
     if isinstance(value, bool):
         _refuse(f"{name} must be an integer, not {value}")
     try:
-        number = index(value)
+        number = index(value)  # type: ignore[arg-type]  # that is what is found out
     except TypeError:
         raise TypeError(f"{name} must be an integer, not {type(value).__name__}") from None
     if not 0 <= number <= maximum:
@@ -234,7 +258,7 @@ def _number(name: str, value: float) -> float:
         _refuse(f"{name} is too large")
 
 
-def _string(name: str, value: str) -> str:
+def _string(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, not {type(value).__name__}")
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 from datetime import UTC, datetime
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -47,6 +48,11 @@ def configure_logging(log_format: str) -> None:
     logging.getLogger("dynatree").setLevel(logging.INFO)
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_cancellation)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every try to reach the hub
+
+
+def announce(text: str) -> None:
+    """Tell whoever started the process where it serves, on standard error."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _short(value: object) -> str:

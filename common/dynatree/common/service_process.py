@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from dynatree.common import embedded
 from dynatree.common.engine import ModelSettings
 from dynatree.common.errors import DeviceFailedError, StartupError
-from dynatree.common.logs import configure_logging
+from dynatree.common.logs import announce, configure_logging
 from dynatree.common.operation import OperationSettings
 from dynatree.common.security import SecuritySettings
 
@@ -75,8 +74,3 @@ def run_service(serve: Callable[[], Coroutine[Any, Any, None]], log_format: str)
         announce(f"dynatree: {error}")
         os._exit(EX_SOFTWARE)  # what is left of the device's threads may never end
     return 0
-
-
-def announce(text: str) -> None:
-    """Tell whoever started the service where it is, on standard error."""
-    print(text, file=sys.stderr, flush=True)

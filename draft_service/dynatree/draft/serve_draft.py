@@ -12,12 +12,13 @@ from dynatree.common.admission import NO_QUOTA, Admission, Quota
 from dynatree.common.channel import ChannelSettings, Connector
 from dynatree.common.engine import Engine, ModelSettings, choose_threads, load_engine, with_forward_costs
 from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_SESSIONS, MAX_TREE_NODES, RESUME_SECONDS
+from dynatree.common.logs import announce
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.operation import Operation, OperationSettings
 from dynatree.common.prefix_cache import PrefixCache
 from dynatree.common.server import Server
-from dynatree.common.service_process import announce, model_settings, operation_settings, run_service
+from dynatree.common.service_process import model_settings, operation_settings, run_service
 from dynatree.common.shared_cores import HalfTheThreads, SharedCores
 from dynatree.draft.draft_model import EngineDraftModel
 from dynatree.draft.drafter import Drafter

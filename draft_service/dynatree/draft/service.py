@@ -26,8 +26,10 @@ from dynatree.draft.generation import NOTHING, Backend, Generation, GenerationRe
 from dynatree.draft.generation import Completion as DoneCompletion
 from dynatree.draft.metrics import DraftMetrics
 from dynatree.draft.policies import RESIDUAL_POLICY, Setting, create_policy, policy_names, residual_policies
+from dynatree.draft.prompts import Message, PromptEncoder
 from dynatree.draft.target import Target
 from dynatree.draft.target_session import TargetChangedError
+from dynatree.draft.vocabulary import token_bytes
 from dynatree.draft.wire import policy_settings_from_pb, response_to_pb
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
@@ -39,6 +41,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_COMPLETIONS = 64
 TARGET_CHANGES = 5  # of the verify service, while one session is opened
+VOCABULARY_PART = 2**14  # tokens a message
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,9 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._tracing = tracing
         self._tokenizer_thread = ModelThread("tokenizer")  # a long prompt takes seconds, and others are streaming
         self._default_policy = default_policy
+        self._encoder = PromptEncoder(backend.engine.tokenizer)
         self._longest_token = max(map(len, backend.engine.tokenizer.get_vocab()))  # characters
+        self._vocabulary: list[bytes] = []  # made when somebody asks for it
 
     async def GetModelInfo(  # noqa: N802
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
@@ -89,6 +94,15 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             target=model_info_to_pb(self._backend.replicas.target.info),
             policies=[default, *others],
         )
+
+    async def GetVocabulary(  # noqa: N802
+        self, request: draft_pb2.GetVocabularyRequest, context: Context
+    ) -> AsyncIterator[draft_pb2.GetVocabularyResponse]:
+        """The bytes of every token, in parts."""
+        if not self._vocabulary:
+            self._vocabulary = await self._tokenizer_thread.run(token_bytes, self._backend.engine.tokenizer)
+        for start in range(0, len(self._vocabulary), VOCABULARY_PART):
+            yield draft_pb2.GetVocabularyResponse(tokens=self._vocabulary[start : start + VOCABULARY_PART])
 
     async def Generate(  # noqa: N802
         self, request: draft_pb2.GenerateRequest, context: Context
@@ -136,7 +150,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                         generation.waited(turn.queue_seconds if index == first else 0.0)
                         started: draft_pb2.Started | None = draft_pb2.Started(
                             seed=0 if checked.sampling.greedy else seed,
-                            prompt_ids=prompt_ids if request.WhichOneof("prompt") == "text" else (),
+                            prompt_ids=() if request.WhichOneof("prompt") == "token_ids" else prompt_ids,
                             target_fingerprint=generation.fingerprint,
                         )
                         try:
@@ -268,7 +282,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     async def _prompt_ids(self, message: draft_pb2.GenerateRequest) -> tuple[int, ...]:
         kind = message.WhichOneof("prompt")
         if kind is None:
-            raise InvalidArgumentError("the request has no prompt; expected the field `text` or `token_ids`")
+            raise InvalidArgumentError("the request has no prompt; expected the field `text`, `token_ids` or `chat`")
         infos = self._backend.engine.info, self._backend.replicas.target.info
         longest = max(info.context_length for info in infos)  # checked before anything is copied
         if kind == "token_ids":
@@ -276,19 +290,27 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                 raise OutOfRangeError(f"the prompt has {len(message.token_ids.ids)} tokens; at most {longest} fit")
             prompt_ids = tuple(message.token_ids.ids)
         else:
-            if len(message.text) > longest * self._longest_token:
-                raise OutOfRangeError(
-                    f"the prompt has {len(message.text)} characters; at most {longest} tokens fit, "
-                    f"of at most {self._longest_token} characters each"
-                )
-            prompt_ids = await self._tokenizer_thread.run(self._encode, message.text, message.special_tokens)
+            prompt_ids = await self._encoded(message, longest)
         if not prompt_ids:
             raise InvalidArgumentError("the prompt is empty; expected at least one token")
         return prompt_ids
 
-    def _encode(self, text: str, special_tokens: bool) -> tuple[int, ...]:
-        encoded = self._backend.engine.tokenizer(text, verbose=False, split_special_tokens=not special_tokens)
-        return tuple(encoded["input_ids"])
+    async def _encoded(self, message: draft_pb2.GenerateRequest, longest: int) -> tuple[int, ...]:
+        """The tokens of a prompt of text, or of a chat, that cannot be longer than `longest` tokens for certain."""
+        messages = [Message(each.role, each.content) for each in message.chat.messages]
+        characters = len(message.text) + sum(len(each.content) for each in messages)
+        if characters > longest * self._longest_token:
+            raise OutOfRangeError(
+                f"the prompt has {characters} characters; at most {longest} tokens fit, "
+                f"of at most {self._longest_token} characters each"
+            )
+        if len(messages) > longest:
+            raise OutOfRangeError(f"the chat has {len(messages)} messages; at most {longest} tokens fit")
+        if message.HasField("chat"):
+            encode = partial(self._encoder.chat, messages)
+        else:
+            encode = partial(self._encoder.text, message.text)
+        return await self._tokenizer_thread.run(partial(encode, special_tokens=message.special_tokens))
 
 
 def _principal(context: Context) -> str:

@@ -1,0 +1,100 @@
+"""The command line of `dynatree gateway`; what it runs is imported once the arguments are right."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from dynatree.cli.arguments import add_channel_arguments
+from dynatree.cli.service_arguments import network_address, network_addresses, seconds, some_seconds
+
+DEFAULT_LISTEN = "127.0.0.1:8000"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `dynatree gateway`."""
+    parser.add_argument(
+        "--server",
+        type=network_addresses,
+        default="localhost:50051",
+        metavar="ADDR[,ADDR...]",
+        help="the draft service: host:port, unix:PATH or dns:///name:port; several take turns (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--listen",
+        type=network_address,
+        default=DEFAULT_LISTEN,
+        metavar="ADDR",
+        help="host:port or unix:PATH; port 0 takes a free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--timeout", type=some_seconds, metavar="SECONDS", help="the longest that a request may take; default: no limit"
+    )
+    channel = add_channel_arguments(parser, "the way to the draft service")
+    channel.add_argument(
+        "--no-resume",
+        dest="resume",
+        action="store_false",
+        help="fail when the draft service is lost, instead of going on at another one or when it is back",
+    )
+    add_http_arguments(parser)
+
+
+def add_http_arguments(parser: argparse.ArgumentParser) -> None:
+    """How HTTP is served."""
+    parser.add_argument(
+        "--grace",
+        type=seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="time for open requests at shutdown (default: 10)",
+    )
+    parser.add_argument(
+        "--log-format", choices=["text", "json"], default="text", help="of the lines on standard error (default: text)"
+    )
+    group = parser.add_argument_group("security of HTTP", "the certificate is read anew when it is replaced")
+    group.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain, PEM: HTTPS")
+    group.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM")
+    group.add_argument(
+        "--cors",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let pages of this origin call, such as https://example.org, or of any with '*'; may be repeated",
+    )
+    group.add_argument(
+        "--insecure",
+        action="store_true",
+        help="plain connections with other machines too; without it they need TLS",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until a signal.
+
+    Raises:
+        SystemExit: An address or a file cannot be used.
+    """
+    from dynatree.common.errors import StartupError
+    from dynatree.common.logs import announce, configure_logging
+    from dynatree.common.security import SecuritySettings
+    from dynatree.gateway.serve_gateway import GatewaySettings, serve
+
+    configure_logging(options.log_format)
+    names = ("ca", "cert", "key", "insecure", "resume", "timeout")
+    try:
+        settings = GatewaySettings(
+            options.server,
+            options.listen,
+            SecuritySettings(options.tls_cert, options.tls_key, insecure=options.insecure),
+            {name: getattr(options, name) for name in names},
+            options.cors,
+            options.grace,
+        )
+        asyncio.run(
+            serve(settings, lambda address: announce(f"dynatree gateway: {options.server} as HTTP on {address}"))
+        )
+    except StartupError as error:
+        raise SystemExit(str(error)) from error
+    return 0

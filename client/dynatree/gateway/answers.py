@@ -1,0 +1,198 @@
+"""What the gateway answers, in OpenAI's words; one class for completions, one for chats."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from dynatree.client import Chunk, Completion, FinishReason
+from dynatree.gateway.token_texts import Offsets, TokenTexts
+
+Json = dict[str, Any]
+# For each of some tokens the likeliest in its place: (id, log-probability), likeliest first.
+TopLogProbs = Sequence[Sequence[tuple[int, float]]]
+LOWEST_LOG_PROB = -9999.0  # what stands for minus infinity, which JSON has not
+
+
+class Answer(Protocol):
+    """The objects of one answer: chunks of a stream, or the whole."""
+
+    def begin(self) -> list[Json]:
+        """The choices of a stream's first chunks."""
+
+    def delta(self, index: int, text: str, log_probs: Json | None = None, reason: FinishReason | None = None) -> Json:
+        """The choice of a stream's chunk."""
+
+    def choice(self, index: int, text: str, log_probs: Json | None, reason: FinishReason) -> Json:
+        """The choice of a whole answer."""
+
+    def log_probs(
+        self, index: int, token_ids: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs
+    ) -> Json:
+        """The log-probabilities of the next tokens of a choice."""
+
+    def chunk(self, choices: list[Json], usage: Json | None = None) -> Json:
+        """A stream's chunk."""
+
+    def whole(self, choices: list[Json], usage: Json) -> Json:
+        """The whole answer."""
+
+
+class _Named:
+    """An answer's name, model and time, which are the same in each of its objects."""
+
+    prefix: str
+    chunk_object: str
+    object: str
+
+    def __init__(self, model: str, texts: TokenTexts | None) -> None:
+        self._fields = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._token_texts = texts
+
+    @property
+    def _texts(self) -> TokenTexts:
+        if self._token_texts is None:
+            raise ValueError("an answer without log-probabilities was made without the tokens' texts")
+        return self._token_texts
+
+    def chunk(self, choices: list[Json], usage: Json | None = None) -> Json:
+        """A stream's chunk."""
+        chunk = {**self._fields, "object": self.chunk_object, "choices": choices}
+        return chunk if usage is None else {**chunk, "usage": usage}
+
+    def whole(self, choices: list[Json], usage: Json) -> Json:
+        """The whole answer."""
+        return {**self._fields, "object": self.object, "choices": choices, "usage": usage}
+
+
+class TextAnswer(_Named):
+    """The answer to `POST /v1/completions`."""
+
+    prefix = "cmpl"
+    chunk_object = object = "text_completion"
+
+    def __init__(self, model: str, texts: TokenTexts | None) -> None:
+        super().__init__(model, texts)
+        self._offsets: dict[int, Offsets] = {}  # by choice
+
+    def begin(self) -> list[Json]:
+        """A completion's stream begins with its text."""
+        return []
+
+    def delta(self, index: int, text: str, log_probs: Json | None = None, reason: FinishReason | None = None) -> Json:
+        """The choice of a stream's chunk."""
+        return {"index": index, "text": text, "logprobs": log_probs, "finish_reason": reason}
+
+    def choice(self, index: int, text: str, log_probs: Json | None, reason: FinishReason) -> Json:
+        """The choice of a whole answer."""
+        return self.delta(index, text, log_probs, reason)
+
+    def log_probs(
+        self, index: int, token_ids: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs
+    ) -> Json:
+        """The log-probabilities of the next tokens of a choice; the chosen token is among the named."""
+        offsets = self._offsets.setdefault(index, Offsets(self._texts))
+        tops: list[dict[str, float] | None] = []
+        for place, (token_id, log_prob) in enumerate(zip(token_ids, log_probs, strict=True)):
+            if log_prob is None:  # the first of the prompt: nothing is before it
+                tops.append(None)
+                continue
+            named = [*(top[place] if top else ()), (token_id, log_prob)]
+            likeliest: dict[str, float] = {}
+            for each, value in named:  # several tokens may have one text; the likeliest counts
+                likeliest.setdefault(self._texts.name(each), _finite(value))
+            tops.append(likeliest)
+        return {
+            "tokens": [self._texts.name(token_id) for token_id in token_ids],
+            "token_logprobs": [None if each is None else _finite(each) for each in log_probs],
+            "top_logprobs": tops,
+            "text_offset": offsets.push(token_ids),
+        }
+
+
+class ChatAnswer(_Named):
+    """The answer to `POST /v1/chat/completions`; `choices` is how many there are."""
+
+    prefix = "chatcmpl"
+    chunk_object = "chat.completion.chunk"
+    object = "chat.completion"
+
+    def __init__(self, model: str, texts: TokenTexts | None, choices: int) -> None:
+        super().__init__(model, texts)
+        self._choices = choices
+
+    def begin(self) -> list[Json]:
+        """A chat's stream begins with who speaks."""
+        return [self._delta(index, {"role": "assistant", "content": ""}) for index in range(self._choices)]
+
+    def delta(self, index: int, text: str, log_probs: Json | None = None, reason: FinishReason | None = None) -> Json:
+        """The choice of a stream's chunk."""
+        return self._delta(index, {"content": text} if text or reason is None else {}, log_probs, reason)
+
+    def _delta(
+        self, index: int, delta: Json, log_probs: Json | None = None, reason: FinishReason | None = None
+    ) -> Json:
+        return {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": reason}
+
+    def choice(self, index: int, text: str, log_probs: Json | None, reason: FinishReason) -> Json:
+        """The choice of a whole answer."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": reason}
+
+    def log_probs(
+        self, index: int, token_ids: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs
+    ) -> Json:
+        """The log-probabilities of the next tokens of a choice."""
+        places = zip(token_ids, log_probs, top or ((),) * len(token_ids), strict=True)
+        content = [
+            {
+                **self._token(token_id, log_prob),
+                "top_logprobs": [self._token(each, value) for each, value in likeliest],
+            }
+            for token_id, log_prob, likeliest in places
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, log_prob: float | None) -> Json:
+        token = self._texts.bytes(token_id)
+        value = LOWEST_LOG_PROB if log_prob is None else _finite(log_prob)
+        return {"token": token.decode(errors="replace"), "logprob": value, "bytes": list(token)}
+
+
+def _finite(log_prob: float) -> float:
+    return max(log_prob, LOWEST_LOG_PROB)
+
+
+def usage_of(completions: Sequence[Completion], *, scores_only: bool = False) -> Json:
+    """What some completions cost, each with its alternatives; the prompt's tokens count once for each prompt."""
+    every = [each for first in completions for each in (first, *first.alternatives)]
+    stats = [each.stats for each in every]
+    prompt_tokens = sum(each.prompt_tokens for each in completions)
+    new_tokens = 0 if scores_only else sum(len(each.token_ids) for each in every)
+    rounds, drafted = sum(each.rounds for each in stats), sum(each.draft_n for each in stats)
+    accepted = sum(each.draft_n_accepted for each in stats)
+    committed = sum(each.tokens_per_round * each.rounds for each in stats)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new_tokens,
+        "total_tokens": prompt_tokens + new_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(each.stats.cached_tokens for each in completions)},
+        "speculative_decoding": {
+            "mean_acceptance_length": committed / rounds if rounds else 0.0,
+            "acceptance_rate": accepted / drafted if drafted else 0.0,
+            "rounds": rounds,
+            "draft_n": drafted,
+            "draft_n_accepted": accepted,
+            "time_to_first_token_seconds": min(each.time_to_first_token_seconds for each in stats),
+            "total_seconds": max(each.total_seconds for each in stats),
+            "queue_seconds": max(each.queue_seconds for each in stats),
+            "resumes": sum(each.resumes for each in stats),
+        },
+    }
+
+
+def trace_of(chunk: Chunk) -> Json | None:
+    """The round that a chunk tells, as a line of `dynatree generate --trace` has it."""
+    return None if chunk.trace is None else {"index": chunk.index, **chunk.trace.to_dict()}

@@ -1,0 +1,64 @@
+"""Errors as OpenAI's clients know them: a status, and an object that says what was wrong with which field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from fastapi.exceptions import RequestValidationError
+
+from dynatree.client import DynaTreeError, ServerBusyError
+
+# gRPC status -> HTTP status, type, code. What is not here is 500.
+_STATUSES: dict[grpc.StatusCode, tuple[int, str, str]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error", "invalid_value"),
+    grpc.StatusCode.OUT_OF_RANGE: (400, "invalid_request_error", "context_length_exceeded"),
+    grpc.StatusCode.UNAUTHENTICATED: (401, "authentication_error", "invalid_api_key"),
+    grpc.StatusCode.PERMISSION_DENIED: (403, "permission_error", "permission_denied"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error", "rate_limit_exceeded"),
+    grpc.StatusCode.FAILED_PRECONDITION: (503, "server_error", "models_do_not_match"),
+    grpc.StatusCode.UNAVAILABLE: (503, "server_error", "service_unavailable"),
+    grpc.StatusCode.CANCELLED: (503, "server_error", "service_unavailable"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (504, "server_error", "timeout"),
+}
+
+
+@dataclass
+class ApiError(Exception):
+    """A request that is answered with an error."""
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, error: DynaTreeError) -> ApiError:
+        """What a failure of the draft service is to a client."""
+        status, type_, code = _STATUSES.get(error.code, (500, "server_error", "server_error"))
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        if isinstance(error, ServerBusyError) and error.retry_after is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+        return cls(status, str(error), type_, code=code, headers=headers)
+
+    @classmethod
+    def of_body(cls, error: RequestValidationError) -> ApiError:
+        """What is wrong with a body: the first of it, by the name of its field."""
+        first = error.errors()[0]
+        path = [str(each) for each in first["loc"] if each != "body"]
+        if first["type"] == "json_invalid":
+            return cls(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
+        if first["type"] == "extra_forbidden":
+            return cls(400, f"{'.'.join(path)} is not supported", param=path[0], code="unsupported_parameter")
+        reason = first["msg"].removeprefix("Value error, ")
+        message = f"{'.'.join(path)}: {reason}" if path else reason
+        return cls(400, message, param=path[0] if path else None, code="invalid_value")
+
+    def body(self) -> dict[str, Any]:
+        """The object that a client gets."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}

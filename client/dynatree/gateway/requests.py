@@ -1,0 +1,238 @@
+"""The bodies of requests: fields that clients of OpenAI's API send, and this project's own.
+
+A field that is not here is refused by its name, unless it is null. One that is here only so that clients may say its
+neutral value has no other.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dynatree.client import GenerateOptions, Message
+
+MAX_PROMPTS = 128
+MAX_STOP_STRINGS = 16
+DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI has it
+
+_TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
+_Text = Annotated[str, Field(min_length=1)]
+_StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+_Bias = Annotated[float, Field(ge=-1000, le=1000)]
+_BiasedId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+_Setting = float | list[float]
+_Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream says besides the text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+
+
+class CompletionOptions(BaseModel):
+    """What both kinds of request have in common.
+
+    Attributes:
+        model: The target's name, as `/v1/models` has it; null takes what is served.
+        temperature: 0 is greedy; 1 unless it is said, as OpenAI has it.
+        top_k: Keep the k likeliest tokens; 0 and -1 keep all.
+        repetition_penalty: As the target's generation_config says, unless it is said.
+        user: On whose behalf: where the draft service asks nobody for a token, users take turns.
+        policy: How trees are grown; the draft service's own policy unless it is said.
+        trace: Whether a stream tells each round.
+        return_token_ids: Whether choices have `token_ids`, and the first `prompt_token_ids`.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=64)] | None = None
+    stop: _StopString | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: dict[_BiasedId, _Bias] | None = None
+    user: Annotated[str, Field(max_length=256, pattern=r"^[ -~]*$")] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=64)] | None = None
+    policy: str | None = None
+    policy_settings: dict[str, _Setting] | None = None
+    scheme: Literal["gumbel", "independent", "residual"] | None = None
+    trace: bool | None = None
+    return_token_ids: bool | None = None
+    frequency_penalty: _Zero | None = None
+    presence_penalty: _Zero | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        """Null is as good as nothing, for fields that are not here too."""
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+    @property
+    def completions(self) -> int:
+        """How many completions each prompt has."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def common_options(self) -> GenerateOptions:
+        """The options of the client library that both kinds of request share."""
+        return GenerateOptions(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            seed=None if self.seed is None else self.seed % 2**64,
+            scheme=self.scheme,
+            n=self.completions,
+            stop=self.stop or (),
+            stop_token_ids=self.stop_token_ids or (),
+            ignore_eos=bool(self.ignore_eos),
+            policy=self.policy,
+            policy_settings=self.policy_settings,
+            trace=bool(self.trace),
+        )
+
+
+class CompletionRequest(CompletionOptions):
+    """The body of `POST /v1/completions`.
+
+    Attributes:
+        prompt: Text or token ids, or several of either, whose choices follow one another.
+        max_tokens: 16 unless it is said, as OpenAI has it; 0 with `echo` only, for the prompt's log-probabilities.
+        logprobs: How many of the likeliest tokens each place names.
+        echo: Whether the text begins with the prompt, and the log-probabilities with the prompt's.
+        special_tokens: Whether the prompt's text may name special tokens.
+        best_of: As many as `n`: none is thrown away.
+    """
+
+    prompt: (
+        _Text
+        | _TokenIds
+        | Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    max_tokens: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    special_tokens: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=64)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0, which needs echo: nothing would be answered")
+        if self.best_of is not None and self.best_of != self.completions:
+            raise ValueError("best_of is not n: no completion is thrown away")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or several."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]  # of ids, as its first is one
+        return list(self.prompt)  # type: ignore[arg-type]  # of texts or lists of ids
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether the prompt is all that is asked about."""
+        return self.max_tokens == 0
+
+    def options(self) -> GenerateOptions:
+        """The options of the client library."""
+        new_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else max(self.max_tokens, 1)
+        return GenerateOptions(
+            **self.common_options(),
+            max_new_tokens=new_tokens,
+            log_probs=self.logprobs is not None,
+            top_log_probs=self.logprobs or 0,
+            prompt_log_probs=bool(self.echo) and self.logprobs is not None,
+            special_tokens=bool(self.special_tokens),
+        )
+
+
+class TextPart(BaseModel):
+    """A piece of a message's content; there is only text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One message of a chat."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: _Text
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The content, in one piece."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class TextFormat(BaseModel):
+    """The one format that answers have."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+
+
+class ChatRequest(CompletionOptions):
+    """The body of `POST /v1/chat/completions`.
+
+    Attributes:
+        messages: What was said so far; the target's chat template makes a prompt of it.
+        max_tokens: The older name of `max_completion_tokens`; until the end of sequence unless one is said.
+        logprobs: Whether choices have log-probabilities.
+        top_logprobs: How many of the likeliest tokens each place names.
+        response_format: Text, as there is no other.
+    """
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1, lt=2**32)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**32)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: TextFormat | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs")
+        return self
+
+    @property
+    def chat(self) -> list[Message]:
+        """The prompt for the client library."""
+        return [Message(role=each.role, content=each.text) for each in self.messages]
+
+    def options(self) -> GenerateOptions:
+        """The options of the client library."""
+        newer = self.max_completion_tokens
+        return GenerateOptions(
+            **self.common_options(),
+            max_new_tokens=self.max_tokens if newer is None else newer,
+            log_probs=bool(self.logprobs),
+            top_log_probs=self.top_logprobs or 0,
+        )

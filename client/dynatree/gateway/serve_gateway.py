@@ -1,0 +1,188 @@
+"""Running the gateway: a socket, the application, and a server until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from dynatree.client import AsyncClient
+from dynatree.common.errors import StartupError
+from dynatree.common.files import LOOK_SECONDS, Reloaded
+from dynatree.common.metrics import new_registry
+from dynatree.common.security import SecuritySettings, is_local
+from dynatree.common.unix_socket import prepare_socket
+from dynatree.gateway.app import build_app
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048  # connections that wait to be taken
+KEEP_ALIVE_SECONDS = 75  # of an idle connection
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """What the command line says.
+
+    Attributes:
+        server: The draft service, or several, as `dynatree.client` takes them.
+        address: Where to listen: `host:port` or `unix:PATH`.
+        security: Of the connections with HTTP clients; `insecure` goes for the draft service as well.
+        client: Settings of the client of the draft service.
+        origins: Whose pages may call.
+        grace: Seconds that open requests get at a stop.
+    """
+
+    server: str
+    address: str
+    security: SecuritySettings
+    client: dict[str, Any] = field(default_factory=dict)
+    origins: Sequence[str] = ()
+    grace: float = 10.0
+
+
+async def serve(settings: GatewaySettings, started: Callable[[str], object]) -> None:
+    """Serve until SIGINT or SIGTERM; `started` is told the address once requests are taken.
+
+    Raises:
+        StartupError: An address or a file cannot be used.
+    """
+    settings.security.check_plain(settings.address)
+    if not (settings.client.get("ca") or settings.security.insecure):
+        _check_server(settings.server)
+    try:
+        client = AsyncClient(settings.server, **settings.client)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+    except OSError as error:
+        raise StartupError(f"TLS cannot be used: {Path(error.filename or '').name}: {error.strerror}") from error
+    page, page_policy = _live_page()
+    app = build_app(client, new_registry(), page, page_policy, settings.origins)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=max(1, round(settings.grace)),
+        ws="none",
+        lifespan="on",
+    )
+    tls = _reloaded_context(settings.security)
+    listening, address = _listen(settings.address)
+    config.load()
+    if tls is not None:
+        config.ssl = tls.value
+    server = _Server(config, lambda: started(("https://" if tls else "http://") + address))
+    with listening:
+        rotating = asyncio.ensure_future(_rotate(tls))
+        try:
+            await server.serve([listening])
+        finally:
+            rotating.cancel()
+
+
+class _Server(uvicorn.Server):
+    """Tells when it takes requests, and takes a signal for the end of its work, not of the process."""
+
+    def __init__(self, config: uvicorn.Config, started: Callable[[], object]) -> None:
+        super().__init__(config)
+        self._tell = started
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """End open requests at the first signal, and at the second do not wait for them."""
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        for number in numbers:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Bind, and tell."""
+        await super().startup(sockets)
+        if self.started:
+            self._tell()
+
+
+def _check_server(server: str) -> None:
+    """Refuse to send API keys to another machine in plain text.
+
+    Raises:
+        StartupError: An address is no loopback address.
+    """
+    for address in server.split(","):
+        if not is_local(address.strip().removeprefix("dns:///")):
+            raise StartupError(
+                f"API keys would cross the network to {address.strip()} in plain text; expected --ca for TLS, or "
+                "--insecure where the network is private"
+            )
+
+
+def _listen(address: str) -> tuple[socket.socket, str]:
+    """A socket that listens, and its address, with the port that was bound where port 0 was asked for.
+
+    Raises:
+        StartupError: The address cannot be used.
+    """
+    try:
+        if address.startswith("unix:"):
+            path = Path(address.removeprefix("unix:"))
+            prepare_socket(path)
+            path.unlink(missing_ok=True)  # left behind by a gateway that is gone
+            listening = socket.socket(socket.AF_UNIX)
+            listening.bind(str(path))
+            return listening, address
+        host, _, port = address.rpartition(":")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host.strip("[]"), int(port)), family=family, backlog=BACKLOG)
+        return listening, f"{host}:{listening.getsockname()[1]}"
+    except (OSError, ValueError, OverflowError) as error:
+        raise StartupError(f"cannot listen on {address}: {error}") from error
+
+
+def _reloaded_context(security: SecuritySettings) -> Reloaded[ssl.SSLContext] | None:
+    """The TLS context, which takes in a certificate that replaces the last; None for plain connections.
+
+    Raises:
+        StartupError: A file cannot be read, or makes no sense.
+    """
+    certificate, key = security.certificate, security.key
+    if certificate is None or key is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+
+    def read() -> ssl.SSLContext:
+        context.load_cert_chain(certificate, key)  # counts from the next connection on
+        return context
+
+    try:
+        return Reloaded([certificate, key], read)
+    except (OSError, ValueError) as error:
+        raise StartupError(f"TLS cannot be used: {certificate.name}, {key.name}: {error}") from error
+
+
+async def _rotate(tls: Reloaded[ssl.SSLContext] | None) -> None:
+    """Look after the certificate."""
+    with suppress(asyncio.CancelledError):
+        while tls is not None:
+            await asyncio.sleep(LOOK_SECONDS)
+            tls.value  # noqa: B018 - looking is what reads it anew
+
+
+def _live_page() -> tuple[str, str]:
+    return "<!doctype html><title>DynaTree</title>", "default-src 'none'"

@@ -1,0 +1,212 @@
+"""One request's work: its prompts as streams of the client library, and what is answered while they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+
+from dynatree.client import AsyncCompletionStream, Chunk, Completion
+from dynatree.gateway.answers import Answer, Json, TopLogProbs, trace_of, usage_of
+from dynatree.gateway.token_texts import TokenTexts
+
+AT_ONCE = 8  # prompts of one request
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What of the streams a request asks to be told.
+
+    Attributes:
+        completions: Of each prompt.
+        log_probs: The tokens' log-probabilities.
+        token_ids: The tokens.
+        echo: The prompts, with their log-probabilities where those are wanted.
+        scores_only: Nothing but the prompts.
+        usage: A stream's last chunk with what it cost.
+    """
+
+    completions: int = 1
+    log_probs: bool = False
+    token_ids: bool = False
+    echo: bool = False
+    scores_only: bool = False
+    usage: bool = False
+
+
+class Work:
+    """The streams of a request's prompts, told as an answer. Choice `p * n + i` is completion i of prompt p.
+
+    Args:
+        streams: One for each prompt, not begun.
+        prompts: The texts of the prompts that are text.
+        answer: In whose words.
+        wanted: What is told.
+        texts: Of the tokens; None where nothing needs them.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[AsyncCompletionStream],
+        prompts: Sequence[str | None],
+        answer: Answer,
+        wanted: Wanted,
+        texts: TokenTexts | None = None,
+    ) -> None:
+        self._streams = streams
+        self._prompts = prompts
+        self._answer = answer
+        self._wanted = wanted
+        self._texts = texts
+
+    async def whole(self) -> Json:
+        """The whole answer, when everything has come.
+
+        Raises:
+            DynaTreeError: A completion failed.
+        """
+        async with aclosing(self._chunks()) as chunks:
+            async for _ in chunks:
+                pass
+        choices = [
+            self._choice(place, completion)
+            for place, stream in enumerate(self._streams)
+            for completion in (stream.completion, *stream.completion.alternatives)
+        ]
+        return self._answer.whole(choices, self._usage())
+
+    async def events(self) -> AsyncGenerator[Json]:
+        """The chunks of a stream.
+
+        Raises:
+            DynaTreeError: A completion failed; what came before it was told.
+        """
+        begun: set[int] = set()
+        async with aclosing(self._chunks()) as chunks:
+            async for place, chunk in chunks:
+                if not begun:  # not before something came: until then a failure is a status of its own
+                    for choice in self._answer.begin():
+                        yield self._chunk([choice])
+                index = place * self._wanted.completions + chunk.index
+                if index not in begun and self._wanted.echo:
+                    yield self._chunk([self._echo(index, place)])
+                begun.add(index)
+                if (delta := self._delta(index, chunk)) is not None:
+                    yield self._chunk([delta])
+        for place, stream in enumerate(self._streams):
+            for completion in (stream.completion, *stream.completion.alternatives):
+                index = place * self._wanted.completions + completion.index
+                yield self._chunk([self._answer.delta(index, "", None, completion.finish_reason)])
+        if self._wanted.usage:
+            yield self._answer.chunk([], self._usage())
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        return self._answer.chunk(choices)
+
+    def _usage(self) -> Json:
+        return usage_of([stream.completion for stream in self._streams], scores_only=self._wanted.scores_only)
+
+    # A stream's chunks
+
+    def _echo(self, index: int, place: int) -> Json:
+        """The prompt as the first text of a choice."""
+        stream = self._streams[place]
+        choice = self._answer.delta(index, self._prompt(place, stream.prompt_ids), self._prompt_log_probs(index, place))
+        return self._with_ids(choice, stream.prompt_ids)
+
+    def _delta(self, index: int, chunk: Chunk) -> Json | None:
+        """What a chunk adds to its choice; None where nothing of it is wanted."""
+        if self._wanted.scores_only:
+            return None
+        log_probs = self._log_probs(index, chunk.token_ids, chunk.log_probs, chunk.top_log_probs)
+        trace = trace_of(chunk)
+        if not (chunk.text or trace or (chunk.token_ids and (self._wanted.log_probs or self._wanted.token_ids))):
+            return None
+        choice = self._with_ids(self._answer.delta(index, chunk.text, log_probs), chunk.token_ids)
+        return choice if trace is None else {**choice, "trace": trace}
+
+    # A whole choice
+
+    def _choice(self, place: int, completion: Completion) -> Json:
+        wanted, index = self._wanted, place * self._wanted.completions + completion.index
+        text, token_ids = completion.text, completion.token_ids
+        log_probs: Sequence[float | None] = completion.log_probs
+        top: TopLogProbs = completion.top_log_probs
+        if wanted.scores_only:
+            text, token_ids, log_probs, top = "", (), (), ()
+        if wanted.echo:
+            stream = self._streams[place]
+            text = self._prompt(place, stream.prompt_ids) + text
+            token_ids = (*stream.prompt_ids, *token_ids)
+            log_probs = (None, *stream.prompt_log_probs, *log_probs)
+            top = ((), *stream.prompt_top_log_probs, *top) if top or stream.prompt_top_log_probs else ()
+        told = self._answer.log_probs(index, token_ids, log_probs, top) if wanted.log_probs else None
+        choice = self._answer.choice(index, text, told, completion.finish_reason)
+        choice = self._with_ids(choice, token_ids)
+        if wanted.token_ids and completion.index == 0:
+            choice["prompt_token_ids"] = list(completion.prompt_ids)
+        return choice
+
+    # Pieces of both
+
+    def _prompt(self, place: int, prompt_ids: Sequence[int]) -> str:
+        text = self._prompts[place]
+        assert text is not None or self._texts is not None
+        return text if text is not None else self._texts.text(prompt_ids)  # type: ignore[union-attr]
+
+    def _prompt_log_probs(self, index: int, place: int) -> Json | None:
+        stream = self._streams[place]
+        top = ((), *stream.prompt_top_log_probs) if stream.prompt_top_log_probs else ()
+        return self._log_probs(index, stream.prompt_ids, (None, *stream.prompt_log_probs), top)
+
+    def _log_probs(
+        self, index: int, token_ids: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs
+    ) -> Json | None:
+        if not self._wanted.log_probs:
+            return None
+        return self._answer.log_probs(index, token_ids, log_probs, top)
+
+    def _with_ids(self, choice: Json, token_ids: Sequence[int]) -> Json:
+        return {**choice, "token_ids": list(token_ids)} if self._wanted.token_ids else choice
+
+    # All prompts at once
+
+    async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
+        """The chunks of every stream as they come, each with its prompt's place."""
+        if len(self._streams) == 1:
+            async with self._streams[0] as stream:
+                async for chunk in stream:
+                    yield 0, chunk
+            return
+        queue: asyncio.Queue[tuple[int, Chunk] | BaseException | None] = asyncio.Queue(AT_ONCE)
+        turns = asyncio.Semaphore(AT_ONCE)
+
+        async def read(place: int, stream: AsyncCompletionStream) -> None:
+            try:
+                async with turns, stream:
+                    async for chunk in stream:
+                        await queue.put((place, chunk))
+            except Exception as error:
+                await queue.put(error)
+            else:
+                await queue.put(None)
+
+        async with AsyncExitStack() as stack:
+            tasks = [asyncio.ensure_future(read(place, stream)) for place, stream in enumerate(self._streams)]
+            stack.push_async_callback(_end, tasks)
+            left = len(tasks)
+            while left:
+                match await queue.get():
+                    case None:
+                        left -= 1
+                    case BaseException() as error:
+                        raise error
+                    case (place, chunk):
+                        yield place, chunk
+
+
+async def _end(tasks: Sequence[asyncio.Future[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)

@@ -1,0 +1,81 @@
+"""Prompts to token ids: text, and chats by the tokenizer's own template."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from dynatree.common.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one side of a chat said."""
+
+    role: str
+    content: str
+
+
+class PromptEncoder:
+    """Makes tokens of prompts. A special token's text is text, unless it is asked to name the token.
+
+    A chat's template names special tokens: those between the messages always count as such.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        specials = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        longest_first = sorted(specials, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first))) if specials else None
+
+    def text(self, text: str, *, special_tokens: bool) -> tuple[int, ...]:
+        """The tokens of a text, with those that the tokenizer adds at its beginning or end."""
+        return tuple(self._tokenizer(text, verbose=False, split_special_tokens=not special_tokens)["input_ids"])
+
+    def chat(self, messages: Sequence[Message], *, special_tokens: bool) -> tuple[int, ...]:
+        """The tokens of a chat by the template, the assistant's turn open at the end.
+
+        Raises:
+            InvalidArgumentError: The tokenizer has no template, or it refuses the messages.
+        """
+        if not self._tokenizer.chat_template:
+            raise InvalidArgumentError("the tokenizer has no chat template: expected a prompt of text or token ids")
+        hidden: dict[str, str] = {}  # what looks like a special token, by what stands for it in the template's text
+        said = [
+            {"role": each.role, "content": each.content if special_tokens else self._hide(each.content, hidden)}
+            for each in messages
+        ]
+        try:
+            rendered = self._tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:  # what templates raise, and stumble over
+            raise InvalidArgumentError(f"the chat template refuses the messages: {error}") from error
+        assert isinstance(rendered, str)
+        return tuple(self._encoded(rendered, hidden))
+
+    def _hide(self, content: str, hidden: dict[str, str]) -> str:
+        """The content with a mark, which nobody can guess, for each text that looks like a special token."""
+        if self._special is None:
+            return content
+
+        def mark(match: re.Match[str]) -> str:
+            mark = f"\ue000{secrets.token_hex(8)}\ue001"
+            hidden[mark] = match[0]
+            return mark
+
+        return self._special.sub(mark, content)
+
+    def _encoded(self, rendered: str, hidden: dict[str, str]) -> Iterator[int]:
+        pieces = re.split(f"({'|'.join(hidden)})", rendered) if hidden else [rendered]
+        for piece in filter(None, pieces):
+            text = hidden.get(piece)
+            yield from self._tokenizer(
+                piece if text is None else text,
+                verbose=False,
+                add_special_tokens=False,
+                split_special_tokens=text is not None,
+            )["input_ids"]
