@@ -75,7 +75,7 @@ def check(rows: Tensor, token_ids: Sequence[int], log_probs: Sequence[float]) ->
 
 
 def check_top(rows: Tensor, likeliest: Top, top: int) -> None:
-    """The `top` likeliest tokens of each row, likeliest first; rounding may change places of tokens that are as likely."""
+    """The `top` likeliest tokens of each row, likeliest first; those that are as likely but for rounding, in any order."""
     assert [len(each) for each in likeliest] == [top] * len(rows)
     for row, each in zip(rows, likeliest, strict=True):
         values = [log_prob for _, log_prob in each]
@@ -288,8 +288,8 @@ def test_the_most_that_a_prompt_may_have_fit_a_message() -> None:
         request = OpenSession((5,) * places, None, Sampling(), model, top_log_probs=top, prompt_log_probs=True)
         if places < most:
             SessionRequest.checked(request, model, frozenset())
+            more = replace(request, prompt_ids=(5,) * (places + 1))
             with pytest.raises(InvalidArgumentError, match="prompt_log_probs of"):
-                more = replace(request, prompt_ids=(5,) * (places + 1))
                 SessionRequest.checked(more, model, frozenset())
         started = draft_pb2.Started(prompt_ids=[2**32 - 1] * places, prompt_log_probs=[-1.0] * places)
         started.prompt_top_log_probs.token_ids.extend([2**32 - 1] * places * top)

@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "penalty": {"sampling": tree_pb2.SamplingOptions(repetition_penalty=1.4)},
     "stop string": {"stop": ["e"]},
     "log_probs": {"log_probs": True},
-    "prompt_log_probs": {"top_log_probs": 3, "prompt_log_probs": True},
+    "top_log_probs": {"top_log_probs": 3, "prompt_log_probs": True},
     "two": {"sampling": tree_pb2.SamplingOptions(temperature=0.9, seed=5), "n": 2},
 }
 

@@ -54,8 +54,8 @@ class GenerateOptions(TypedDict, total=False):
         special_tokens: whether the prompt's text may name special tokens, such as "<|endoftext|>"; False by default:
             what looks like one is text.
         log_probs: whether to return the tokens' log-probabilities.
-        top_log_probs: how many of the likeliest tokens to return beside each token, with their log-probabilities: 0 (the
-            default) to 20. Above 0 it implies `log_probs`.
+        top_log_probs: how many of the likeliest tokens to return beside each token, with their log-probabilities: 0
+            (the default) to 20. Above 0 it implies `log_probs`.
         prompt_log_probs: whether to return the log-probabilities of the prompt's tokens, and `top_log_probs` likeliest
             tokens beside each. The prompt is then read whole, whatever is cached of it.
         trace: whether to return a `RoundTrace` for each round.

@@ -270,8 +270,8 @@ class Completion:
         prompt_ids: the prompt's tokens.
         prompt_log_probs: the log-probability of each of `prompt_ids` from the second on, under the same softmax; empty
             unless `prompt_log_probs` was asked for.
-        prompt_top_log_probs: for each of `prompt_ids` from the second on the likeliest tokens in its place; empty unless
-            both were asked for.
+        prompt_top_log_probs: for each of `prompt_ids` from the second on the likeliest tokens in its place; empty
+            unless both were asked for.
     """
 
     text: str
@@ -315,8 +315,8 @@ class Completion:
     def to_dict(self) -> dict[str, Any]:
         """The object that `dynatree generate --json` prints: lists, dictionaries, strings and numbers only.
 
-        "log_probs", "top_log_probs", "prompt_log_probs" with "prompt_ids", "prompt_top_log_probs" and "alternatives" are
-        there if they were asked for; the trace is not.
+        "log_probs", "top_log_probs", "prompt_log_probs" with "prompt_ids", "prompt_top_log_probs" and "alternatives"
+        are there if they were asked for; the trace is not. A prompt of one token has no log-probabilities.
         """
         completion = {
             "text": self.text,

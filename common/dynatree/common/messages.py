@@ -25,8 +25,8 @@ class OpenSession:
 
     `max_new_tokens` None: up to the context limit. `principal` is on whose behalf: whose turn it waits for, and whose
     cached prompts it may reuse. Of a completion that goes on, whose session was lost, `prompt_ids` end with the
-    `generated` tokens that it has, which `max_new_tokens` contains; it sent `round` trees. `top_log_probs` is how many of
-    the likeliest tokens are named beside each.
+    `generated` tokens that it has, which `max_new_tokens` contains; it sent `round` trees. `top_log_probs` is how many
+    of the likeliest tokens are named beside each.
     """
 
     prompt_ids: tuple[int, ...]

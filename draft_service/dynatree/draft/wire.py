@@ -32,7 +32,11 @@ def response_to_pb(
     match event:
         case Chunk():
             return draft_pb2.GenerateResponse(
-                index=index, text=event.text, token_ids=event.token_ids, log_probs=event.log_probs, started=started,
+                index=index,
+                text=event.text,
+                token_ids=event.token_ids,
+                log_probs=event.log_probs,
+                started=started,
                 top_log_probs=top_log_probs_to_pb(event.top_log_probs),
             )
         case TracedRound():

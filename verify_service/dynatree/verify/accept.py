@@ -20,8 +20,8 @@ class Verdict:
 
     `accepted` are the nodes on the accepted path, from the root down. `token_ids` are their tokens and, where the round
     was not cut short, the target's own choice after the last of them (the bonus token). `finish_reason` is set where
-    the session ends here. `log_probs` has one entry for each token where the request asked for them, and `top_log_probs`
-    the likeliest tokens in the place of each.
+    the session ends here. `log_probs` has one entry for each token where the request asked for them, and
+    `top_log_probs` the likeliest tokens in the place of each.
     """
 
     accepted: tuple[int, ...]

@@ -27,7 +27,8 @@ def log_probs_of(logits: Tensor, token_ids: Sequence[int], top: int) -> tuple[tu
     values: list[float] = []
     likeliest: list[tuple[tuple[int, float], ...]] = []
     tokens = torch.tensor(token_ids, dtype=torch.long, device=logits.device)
-    for rows, chosen in zip(logits.split(_ROWS), tokens.split(_ROWS), strict=True):
+    for start in range(0, len(token_ids), _ROWS):
+        rows, chosen = logits[start : start + _ROWS], tokens[start : start + _ROWS]
         log_probs = rows.float().log_softmax(-1)  # [rows, vocabulary]
         values += log_probs.gather(-1, chosen[:, None])[:, 0].tolist()
         if top:

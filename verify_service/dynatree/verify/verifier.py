@@ -207,10 +207,10 @@ def _histories(session: Session, tree: TokenTree, nodes: Iterable[int]) -> Histo
 
 
 def _keep_log_probs(session: Session, logits: Tensor) -> None:
-    """Keep the log-probabilities that a piece of the prompt, which is to be counted as read, tells `[tokens, vocabulary]`.
+    """Keep what the logits of the next piece of a prompt `[tokens, vocabulary]` say of the prompt's tokens.
 
-    A token's logits are about the token behind it: those of the tokens [a, b) about [a + 1, b + 1), of the prompt's last
-    token about none of the prompt.
+    A token's logits are about the one behind it: those of the tokens [a, b) about [a + 1, b + 1), as far as these are
+    of the prompt.
     """
     request = session.request
     following = request.prompt_ids[session.read + 1 : session.read + 1 + len(logits)]
