@@ -35,6 +35,29 @@ def message(text: str, *token_ids: int, index: int = 0, log_probs: Sequence[floa
     return draft_pb2.GenerateResponse(text=text, token_ids=token_ids, index=index, log_probs=log_probs)
 
 
+def likeliest(*places: dict[int, float]) -> tree_pb2.TopLogProbs:
+    """The likeliest tokens of some places, each with its log-probability."""
+    return tree_pb2.TopLogProbs(
+        token_ids=[token for place in places for token in place],
+        log_probs=[log_prob for place in places for log_prob in place.values()],
+    )
+
+
+def scored() -> list[draft_pb2.GenerateResponse]:
+    """Two messages of a completion whose tokens, and whose prompt's, have log-probabilities; the first says so."""
+    started = draft_pb2.Started(
+        prompt_ids=[7, 8, 9],
+        prompt_log_probs=[-0.25, -4.0],
+        prompt_top_log_probs=likeliest({8: -0.25, 5: -2.0}, {6: -0.5, 8: -1.0}),
+    )
+    first = message("Hé", 1, 2, log_probs=[-0.5, -1.5])
+    first.started.CopyFrom(started)
+    first.top_log_probs.CopyFrom(likeliest({1: -0.5, 4: -1.0}, {3: -1.0, 2: -1.5}))
+    second = message("llo", 3, log_probs=[-2.0])
+    second.top_log_probs.CopyFrom(likeliest({4: -0.5, 6: -1.0}))
+    return [first, second]
+
+
 def traced(round_: int, index: int = 0) -> draft_pb2.GenerateResponse:
     """A round of a tree with one branch; no two of its fields are equal."""
     trace = draft_pb2.RoundTrace(

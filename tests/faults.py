@@ -49,7 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3, "logit_bias": {11: -4.0, 262: 3.0}},
     "stop strings": {"stop": ["the", "qqq"], "max_new_tokens": 80},
     "n = 2": {"temperature": 0.9, "seed": 13, "n": 2},
-    "log-probabilities": {"log_probs": True, "temperature": 0.6, "seed": 14},
+    "log-probabilities": {"top_log_probs": 3, "prompt_log_probs": True, "temperature": 0.6, "seed": 14},
 }
 PROMPT = "It was a bright cold morning, and the captain"
 
@@ -273,7 +273,16 @@ def complete(client: Client, name: str) -> Completion:
 def outcome(completion: Completion) -> list[tuple[Any, ...]]:
     """What must not depend on a fault."""
     return [
-        (each.text, each.token_ids, each.finish_reason, each.log_probs)
+        (
+            each.text,
+            each.token_ids,
+            each.finish_reason,
+            each.log_probs,
+            each.top_log_probs,
+            each.prompt_ids,
+            each.prompt_log_probs,
+            each.prompt_top_log_probs,
+        )
         for each in (completion, *completion.alternatives)
     ]
 

@@ -7,13 +7,16 @@ import sys
 import threading
 from dataclasses import fields
 
+import grpc
 import pytest
 from fake_draft_service import (  # noqa: F401
+    Fail,
     FakeDraftService,
     client_fixture,
     generate_async,
     last,
     message,
+    scored,
     service_fixture,
     traced,
 )
@@ -213,10 +216,57 @@ def test_log_probs_follow_the_tokens(client: Client, service: FakeDraftService) 
     assert generate_async(service, n=2, log_probs=True) == completion
 
 
+def test_the_likeliest_tokens_and_the_prompts_log_probs(client: Client, service: FakeDraftService) -> None:
+    service.script = [*scored(), last(), message("Good", 4, index=1), last(index=1)]
+    places = (((1, -0.5), (4, -1.0)), ((3, -1.0), (2, -1.5))), (((4, -0.5), (6, -1.0)),)
+    prompts = ((8, -0.25), (5, -2.0)), ((6, -0.5), (8, -1.0))
+    stream = client.stream("Once", n=2, top_log_probs=2, prompt_log_probs=True)
+    assert (stream.prompt_ids, stream.prompt_log_probs, stream.prompt_top_log_probs) == ((), (), ())
+    assert next(stream).top_log_probs == places[0]
+    known = (7, 8, 9), (-0.25, -4.0), prompts
+    assert (stream.prompt_ids, stream.prompt_log_probs, stream.prompt_top_log_probs) == known
+    assert [chunk.top_log_probs for chunk in stream] == [places[1], ()]
+    completion = stream.completion
+    (other,) = completion.alternatives
+    assert completion.top_log_probs == (*places[0], *places[1])
+    assert (completion.prompt_ids, completion.prompt_log_probs, completion.prompt_top_log_probs) == known
+    assert (other.prompt_ids, other.prompt_log_probs, other.prompt_top_log_probs) == ((7, 8, 9), (), ())
+    assert generate_async(service, n=2, top_log_probs=2, prompt_log_probs=True) == completion
+    as_json = json.loads(json.dumps(completion.to_dict()))
+    assert as_json["top_log_probs"] == [[[1, -0.5], [4, -1.0]], [[3, -1.0], [2, -1.5]], [[4, -0.5], [6, -1.0]]]
+    assert (as_json["prompt_ids"], as_json["prompt_log_probs"]) == ([7, 8, 9], [-0.25, -4.0])
+    assert as_json["prompt_top_log_probs"] == [[[8, -0.25], [5, -2.0]], [[6, -0.5], [8, -1.0]]]
+
+
+def test_what_came_of_the_prompt_is_kept_and_not_asked_for_again(client: Client, service: FakeDraftService) -> None:
+    """The second server gets token ids, and says nothing of the prompt."""
+    service.script = [scored()[0], Fail(grpc.StatusCode.UNAVAILABLE)]
+    stream = client.stream("Once", top_log_probs=2, prompt_log_probs=True)
+    next(stream)
+    service.script = [message("llo", 3), last()]
+    service.script[0].started.CopyFrom(draft_pb2.Started(seed=0))
+    assert [chunk.text for chunk in stream] == ["llo"]
+    assert (stream.completion.prompt_ids, stream.completion.prompt_log_probs) == ((7, 8, 9), (-0.25, -4.0))
+    first, second = service.requests
+    assert (first.prompt_log_probs, first.top_log_probs) == (True, 2)
+    assert (second.prompt_log_probs, second.top_log_probs) == (False, 2)
+    assert list(second.token_ids.ids) == [7, 8, 9]
+
+
+def test_a_prompt_of_token_ids_is_known(client: Client, service: FakeDraftService) -> None:
+    stream = client.stream([5, 6])
+    assert stream.prompt_ids == (5, 6)
+    list(stream)
+    assert stream.completion.prompt_ids == (5, 6)
+    assert "prompt_ids" not in stream.completion.to_dict()
+
+
 def test_without_asking_there_are_no_log_probs_and_no_traces(client: Client) -> None:
     assert {(chunk.log_probs, chunk.trace) for chunk in client.stream("Once")} == {((), None)}
     completion = client.generate("Once")
     assert (completion.log_probs, completion.trace) == ((), ())
+    assert (completion.top_log_probs, completion.prompt_log_probs, completion.prompt_top_log_probs) == ((), (), ())
+    assert not {key for key in completion.to_dict() if "log_probs" in key or key == "prompt_ids"}
 
 
 def test_a_trace_is_a_chunk_of_its_own(client: Client, service: FakeDraftService) -> None:

@@ -21,6 +21,7 @@ def test_defaults_leave_optional_fields_out(client: Client, service: FakeDraftSe
     assert not any(sampling.HasField(name) for name in ("top_p", "seed", "repetition_penalty"))
     assert (sampling.min_p, sampling.scheme, len(sampling.logit_bias)) == (0.0, 0, 0)
     assert (request.n, request.log_probs, request.trace, len(request.stop_token_ids)) == (1, False, False, 0)
+    assert (request.top_log_probs, request.prompt_log_probs) == (0, False)
 
 
 def test_every_option_reaches_the_server(client: Client, service: FakeDraftService) -> None:
@@ -39,6 +40,8 @@ def test_every_option_reaches_the_server(client: Client, service: FakeDraftServi
         stop_token_ids=[9, 2**32 - 1],
         ignore_eos=True,
         log_probs=True,
+        top_log_probs=5,
+        prompt_log_probs=True,
         trace=True,
         policy="linear",
         policy_settings={"depth": 8, "widths": (1, 1, 3), "rates": []},
@@ -54,6 +57,7 @@ def test_every_option_reaches_the_server(client: Client, service: FakeDraftServi
     assert (list(request.stop), request.ignore_eos) == (["a", "b"], True)
     assert list(request.stop_token_ids) == [9, 2**32 - 1]
     assert (request.log_probs, request.trace) == (True, True)
+    assert (request.top_log_probs, request.prompt_log_probs) == (5, True)
     assert (request.policy.name, dict(request.policy.settings)) == ("linear", {"depth": 8.0})
     lists = {name: list(numbers.values) for name, numbers in request.policy.list_settings.items()}
     assert lists == {"widths": [1.0, 1.0, 3.0], "rates": []}
@@ -151,6 +155,8 @@ def test_values_that_cannot_be_sent(client: Client, prompt: Any, options: dict[s
         ("Once", {"top_k": 1.5}),
         ("Once", {"ignore_eos": "no"}),
         ("Once", {"log_probs": 1}),
+        ("Once", {"top_log_probs": 1.0}),
+        ("Once", {"prompt_log_probs": 1}),
         ("Once", {"trace": "file"}),
         ("Once", {"min_p": None}),
         ("Once", {"repetition_penalty": "much"}),

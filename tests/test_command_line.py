@@ -17,6 +17,7 @@ from fake_draft_service import (  # noqa: F401
     Hang,
     last,
     message,
+    scored,
     service_fixture,
     traced,
 )
@@ -124,12 +125,25 @@ def test_json_has_log_probs_on_request(service: FakeDraftService, capsys: pytest
     assert service.requests[0].log_probs
 
 
-def test_log_probs_need_json(service: FakeDraftService, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "Once", "--server", service.address, "--log-probs"]) == 2
+def test_json_has_the_likeliest_tokens_and_the_prompts_on_request(
+    service: FakeDraftService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.script = [*scored(), last()]
+    options = ["--json", "--top-log-probs", "2", "--prompt-log-probs"]
+    assert main(["generate", "Once", "--server", service.address, *options]) == 0
+    completion = json.loads(capsys.readouterr().out)
+    assert completion["top_log_probs"][0] == [[1, -0.5], [4, -1.0]]
+    assert (completion["prompt_ids"], completion["prompt_log_probs"]) == ([7, 8, 9], [-0.25, -4.0])
+    assert (service.requests[0].top_log_probs, service.requests[0].prompt_log_probs) == (2, True)
+
+
+@pytest.mark.parametrize("option", [["--log-probs"], ["--top-log-probs", "2"], ["--prompt-log-probs"]])
+def test_log_probs_need_json(service: FakeDraftService, capsys: pytest.CaptureFixture[str], option: list[str]) -> None:
+    assert main(["generate", "Once", "--server", service.address, *option]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("usage: dynatree generate")
-    assert err.endswith("error: --log-probs needs --json\n")
+    assert err.endswith(f"error: {option[0]} needs --json\n")
     assert not service.requests
 
 

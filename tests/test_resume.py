@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "penalty": {"sampling": tree_pb2.SamplingOptions(repetition_penalty=1.4)},
     "stop string": {"stop": ["e"]},
     "log_probs": {"log_probs": True},
+    "top_log_probs": {"top_log_probs": 3, "prompt_log_probs": True},
     "two": {"sampling": tree_pb2.SamplingOptions(temperature=0.9, seed=5), "n": 2},
 }
 
@@ -192,6 +193,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "penalty": {"repetition_penalty": 1.4},
     "stop string": {"stop": ["e"], "max_new_tokens": 40},
     "log_probs": {"log_probs": True},
+    "prompt_log_probs": {"top_log_probs": 3, "prompt_log_probs": True},
     "two": {"temperature": 0.9, "seed": 5, "n": 2},
 }
 
@@ -213,6 +215,11 @@ def proxied_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxie
         services = stack.enter_context(running_services(folder, target, draft, via=via, resume_seconds=5.0))
         client = stack.enter_context(Client(services.draft_address, timeout=60.0))
         yield Proxied(services, ways, client, loop)
+
+
+def flat(top: Iterable[Iterable[tuple[int, float]]]) -> Iterator[float]:
+    """The numbers of the likeliest tokens of some places."""
+    return (number for place in top for each in place for number in each)
 
 
 def once(proxied: Proxied, is_request: bool, number: int, act: Callable[[GrpcProxy], Awaitable[None]]) -> list[float]:
@@ -252,6 +259,10 @@ def test_a_connection_that_breaks(proxied: Proxied, name: str, is_request: bool,
     for one, other in zip((completion, *completion.alternatives), (expected, *expected.alternatives), strict=True):
         assert (one.text, one.token_ids, one.finish_reason) == (other.text, other.token_ids, other.finish_reason)
         assert one.log_probs == pytest.approx(other.log_probs)
+        assert list(flat(one.top_log_probs)) == pytest.approx(list(flat(other.top_log_probs)))
+        assert one.prompt_log_probs == pytest.approx(other.prompt_log_probs)
+        assert list(flat(one.prompt_top_log_probs)) == pytest.approx(list(flat(other.prompt_top_log_probs)))
+    assert len(completion.prompt_log_probs) == (len(PROMPT) - 1 if name == "prompt_log_probs" else 0)
     resumes = completion.stats.resumes
     assert resumes == (number > 0)  # before the first commit the session had not begun
     assert (completion.stats.resume_seconds > 0) == (resumes > 0)

@@ -35,6 +35,8 @@ def session(request: SessionRequest) -> Session:
 def test_what_a_request_becomes() -> None:
     request = checked(stop_token_ids=(9,), log_probs=True, principal="p", generated=1, round=3)
     assert request == SessionRequest((5, 6, 7), 6, frozenset({END, 9}), Sampling(), True, "p", 1, 3)
+    assert checked(top_log_probs=2) == replace(checked(), log_probs=True, top_log_probs=2)
+    assert checked(prompt_log_probs=True) == replace(checked(), prompt_log_probs=True)
     assert checked(ignore_eos=True, stop_token_ids=(9,)).end_tokens == {9}
     assert checked(max_new_tokens=None).limit == CONTEXT
     assert session(request).round == 3
@@ -50,6 +52,8 @@ def test_what_a_request_becomes() -> None:
         ({"max_new_tokens": CONTEXT - 2}, OutOfRangeError, "3 prompt tokens"),
         ({"prompt_ids": (5, 10)}, InvalidArgumentError, r"prompt_ids\[1\] is 10"),
         ({"stop_token_ids": (10,)}, InvalidArgumentError, r"stop_token_ids\[0\] is 10"),
+        ({"top_log_probs": 21}, InvalidArgumentError, r"top_log_probs is 21, expected a number in \[0, 20\]"),
+        ({"generated": 1, "prompt_log_probs": True}, InvalidArgumentError, "goes on has no prompt_log_probs"),
         ({"sampling": Sampling(logit_bias={10: 1.0})}, InvalidArgumentError, "10"),
     ],
 )

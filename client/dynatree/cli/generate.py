@@ -95,6 +95,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, with statistics, at the end")
     parser.add_argument("--log-probs", action="store_true", help="with --json: print the tokens' log-probabilities too")
     parser.add_argument(
+        "--top-log-probs",
+        type=int,
+        metavar="K",
+        default=0,
+        help="with --json: print the K likeliest tokens in the place of each too, at most 20",
+    )
+    parser.add_argument(
+        "--prompt-log-probs",
+        action="store_true",
+        help="with --json: print the log-probabilities of the prompt's tokens too",
+    )
+    parser.add_argument(
         "--queue-position",
         action="store_true",
         help="say on standard error how many requests are ahead while this waits",
@@ -111,8 +123,9 @@ def run(options: argparse.Namespace) -> int:
         DynaTreeError: the request failed.
         SystemExit: the command line, the address, the standard input or the trace's file cannot be used.
     """
-    if options.log_probs and not options.json:
-        options.usage_error("--log-probs needs --json")
+    for option in ("log_probs", "top_log_probs", "prompt_log_probs"):
+        if getattr(options, option) and not options.json:
+            options.usage_error(f"--{option.replace('_', '-')} needs --json")
     _print_utf8()
     prompt = _read_stdin() if options.prompt == _STDIN else options.prompt
     with (
@@ -159,6 +172,8 @@ def _request(options: argparse.Namespace) -> GenerateOptions:
         ignore_eos=options.ignore_eos,
         special_tokens=options.special_tokens,
         log_probs=options.log_probs,
+        top_log_probs=options.top_log_probs,
+        prompt_log_probs=options.prompt_log_probs,
         trace=options.trace is not None,
         queue_position=options.queue_position,
         policy=options.policy,

@@ -16,7 +16,7 @@ from dynatree.client._errors import (
     retry_after,
 )
 from dynatree.client._tracing import RequestSpan
-from dynatree.client._types import FINISH_REASONS, Chunk, Completion
+from dynatree.client._types import FINISH_REASONS, Chunk, Completion, PromptTokens, top_log_probs_from_pb
 from dynatree.v1 import draft_pb2
 
 
@@ -32,6 +32,7 @@ class Accumulator:
         self._last: dict[int, draft_pb2.Completion] = {}  # likewise
         self._started: dict[int, draft_pb2.Started] = {}  # likewise
         self._resumed: defaultdict[int, list[float]] = defaultdict(list)  # likewise: seconds from loss to next message
+        self._prompt = PromptTokens(tuple(request.token_ids.ids))
         self._completion: Completion | None = None
         self._span = RequestSpan()
         self._ended = False
@@ -45,6 +46,28 @@ class Accumulator:
     def token_ids(self) -> tuple[int, ...]:
         """The tokens received so far; of several completions, one after the other."""
         return tuple(token_id for chunk in self._received() for token_id in chunk.token_ids)
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens; of a text they are known once the first chunk has come, and empty before."""
+        return self._prompt.token_ids
+
+    @property
+    def prompt_log_probs(self) -> tuple[float, ...]:
+        """The log-probability of each of `prompt_ids` from the second on, known once the first chunk has come.
+
+        Empty before, and unless `prompt_log_probs` was asked for.
+        """
+        return self._prompt.log_probs
+
+    @property
+    def prompt_top_log_probs(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """For each of `prompt_ids` from the second on the likeliest tokens in its place, as (token_id, log_prob).
+
+        Known once the first chunk has come. Empty before, and unless `prompt_log_probs` and `top_log_probs` were asked
+        for.
+        """
+        return self._prompt.top_log_probs
 
     @property
     def completion(self) -> Completion:
@@ -72,7 +95,7 @@ class Accumulator:
         if response.HasField("completion"):
             self._last[response.index] = response.completion
         if response.HasField("started"):
-            self._started.setdefault(response.index, response.started)
+            self._start_of(response.index, response.started)
         chunk = Chunk.from_pb(response)
         if chunk.queue_position is not None:
             return chunk
@@ -80,6 +103,16 @@ class Accumulator:
             return None
         self._chunks[chunk.index].append(chunk)
         return chunk
+
+    def _start_of(self, index: int, started: draft_pb2.Started) -> None:
+        """Keep what the first message of a completion says; the request's first message tells of the prompt."""
+        if not self._started:
+            self._prompt = PromptTokens(
+                tuple(started.prompt_ids) or self._prompt.token_ids,
+                tuple(started.prompt_log_probs),
+                top_log_probs_from_pb(started.prompt_top_log_probs, len(started.prompt_log_probs)),
+            )
+        self._started.setdefault(index, started)
 
     def _finish(self) -> None:
         """The server has ended the stream without an error."""
@@ -96,7 +129,8 @@ class Accumulator:
             raise self._wrong(f"unknown finish reason {last.finish_reason}")
         last.statistics.resumes += len(self._resumed[index])
         last.statistics.resume_seconds += sum(self._resumed[index])
-        return Completion.from_pb(last, index=index, chunks=self._chunks[index])
+        prompt = self._prompt if index == 0 else PromptTokens(self._prompt.token_ids)
+        return Completion.from_pb(last, index=index, chunks=self._chunks[index], prompt=prompt)
 
     @property
     def _is_whole(self) -> bool:
@@ -119,6 +153,7 @@ class Accumulator:
         rest.CopyFrom(self._request)
         if not self._started:
             return rest
+        rest.prompt_log_probs = False  # they came with it
         started = next(iter(self._started.values()))
         if started.prompt_ids:
             rest.token_ids.ids[:] = started.prompt_ids

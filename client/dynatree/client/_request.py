@@ -67,6 +67,10 @@ class GenerateOptions(TypedDict, total=False):
         special_tokens: whether the prompt's text, or a message's, may name special tokens, such as "<|endoftext|>";
             False by default: what looks like one is text.
         log_probs: whether to return the tokens' log-probabilities.
+        top_log_probs: how many of the likeliest tokens to return beside each token, with their log-probabilities: 0
+            (the default) to 20. Above 0 it implies `log_probs`.
+        prompt_log_probs: whether to return the log-probabilities of the prompt's tokens, and `top_log_probs` likeliest
+            tokens beside each. The prompt is then read whole, whatever is cached of it.
         trace: whether to return a `RoundTrace` for each round.
         queue_position: whether `stream` returns chunks that say how many requests are ahead, while this one waits.
         policy: how trees are grown, one of `ServiceInfo.policies`; None (the default) is the service's default.
@@ -89,6 +93,8 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     special_tokens: bool
     log_probs: bool
+    top_log_probs: int
+    prompt_log_probs: bool
     trace: bool
     queue_position: bool
     policy: str | None
@@ -113,6 +119,8 @@ def build_request(
     ignore_eos: bool = False,
     special_tokens: bool = False,
     log_probs: bool = False,
+    top_log_probs: int = 0,
+    prompt_log_probs: bool = False,
     trace: bool = False,
     queue_position: bool = False,
     policy: str | None = None,
@@ -156,6 +164,8 @@ def build_request(
         ignore_eos=_flag("ignore_eos", ignore_eos),
         special_tokens=_flag("special_tokens", special_tokens),
         log_probs=_flag("log_probs", log_probs),
+        top_log_probs=_integer("top_log_probs", top_log_probs, _UINT32_MAX),
+        prompt_log_probs=_flag("prompt_log_probs", prompt_log_probs),
         trace=_flag("trace", trace),
         queue_position=_flag("queue_position", queue_position),
         policy=_policy(policy, policy_settings),

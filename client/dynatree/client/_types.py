@@ -70,6 +70,32 @@ class RoundTrace:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
+# For each of some tokens the likeliest tokens in its place, likeliest first, as (token_id, log_prob).
+TopLogProbs = tuple[tuple[tuple[int, float], ...], ...]
+
+
+def top_log_probs_from_pb(message: tree_pb2.TopLogProbs, places: int) -> TopLogProbs:
+    """The likeliest tokens of so many places."""
+    count = len(message.token_ids) // places if places else 0  # in each place
+    named = tuple(zip(message.token_ids, message.log_probs, strict=True))
+    return tuple(named[place * count : (place + 1) * count] for place in range(places)) if count else ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """What a stream tells of the prompt.
+
+    Attributes:
+        token_ids: all of its tokens.
+        log_probs: of each but the first, on request.
+        top_log_probs: the likeliest tokens in the place of each but the first, on request.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    top_log_probs: TopLogProbs = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """What one message of a stream added.
@@ -82,6 +108,8 @@ class Chunk:
         trace: the round that has ended; None unless `trace` was asked for.
         queue_position: how many requests are ahead of this one, which waits for its turn; None once it has begun, and
             unless `queue_position` was asked for.
+        top_log_probs: for each of `token_ids` the likeliest tokens in its place, likeliest first, as (token_id,
+            log_prob); empty unless `top_log_probs` was asked for.
     """
 
     text: str
@@ -90,6 +118,7 @@ class Chunk:
     log_probs: tuple[float, ...] = ()
     trace: RoundTrace | None = None
     queue_position: int | None = None
+    top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     @classmethod
     def from_pb(cls, response: draft_pb2.GenerateResponse) -> Self:
@@ -101,6 +130,7 @@ class Chunk:
             log_probs=tuple(response.log_probs),
             trace=RoundTrace.from_pb(response.trace) if response.HasField("trace") else None,
             queue_position=response.queue_position if response.HasField("queue_position") else None,
+            top_log_probs=top_log_probs_from_pb(response.top_log_probs, len(response.token_ids)),
         )
 
 
@@ -233,7 +263,15 @@ class Completion:
         log_probs: the natural log-probability of each of `token_ids` under the target's own softmax, before any
             option; empty unless `log_probs` was asked for.
         trace: its rounds; empty unless `trace` was asked for.
-        alternatives: where n > 1, the other completions, in order; they have no alternatives themselves.
+        alternatives: where n > 1, the other completions, in order; they have no alternatives themselves, and no
+            `prompt_log_probs`.
+        top_log_probs: for each of `token_ids` the likeliest tokens in its place, likeliest first, as (token_id,
+            log_prob), under the same softmax; empty unless `top_log_probs` was asked for.
+        prompt_ids: the prompt's tokens.
+        prompt_log_probs: the log-probability of each of `prompt_ids` from the second on, under the same softmax; empty
+            unless `prompt_log_probs` was asked for.
+        prompt_top_log_probs: for each of `prompt_ids` from the second on the likeliest tokens in its place; empty
+            unless both were asked for.
     """
 
     text: str
@@ -245,9 +283,15 @@ class Completion:
     log_probs: tuple[float, ...] = ()
     trace: tuple[RoundTrace, ...] = ()
     alternatives: "tuple[Completion, ...]" = ()
+    top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+    prompt_log_probs: tuple[float, ...] = ()
+    prompt_top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     @classmethod
-    def from_pb(cls, completion: draft_pb2.Completion, *, index: int, chunks: Sequence[Chunk]) -> Self:
+    def from_pb(
+        cls, completion: draft_pb2.Completion, *, index: int, chunks: Sequence[Chunk], prompt: PromptTokens
+    ) -> Self:
         """The completion that its last message describes, of all its chunks.
 
         Raises:
@@ -262,12 +306,17 @@ class Completion:
             index=index,
             log_probs=tuple(log_prob for chunk in chunks for log_prob in chunk.log_probs),
             trace=tuple(chunk.trace for chunk in chunks if chunk.trace),
+            top_log_probs=tuple(likeliest for chunk in chunks for likeliest in chunk.top_log_probs),
+            prompt_ids=prompt.token_ids,
+            prompt_log_probs=prompt.log_probs,
+            prompt_top_log_probs=prompt.top_log_probs,
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `dynatree generate --json` prints: lists, dictionaries, strings and numbers only.
 
-        "log_probs" and "alternatives" are there if they were asked for; the trace is not.
+        "log_probs", "top_log_probs", "prompt_log_probs" with "prompt_ids", "prompt_top_log_probs" and "alternatives"
+        are there if they were asked for; the trace is not. A prompt of one token has no log-probabilities.
         """
         completion = {
             "text": self.text,
@@ -278,9 +327,20 @@ class Completion:
         }
         if self.log_probs:
             completion["log_probs"] = list(self.log_probs)
+        if self.top_log_probs:
+            completion["top_log_probs"] = _lists(self.top_log_probs)
+        if self.prompt_log_probs:
+            completion["prompt_ids"] = list(self.prompt_ids)
+            completion["prompt_log_probs"] = list(self.prompt_log_probs)
+        if self.prompt_top_log_probs:
+            completion["prompt_top_log_probs"] = _lists(self.prompt_top_log_probs)
         if self.alternatives:
             completion["alternatives"] = [each.to_dict() for each in self.alternatives]
         return completion
+
+
+def _lists(top: TopLogProbs) -> list[list[list[float]]]:
+    return [[list(each) for each in likeliest] for likeliest in top]
 
 
 @dataclass(frozen=True, slots=True)

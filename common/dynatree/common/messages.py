@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from dynatree.common.log_probs import TopLogProbs
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.pass_statistics import ALONE, PassStatistics
 from dynatree.common.sampling import Sampling
@@ -24,7 +25,8 @@ class OpenSession:
 
     `max_new_tokens` None: up to the context limit. `principal` is on whose behalf: whose turn it waits for, and whose
     cached prompts it may reuse. Of a completion that goes on, whose session was lost, `prompt_ids` end with the
-    `generated` tokens that it has, which `max_new_tokens` contains; it sent `round` trees.
+    `generated` tokens that it has, which `max_new_tokens` contains; it sent `round` trees. `top_log_probs` is how many
+    of the likeliest tokens are named beside each.
     """
 
     prompt_ids: tuple[int, ...]
@@ -37,6 +39,8 @@ class OpenSession:
     principal: str = ""
     generated: int = 0
     round: int = 0
+    top_log_probs: int = 0
+    prompt_log_probs: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Commit:
         trimmed: Nodes of the tree that were not verified.
         shared: The pass that verified it.
         resumed: Whether the session was lost, and opened anew elsewhere: none of the tree was verified.
+        top_log_probs: The likeliest tokens in the place of each of `token_ids`, likewise.
     """
 
     next_round: int
@@ -85,6 +90,7 @@ class Commit:
     trimmed: int = 0
     shared: PassStatistics = ALONE
     resumed: bool = False
+    top_log_probs: TopLogProbs = ()
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,8 @@ class SessionOpened:
         replica_id: Opaque; names the process that serves the session.
         queue_seconds: How long the request waited for a free session.
         cached_tokens: Tokens of the prompt whose keys and values were cached.
+        prompt_log_probs: One for each token of the prompt but the first where the request asked for them.
+        prompt_top_log_probs: The likeliest tokens in the place of each of these, likewise.
     """
 
     target: ModelInfo
@@ -108,3 +116,5 @@ class SessionOpened:
     replica_id: str = ""
     queue_seconds: float = 0.0
     cached_tokens: int = 0
+    prompt_log_probs: tuple[float, ...] = ()
+    prompt_top_log_probs: TopLogProbs = ()

@@ -9,6 +9,7 @@ from itertools import islice
 from types import MappingProxyType
 
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.log_probs import TopLogProbs
 from dynatree.common.messages import Commit, FinishReason, OpenSession, SessionOpened, VerifyTimings
 from dynatree.common.model_info import ForwardCost, ModelInfo
 from dynatree.common.pass_statistics import PassStatistics
@@ -92,6 +93,8 @@ def open_session_to_pb(request: OpenSession) -> verify_pb2.OpenSession:
         principal=request.principal,
         generated=request.generated,
         round=request.round,
+        top_log_probs=request.top_log_probs,
+        prompt_log_probs=request.prompt_log_probs,
     )
 
 
@@ -114,6 +117,8 @@ def open_session_from_pb(
         principal=message.principal,
         generated=message.generated,
         round=message.round,
+        top_log_probs=message.top_log_probs,
+        prompt_log_probs=message.prompt_log_probs,
     )
 
 
@@ -128,6 +133,8 @@ def session_opened_to_pb(opened: SessionOpened) -> verify_pb2.SessionOpened:
         replica_id=opened.replica_id,
         queue_seconds=opened.queue_seconds,
         cached_tokens=opened.cached_tokens,
+        prompt_log_probs=opened.prompt_log_probs,
+        prompt_top_log_probs=top_log_probs_to_pb(opened.prompt_top_log_probs),
     )
 
 
@@ -141,6 +148,8 @@ def session_opened_from_pb(message: verify_pb2.SessionOpened) -> SessionOpened:
         replica_id=message.replica_id,
         queue_seconds=message.queue_seconds,
         cached_tokens=message.cached_tokens,
+        prompt_log_probs=tuple(message.prompt_log_probs),
+        prompt_top_log_probs=top_log_probs_from_pb(message.prompt_top_log_probs, len(message.prompt_log_probs)),
     )
 
 
@@ -219,6 +228,7 @@ def commit_to_pb(commit: Commit) -> verify_pb2.Commit:
         ),
         finish_reason=finish_reason_to_pb(commit.finish_reason),
         log_probs=commit.log_probs,
+        top_log_probs=top_log_probs_to_pb(commit.top_log_probs),
         pass_statistics=verify_pb2.PassStatistics(
             sessions=commit.shared.sessions,
             rows=commit.shared.rows,
@@ -249,6 +259,7 @@ def commit_from_pb(message: verify_pb2.Commit) -> Commit:
         ),
         finish_reason=finish_reason_from_pb(message.finish_reason),
         log_probs=tuple(message.log_probs),
+        top_log_probs=top_log_probs_from_pb(message.top_log_probs, len(message.log_probs)),
         trimmed=message.acceptance.trimmed,
         shared=PassStatistics(
             shared.sessions,
@@ -259,6 +270,23 @@ def commit_from_pb(message: verify_pb2.Commit) -> Commit:
             shared.kv_cache_usage,
         ),
     )
+
+
+def top_log_probs_to_pb(top: TopLogProbs) -> tree_pb2.TopLogProbs | None:
+    """The message of the likeliest tokens of some places; None where there are none."""
+    if not top:
+        return None
+    return tree_pb2.TopLogProbs(
+        token_ids=[token for place in top for token, _ in place],
+        log_probs=[log_prob for place in top for _, log_prob in place],
+    )
+
+
+def top_log_probs_from_pb(message: tree_pb2.TopLogProbs, places: int) -> TopLogProbs:
+    """The likeliest tokens of so many places from their message."""
+    named = tuple(zip(message.token_ids, message.log_probs, strict=True))
+    count = len(named) // places if places else 0  # in each place
+    return tuple(named[place * count : (place + 1) * count] for place in range(places)) if count else ()
 
 
 def finish_reason_to_pb(reason: FinishReason | None) -> tree_pb2.FinishReason:

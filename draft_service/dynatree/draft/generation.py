@@ -14,6 +14,7 @@ from typing import Self
 from dynatree.common.engine import Engine
 from dynatree.common.grpc_options import REQUEST_ID
 from dynatree.common.limits import RESUME_SECONDS
+from dynatree.common.log_probs import TopLogProbs
 from dynatree.common.messages import Commit, FinishReason, OpenSession, SessionOpened
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.model_thread import ModelThread
@@ -85,6 +86,8 @@ class GenerationRequest:
     trace: bool
     policy: Policy
     target: Target
+    top_log_probs: int = 0
+    prompt_log_probs: bool = False
     principal: str = ""
     received: Received = NOTHING
     request_id: str = ""
@@ -110,6 +113,7 @@ class Chunk:
     text: str
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
+    top_log_probs: TopLogProbs
 
 
 @dataclass(frozen=True)
@@ -222,6 +226,16 @@ class Generation:
     def fingerprint(self) -> str:
         """Of the target that makes the completion."""
         return self._opened.target.fingerprint
+
+    @property
+    def prompt_log_probs(self) -> tuple[float, ...]:
+        """One for each token of the prompt but the first where the request asks for them."""
+        return self._opened.prompt_log_probs
+
+    @property
+    def prompt_top_log_probs(self) -> TopLogProbs:
+        """The likeliest tokens in the place of each of these, likewise."""
+        return self._opened.prompt_top_log_probs
 
     @property
     def generated(self) -> int:
@@ -345,7 +359,8 @@ class Generation:
             self._recorder.round(last, kept=len(token_ids))
         self._recorder.count(len(token_ids))
         text, self._replayed = self._unseen(self._replayed + text), ""
-        return Chunk(text, token_ids, commit.log_probs[: len(token_ids)])
+        count = len(token_ids)
+        return Chunk(text, token_ids, commit.log_probs[:count], commit.top_log_probs[:count])
 
     def _unseen(self, text: str) -> str:
         """Of the next piece of the text what the client does not have from an earlier draft service."""
@@ -384,6 +399,8 @@ def _open_session(request: GenerationRequest, draft: ModelInfo) -> OpenSession:
         principal=request.principal,
         generated=len(request.received.token_ids),
         round=request.received.rounds,
+        top_log_probs=request.top_log_probs,
+        prompt_log_probs=request.prompt_log_probs,
     )
 
 

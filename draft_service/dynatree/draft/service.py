@@ -15,13 +15,14 @@ from dynatree.common.call_tracker import Call
 from dynatree.common.errors import InvalidArgumentError, OutOfRangeError, PeerFailedError, ServiceError
 from dynatree.common.grpc_options import PRINCIPAL
 from dynatree.common.limits import MAX_PRINCIPAL_LENGTH, MAX_STOP_TOKENS
+from dynatree.common.log_probs import check_log_probs
 from dynatree.common.model_info import token_limit
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.sampling import Sampling
 from dynatree.common.tracing import NOTHING as NO_SPAN
 from dynatree.common.tracing import OFF, Span, Tracing
 from dynatree.common.tree import check_token_ids
-from dynatree.common.wire import model_info_to_pb, sampling_from_pb
+from dynatree.common.wire import model_info_to_pb, sampling_from_pb, top_log_probs_to_pb
 from dynatree.draft.generation import NOTHING, Backend, Generation, GenerationRequest, Received
 from dynatree.draft.generation import Completion as DoneCompletion
 from dynatree.draft.metrics import DraftMetrics
@@ -129,7 +130,11 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         seed = request.sampling.seed if request.sampling.HasField("seed") else secrets.randbits(63)
         principal = _principal(context)
         replicas = self._backend.replicas
-        checked = self._checked(request, prompt_ids, seed, principal, replicas.target)
+        # for the first completion, and with its first token: who has that has them
+        prompt_log_probs = request.prompt_log_probs and first == 0 and not received.token_ids
+        checked = self._checked(
+            request, prompt_ids, seed, principal, replicas.target, prompt_log_probs=prompt_log_probs
+        )
         slots = self._backend.drafter.slots(checked.limit)
         async with self._admission.queued(principal, slots, context.time_remaining()) as turn:
             with span.child("queue"):
@@ -140,7 +145,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             for index in range(first, count):
                 new_request = partial(self._checked, request, prompt_ids, (seed + index) % 2**64, principal)
                 if index == first:
-                    new_request = partial(new_request, received=received)
+                    new_request = partial(new_request, received=received, prompt_log_probs=prompt_log_probs)
                 with span.child("completion", index=index) as completing:
                     new_request = partial(new_request, request_id=context.request_id, span=completing)
                     async with (
@@ -152,6 +157,8 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                             seed=0 if checked.sampling.greedy else seed,
                             prompt_ids=() if request.WhichOneof("prompt") == "token_ids" else prompt_ids,
                             target_fingerprint=generation.fingerprint,
+                            prompt_log_probs=generation.prompt_log_probs,
+                            prompt_top_log_probs=top_log_probs_to_pb(generation.prompt_top_log_probs),
                         )
                         try:
                             async for event in events:
@@ -229,6 +236,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         principal: str,
         target: Target,
         received: Received = NOTHING,
+        prompt_log_probs: bool = False,
         request_id: str = "",
         span: Span = NO_SPAN,
     ) -> GenerationRequest:
@@ -242,6 +250,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             token_limit(len(prompt_ids), new_tokens, self._backend.engine.info)
         check_token_ids(prompt_ids, self._backend.engine.info.vocab_size, "token_ids")
         check_token_ids(received.token_ids, self._backend.engine.info.vocab_size, "resume.token_ids")
+        check_log_probs(message.top_log_probs, len(prompt_ids) if prompt_log_probs else 0)
         penalty = target.info.repetition_penalty
         sampling = replace(sampling_from_pb(message.sampling, default_seed=seed, default_penalty=penalty), seed=seed)
         name = message.policy.name or self._default_name(sampling)
@@ -259,7 +268,9 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             stop=tuple(message.stop),
             stop_token_ids=tuple(message.stop_token_ids),
             ignore_eos=message.ignore_eos,
-            log_probs=message.log_probs,
+            log_probs=message.log_probs or message.top_log_probs > 0,
+            top_log_probs=message.top_log_probs,
+            prompt_log_probs=prompt_log_probs,
             trace=message.trace,
             policy=policy,
             target=target,

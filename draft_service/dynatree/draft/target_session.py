@@ -183,7 +183,11 @@ class TargetSession:
         """What another service commits next, as if it had answered an empty tree."""
         generated = self._request.generated + len(self._committed) - len(self._request.prompt_ids)
         self._request = replace(
-            self._request, prompt_ids=tuple(self._committed), generated=generated, round=last.next_round + 1
+            self._request,
+            prompt_ids=tuple(self._committed),
+            generated=generated,
+            round=last.next_round + 1,
+            prompt_log_probs=False,  # they came with the first session
         )
         opened = await self._again(failure)
         elapsed = time.monotonic() - sent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import exp
 
 from dynatree.common.errors import InvalidArgumentError
-from dynatree.common.wire import finish_reason_to_pb
+from dynatree.common.wire import finish_reason_to_pb, top_log_probs_to_pb
 from dynatree.draft.generation import Chunk, Completion, TracedRound
 from dynatree.draft.policies import Setting
 from dynatree.draft.statistics import Statistics
@@ -32,7 +32,12 @@ def response_to_pb(
     match event:
         case Chunk():
             return draft_pb2.GenerateResponse(
-                index=index, text=event.text, token_ids=event.token_ids, log_probs=event.log_probs, started=started
+                index=index,
+                text=event.text,
+                token_ids=event.token_ids,
+                log_probs=event.log_probs,
+                started=started,
+                top_log_probs=top_log_probs_to_pb(event.top_log_probs),
             )
         case TracedRound():
             return draft_pb2.GenerateResponse(index=index, trace=_trace_to_pb(event))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from dynatree.common.log_probs import TopLogProbs
 from dynatree.common.messages import FinishReason
 from dynatree.common.tree import ROOT, TokenTree
 
@@ -19,13 +20,15 @@ class Verdict:
 
     `accepted` are the nodes on the accepted path, from the root down. `token_ids` are their tokens and, where the round
     was not cut short, the target's own choice after the last of them (the bonus token). `finish_reason` is set where
-    the session ends here. `log_probs` has one entry for each token where the request asked for them.
+    the session ends here. `log_probs` has one entry for each token where the request asked for them, and
+    `top_log_probs` the likeliest tokens in the place of each.
     """
 
     accepted: tuple[int, ...]
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     log_probs: tuple[float, ...] = ()
+    top_log_probs: TopLogProbs = ()
 
     @property
     def bonus(self) -> int | None:

@@ -37,12 +37,13 @@ def depth_first(tree: TokenTree) -> tuple[TokenTree, tuple[int, ...]]:
 
 
 def prompt_segment(session: Session, tokens: int) -> Segment:
-    """The next tokens of a session's prompt; the logits of its last one are kept, of others none."""
-    stop = session.read + tokens
-    keep = [tokens - 1] if stop == len(session.request.prompt_ids) else []
-    return Segment(
-        session.kv, session.read, session.request.prompt_ids[session.read : stop], range(session.read, stop), keep=keep
-    )
+    """The next tokens of a session's prompt; its last one's logits are kept, and all where the prompt's are wanted."""
+    request, start, stop = session.request, session.read, session.read + tokens
+    if request.prompt_log_probs:
+        keep = range(tokens)
+    else:
+        keep = range(tokens - 1 if stop == len(request.prompt_ids) else tokens, tokens)
+    return Segment(session.kv, start, request.prompt_ids[start:stop], range(start, stop), keep=keep)
 
 
 def tree_segment(session: Session, tree: TokenTree) -> Segment:

@@ -117,7 +117,11 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
             done = await self._scheduler.read(session)
         self._metrics.cached(session.cached)
         commit = self._commit(session, TokenTree(), done, arrival)
-        opened = self._opened(session.request, commit, queue_seconds, session.cached)
+        opened = replace(
+            self._opened(session.request, commit, queue_seconds, session.cached),
+            prompt_log_probs=session.prompt_log_probs,
+            prompt_top_log_probs=session.prompt_top_log_probs,
+        )
         await context.write(verify_pb2.VerifyResponse(opened=session_opened_to_pb(opened)))
         following = asyncio.ensure_future(_read(context))
         try:
@@ -238,6 +242,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
             ),
             finish_reason=verdict.finish_reason,
             log_probs=verdict.log_probs,
+            top_log_probs=verdict.top_log_probs,
             trimmed=done.trimmed,
             shared=replace(done.shared, kv_cache_usage=self._admission.usage),
         )

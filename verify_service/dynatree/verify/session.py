@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from dynatree.common.errors import FailedPreconditionError, InvalidArgumentError, OutOfRangeError
 from dynatree.common.kv_range import KVRange
+from dynatree.common.log_probs import TopLogProbs, check_log_probs
 from dynatree.common.messages import FinishReason, OpenSession
 from dynatree.common.model_info import ModelInfo, check_same_tokenizer, token_limit
 from dynatree.common.sampling import Sampling
@@ -28,6 +29,8 @@ class SessionRequest:
     principal: str = ""
     generated: int = 0
     round: int = 0
+    top_log_probs: int = 0
+    prompt_log_probs: bool = False
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -42,7 +45,7 @@ class SessionRequest:
 
         Raises:
             FailedPreconditionError: The draft's tokenizer is not the target's.
-            InvalidArgumentError: No prompt, or a token outside the vocabulary.
+            InvalidArgumentError: No prompt, a token outside the vocabulary, or too many log-probabilities.
             OutOfRangeError: The prompt with its new tokens does not fit the target's context.
         """
         check_same_tokenizer(request.draft, target)
@@ -53,6 +56,11 @@ class SessionRequest:
             raise InvalidArgumentError(
                 f"generated is {request.generated}, expected less than the {len(request.prompt_ids)} prompt_ids"
             )
+        if request.prompt_log_probs and request.generated:
+            raise InvalidArgumentError(
+                f"generated is {request.generated}, and a session that goes on has no prompt_log_probs"
+            )
+        check_log_probs(request.top_log_probs, prompt_tokens if request.prompt_log_probs else 0)
         limit = token_limit(prompt_tokens, request.max_new_tokens, target)
         if len(request.prompt_ids) > limit:
             raise OutOfRangeError(
@@ -66,10 +74,12 @@ class SessionRequest:
             limit=limit,
             end_tokens=frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else end_tokens),
             sampling=request.sampling,
-            log_probs=request.log_probs,
+            log_probs=request.log_probs or request.top_log_probs > 0,
             principal=request.principal,
             generated=request.generated,
             round=request.round,
+            top_log_probs=request.top_log_probs,
+            prompt_log_probs=request.prompt_log_probs,
         )
 
 
@@ -83,6 +93,9 @@ class Session:
 
     Attributes:
         cached: Tokens of the prompt that were not read, since their slots were copied from an earlier session's.
+        prompt_log_probs: Where the request asks for them, of the prompt's tokens from the second on, as far as the
+            logits before them are known.
+        prompt_top_log_probs: The likeliest tokens in the place of each of these.
     """
 
     kv: KVRange
@@ -92,6 +105,8 @@ class Session:
     cached: int = 0
     round: int = field(init=False)
     finished: bool = False
+    prompt_log_probs: tuple[float, ...] = ()
+    prompt_top_log_probs: TopLogProbs = ()
 
     def __post_init__(self) -> None:
         self.round = self.request.round

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dynatree.common.engine import Engine
@@ -19,6 +18,7 @@ from dynatree.common.sampling import Histories, Stream, adjusted, choose, random
 from dynatree.common.tree import TokenTree
 from dynatree.verify.accept import Verdict, accept, cut
 from dynatree.verify.layout import depth_first, prompt_segment, tree_segment
+from dynatree.verify.log_probs import log_probs_of
 from dynatree.verify.residual import Distribution, accept_residual
 from dynatree.verify.session import Session, SessionRequest
 
@@ -73,12 +73,14 @@ class Verifier:
         return self.engine.arena.whole(request.limit + self.max_tree_nodes)
 
     def open(self, request: SessionRequest) -> Session:
-        """Reserve a session's slots, and fill those of the prompt that are cached.
+        """Reserve a session's slots, and fill those of the prompt that are cached, unless their logits are wanted.
 
         Raises:
             ServiceBusyError: Too few slots are free.
         """
-        kv, cached = self._cache.reserve(self.slots(request), request.prompt_ids, request.principal)
+        # cached tokens have no logits
+        wanted = () if request.prompt_log_probs else request.prompt_ids
+        kv, cached = self._cache.reserve(self.slots(request), wanted, request.principal)
         if kv is None:
             raise ServiceBusyError("the verify service's KV cache is full; try again later")
         return Session(kv, request, list(request.prompt_ids), read=cached, cached=cached)
@@ -108,8 +110,8 @@ class Verifier:
         verdicts = [_result(partial(_judge, part, rows)) for part, rows in zip(parts, logits, strict=True)]
         accepted = time.perf_counter()
         results = [
-            verdict if isinstance(verdict, Exception) else _result(partial(self._commit, part, verdict, order))
-            for part, verdict, (_, order) in zip(parts, verdicts, orders, strict=True)
+            verdict if isinstance(verdict, Exception) else _result(partial(self._commit, part, verdict, order, rows))
+            for part, verdict, (_, order), rows in zip(parts, verdicts, orders, logits, strict=True)
         ]
         done = time.perf_counter()
         return results, Timings(forwarded - started, started - began + accepted - forwarded, done - accepted)
@@ -120,9 +122,11 @@ class Verifier:
         held = session.read if session.unread or self._cache.only_prompts else session.length - 1
         self._cache.release(session.kv, session.committed[:held], request.principal)
 
-    def _commit(self, part: Part, verdict: Verdict | None, order: Sequence[int]) -> Verdict | None:
+    def _commit(self, part: Part, verdict: Verdict | None, order: Sequence[int], logits: Tensor) -> Verdict | None:
         """Advance the session; its verdict, with the nodes named as before the tree was laid out in this order."""
         session = part.session
+        if session.request.prompt_log_probs and part.prompt_tokens:
+            _keep_log_probs(session, logits)
         session.read += part.prompt_tokens
         if verdict is None:
             return None
@@ -157,9 +161,15 @@ def _result(work: Callable[[], Verdict | None]) -> Result:
 
 
 def _judge(part: Part, logits: Tensor) -> Verdict | None:
-    """What the round commits, given the logits after the root and after each node `[1 + nodes, vocabulary]`."""
-    if not len(logits):
-        return None
+    """What the round commits; None for a prompt that is not read to its end.
+
+    `logits` are those after the root and after each node `[1 + nodes, vocabulary]`; of a prompt the last one's are
+    those after the root.
+    """
+    if part.prompt_tokens:
+        if part.prompt_tokens < part.session.unread:
+            return None
+        logits = logits[-1:]
     session, tree, request = part.session, part.tree, part.session.request
     if request.sampling.residual:
         verdict = _accept_residual(session, tree, logits)
@@ -168,7 +178,11 @@ def _judge(part: Part, logits: Tensor) -> Verdict | None:
         histories = _histories(session, tree, range(-1, len(tree)))
         verdict = accept(tree, choose(logits, positions, request.sampling, histories))
     verdict = cut(verdict, session.remaining, request.end_tokens)
-    return replace(verdict, log_probs=_log_probs(verdict, logits)) if request.log_probs else verdict
+    if not request.log_probs:
+        return verdict
+    rows = [0, *(node + 1 for node in verdict.accepted)][: len(verdict.token_ids)]
+    values, likeliest = log_probs_of(logits[rows], verdict.token_ids, request.top_log_probs)
+    return replace(verdict, log_probs=values, top_log_probs=likeliest)
 
 
 def _accept_residual(session: Session, tree: TokenTree, logits: Tensor) -> Verdict:
@@ -192,8 +206,14 @@ def _histories(session: Session, tree: TokenTree, nodes: Iterable[int]) -> Histo
     return Histories(session.committed, [[tree.token_ids[n] for n in tree.path(node)] for node in nodes])
 
 
-def _log_probs(verdict: Verdict, logits: Tensor) -> tuple[float, ...]:
-    """The committed tokens' natural log-probabilities under the target's own softmax."""
-    rows = [0, *(node + 1 for node in verdict.accepted)][: len(verdict.token_ids)]
-    chosen = torch.tensor(verdict.token_ids, device=logits.device)[:, None]
-    return tuple(logits[rows].float().log_softmax(-1).gather(-1, chosen)[:, 0].tolist())
+def _keep_log_probs(session: Session, logits: Tensor) -> None:
+    """Keep what the logits of the next piece of a prompt `[tokens, vocabulary]` say of the prompt's tokens.
+
+    A token's logits are about the one behind it: those of the tokens [a, b) about [a + 1, b + 1), as far as these are
+    of the prompt.
+    """
+    request = session.request
+    following = request.prompt_ids[session.read + 1 : session.read + 1 + len(logits)]
+    values, likeliest = log_probs_of(logits[: len(following)], following, request.top_log_probs)
+    session.prompt_log_probs += values
+    session.prompt_top_log_probs += likeliest
