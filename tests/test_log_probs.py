@@ -75,7 +75,7 @@ def check(rows: Tensor, token_ids: Sequence[int], log_probs: Sequence[float]) ->
 
 
 def check_top(rows: Tensor, likeliest: Top, top: int) -> None:
-    """The `top` likeliest tokens of each row, likeliest first; those that are as likely but for rounding, in any order."""
+    """The `top` likeliest tokens of each row, likeliest first; those as likely but for rounding, in any order."""
     assert [len(each) for each in likeliest] == [top] * len(rows)
     for row, each in zip(rows, likeliest, strict=True):
         values = [log_prob for _, log_prob in each]

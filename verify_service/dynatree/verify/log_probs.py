@@ -28,8 +28,8 @@ def log_probs_of(logits: Tensor, token_ids: Sequence[int], top: int) -> tuple[tu
     likeliest: list[tuple[tuple[int, float], ...]] = []
     tokens = torch.tensor(token_ids, dtype=torch.long, device=logits.device)
     for start in range(0, len(token_ids), _ROWS):
-        rows, chosen = logits[start : start + _ROWS], tokens[start : start + _ROWS]
-        log_probs = rows.float().log_softmax(-1)  # [rows, vocabulary]
+        rows, chosen = logits[start : start + _ROWS].float(), tokens[start : start + _ROWS]
+        log_probs = rows.log_softmax(-1)  # [rows, vocabulary]
         values += log_probs.gather(-1, chosen[:, None])[:, 0].tolist()
         if top:
             ids = _likeliest(rows, min(top, rows.shape[-1]))
@@ -41,12 +41,12 @@ def log_probs_of(logits: Tensor, token_ids: Sequence[int], top: int) -> tuple[tu
 def _likeliest(logits: Tensor, count: int) -> Tensor:
     """The ids of the largest logits of each row `[rows, count]`, largest first; of equal ones the lowest ids.
 
-    `topk` finds the smallest logit that belongs to them, and takes any of those that equal it.
+    `topk` says which logit is the smallest of them, but takes any of those that equal it.
     """
     least = logits.topk(count, dim=-1).values[:, -1:]  # [rows, 1]
-    above, equal = logits > least, logits == least
-    room = count - above.sum(-1, keepdim=True)
-    taken = above | (equal & (equal.cumsum(-1) <= room))  # `count` in each row
-    ids = taken.nonzero()[:, 1].view(-1, count)  # ascending
-    order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
-    return ids.gather(-1, order)
+    row, ids = (logits >= least).nonzero().unbind(1)  # `count` of each row or more, by row and id
+    order = logits[row, ids].sort(descending=True, stable=True).indices
+    order = order[row[order].sort(stable=True).indices]  # by row, then the largest first, then by id
+    counts = row.bincount(minlength=len(logits))
+    starts = counts.cumsum(0) - counts
+    return ids[order[starts[:, None] + torch.arange(count, device=logits.device)]]
