@@ -1,4 +1,4 @@
-"""Both services as child processes on private sockets: for `dynatree demo`, `dynatree audit` and `dynatree bench`."""
+"""Both services as child processes: for `dynatree serve`, `dynatree demo`, `dynatree audit` and `dynatree bench`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,40 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from dynatree.cli.main import main
-from dynatree.client import Client, ServerUnavailableError
+from dynatree.client import AuthenticationError, Client, ServerUnavailableError
 
 STOP_SECONDS = 15.0
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT)  # exit statuses, without and with a handler
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How the two services run, where not as usual.
+
+    Attributes:
+        address: Of the draft service; None: a private socket.
+        verify: Options of the verify service alone.
+        draft: Options of the draft service alone.
+        shown: Whether what they print is shown; else its last line is the reason if they do not start.
+    """
+
+    address: str | None = None
+    verify: Sequence[str] = ()
+    draft: Sequence[str] = ()
+    shown: bool = False
+
+
+AS_USUAL = Arrangement()
 
 
 @dataclass(frozen=True)
@@ -34,11 +54,20 @@ class ServicePair:
     draft_process: int
     verify_process: int
     address: str
+    _children: Mapping[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def ended(self) -> str:
+        """The name of a service that has ended; "" while both run."""
+        return next((name for name, process in self._children.items() if process.poll() is not None), "")
 
 
 @contextmanager
 def service_pair(
-    target_model: str, draft_model: str, options: Sequence[str] = (), start_timeout: float = 300.0
+    target_model: str,
+    draft_model: str,
+    options: Sequence[str] = (),
+    start_timeout: float = 300.0,
+    arrangement: Arrangement = AS_USUAL,
 ) -> Iterator[ServicePair]:
     """A verify and a draft service that live as long as the context.
 
@@ -47,6 +76,7 @@ def service_pair(
         draft_model: What `dynatree draft --draft-model` takes.
         options: Further options that both services get.
         start_timeout: Seconds within which both must serve.
+        arrangement: Where, and with which options of their own.
 
     Raises:
         SystemExit: A service did not start; with what it printed last.
@@ -54,16 +84,22 @@ def service_pair(
     with ExitStack() as stack:
         stack.enter_context(_orderly_termination())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynatree-")))  # made with mode 0700
-        verify, draft = f"unix:{folder}/verify.sock", f"unix:{folder}/draft.sock"
+        verify, draft = f"unix:{folder}/verify.sock", arrangement.address or f"unix:{folder}/draft.sock"
         timeout = ["--verify-timeout", str(start_timeout)]
         commands = {
-            "verify": ["--target-model", target_model, "--listen", verify, *options],
-            "draft": ["--draft-model", draft_model, "--verify", verify, "--listen", draft, *timeout, *options],
+            "verify": ["--target-model", target_model, "--listen", verify, *options, *arrangement.verify],
+            "draft": [
+                *("--draft-model", draft_model, "--verify", verify, "--listen", draft, *timeout),
+                *(*options, *arrangement.draft),
+            ],
         }
-        children = {name: stack.enter_context(_child(folder, name, args)) for name, args in commands.items()}
+        children = {
+            name: stack.enter_context(_child(folder, name, args, arrangement.shown)) for name, args in commands.items()
+        }
         client = stack.enter_context(Client(draft, connect_timeout=1.0))
         _wait(client, list(children.values()), start_timeout)
-        yield ServicePair(client, children["draft"][0].pid, children["verify"][0].pid, draft)
+        processes = {name: process for name, (process, _) in children.items()}
+        yield ServicePair(client, processes["draft"].pid, processes["verify"].pid, draft, processes)
 
 
 @contextmanager
@@ -84,14 +120,17 @@ def _terminate(number: int, _: FrameType | None) -> NoReturn:
 
 
 @contextmanager
-def _child(folder: Path, name: str, arguments: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+def _child(
+    folder: Path, name: str, arguments: Sequence[str], shown: bool
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     log = folder / f"{name}.log"
     # Not a preexec_fn: between fork and exec gRPC's fork handlers can break the child of a process that has channels.
     command = [sys.executable, "-m", "dynatree.cli.service_pair", str(os.getpid()), name, *arguments]
     process: subprocess.Popen[bytes] | None = None
     try:
         with log.open("wb") as output, _held_back(signal.SIGINT, signal.SIGTERM):
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            into = None if shown else output
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=into, stderr=into)
         yield process, log
     finally:
         if process is not None:
@@ -142,6 +181,8 @@ def _wait(client: Client, children: Sequence[tuple[subprocess.Popen[bytes], Path
                 raise SystemExit(_last_line(log) or f"a service ended with exit status {process.returncode}")
         try:
             client.model_info()
+            return
+        except AuthenticationError:  # who asks for a token serves
             return
         except ServerUnavailableError:
             if time.monotonic() > deadline:

@@ -21,7 +21,7 @@ from dynatree.common.version import version
 from dynatree.gateway import described
 from dynatree.gateway.answers import Answer, ChatAnswer, Json, TextAnswer
 from dynatree.gateway.errors import ApiError
-from dynatree.gateway.front import CLIENT_WENT, Front
+from dynatree.gateway.front import CLIENT_WENT, BodyTooLargeError, Front
 from dynatree.gateway.metrics import GatewayMetrics
 from dynatree.gateway.requests import ChatRequest, CompletionOptions, CompletionRequest
 from dynatree.gateway.token_texts import TokenTexts
@@ -111,6 +111,7 @@ def build_app(
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(DynaTreeError, _service_error)
     app.add_exception_handler(RequestValidationError, _body_error)
+    app.add_exception_handler(BodyTooLargeError, _too_large)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _failure)
     if origins:
@@ -288,6 +289,10 @@ async def _service_error(_: Request, error: Any) -> JSONResponse:
 
 async def _body_error(_: Request, error: Any) -> JSONResponse:
     return _error(ApiError.of_body(error))
+
+
+async def _too_large(_: Request, error: Any) -> JSONResponse:
+    return _error(error.answer)
 
 
 async def _http_error(request: Request, error: Any) -> JSONResponse:

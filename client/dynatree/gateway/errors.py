@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ import grpc
 from fastapi.exceptions import RequestValidationError
 
 from dynatree.client import DynaTreeError, ServerBusyError
+
+log = logging.getLogger(__name__)
 
 # gRPC status -> HTTP status, type, code. What is not here is 500.
 _STATUSES: dict[grpc.StatusCode, tuple[int, str, str]] = {
@@ -24,6 +27,9 @@ _STATUSES: dict[grpc.StatusCode, tuple[int, str, str]] = {
     grpc.StatusCode.CANCELLED: (503, "server_error", "service_unavailable"),
     grpc.StatusCode.DEADLINE_EXCEEDED: (504, "server_error", "timeout"),
 }
+
+
+_UNREACHABLE = "the draft service, or every verify service behind it, is out of reach; try again later"
 
 
 @dataclass
@@ -44,19 +50,23 @@ class ApiError(Exception):
         headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
         if isinstance(error, ServerBusyError) and error.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
-        return cls(status, str(error), type_, code=code, headers=headers)
+        log.info("a request failed", extra={"fields": {"request_id": error.request_id, "error": str(error)}})
+        message = _UNREACHABLE if error.code is grpc.StatusCode.UNAVAILABLE else str(error)  # that names an address
+        return cls(status, message, type_, code=code, headers=headers)
 
     @classmethod
     def of_body(cls, error: RequestValidationError) -> ApiError:
         """What is wrong with a body: the first of it, by the name of its field."""
-        first = error.errors()[0]
+        found = error.errors()
+        first = found[0]
         path = [str(each) for each in first["loc"] if each != "body"]
         if first["type"] == "json_invalid":
             return cls(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
         if first["type"] == "extra_forbidden":
             return cls(400, f"{'.'.join(path)} is not supported", param=path[0], code="unsupported_parameter")
-        reason = first["msg"].removeprefix("Value error, ")
-        message = f"{'.'.join(path)}: {reason}" if path else reason
+        reasons = [each["msg"].removeprefix("Value error, ") for each in found if each["loc"][:2] == first["loc"][:2]]
+        reason = ", or ".join(dict.fromkeys(reasons))  # of a field that has several forms, each says why not
+        message = f"{path[0]}: {reason}" if path else reason
         return cls(400, message, param=path[0] if path else None, code="invalid_value")
 
     def body(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Collection
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynatree.gateway.errors import ApiError
@@ -22,8 +23,16 @@ _REQUEST_ID = re.compile(rb"[\w.:-]{1,64}")
 CLIENT_WENT = 499  # what logs and metrics say of a client that did not wait for the status
 
 
-class BodyTooLargeError(Exception):
-    """A body is longer than one may be."""
+class BodyTooLargeError(HTTPException):
+    """A body is longer than one may be; of this kind, since FastAPI takes any other for a body that is not JSON."""
+
+    def __init__(self) -> None:
+        super().__init__(413)
+
+    @property
+    def answer(self) -> ApiError:
+        """What the client is told."""
+        return ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes", code="request_too_large")
 
 
 class Front:
@@ -73,8 +82,8 @@ class Front:
             if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
                 raise BodyTooLargeError
             await self._app(scope, receive_bounded, send_named)
-        except BodyTooLargeError:
-            await _refuse(send_named)
+        except BodyTooLargeError as error:
+            await _refuse(error.answer, send_named)
         finally:
             self._metrics.open.dec()
             seconds = time.perf_counter() - began
@@ -85,8 +94,7 @@ class Front:
                 log.info("request", extra={"fields": fields})
 
 
-async def _refuse(send: Send) -> None:
-    error = ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes", code="request_too_large")
+async def _refuse(error: ApiError, send: Send) -> None:
     body = json.dumps(error.body()).encode()
     length = str(len(body)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", length), (b"connection", b"close")]

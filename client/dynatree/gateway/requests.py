@@ -146,8 +146,8 @@ class CompletionRequest(CompletionOptions):
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one or several."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]  # of ids, as its first is one
-        return list(self.prompt)  # type: ignore[arg-type]  # of texts or lists of ids
+            return [self.prompt]
+        return list(self.prompt)
 
     @property
     def scores_only(self) -> bool:

@@ -1,0 +1,168 @@
+"""`dynatree serve`: a verify service, a draft service and the gateway on this machine, by one command."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shlex
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynatree.cli.arguments import DTYPES, add_policy_settings, positive
+from dynatree.cli.gateway import DEFAULT_LISTEN, add_http_arguments
+from dynatree.cli.service_arguments import network_address, some_seconds
+from dynatree.common.limits import MAX_QUEUED, MAX_SESSIONS
+from dynatree.draft.policies import DEFAULT_POLICY, policy_names
+
+if TYPE_CHECKING:
+    from dynatree.cli.service_pair import ServicePair
+
+START_SECONDS = 600.0  # for both models to load
+LOOK_SECONDS = 0.5  # between two looks whether the services run
+_CURL_PROMPT = "Once upon a time"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `dynatree serve`."""
+    for role, what in (("target", "large model, whose text is produced"), ("draft", "small model, which only guesses")):
+        parser.add_argument(
+            f"--{role}-model", required=True, metavar="embedded|PATH|HUB_ID", help=f"the {what}; embedded: shipped"
+        )
+    parser.add_argument(
+        "--listen",
+        "--http",
+        dest="listen",
+        type=network_address,
+        default=DEFAULT_LISTEN,
+        metavar="ADDR",
+        help="where HTTP is served: host:port or unix:PATH; port 0 takes a free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--grpc",
+        type=network_address,
+        metavar="ADDR",
+        help="where the draft service is served too, without TLS: host:port or unix:PATH (default: nowhere)",
+    )
+    parser.add_argument(
+        "--device", default="auto", help="torch device of both models, or auto for a GPU if any (default: auto)"
+    )
+    parser.add_argument("--draft-device", metavar="DEVICE", help="of the draft model, where it has one of its own")
+    parser.add_argument(
+        "--dtype", default="auto", choices=["auto", *DTYPES], help="of the weights (default: the checkpoints' own)"
+    )
+    parser.add_argument(
+        "--policy", default=DEFAULT_POLICY, choices=policy_names(), help="default policy (default: %(default)s)"
+    )
+    add_policy_settings(parser)
+    parser.add_argument(
+        "--max-sessions",
+        type=positive,
+        default=MAX_SESSIONS,
+        metavar="N",
+        help="completions at once; more wait in the queue (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--queue",
+        type=positive,
+        default=MAX_QUEUED,
+        metavar="N",
+        help="completions that may wait; one more is refused (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-context", type=positive, metavar="N", help="longest prompt and completion together, in tokens"
+    )
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="lines principal:token; a request must show one of the tokens as its API key",
+    )
+    parser.add_argument(
+        "--timeout", type=some_seconds, metavar="SECONDS", help="the longest that a request may take; default: no limit"
+    )
+    add_http_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until a signal, or until a service ends.
+
+    Raises:
+        SystemExit: A service did not start, or ended; an address or a file cannot be used.
+    """
+    from dynatree.cli.service_pair import Arrangement, service_pair
+    from dynatree.common.errors import StartupError
+    from dynatree.common.logs import announce, configure_logging
+    from dynatree.common.security import SecuritySettings
+    from dynatree.gateway.serve_gateway import GatewaySettings, serve
+
+    configure_logging(options.log_format)
+    arrangement = Arrangement(options.grpc, draft=_draft_options(options), shown=True)
+    try:
+        security = SecuritySettings(options.tls_cert, options.tls_key, insecure=options.insecure)
+        security.check_plain(options.listen)  # before models are loaded
+        with service_pair(
+            options.target_model, options.draft_model, _options(options), START_SECONDS, arrangement
+        ) as pair:
+            settings = GatewaySettings(
+                pair.address, options.listen, security, {"timeout": options.timeout}, options.cors, options.grace
+            )
+            serving = serve(settings, lambda url: announce(_welcome(url, pair, options)))
+            ended = asyncio.run(_until_one_ends(serving, pair))
+    except StartupError as error:
+        raise SystemExit(str(error)) from error
+    if ended:
+        raise SystemExit(f"the {ended} service has ended; everything was stopped")
+    return 0
+
+
+async def _until_one_ends(serving: Coroutine[Any, Any, None], pair: ServicePair) -> str:
+    """The name of the service that has ended before the gateway did; "" where none has."""
+    gateway = asyncio.ensure_future(serving)
+    while not gateway.done():
+        await asyncio.wait([gateway], timeout=LOOK_SECONDS)
+        if not gateway.done() and (ended := pair.ended()):
+            gateway.cancel()
+            await asyncio.wait([gateway])
+            return ended
+    await gateway
+    return ""
+
+
+def _options(options: argparse.Namespace) -> list[str]:
+    """What both services are told."""
+    told = ["--max-sessions", str(options.max_sessions), "--queue", str(options.queue)]
+    told += ["--dtype", options.dtype, "--device", options.device, "--log-format", options.log_format]
+    told += ["--grace", str(options.grace)]
+    return told if options.max_context is None else [*told, "--max-context", str(options.max_context)]
+
+
+def _draft_options(options: argparse.Namespace) -> list[str]:
+    """What the draft service is told besides."""
+    told = ["--policy", options.policy]
+    for name, value in options.policy_settings.items():
+        values = value if isinstance(value, tuple) else (value,)
+        told += ["--set", f"{name}={','.join(map(str, values))}"]
+    if options.draft_device is not None:
+        told += ["--device", options.draft_device]
+    if options.token_file is not None:
+        told += ["--token-file", str(options.token_file)]
+    return [*told, "--insecure"] if options.insecure else told
+
+
+def _welcome(url: str, pair: ServicePair, options: argparse.Namespace) -> str:
+    """Where everything is, and a command line to try it with."""
+    lines = ["", f"  HTTP   {url}/v1, and a live page at {url}/"]
+    if options.grpc is not None:
+        lines.append(f"  gRPC   {options.grpc}")
+    body = json.dumps({"prompt": _CURL_PROMPT, "max_tokens": 32, "temperature": 0})
+    words = ["curl", f"{url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
+    if url.startswith(("http://unix:", "https://unix:")):
+        path = url.partition("unix:")[2]
+        lines = ["", f"  HTTP   unix:{path}"]
+        words[1:2] = ["--unix-socket", path, "http://localhost/v1/completions"]
+    if options.token_file is not None:
+        words += ["-H", "Authorization: Bearer TOKEN"]
+    lines += [f"  Try    {shlex.join(words)}", "  Stop   Ctrl-C", ""]
+    return "\n".join(lines)
