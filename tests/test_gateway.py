@@ -429,6 +429,14 @@ def test_keys_are_the_draft_services_tokens(tmp_path: Path) -> None:
             assert answer.json()["error"]["code"] == "invalid_api_key"
 
 
+@pytest.mark.parametrize("shown", ["", "Bearer ", "Basic dTpw"])
+def test_what_is_no_key_is_as_good_as_none(gateway: Gateway, shown: str) -> None:
+    """lm-eval shows an empty key when it was given none."""
+    headers = {"Authorization": shown}
+    answer = requests.post(f"{gateway.url}/v1/completions", json={"prompt": "a"}, headers=headers, timeout=60)
+    assert answer.status_code == 200
+
+
 def test_a_gateway_without_services_says_so_and_names_no_address(tmp_path: Path) -> None:
     with running_gateway(f"unix:{tmp_path}/nobody.sock") as gateway:
         health = requests.get(f"{gateway.url}/health", timeout=60)
