@@ -39,7 +39,10 @@ TESTS = {
     ),
     "verify_service/dynatree/verify/accept.py": "accept scheduler rounds distribution",
     "verify_service/dynatree/verify/residual.py": "residual distribution sampled_equality",
-    "verify_service/dynatree/verify/session.py": "session scheduler rounds resume bad_input generation_defaults ahead",
+    "verify_service/dynatree/verify/log_probs.py": "log_probs options",
+    "verify_service/dynatree/verify/session.py": (
+        "session scheduler rounds resume bad_input generation_defaults ahead log_probs"
+    ),
     "draft_service/dynatree/draft/stop_strings.py": "text generation_defaults resume",
     "draft_service/dynatree/draft/growing_tree.py": "tree_policies policies shared_growth throughput distribution",
     "draft_service/dynatree/draft/history.py": "tree_policies policies options",

@@ -3,9 +3,18 @@
 import pytest
 
 from dynatree.common.errors import FailedPreconditionError
+from dynatree.common.messages import Commit, FinishReason, OpenSession, SessionOpened, VerifyTimings
 from dynatree.common.model_info import ForwardCost, ModelInfo, check_same_tokenizer
-from dynatree.common.wire import model_info_from_pb, model_info_to_pb
-from dynatree.v1 import tree_pb2
+from dynatree.common.sampling import Sampling
+from dynatree.common.wire import (
+    model_info_from_pb,
+    model_info_to_pb,
+    open_session_from_pb,
+    open_session_to_pb,
+    session_opened_from_pb,
+    session_opened_to_pb,
+)
+from dynatree.v1 import tree_pb2, verify_pb2
 
 INFO = ModelInfo(
     name="some-model",
@@ -35,3 +44,25 @@ def test_a_message_that_leaves_everything_out_has_no_tokenizer():
     assert model_info_from_pb(tree_pb2.ModelInfo()).repetition_penalty == 1.0
     with pytest.raises(FailedPreconditionError, match=r"\(unnamed\).*\(none and ab"):
         check_same_tokenizer(model_info_from_pb(tree_pb2.ModelInfo()), INFO)
+
+
+def test_log_probabilities_come_back_as_they_went():
+    request = OpenSession((5, 6, 7), 4, Sampling(seed=3), INFO, log_probs=True, top_log_probs=2, prompt_log_probs=True)
+    message = verify_pb2.OpenSession.FromString(open_session_to_pb(request).SerializeToString())
+    assert open_session_from_pb(message, default_seed=0) == request
+    places = ((5, -0.5), (6, -1.0)), ((7, -0.25), (5, -2.0))
+    commit = Commit(
+        next_round=0,
+        base_length=5,
+        token_ids=(6, 7),
+        accepted_nodes=(),
+        drafted=0,
+        tree_depth=0,
+        timings=VerifyTimings(0.0, 0.0, 0.0, total=0.0),
+        finish_reason=FinishReason.LENGTH,
+        log_probs=(-1.0, -0.25),
+        top_log_probs=places,
+    )
+    opened = SessionOpened(INFO, 256, 3, commit, prompt_log_probs=(-2.0, -0.5), prompt_top_log_probs=places[::-1])
+    returned = verify_pb2.SessionOpened.FromString(session_opened_to_pb(opened).SerializeToString())
+    assert session_opened_from_pb(returned) == opened

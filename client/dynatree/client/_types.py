@@ -77,7 +77,7 @@ TopLogProbs = tuple[tuple[tuple[int, float], ...], ...]
 def top_log_probs_from_pb(message: tree_pb2.TopLogProbs, places: int) -> TopLogProbs:
     """The likeliest tokens of so many places."""
     count = len(message.token_ids) // places if places else 0  # in each place
-    named = tuple(zip(message.token_ids, message.log_probs, strict=True))
+    named = tuple(zip(message.token_ids, message.log_probs, strict=False))
     return tuple(named[place * count : (place + 1) * count] for place in range(places)) if count else ()
 
 
