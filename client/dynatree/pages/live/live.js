@@ -1,9 +1,9 @@
 // The live page: a form, one completion at a time round by round, and its speed beside plain decoding's.
 
 const PLAIN = "autoregressive";
-const PACE = 450; // milliseconds that a tree is shown before the next, so that it is seen to grow
+const PACE = 700; // milliseconds that a tree is shown before the next, so that it is seen to grow
 
-const ENDINGS = { stop: "The model ended the text.", length: "The text is as long as it may be." };
+const ENDINGS = { stop: "The model ended it.", length: "It reached the limit of tokens." };
 
 const view = new RoundView();
 let model = null;
@@ -170,6 +170,7 @@ function drawRates() {
   drawRate(byId("shown-rate"), shown, greatest);
   drawRate(byId("plain-rate"), plain, greatest);
   byId("measure").hidden = plain !== null;
+  byId("plain-rate").querySelector(".rate").hidden = plain === null;
 }
 
 function drawRate(row, completion, greatest) {
