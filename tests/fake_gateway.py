@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,8 +21,8 @@ Event = dict[str, Any]
 
 TEXT = """ Ishmael. Some years ago — never mind how long precisely — having little or no money in my purse, and nothing
 particular to interest me on shore, I thought I would sail about a little and see the watery part of the world. It is a
-way I have of driving off the spleen, and regulating the circulation. Whenever I find myself growing grim about the mouth;
-whenever it is a damp, drizzly November in my soul; I account it high time to get to sea as soon as I can."""
+way I have of driving off the spleen, and regulating the circulation. Whenever I find myself growing grim about the
+mouth; whenever it is a damp, drizzly November in my soul; I account it high time to get to sea as soon as I can."""
 
 ACCEPTED = (3, 1, 4, 0, 2, 4, 3)  # nodes of each round, over and over
 ASIDE = (" the", " a", " of", "\n", " and")  # what the draft says instead
@@ -33,7 +33,8 @@ class FakeGateway:
     """What the server does; a test may change it between two requests.
 
     Attributes:
-        tokens: the texts of a completion's tokens.
+        tokens: the texts of a completion's tokens, as the completion has them.
+        own_text: a token's text by itself, which a trace has.
         delay: seconds before each round; plain decoding takes as long for a token.
         key: what a caller must show, if anything.
         refuse: the status and the message that every completion gets instead.
@@ -44,6 +45,7 @@ class FakeGateway:
     """
 
     tokens: Sequence[str] = tuple(re.findall(r"\s*\S+", TEXT))
+    own_text: Callable[[str], str] = str
     delay: float = 0.02
     key: str | None = None
     refuse: tuple[int, str] | None = None
@@ -71,7 +73,9 @@ class FakeGateway:
                 return
             round_ = _round(number, tokens[done:], 0 if plain else ACCEPTED[number % len(ACCEPTED)], plain, done)
             yield _chunk(text="".join(round_["committed_texts"]))
-            yield _chunk(trace=round_)
+            yield _chunk(
+                trace=round_ | {"committed_texts": [self.own_text(text) for text in round_["committed_texts"]]}
+            )
             done += len(round_["committed_ids"])
             number += 1
         yield _chunk(finish_reason="length")

@@ -30,7 +30,13 @@ class Page:
 
 
 def build_page(
-    folder: Traversable, template: str, *, styles: Sequence[str], scripts: Sequence[str], admits: str = "", data: str = ""
+    folder: Traversable,
+    template: str,
+    *,
+    styles: Sequence[str],
+    scripts: Sequence[str],
+    admits: str = "",
+    data: str = "",
 ) -> Page:
     """The page of a template, with the styles and scripts of its folder behind the shared ones.
 

@@ -54,7 +54,7 @@ async function* lines(body) {
 
 class Completion {
   rounds = [];
-  first = ""; // the text before the first round: the first token, which the prompt's own forward chose
+  first = ""; // the text of the first token, which the prompt's own forward chose and no round holds
   tail = ""; // the text behind the last round
   finishReason = null;
   events = 0;
@@ -72,23 +72,20 @@ class Completion {
     this.#usage = usage ?? this.#usage;
     if (!choice) return;
     this.finishReason = choice.finish_reason ?? this.finishReason;
-    if (!choice.text && !choice.trace) return;
-    this.#lastArrival = performance.now();
-    this.#firstArrival ??= this.#lastArrival;
-    if (this.rounds.length > 0) this.tail += choice.text;
-    else this.first += choice.text;
-    if (choice.trace) this.#takeRound(choice.trace);
+    if (choice.text || choice.finish_reason === null) this.#arrive(choice);
   }
 
-  // The text since the last round is this one's, and so are characters that earlier tokens began. Behind no round it
-  // begins with the first token.
-  #takeRound(round) {
-    const isFirst = this.rounds.length === 0;
-    const { before, pieces } = piecesOf(isFirst ? this.first : this.tail, round.committed_texts);
-    if (isFirst) this.first = before;
-    else pieces[0] = before + pieces[0];
+  #arrive({ text, trace }) {
+    this.#lastArrival = performance.now();
+    if (this.#firstArrival === null) {
+      this.#firstArrival = this.#lastArrival;
+      this.first = text;
+    } else {
+      this.tail += text;
+    }
+    if (!trace) return;
+    this.rounds.push({ ...trace, pieces: piecesOf(this.tail, trace.committed_texts) });
     this.tail = "";
-    this.rounds.push({ ...round, pieces });
   }
 
   get text() {
@@ -120,8 +117,9 @@ class Completion {
   }
 }
 
-// Cuts text into what its last tokens contributed, given their own texts, and what stands before. A token whose text is
-// not there, as that of half a character, contributes nothing; spaces that tokenizers leave out go to the token before.
+// Cuts the text since the last round into what each token of this one contributed, by the tokens' own texts. A token
+// whose text is not there, as that of half a character, contributes nothing. A space that tokenizers leave out goes to
+// the token before it. What is left in front goes to the first token.
 function piecesOf(text, tokens) {
   const pieces = [];
   let before = text;
@@ -130,9 +128,10 @@ function piecesOf(text, tokens) {
     pieces.unshift(before.slice(start));
     before = before.slice(0, start);
   }
-  return { before, pieces };
+  return [before + (pieces[0] ?? ""), ...pieces.slice(1)];
 }
 
+// Where a token begins that ends a text, perhaps with spaces behind it; the text's end where it does not.
 function startOf(token, text) {
   const end = [text, text.trimEnd()].find((candidate) => candidate.endsWith(token));
   return end === undefined ? text.length : end.length - token.length;

@@ -122,7 +122,8 @@ function open(completion) {
 function drawShown(now) {
   if (shown === null || (shown.events === drawnEvents && !view.isBehind)) return;
   if (shown.events !== drawnEvents) {
-    opening.textContent = shown.first;
+    // A text that is set lays out all that follows it.
+    if (opening.textContent !== shown.first) opening.textContent = shown.first;
     view.extend();
     drawFigures();
     drawRates();
