@@ -405,6 +405,7 @@ def test_trees_grow_in_motion_only_for_those_who_like_it(page: Page, gateway: Fa
     for preference, moves in [("no-preference", True), ("reduce", False)]:
         page.emulate_media(reduced_motion=preference)  # type: ignore[arg-type]
         generate(page)
+        expect(status(page)).to_have_text("Generating …")
         wait_for_rounds(page, 2)
         assert page.locator("#tree.growing").count() == 1
         names = page.locator("#tree .node").evaluate_all("all => all.map(each => getComputedStyle(each).animationName)")

@@ -93,7 +93,7 @@ async function receive(completion, signal) {
 
 let opening = null; // the element of the text before the first round
 let drawnEvents = 0;
-let advancedAt = 0; // the time of the frame that drew the newest tree
+let advancedAt = -Infinity; // the time of the frame that drew the newest tree
 
 async function generate(signal) {
   if (model === null) await loadModel();
@@ -107,7 +107,8 @@ async function generate(signal) {
 function open(completion) {
   shown = completion;
   plain = null;
-  drawnEvents = advancedAt = 0;
+  drawnEvents = 0;
+  advancedAt = -Infinity;
   opening = html("span", { class: "bonus" });
   view.open(shown, html("span", { class: "earlier" }, shown.request.prompt), opening);
   byId("results").hidden = false;
@@ -149,8 +150,11 @@ async function measure(signal) {
   byId("comparison").textContent = "Plain decoding …";
   try {
     await receive(plain, signal);
-  } finally {
-    byId("comparison").textContent = plain.finishReason === null ? "" : comparison();
+    byId("comparison").textContent = comparison();
+  } catch (error) {
+    byId("comparison").textContent = "";
+    plain = null;
+    throw error;
   }
 }
 
@@ -191,7 +195,7 @@ function start() {
   byId("form").addEventListener("submit", submit);
   byId("stop").addEventListener("click", () => running?.abort());
   byId("measure").addEventListener("click", () => run(measure, drawRates));
-  byId("key").addEventListener("change", () => loadModel().catch(fail));
+  byId("key").addEventListener("change", () => loadModel().then(() => complain(""), fail));
   byId("prompt").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("form").requestSubmit();
   });
