@@ -412,3 +412,32 @@ def test_trees_grow_in_motion_only_for_those_who_like_it(page: Page, gateway: Fa
         assert (set(names) == {"grow"}) is moves
         page.get_by_role("button", name="Stop").click()
         finish(page)
+
+
+@pytest.mark.long
+def test_a_measurement_that_is_stopped_can_be_made_again(page: Page, gateway: FakeGateway) -> None:
+    generate(page)
+    finish(page)
+    gateway.delay = 0.1
+    measure = page.get_by_role("button", name="Measure plain decoding")
+    measure.click()
+    expect(page.locator("#plain-rate .rate")).to_have_text(re.compile(r"tokens/s$"))
+    page.get_by_role("button", name="Stop").click()
+    finish(page)
+    expect(measure).to_be_enabled()
+    assert page.locator("#comparison").text_content() == ""
+    assert page.locator("#plain-rate .bar").evaluate("bar => bar.clientWidth") == 0
+
+
+@pytest.mark.long
+def test_a_tree_that_has_the_focus_stays(page: Page, gateway: FakeGateway) -> None:
+    gateway.delay = 0.1
+    generate(page)
+    wait_for_rounds(page, 1)
+    page.locator("#tree .node.root").focus()
+    here = page.locator("#shown").text_content()
+    page.keyboard.press("ArrowRight")
+    wait_for_rounds(page, 9)
+    assert (page.locator("#shown").text_content() or "").split(" (")[0] == (here or "").split(" (")[0]
+    expect(page.locator("#tree .node:focus")).to_have_count(1)
+    finish(page)
