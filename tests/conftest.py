@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from xdist.remote import Producer
@@ -22,6 +24,9 @@ from dynatree.bench import command as bench
 from dynatree.cli import service_pair
 from dynatree.client import Client
 from dynatree.common import healthcheck
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
@@ -175,3 +180,18 @@ def build_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     native.kernels.cache_clear()
     yield request.param
     native.kernels.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Chromium, without a window."""
+    from playwright.sync_api import sync_playwright
+
+    names = ("chromium", "chromium-browser", "google-chrome")
+    executable = next(filter(None, map(shutil.which, names)), None)
+    if executable is None:
+        pytest.skip("no chromium is installed")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"], headless=True)
+        yield browser
+        browser.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
+from rounds_page import labels, move_to, texts
 
 from dynatree.cli.main import main
 
@@ -166,18 +166,6 @@ def test_the_data_cannot_leave_its_element(tmp_path: Path) -> None:
 # The page
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    names = ("chromium", "chromium-browser", "google-chrome")
-    executable = next(filter(None, map(shutil.which, names)), None)
-    if executable is None:
-        pytest.skip("no chromium is installed")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"], headless=True)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[[list[Round]], Page]]:
     """Open the page of a trace. It must ask for nothing but itself, and nothing may be wrong at the end."""
@@ -197,23 +185,9 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[[list[Round]], P
     page.close()
 
 
-def texts(page: Page, selector: str) -> list[str]:
-    return page.locator(selector).evaluate_all("all => all.map(each => each.textContent)")
-
-
-def labels(page: Page, kind: str) -> list[str]:
-    return texts(page, f"#tree .node.{kind} > text")
-
-
 def marker_places(page: Page) -> list[str | None]:
     """Where each chart's marker stands."""
     return [rule.get_attribute("x1") for rule in page.locator(".marker line").all()]
-
-
-def move_to(page: Page, position: int) -> None:
-    page.locator("#slider").evaluate(
-        "(slider, value) => { slider.value = value; slider.dispatchEvent(new Event('input')) }", position
-    )
 
 
 @pytest.mark.long

@@ -27,6 +27,7 @@ from dynatree.gateway.metrics import GatewayMetrics
 from dynatree.gateway.requests import ChatRequest, CompletionOptions, CompletionRequest
 from dynatree.gateway.token_texts import TokenTexts
 from dynatree.gateway.work import Wanted, Work
+from dynatree.pages import Page
 
 T = TypeVar("T")
 MODEL_SECONDS = 10.0  # for which what the draft service says of its models is taken as it was
@@ -83,16 +84,13 @@ def _metadata(request: Request) -> _Metadata:
 Metadata = Annotated[_Metadata, Depends(_metadata)]
 
 
-def build_app(
-    client: AsyncClient, registry: CollectorRegistry, page: str, page_policy: str, origins: Sequence[str] = ()
-) -> Front:
+def build_app(client: AsyncClient, registry: CollectorRegistry, page: Page, origins: Sequence[str] = ()) -> Front:
     """The application.
 
     Args:
         client: Of the draft service; closed when the application ends.
         registry: What is counted.
-        page: The live page.
-        page_policy: Its content security policy.
+        page: What is at the root.
         origins: Whose pages may call, as browsers name them; "*" is everybody's.
     """
 
@@ -116,7 +114,9 @@ def build_app(
 
     @app.get("/", include_in_schema=False)
     async def live_page() -> HTMLResponse:
-        return HTMLResponse(page, headers={"Content-Security-Policy": page_policy, "Referrer-Policy": "no-referrer"})
+        return HTMLResponse(
+            page.html, headers={"Content-Security-Policy": page.policy, "Referrer-Policy": "no-referrer"}
+        )
 
     @app.get("/health", **described.HEALTH)
     async def health() -> Response:
@@ -153,6 +153,7 @@ def build_app(
             completions=body.completions,
             log_probs=body.logprobs is not None,
             token_ids=bool(body.return_token_ids),
+            trace=bool(body.trace),
             echo=bool(body.echo),
             scores_only=body.scores_only,
             usage=body.include_usage,
@@ -171,6 +172,7 @@ def build_app(
             completions=body.completions,
             log_probs=bool(body.logprobs),
             token_ids=bool(body.return_token_ids),
+            trace=bool(body.trace),
             usage=body.include_usage,
         )
         answer = ChatAnswer(info.target.name, texts, body.completions)

@@ -22,6 +22,7 @@ from dynatree.common.metrics import new_registry
 from dynatree.common.security import SecuritySettings, is_local
 from dynatree.common.unix_socket import prepare_socket
 from dynatree.gateway.app import build_app
+from dynatree.pages.live import live_page
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +66,7 @@ async def serve(settings: GatewaySettings, started: Callable[[str], object]) -> 
         raise StartupError(str(error)) from error
     except OSError as error:
         raise StartupError(f"TLS cannot be used: {Path(error.filename or '').name}: {error.strerror}") from error
-    page, page_policy = _live_page()
-    app = build_app(client, new_registry(), page, page_policy, settings.origins)
+    app = build_app(client, new_registry(), live_page(), settings.origins)
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -182,7 +182,3 @@ async def _rotate(tls: Reloaded[ssl.SSLContext] | None) -> None:
         while tls is not None:
             await asyncio.sleep(LOOK_SECONDS)
             tls.value  # noqa: B018 - looking is what reads it anew
-
-
-def _live_page() -> tuple[str, str]:
-    return "<!doctype html><title>DynaTree</title>", "default-src 'none'"

@@ -22,6 +22,7 @@ class Wanted:
         completions: Of each prompt.
         log_probs: The tokens' log-probabilities.
         token_ids: The tokens.
+        trace: The rounds; then a stream tells of tokens whose text is still to come, too.
         echo: The prompts, with their log-probabilities where those are wanted.
         scores_only: Nothing but the prompts.
         usage: A stream's last chunk with what it cost.
@@ -30,6 +31,7 @@ class Wanted:
     completions: int = 1
     log_probs: bool = False
     token_ids: bool = False
+    trace: bool = False
     echo: bool = False
     scores_only: bool = False
     usage: bool = False
@@ -121,7 +123,8 @@ class Work:
             return None
         log_probs = self._log_probs(index, chunk.token_ids, chunk.log_probs, chunk.top_log_probs)
         trace = trace_of(chunk)
-        if not (chunk.text or trace or (chunk.token_ids and (self._wanted.log_probs or self._wanted.token_ids))):
+        tokens = self._wanted.log_probs or self._wanted.token_ids or self._wanted.trace
+        if not (chunk.text or trace or (chunk.token_ids and tokens)):
             return None
         choice = self._with_ids(self._answer.delta(index, chunk.text, log_probs), chunk.token_ids)
         return choice if trace is None else {**choice, "trace": trace}

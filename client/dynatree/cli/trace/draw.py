@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from dynatree.cli.trace.page import build_page
+from dynatree.cli.trace.page import trace_page
 from dynatree.cli.trace.rounds import read_rounds
 
 
@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         SystemExit: The trace cannot be read, is not a trace, or the page cannot be written.
     """
-    page = build_page(options.file.name, read_rounds(options.file))
+    page = trace_page(options.file.name, read_rounds(options.file))
     if options.html.exists() and options.html.samefile(options.file):
         raise SystemExit(f"{options.html} is the trace itself; the page needs a file of its own")
     try:

@@ -1,0 +1,17 @@
+// Elements of the page. Whatever they are given becomes text, never markup.
+
+const byId = (id) => document.getElementById(id);
+const html = (tag, attributes, ...children) => element("http://www.w3.org/1999/xhtml", tag, attributes, children);
+const svg = (tag, attributes, ...children) => element("http://www.w3.org/2000/svg", tag, attributes, children);
+
+// `children` are elements, or strings that become text.
+function element(namespace, tag, attributes, children) {
+  const made = document.createElementNS(namespace, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+// Terms and their figures, for a description list.
+const definitions = (pairs) =>
+  pairs.map(([name, value]) => html("div", {}, html("dt", {}, name), html("dd", {}, String(value))));

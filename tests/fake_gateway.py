@@ -1,0 +1,183 @@
+"""A gateway without models: the live page, and completions whose rounds are made by hand, over real HTTP.
+
+`python tests/fake_gateway.py` serves it on port 8000, to look at the page.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+from dynatree.pages.live import live_page
+
+Event = dict[str, Any]
+
+TEXT = """ Ishmael. Some years ago — never mind how long precisely — having little or no money in my purse, and nothing
+particular to interest me on shore, I thought I would sail about a little and see the watery part of the world. It is a
+way I have of driving off the spleen, and regulating the circulation. Whenever I find myself growing grim about the
+mouth; whenever it is a damp, drizzly November in my soul; I account it high time to get to sea as soon as I can."""
+
+ACCEPTED = (3, 1, 4, 0, 2, 4, 3)  # nodes of each round, over and over
+ASIDE = (" the", " a", " of", "\n", " and")  # what the draft says instead
+
+
+@dataclass
+class FakeGateway:
+    """What the server does; a test may change it between two requests.
+
+    Attributes:
+        tokens: the texts of a completion's tokens, as the completion has them.
+        own_text: a token's text by itself, which a trace has.
+        delay: seconds before each round; plain decoding takes as long for a token.
+        key: what a caller must show, if anything.
+        refuse: the status and the message that every completion gets instead.
+        fail_after: rounds after which the stream says that it failed.
+        url: where it listens.
+        requests: the completions that were asked for.
+        abandoned: streams that their client left.
+    """
+
+    tokens: Sequence[str] = tuple(re.findall(r"\s*\S+", TEXT))
+    own_text: Callable[[str], str] = str
+    delay: float = 0.02
+    key: str | None = None
+    refuse: tuple[int, str] | None = None
+    fail_after: int | None = None
+    url: str = ""
+    requests: list[Event] = field(default_factory=list)
+    abandoned: int = 0
+
+    def models(self) -> Event:
+        """The one pair."""
+        model = {"id": "org/large", "object": "model", "created": 0, "owned_by": "dynatree", "max_model_len": 2048}
+        policies = ["throughput", "autoregressive", "dynatree"]
+        return {"object": "list", "data": [model | {"draft_model": "org/small", "policies": policies}]}
+
+    def completion(self, request: Event) -> Iterator[Event]:
+        """The events of a completion."""
+        tokens = self.tokens[: request["max_tokens"]]
+        plain = request["policy"] == "autoregressive"
+        yield _chunk(text=tokens[0])
+        done, number = 1, 0
+        while done < len(tokens):
+            time.sleep(self.delay)
+            if number == self.fail_after:
+                yield _error("the verify service was lost", "server_error")
+                return
+            round_ = _round(number, tokens[done:], 0 if plain else ACCEPTED[number % len(ACCEPTED)], plain, done)
+            yield _chunk(text="".join(round_["committed_texts"]))
+            yield _chunk(
+                trace=round_ | {"committed_texts": [self.own_text(text) for text in round_["committed_texts"]]}
+            )
+            done += len(round_["committed_ids"])
+            number += 1
+        yield _chunk(finish_reason="length")
+        figures = {"rounds": number}
+        usage = {"prompt_tokens": 5, "completion_tokens": len(tokens), "total_tokens": 5 + len(tokens)}
+        yield {"choices": [], "usage": usage | {"speculative_decoding": figures}}
+
+
+def _chunk(text: str = "", finish_reason: str | None = None, **more: object) -> Event:
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    return {"id": "cmpl-1", "object": "text_completion", "created": 0, "model": "org/large", "choices": [choice | more]}
+
+
+def _error(message: str, kind: str) -> Event:
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+def _round(number: int, tokens: Sequence[str], accepted: int, plain: bool, done: int) -> Event:
+    """A chain of four with one node aside at each depth: the first `accepted` of the chain are what the target says."""
+    accepted = min(accepted, len(tokens))
+    committed = tokens[: accepted + 1]
+    texts: list[str] = []
+    parents: list[int] = []
+    for depth in range(0 if plain else 4):
+        parent = 2 * (depth - 1) if depth > 0 else -1
+        texts += [tokens[depth] if depth < accepted else " whale", ASIDE[(number + depth) % len(ASIDE)]]
+        parents += [parent, parent]
+    return {
+        "index": 0,
+        "round": number,
+        "base_length": 5 + done,
+        "token_ids": [len(text) for text in texts],
+        "parents": parents,
+        "probabilities": [0.8, 0.1] * (len(texts) // 2),
+        "texts": texts,
+        "accepted_nodes": [2 * depth for depth in range(accepted)],
+        "committed_ids": [len(text) for text in committed],
+        "committed_texts": list(committed),
+        "parameters": {} if plain else {"base_depth": 4.0 + accepted / 4},
+        "draft_seconds": 0.004,
+        "verify_seconds": 0.012,
+    }
+
+
+@contextmanager
+def serving(gateway: FakeGateway, port: int = 0) -> Iterator[FakeGateway]:
+    """Serve it until the context ends."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+        def do_GET(self) -> None:
+            if self.path == "/":
+                page = live_page()
+                self._answer(200, page.html, "text/html; charset=utf-8", page.policy)
+            elif self.path == "/v1/models" and self._may():
+                self._answer(200, json.dumps(gateway.models()))
+
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if not self._may():
+                return
+            gateway.requests.append(request)
+            if gateway.refuse is not None:
+                status, message = gateway.refuse
+                self._answer(status, json.dumps(_error(message, "invalid_request_error")))
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            try:
+                for event in gateway.completion(request):
+                    self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                self.wfile.write(b"data: [DONE]\n\n")
+            except ConnectionError:
+                gateway.abandoned += 1
+
+        def _may(self) -> bool:
+            if gateway.key is None or self.headers["Authorization"] == f"Bearer {gateway.key}":
+                return True
+            self._answer(401, json.dumps(_error("an API key is needed", "invalid_request_error")))
+            return False
+
+        def _answer(self, status: int, body: str, kind: str = "application/json", policy: str = "") -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body.encode())))
+            if policy:
+                self.send_header("Content-Security-Policy", policy)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        gateway.url = f"http://127.0.0.1:{server.server_port}"
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield gateway
+        server.shutdown()
+
+
+if __name__ == "__main__":
+    with serving(FakeGateway(delay=0.1), port=8000) as gateway:
+        print(gateway.url)
+        while True:
+            time.sleep(1)
