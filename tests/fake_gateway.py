@@ -19,10 +19,10 @@ from dynatree.pages.live import live_page
 
 Event = dict[str, Any]
 
-TEXT = """ Ishmael. Some years ago — never mind how long precisely — having little or no money in my purse, and nothing
-particular to interest me on shore, I thought I would sail about a little and see the watery part of the world. It is a
-way I have of driving off the spleen, and regulating the circulation. Whenever I find myself growing grim about the
-mouth; whenever it is a damp, drizzly November in my soul; I account it high time to get to sea as soon as I can."""
+TEXT = """ the keeper — that is how the whole island knows me — since nobody here can remember when the lamp was lit by
+another. I climb the stairs at dusk, all two hundred and eleven of them; I trim the wick, I wind the clock, I write down
+the wind. Whenever a sail stands out beyond the reef; whenever it is a grey, sleepless morning and the gulls sit on the
+rail, I put the kettle on, and wait to hear which of the boats has come home, and how heavy she lies in the water."""
 
 ACCEPTED = (3, 1, 4, 0, 2, 4, 3)  # nodes of each round, over and over
 ASIDE = (" the", " a", " of", "\n", " and")  # what the draft says instead

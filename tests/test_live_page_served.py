@@ -1,0 +1,82 @@
+"""The live page in a browser, on a real gateway: what it shows is the completion that the gRPC client gets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import EmbeddedServices
+from gateways import Gateway, running_gateway
+from playwright.sync_api import Browser, Page, expect
+from rounds_page import texts
+from test_live_page import LIMIT, finish, generate
+from test_live_page import page as page  # a fixture
+
+from dynatree.client import Client, Completion
+
+PROMPT = "It was a dark night, and the “old” house"
+PICTURES = Path(__file__).parent.parent / "build" / "pictures"
+
+
+@pytest.fixture(scope="module")
+def gateway(embedded_services: EmbeddedServices) -> Iterator[Gateway]:
+    with running_gateway(embedded_services.draft_address) as gateway:
+        yield gateway
+
+
+@pytest.fixture(scope="module", name="expected")
+def expected_fixture(embedded_services: EmbeddedServices) -> Completion:
+    with Client(embedded_services.draft_address) as client:
+        return client.generate(PROMPT, max_new_tokens=LIMIT, trace=True)
+
+
+@pytest.mark.long
+def test_a_real_completion_round_by_round(page: Page, expected: Completion) -> None:
+    generate(page, PROMPT)
+    finish(page)
+
+    text = (page.locator("#text").text_content() or "").replace("↵", "")  # the round's line feeds are seen
+    assert text == PROMPT + expected.text
+    figures = dict(zip(texts(page, "#figures dt"), texts(page, "#figures dd"), strict=True))
+    assert figures["tokens"] == str(LIMIT)
+    count = int(figures["rounds"])
+    assert page.locator("#slider").get_attribute("max") == str(count - 1)
+
+    slider = page.locator("#slider")
+    slider.press("Home")
+    expect(page.locator("#shown")).to_have_text(f"round 0 (1 of {count})")
+    slider.press("ArrowRight")
+    expect(page.locator("#shown")).to_have_text(f"round 1 (2 of {count})")
+    nodes = page.locator("#tree .node.drafted, #tree .node.accepted").count()
+    accepted = page.locator("#tree .node.accepted").count()
+    assert nodes >= accepted
+    marked = texts(page, "#text mark.accepted")
+    assert len(marked) == accepted
+    assert "".join(marked) in expected.text
+
+
+@pytest.mark.long
+def test_plain_decoding_gives_the_same_text(page: Page) -> None:
+    generate(page, PROMPT)
+    finish(page)
+    page.get_by_role("button", name="Measure").click()
+    expect(page.get_by_text(re.compile("the same text"))).to_be_visible(timeout=60_000)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_pictures(browser: Browser, gateway: Gateway, width: int, scheme: str) -> None:
+    """To be looked at, in build/pictures."""
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
+    page.goto(gateway.url)
+    generate(page, PROMPT, 120)
+    finish(page)
+    page.get_by_role("button", name="Measure").click()
+    expect(page.get_by_text(re.compile("the same text"))).to_be_visible(timeout=60_000)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=PICTURES / f"live-{width}-{scheme}.png", full_page=True)
+    page.close()
