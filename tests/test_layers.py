@@ -18,6 +18,8 @@ TURNED = [
     ("client", "client/dynatree/client/_types.py", "import dynatree.common.errors"),
     ("client", "client/dynatree/client/_types.py", "import numpy"),
     ("pages", "client/dynatree/pages/page.py", "import dynatree.common.limits"),
+    ("gateway", "client/dynatree/gateway/work.py", "import dynatree.draft.round"),
+    ("gateway", "client/dynatree/gateway/app.py", "import transformers"),
     ("protobuf", "draft_service/dynatree/draft/generation.py", "import dynatree.v1.draft_pb2"),
     ("protobuf", "verify_service/dynatree/verify/verifier.py", "import dynatree.v1.verify_pb2"),
     ("policies", "draft_service/dynatree/draft/policies/dynatree.py", "import torch"),

@@ -17,6 +17,7 @@ METHODS = {
     "dynatree.v1.DraftService": {
         "Generate": ("GenerateRequest", "GenerateResponse", False, True),
         "GetModelInfo": ("DraftServiceGetModelInfoRequest", "DraftServiceGetModelInfoResponse", False, False),
+        "GetVocabulary": ("GetVocabularyRequest", "GetVocabularyResponse", False, True),
     },
     "dynatree.v1.VerifyService": {
         "Verify": ("VerifyRequest", "VerifyResponse", True, True),

@@ -1,0 +1,112 @@
+"""`dynatree serve`: from one command to the first answered curl, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from dynatree.client import Client
+
+pytestmark = pytest.mark.long
+
+
+class Serve:
+    """A running `dynatree serve`."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self._log = folder / "serve.log"
+        models = ("--target-model", "embedded", "--draft-model", "embedded")
+        command = [sys.executable, "-m", "dynatree.cli.main", "serve", *models, *options]
+        with self._log.open("wb") as log:
+            # A terminal interrupts the whole group; so does the test.
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "TMPDIR": str(folder)},
+                start_new_session=True,
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def wait_for(self, pattern: str, seconds: float = 120.0) -> str:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and self.process.poll() is None:
+            if found := re.search(pattern, self.log):
+                return found[1]
+            time.sleep(0.05)
+        raise AssertionError(self.log)
+
+    def members(self) -> list[str]:
+        """Processes of its group."""
+        listed = subprocess.run(["ps", "-o", "pid=,stat=,args=", "-g", str(self.process.pid)], capture_output=True)
+        return [line for line in listed.stdout.decode().splitlines() if " Z" not in line]
+
+
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[Serve]:
+    serve = Serve(folder, *options)
+    try:
+        yield serve
+    finally:
+        if serve.process.poll() is None:
+            os.killpg(serve.process.pid, signal.SIGKILL)
+        serve.process.wait()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("to_the_group", [True, False])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_command_serves_and_leaves_nothing(tmp_path: Path, number: signal.Signals, to_the_group: bool) -> None:
+    grpc_address = f"unix:{tmp_path}/grpc.sock"
+    with serving(tmp_path, "--http", "127.0.0.1:0", "--grpc", grpc_address) as serve:
+        command = shlex.split(serve.wait_for(r"Try\s+(curl .*)"))
+        answered = subprocess.run([*command, "-sS"], capture_output=True, timeout=60, check=True)
+        with Client(grpc_address) as client:
+            expected = client.generate("Once upon a time", max_new_tokens=32)
+        assert json.loads(answered.stdout)["choices"][0]["text"] == expected.text
+        assert len(serve.members()) == 3
+
+        if to_the_group:
+            os.killpg(serve.process.pid, number)
+        else:
+            serve.process.send_signal(number)
+        assert serve.process.wait(30) in (0, 130, 128 + number), serve.log
+        assert serve.members() == []
+        assert "Traceback" not in serve.log
+        left = {path.name for path in tmp_path.iterdir()} - {"serve.log", "grpc.sock"}
+        assert not {name for name in left if name.startswith("dynatree-")}
+
+
+def test_when_a_service_ends_everything_does(tmp_path: Path) -> None:
+    with serving(tmp_path, "--http", "127.0.0.1:0") as serve:
+        serve.wait_for(r"Try\s+(curl .*)")
+        verify = next(line for line in serve.members() if "cli.service_pair" in line and " verify " in line)
+        os.kill(int(verify.split()[0]), signal.SIGKILL)
+        assert serve.process.wait(30) == 1
+        assert "the verify service has ended" in serve.log
+        assert serve.members() == []
+
+
+def test_a_service_that_does_not_start_says_why(tmp_path: Path) -> None:
+    with serving(tmp_path, "--http", "127.0.0.1:0", "--draft-model", "./nowhere") as serve:
+        assert serve.process.wait(60) == 1
+        assert "there is no model at ./nowhere" in serve.log
+    with serving(tmp_path, "--http", "0.0.0.0:0") as serve:
+        assert serve.process.wait(60) == 1
+        assert "--insecure" in serve.log
