@@ -351,8 +351,8 @@ def test_what_is_wrong_is_refused_by_name(gateway: Gateway, name: str) -> None:
     ("data", "words"),
     [
         (b"{", "not JSON"),
-        (b"[" * 20_000, "parsing the body"),
-        (b"[]", "valid dictionary"),
+        (b"[" * 20_000, "not JSON"),
+        (b"[]", "should be an object"),
         (b'{"prompt": NaN}', "prompt"),
     ],
 )
@@ -363,6 +363,14 @@ def test_a_body_that_makes_no_sense_is_refused(gateway: Gateway, data: bytes, wo
 
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_not_called_json_is_refused(gateway: Gateway) -> None:
+    """A page of another origin can send text without asking first, and nothing else."""
+    answer = requests.post(
+        f"{gateway.url}/v1/completions", data=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"}, timeout=60
+    )
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "invalid_content_type")
 
 
 def test_null_is_as_good_as_nothing(client: openai.OpenAI, model: str) -> None:

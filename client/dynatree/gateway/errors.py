@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 
 from dynatree.client import DynaTreeError, ServerBusyError
 
@@ -55,16 +55,16 @@ class ApiError(Exception):
         return cls(status, message, type_, code=code, headers=headers)
 
     @classmethod
-    def of_body(cls, error: RequestValidationError) -> ApiError:
+    def of_body(cls, error: ValidationError) -> ApiError:
         """What is wrong with a body: the first of it, by the name of its field."""
-        found = error.errors()
+        found = error.errors(include_url=False)
         first = found[0]
-        path = [str(each) for each in first["loc"] if each != "body"]
+        path = [str(each) for each in first["loc"]]
         if first["type"] == "json_invalid":
             return cls(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
         if first["type"] == "extra_forbidden":
             return cls(400, f"{'.'.join(path)} is not supported", param=path[0], code="unsupported_parameter")
-        reasons = [each["msg"].removeprefix("Value error, ") for each in found if each["loc"][:2] == first["loc"][:2]]
+        reasons = [each["msg"].removeprefix("Value error, ") for each in found if each["loc"][:1] == first["loc"][:1]]
         reason = ", or ".join(dict.fromkeys(reasons))  # of a field that has several forms, each says why not
         message = f"{path[0]}: {reason}" if path else reason
         return cls(400, message, param=path[0] if path else None, code="invalid_value")

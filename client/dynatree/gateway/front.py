@@ -1,38 +1,22 @@
-"""What stands in front of every route: names requests, bounds bodies, counts and logs."""
+"""What stands in front of every route: names requests, counts and logs."""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
 import uuid
 from collections.abc import Collection
 
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dynatree.gateway.errors import ApiError
 from dynatree.gateway.metrics import GatewayMetrics
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 4 * 2**20  # what a gRPC message of the services may have
 REQUEST_ID = b"x-request-id"
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,64}")
 CLIENT_WENT = 499  # what logs and metrics say of a client that did not wait for the status
-
-
-class BodyTooLargeError(HTTPException):
-    """A body is longer than one may be; of this kind, since FastAPI takes any other for a body that is not JSON."""
-
-    def __init__(self) -> None:
-        super().__init__(413)
-
-    @property
-    def answer(self) -> ApiError:
-        """What the client is told."""
-        return ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes", code="request_too_large")
 
 
 class Front:
@@ -59,15 +43,7 @@ class Front:
         shown = headers.get(REQUEST_ID, b"")
         name = shown if _REQUEST_ID.fullmatch(shown) else uuid.uuid4().hex.encode()
         scope.setdefault("state", {})["request_id"] = name.decode()
-        status, first_byte, received = CLIENT_WENT, 0.0, 0
-
-        async def receive_bounded() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > MAX_BODY_BYTES:
-                raise BodyTooLargeError
-            return message
+        status, first_byte = CLIENT_WENT, 0.0
 
         async def send_named(message: Message) -> None:
             nonlocal status, first_byte
@@ -78,12 +54,7 @@ class Front:
 
         self._metrics.open.inc()
         try:
-            declared = headers.get(b"content-length", b"0")
-            if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
-                raise BodyTooLargeError
-            await self._app(scope, receive_bounded, send_named)
-        except BodyTooLargeError as error:
-            await _refuse(error.answer, send_named)
+            await self._app(scope, receive, send_named)
         finally:
             self._metrics.open.dec()
             seconds = time.perf_counter() - began
@@ -92,11 +63,3 @@ class Front:
             if route not in ("/health", "/metrics"):
                 fields = {"request_id": name.decode(), "route": route, "status": status, "seconds": seconds}
                 log.info("request", extra={"fields": fields})
-
-
-async def _refuse(error: ApiError, send: Send) -> None:
-    body = json.dumps(error.body()).encode()
-    length = str(len(body)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", length), (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

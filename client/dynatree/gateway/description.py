@@ -1,10 +1,15 @@
-"""How the routes are described in `/openapi.json`: what they answer, and with which errors."""
+"""The routes as OpenAPI describes them: what they take, what they answer, and with which errors."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.json_schema import models_json_schema
+
+from dynatree.common.version import version
+from dynatree.gateway.requests import ChatRequest, CompletionRequest
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -166,31 +171,72 @@ _REASONS = {
     401: "The API key is no token of the draft service.",
     403: "The draft service does not let the key's owner do this.",
     404: "The model is not served.",
-    405: "The path has other methods.",
     413: "The body is too long.",
+    415: "The body is not application/json.",
     429: "There is no room, or the key's owner has had his share; Retry-After says when to try again.",
     500: "A service failed.",
     503: "The draft service, or every verify service behind it, is out of reach.",
     504: "The request took longer than the gateway's --timeout.",
 }
+_ASKED = (401, 403, 500, 503, 504)
+_WORK = (400, 404, 413, 415, 429, *_ASKED)
+_REF = "#/components/schemas/{model}"
+_DESCRIBED: tuple[type[BaseModel], ...] = (
+    *(ErrorObject, Health, Model, ModelList, TextCompletion, ChatCompletion),
+    *(CompletionRequest, ChatRequest),
+)
 
 
-def _answers(model: type[BaseModel] | None, *errors: int, **content: dict[str, Any]) -> dict[str, Any]:
-    success: dict[str, Any] = {"description": "As asked."}
-    if model is not None:
-        success["model"] = model
-    if content:
-        success["content"] = content
-    failures = {status: {"description": _REASONS[status], "model": ErrorObject} for status in errors}
-    return {"responses": {200: success, **failures}, "response_model": None}
+def description() -> dict[str, Any]:
+    """The routes as OpenAPI 3.1 describes them."""
+    _, schemas = models_json_schema([(model, "validation") for model in _DESCRIBED], ref_template=_REF)
+    name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "DynaTree", "version": version()},
+        "paths": {
+            "/v1/completions": {
+                "post": _operation("Complete one prompt or several.", TextCompletion, _WORK, CompletionRequest)
+            },
+            "/v1/chat/completions": {"post": _operation("Answer a chat.", ChatCompletion, _WORK, ChatRequest)},
+            "/v1/models": {"get": _operation("The model that is served, and its policies.", ModelList, _ASKED)},
+            "/v1/models/{model}": {
+                "get": {**_operation("The model of a name.", Model, (404, *_ASKED)), "parameters": [name]}
+            },
+            "/health": {"get": _operation("Whether requests are served.", Health, (503,))},
+            "/metrics": {
+                "get": {
+                    "summary": "What was counted, for Prometheus.",
+                    "responses": {"200": {"description": "As asked.", "content": _content("text/plain")}},
+                }
+            },
+        },
+        "components": {
+            "schemas": schemas["$defs"],
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
 
 
-_WORK = (400, 401, 403, 404, 413, 429, 500, 503, 504)
-_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+def _operation(
+    summary: str, model: type[BaseModel], errors: Sequence[int], body: type[BaseModel] | None = None
+) -> dict[str, Any]:
+    """A route; one with a body may answer with a stream of events too."""
+    content = _content("application/json", model)
+    if body is not None:
+        content |= _content("text/event-stream")
+    responses = {"200": {"description": "As asked.", "content": content}}
+    for status in sorted(errors):
+        failure = _content("application/json", ErrorObject)
+        responses[str(status)] = {"description": _REASONS[status], "content": failure}
+    operation: dict[str, Any] = {"summary": summary, "responses": responses}
+    if 401 in errors:
+        operation["security"] = [{"key": []}, {}]
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": _content("application/json", body)}
+    return operation
 
-HEALTH = _answers(Health, 503)
-METRICS = _answers(None, **{"text/plain": {"schema": {"type": "string"}}})
-MODELS = _answers(ModelList, 401, 403, 500, 503, 504)
-MODEL = _answers(Model, 401, 403, 404, 500, 503, 504)
-COMPLETIONS = _answers(TextCompletion, *_WORK, **_STREAM)
-CHAT = _answers(ChatCompletion, *_WORK, **_STREAM)
+
+def _content(kind: str, model: type[BaseModel] | None = None) -> dict[str, Any]:
+    schema = {"type": "string"} if model is None else {"$ref": _REF.format(model=model.__name__)}
+    return {kind: {"schema": schema}}

@@ -1,0 +1,37 @@
+"""Bodies of requests: read to a limit, and checked."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from dynatree.gateway.errors import ApiError
+
+MAX_BODY_BYTES = 4 * 2**20  # what a gRPC message of the services may have
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+async def read_body(request: Request, model: type[Body]) -> Body:
+    """The body of a request.
+
+    Raises:
+        ApiError: It is no JSON, too long, or not what the model describes.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # which a page of another origin cannot send without being asked for its origin
+        raise ApiError(
+            415, f"the body is {kind or 'of no type'}; expected application/json", code="invalid_content_type"
+        )
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            message = f"the body is longer than {MAX_BODY_BYTES} bytes"
+            raise ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise ApiError.of_body(error) from None
