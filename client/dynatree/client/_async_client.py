@@ -144,6 +144,7 @@ class AsyncClient(BaseClient):
         """
         super().__init__(address, **settings)
         self._channels: list[grpc.aio.Channel] = []
+        self._servers: list[draft_pb2_grpc.DraftServiceStub] = []
 
     async def generate(
         self,
@@ -297,7 +298,8 @@ class AsyncClient(BaseClient):
         """The servers. Their channels are made here, because gRPC makes them for the event loop that runs."""
         if not self._channels:
             self._channels = [self._open(address) for address in self._addresses]
-        return [draft_stub(channel) for channel in self._channels]
+            self._servers = [draft_stub(channel) for channel in self._channels]
+        return self._servers
 
     async def _cause(self, stub: draft_pb2_grpc.DraftServiceStub) -> str:
         try:
