@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pandas import DataFrame
+from pandas import DataFrame, json_normalize
 
 from dynatree.bench.figures import DEFINITION, Cell, by, cells, frame
 from dynatree.bench.load.figures import load_runs
@@ -329,6 +329,22 @@ def operation_costs() -> str:
                     "quartiles": f"{low:.1f} to {high:.1f}",
                 }
             )
+    return markdown(rows)
+
+
+def gateway_costs() -> str:
+    """How much later the first token and the last come through the gateway than through the gRPC client."""
+    rows = []
+    for name, pair in (("gateway-2.8b", "2.8B shape"), ("gateway-embedded", "shipped pair")):
+        report = operated(name)
+        runs = json_normalize(report["runs"])
+        later = 1000 * (runs["http.first"] - runs["grpc.first"])
+        slower = 100 * (runs["http.last"] / runs["grpc.last"] - 1)
+        row = {"models": pair, "prompts": str(len(runs)), "new tokens": str(report["max_new_tokens"])}
+        for what, values in (("first token later by, ms", later), ("slower by, %", slower)):
+            low, middle, high = values.quantile([0.25, 0.5, 0.75])
+            row |= {f"{what}: median": f"{middle:.1f}", f"{what}: quartiles": f"{low:.1f} to {high:.1f}"}
+        rows.append(row)
     return markdown(rows)
 
 
