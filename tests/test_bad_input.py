@@ -17,6 +17,7 @@ from services import running_services
 from dynatree.client import AsyncClient, Client, InvalidRequestError
 from dynatree.common.errors import RoundInFlightError
 from dynatree.common.wire import model_info_to_pb
+from dynatree.draft.prompts import PromptEncoder
 from dynatree.v1 import tree_pb2, verify_pb2, verify_pb2_grpc
 from dynatree.verify import service as verify_service
 
@@ -345,19 +346,15 @@ def test_a_tree_never_passes_what_the_verify_service_takes(tmp_path):
 
 def test_a_long_prompt_stalls_nobody_else(services, client, monkeypatch):
     """Tokenizing takes place off the event loop."""
-    service_tokenizer = services.draft.tokenizer
+    encode = PromptEncoder.text
     begun, others_served = threading.Event(), threading.Event()
 
-    class Slow:
-        def __call__(self, text, **options):
-            begun.set()
-            assert others_served.wait(20)
-            return service_tokenizer(text, **options)
+    def slowly(encoder, text, **options):
+        begun.set()
+        assert others_served.wait(20)
+        return encode(encoder, text, **options)
 
-        def __getattr__(self, name):
-            return getattr(service_tokenizer, name)
-
-    monkeypatch.setattr(services.draft, "tokenizer", Slow())
+    monkeypatch.setattr(PromptEncoder, "text", slowly)
     other = threading.Thread(target=lambda: client.generate("some text", max_new_tokens=2))
     other.start()
     assert begun.wait(20)
