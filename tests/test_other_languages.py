@@ -1,4 +1,4 @@
-"""A client in another language, made from the protos alone."""
+"""Clients in another language: one made from the protos alone, and OpenAI's own on the gateway."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from conftest import EmbeddedServices
+from gateways import running_gateway
 
-from dynatree.client import Client
+from dynatree.client import Client, Completion
 
 NODE_CLIENT = Path(__file__).parent / "node"
 PROTOS = Path(__file__).parent.parent / "protos"
@@ -45,6 +46,44 @@ def test_node_gets_the_completion_that_python_gets(node_client: Path, embedded_s
         "text": expected.text,
         "tokenIds": list(expected.token_ids),
         "finishReason": f"FINISH_REASON_{expected.finish_reason.upper()}",
+    }
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+@pytest.mark.timeout(300)
+def test_openais_own_node_client_gets_the_grpc_clients_tokens(
+    node_client: Path, embedded_services: EmbeddedServices
+) -> None:
+    with running_gateway(embedded_services.draft_address) as gateway:
+        told = json.loads(_run(["node", "openai.mjs", f"{gateway.url}/v1", PROMPT], node_client))
+    with Client(embedded_services.draft_address) as client:
+        greedy = client.generate(PROMPT, max_new_tokens=24)
+        first = client.generate(PROMPT, max_new_tokens=24, temperature=0.8, seed=7, n=2)
+        stopped = client.generate(PROMPT, max_new_tokens=24, stop="the")
+        logged = client.generate(PROMPT, max_new_tokens=4, log_probs=True)
+
+    def whole(*completions: Completion) -> dict[str, object]:
+        return {
+            "texts": [each.text for each in completions],
+            "tokenIds": [list(each.token_ids) for each in completions],
+            "reasons": [each.finish_reason for each in completions],
+            "logProbs": [list(each.log_probs) or None for each in completions],
+            "tokens": sum(len(each.token_ids) for each in completions),
+        }
+
+    def refused(kind: str, status: int, code: str, param: str | None) -> dict[str, object]:
+        return {"kind": kind, "status": status, "code": code, "param": param}
+
+    assert told == {
+        "greedy": whole(greedy),
+        "streamed": {"text": greedy.text, "tokenIds": list(greedy.token_ids), "reason": "length", "usage": 24},
+        "seeded": whole(first, *first.alternatives),
+        "stopped": whole(stopped),
+        "logged": whole(logged),
+        "wrong": refused("BadRequestError", 400, "invalid_value", "top_p"),
+        "missing": refused("NotFoundError", 404, "model_not_found", "model"),
+        "chat": refused("BadRequestError", 400, "invalid_value", None),
     }
 
 

@@ -180,6 +180,8 @@ _REASONS = {
 }
 _ASKED = (401, 403, 500, 503, 504)
 _WORK = (400, 404, 413, 415, 429, *_ASKED)
+# One event; its data is a chunk as OpenAI's API has it, or [DONE].
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _REF = "#/components/schemas/{model}"
 _DESCRIBED: tuple[type[BaseModel], ...] = (
     *(ErrorObject, Health, Model, ModelList, TextCompletion, ChatCompletion),
@@ -224,7 +226,7 @@ def _operation(
     """A route; one with a body may answer with a stream of events too."""
     content = _content("application/json", model)
     if body is not None:
-        content |= _content("text/event-stream")
+        content |= {"text/event-stream": {"schema": _EVENT}}
     responses = {"200": {"description": "As asked.", "content": content}}
     for status in sorted(errors):
         failure = _content("application/json", ErrorObject)
