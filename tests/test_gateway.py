@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,28 @@ def test_several_prompts_have_their_choices_one_after_another(
     assert answer == {
         index: (each.text, list(each.token_ids), each.finish_reason) for index, each in enumerate(expected)
     }
+
+
+def test_a_seed_gives_one_text_and_another_seed_another(client: openai.OpenAI, model: str) -> None:
+    def text(seed: int | None) -> str:
+        return client.completions.create(model=model, prompt=PROMPT, max_tokens=24, seed=seed).choices[0].text
+
+    assert text(5) == text(5) != text(6)
+    assert text(None) != text(None)
+
+
+def test_completions_beside_each_other_have_the_tokens_that_they_have_alone(
+    client: openai.OpenAI, grpc_client: Client, model: str
+) -> None:
+    prompts = [f"{number}, {number + 1}, {number + 2}," for number in range(16)]
+
+    def ask(prompt: str) -> str:
+        stream = client.completions.create(model=model, prompt=prompt, max_tokens=12, temperature=0, stream=True)
+        return "".join(choice.text for chunk in stream for choice in chunk.choices)
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        answers = list(threads.map(ask, prompts))
+    assert answers == [grpc_client.generate(prompt, max_new_tokens=12).text for prompt in prompts]
 
 
 @pytest.mark.parametrize("several", [False, True])
