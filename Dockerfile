@@ -1,5 +1,5 @@
 # Three images: `docker build --target verify .`, `--target draft` and `--target gateway`. The first two are one
-# installation; the gateway has no torch. All run `dynatree`; arguments after the image's name replace the command below.
+# installation; the gateway has no torch. All run `dynatree`; arguments after the image's name replace the command.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 # A C compiler makes the kernels; where none can be had, torch's are used.
@@ -24,7 +24,8 @@ ENTRYPOINT ["dynatree"]
 FROM python AS gateway
 ARG PIP_ARGS=""
 RUN --mount=from=wheel,source=/built,target=/built --mount=source=constraints.txt,target=/tmp/constraints.txt \
-    pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} -c /tmp/constraints.txt "$(echo /built/*.whl)[gateway]" \
+    pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} -c /tmp/constraints.txt \
+      "$(echo /built/*.whl)[gateway]" \
  && python -m compileall -q /opt/dynatree/lib/python3*/site-packages/dynatree \
  && python -c 'import dynatree.gateway.serve_gateway'
 
