@@ -1,5 +1,5 @@
-# Two images of one installation: `docker build --target verify .` and `docker build --target draft .`
-# Both run `dynatree`; arguments after the image's name replace the command below.
+# Three images: `docker build --target verify .`, `--target draft` and `--target gateway`. The first two are one
+# installation; the gateway has no torch. All run `dynatree`; arguments after the image's name replace the command.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 # A C compiler makes the kernels; where none can be had, torch's are used.
@@ -13,16 +13,34 @@ WORKDIR /src
 COPY . .
 RUN /opt/build/bin/pip wheel --no-cache-dir --disable-pip-version-check ${PIP_ARGS} --no-deps --wheel-dir /built .
 
-FROM ${BASE_IMAGE} AS serve
-# More arguments for pip; which index it is given decides between the CPU and the CUDA builds of torch.
-ARG PIP_ARGS=""
+FROM ${BASE_IMAGE} AS python
 ENV PATH=/opt/dynatree/bin:$PATH \
     PYTHONUNBUFFERED=1 \
-    PYTHONDONTWRITEBYTECODE=1 \
-    HF_HOME=/var/cache/huggingface
+    PYTHONDONTWRITEBYTECODE=1
 RUN useradd --system --create-home --uid 10001 dynatree \
- && install --directory --owner dynatree --group dynatree "$HF_HOME" \
  && python3 -m venv /opt/dynatree
+ENTRYPOINT ["dynatree"]
+
+FROM python AS gateway
+ARG PIP_ARGS=""
+RUN --mount=from=wheel,source=/built,target=/built --mount=source=constraints.txt,target=/tmp/constraints.txt \
+    pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} -c /tmp/constraints.txt \
+      "$(echo /built/*.whl)[gateway]" \
+ && python -m compileall -q /opt/dynatree/lib/python3*/site-packages/dynatree \
+ && python -c 'import dynatree.gateway.serve_gateway'
+
+USER 10001
+WORKDIR /home/dynatree
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=10s --start-period=10m --retries=3 \
+  CMD ["python", "-m", "dynatree.common.healthcheck", "http://127.0.0.1:8000"]
+CMD ["gateway", "--server", "dns:///draft:50051", "--listen", "0.0.0.0:8000", "--insecure"]
+
+FROM python AS serve
+# More arguments for pip; which index it is given decides between the CPU and the CUDA builds of torch.
+ARG PIP_ARGS=""
+ENV HF_HOME=/var/cache/huggingface
+RUN install --directory --owner dynatree --group dynatree "$HF_HOME"
 
 # The dependencies come first, so that a change of the code does not fetch torch again.
 WORKDIR /src
@@ -37,7 +55,6 @@ RUN pip install --no-cache-dir --disable-pip-version-check --no-deps /built/*.wh
 
 USER 10001
 WORKDIR /home/dynatree
-ENTRYPOINT ["dynatree"]
 
 FROM serve AS verify
 EXPOSE 50052

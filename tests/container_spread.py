@@ -111,7 +111,7 @@ def main() -> int:
     """Run it; the exit status."""
     failed: list[str] = []
     try:
-        compose("up", "--wait", "--build", "--scale", "verify=2", "--scale", "draft=2")
+        compose("up", "--wait", "--build", "--scale", "verify=2", "--scale", "draft=2", "draft")
         with Client(SERVERS) as client:
             complete_many(client)  # costs, caches
             before = {service: tokens(service) for service in COUNTED}
@@ -123,7 +123,7 @@ def main() -> int:
             with full(address, 16):
                 failed += complete_many(client)
             print(f"{name} full, {len(failed)} refused: {spread('verify', before['verify'])}", flush=True)
-            compose("up", "--wait", "--no-recreate", "--scale", "verify=3", "--scale", "draft=2")
+            compose("up", "--wait", "--no-recreate", "--scale", "verify=3", "--scale", "draft=2", "draft")
             started, known = time.monotonic(), set(before["verify"])
             while time.monotonic() - started < 60:
                 failed += complete_many(client)

@@ -1,8 +1,8 @@
 """The dashboard with figures of real services: `python tests/dashboard_picture.py`; needs Debian's `prometheus`.
 
-Two verify services and two draft services serve many clients, and one of them is killed every twenty seconds. A real
-Prometheus scrapes them and answers every query of deploy/grafana/dynatree.json; docs/pictures/dashboard.png shows the
-panels as the file lays them out. Prints the queries that gave nothing.
+Two verify services and two draft services serve many clients, some of them through a gateway, and one of the services
+is killed every twenty seconds. A real Prometheus scrapes them and answers every query of deploy/grafana/dynatree.json;
+docs/pictures/dashboard.png shows the panels as the file lays them out. Prints the queries that gave nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import matplotlib
 import yaml
 from faults import Process, free_address, running_cluster
+from gateways import running_gateway
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from soak import Soak
@@ -38,18 +40,18 @@ OUT = ROOT / "docs" / "pictures" / "dashboard.png"
 SCRAPE_SECONDS = 1
 RATE_INTERVAL = "10s"  # Grafana's $__rate_interval: at least four scrapes
 START_SECONDS = 30.0
+HTTP_CLIENTS = 4
 COLUMNS = 24  # of Grafana's grid
 WIDTH, ROW_HEIGHT = 16.0, 0.24  # inches
 MOST_LINES = 8  # with a name in a panel's legend
 
 
 @contextmanager
-def prometheus(processes: Sequence[Process], folder: Path) -> Iterator[str]:
-    """The URL of a Prometheus that scrapes these services."""
-    jobs = [
-        {"job_name": job, "static_configs": [{"targets": [each.metrics for each in processes if job in each.name]}]}
-        for job in ("verify", "draft")
-    ]
+def prometheus(processes: Sequence[Process], gateway: str, folder: Path) -> Iterator[str]:
+    """The URL of a Prometheus that scrapes these services, and the gateway at this address."""
+    targets = {job: [each.metrics for each in processes if job in each.name] for job in ("verify", "draft")}
+    targets["gateway"] = [gateway]
+    jobs = [{"job_name": job, "static_configs": [{"targets": each}]} for job, each in targets.items()]
     config, address = folder / "prometheus.yaml", free_address()
     config.write_text(yaml.safe_dump({"global": {"scrape_interval": f"{SCRAPE_SECONDS}s"}, "scrape_configs": jobs}))
     command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'series'}"]
@@ -65,6 +67,17 @@ def prometheus(processes: Sequence[Process], folder: Path) -> Iterator[str]:
         finally:
             running.terminate()
             running.wait()
+
+
+def complete(gateway: str, seconds: float, seed: int) -> None:
+    """Ask the gateway at this address for one completion after another; the dashboard shows those that fail."""
+    headers, until, number = {"Content-Type": "application/json"}, time.monotonic() + seconds, 0
+    while time.monotonic() < until:
+        number += 1
+        body = {"prompt": f"Client {seed} asked for story {number}", "max_tokens": 24, "stream": number % 2 == 0}
+        asked = urllib.request.Request(f"http://{gateway}/v1/completions", json.dumps(body).encode(), headers)
+        with suppress(OSError), urllib.request.urlopen(asked, timeout=60.0) as answer:
+            answer.read()
 
 
 def is_ready(url: str) -> bool:
@@ -159,10 +172,15 @@ def main() -> int:
     with (
         tempfile.TemporaryDirectory() as name,
         running_cluster(Path(name), metrics=True) as cluster,
-        prometheus((*cluster.verifies, *cluster.drafts), Path(name)) as url,
+        running_gateway(",".join(draft.address for draft in cluster.drafts)) as gateway,
+        prometheus((*cluster.verifies, *cluster.drafts), address := urlsplit(gateway.url).netloc, Path(name)) as url,
     ):
         soak, begin = Soak(cluster, 60 * options.minutes, cancelled=0.2), time.time()
         threads = [threading.Thread(target=soak.work, args=(seed,)) for seed in range(options.clients)]
+        threads += [
+            threading.Thread(target=complete, args=(address, 60 * options.minutes, seed))
+            for seed in range(HTTP_CLIENTS)
+        ]
         threads.append(threading.Thread(target=soak.kill, args=(20.0,)))
         for thread in threads:
             thread.start()

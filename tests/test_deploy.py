@@ -18,10 +18,13 @@ from prometheus_client import CollectorRegistry
 from dynatree.cli import draft as draft_command
 from dynatree.common.metrics import new_registry
 from dynatree.draft.metrics import DraftMetrics
+from dynatree.gateway.description import description
+from dynatree.gateway.metrics import GatewayMetrics
 from dynatree.verify.metrics import VerifyMetrics
 
 ROOT = Path(__file__).parent.parent
 KUBERNETES = ROOT / "deploy" / "kubernetes"
+PARTS = ("verify", "draft", "gateway")
 METRIC = re.compile(r"\bdynatree_[a-z0-9_]+")
 SCRAPED = re.compile(r"\b(?:process|python)_[a-z0-9_]+")
 
@@ -37,11 +40,12 @@ def reported(registry: CollectorRegistry) -> set[str]:
 
 @pytest.fixture(name="metrics")
 def metrics_fixture() -> set[str]:
-    draft, verify = new_registry(), new_registry()
+    draft, verify, gateway = new_registry(), new_registry(), new_registry()
     replicas = Mock(all=[])
     DraftMetrics(draft, Mock(running=0, waiting=0, usage=0.0), replicas)
     VerifyMetrics(verify, Mock(running=0, waiting=0, usage=0.0))
-    return reported(draft) | reported(verify)
+    GatewayMetrics(gateway)
+    return reported(draft) | reported(verify) | reported(gateway)
 
 
 def expressions(panel: Any) -> Iterator[str]:
@@ -86,7 +90,7 @@ def test_the_guide_lists_every_metric(metrics: set[str]) -> None:
 
 def services() -> Iterator[tuple[str, list[str]]]:
     """The command lines of manifests and compose files."""
-    base = {part: yaml_documents(KUBERNETES / "base" / f"{part}.yaml")[0] for part in ("verify", "draft")}
+    base = {part: yaml_documents(KUBERNETES / "base" / f"{part}.yaml")[0] for part in PARTS}
     literals = yaml_documents(KUBERNETES / "base" / "kustomization.yaml")[0]["configMapGenerator"][0]["literals"]
     values = dict(literal.split("=", 1) for literal in literals)
     for part, deployment in base.items():
@@ -135,6 +139,46 @@ def test_the_draft_waits_for_loading_pods() -> None:
     [waits] = [float(each.split("=")[1]) for each in container["args"] if each.startswith("--verify-timeout")]
     probe = container["startupProbe"]
     assert waits < probe["periodSeconds"] * probe["failureThreshold"]
+
+
+@pytest.mark.parametrize("part", ["draft", "gateway"])
+def test_pods_have_the_time_to_stop(part: str) -> None:
+    [deployment, *_] = yaml_documents(KUBERNETES / "base" / f"{part}.yaml")
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
     grace = max(float(each.split("=")[1]) for each in container["args"] if each.startswith("--grace"))
     pause = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert grace + pause < draft["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace + pause < deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+
+
+def test_probes_of_the_gateway_ask_for_routes_that_there_are() -> None:
+    [gateway, *_] = yaml_documents(KUBERNETES / "base" / "gateway.yaml")
+    [container] = gateway["spec"]["template"]["spec"]["containers"]
+    routes = {container[probe]["httpGet"]["path"] for probe in ("readinessProbe", "livenessProbe")}
+    routes.add(gateway["spec"]["template"]["metadata"]["annotations"]["prometheus.io/path"])
+    assert routes <= set(description()["paths"])
+
+
+def test_every_service_has_an_image_and_is_deployed_and_scraped() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    compose = yaml_documents(ROOT / "docker-compose.yml")[0]["services"]
+    secured = yaml_documents(ROOT / "docker-compose.tls.yml")[0]["services"]
+    [kustomization] = yaml_documents(KUBERNETES / "base" / "kustomization.yaml")
+    [prometheus] = yaml_documents(ROOT / "deploy" / "prometheus" / "prometheus.yaml")
+    assert {service["build"]["target"] for service in compose.values()} <= set(re.findall(r" AS (\w+)", dockerfile))
+    assert set(compose) == set(secured) == set(PARTS)
+    assert {image["name"] for image in kustomization["images"]} == {f"dynatree-{part}" for part in PARTS}
+    assert {job["dns_sd_configs"][0]["names"][0] for job in prometheus["scrape_configs"]} == set(PARTS)
+
+
+def test_no_service_of_the_secured_files_is_plain() -> None:
+    commands = [
+        service["command"] for service in yaml_documents(ROOT / "docker-compose.tls.yml")[0]["services"].values()
+    ]
+    for part in PARTS:
+        [patch] = yaml_documents(KUBERNETES / "components" / "tls" / f"{part}.yaml")
+        [container] = patch["spec"]["template"]["spec"]["containers"]
+        commands.append(" ".join(container["command"]))
+    assert len(commands) == 2 * len(PARTS)
+    for command in commands:
+        assert "--insecure" not in command
+        assert "--tls-cert" in command

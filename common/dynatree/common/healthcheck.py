@@ -1,18 +1,21 @@
 """Asks a service whether it serves: `python -m dynatree.common.healthcheck ADDR`.
 
-Exit status 0 when it answers SERVING; otherwise 1, and one line on standard error that says why.
+Exit status 0 when a gRPC service answers SERVING, or a gateway 200; otherwise 1, and one line on standard error that
+says why.
 """
 
 from __future__ import annotations
 
 import argparse
+import ssl
 import sys
 from collections.abc import Sequence
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 # The service is near; a proxy that the environment names for the way out is not for it.
 _CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0),)
@@ -29,6 +32,8 @@ def failure(
         service: Whose health; "": the server's, "liveness": whether its process answers.
         credentials: Of a TLS connection; None: a plain one.
     """
+    from grpc_health.v1 import health_pb2, health_pb2_grpc  # a gateway's image has none
+
     with (
         grpc.insecure_channel(address, _CHANNEL_OPTIONS)
         if credentials is None
@@ -46,18 +51,68 @@ def failure(
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
 
 
+def http_failure(url: str, timeout: float, ca: Path | None = None) -> str | None:
+    """Why the gateway at `url` does not serve, in one line; None when it does.
+
+    Args:
+        url: `http://host:port` or `https://host:port`.
+        timeout: Seconds to wait at most for each answer of the network.
+        ca: Authorities of the gateway's certificate; None: the system's.
+
+    Raises:
+        ValueError: `url` names no host, or a port that is none.
+        OSError: `ca` cannot be read.
+    """
+    parts = urlsplit(url)
+    if not parts.hostname:
+        raise ValueError(f"{url} names no host")
+    connection = (
+        HTTPSConnection(parts.hostname, parts.port, timeout=timeout, context=ssl.create_default_context(cafile=ca))
+        if parts.scheme == "https"
+        else HTTPConnection(parts.hostname, parts.port, timeout=timeout)
+    )
+    try:
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+    except (OSError, HTTPException) as error:
+        return " ".join(str(error).split()) or type(error).__name__
+    finally:
+        connection.close()
+    return None if answer.status == 200 else f"{answer.status} {answer.reason}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m dynatree.common.healthcheck", description="Ask a service if it serves."
     )
-    parser.add_argument("address", metavar="ADDR", help="host:port or unix:PATH")
+    parser.add_argument("address", metavar="ADDR", help="host:port or unix:PATH; of a gateway http[s]://host:port")
     parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="default: %(default)g")
     parser.add_argument("--service", default="", metavar="NAME", help="whose health; liveness: of the process alone")
     parser.add_argument("--ca", type=Path, metavar="FILE", help="authorities of the server's certificate, PEM: TLS")
     parser.add_argument("--cert", type=Path, metavar="FILE", help="certificate chain that is shown, PEM")
     parser.add_argument("--key", type=Path, metavar="FILE", help="its private key, PEM")
     options = parser.parse_args(arguments)
+    reason = _http_reason(parser, options) if "://" in options.address else _grpc_reason(parser, options)
+    if reason is not None:
+        print(f"{options.address} does not serve: {reason}", file=sys.stderr)
+    return 0 if reason is None else 1
+
+
+def _http_reason(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str | None:
+    if urlsplit(options.address).scheme not in ("http", "https"):
+        parser.error(f"{options.address}: expected host:port, unix:PATH, http://host:port or https://host:port")
+    if options.service or options.cert or options.key:
+        parser.error("--service, --cert and --key are for gRPC")
+    try:
+        return http_failure(options.address, options.timeout, options.ca)
+    except OSError as error:
+        parser.error(f"{options.ca}: {error.strerror}")
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _grpc_reason(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str | None:
     credentials = None
     if options.ca is not None:
         try:
@@ -65,10 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OSError as error:
             parser.error(f"{error.filename}: {error.strerror}")
         credentials = grpc.ssl_channel_credentials(*files)
-    reason = failure(options.address, options.timeout, options.service, credentials)
-    if reason is not None:
-        print(f"{options.address} does not serve: {reason}", file=sys.stderr)
-    return 0 if reason is None else 1
+    return failure(options.address, options.timeout, options.service, credentials)
 
 
 if __name__ == "__main__":
