@@ -453,8 +453,14 @@ def test_keys_are_the_draft_services_tokens(tmp_path: Path) -> None:
                 pytest.raises(openai.AuthenticationError),
             ):
                 unknown.completions.create(model="target", prompt="a", max_tokens=2)
-        body = {"prompt": "a", "logprobs": 1}
-        for path, send in (("models", {}), ("completions", {"json": body})):
+        for path, send in (
+            ("models", {}),
+            ("completions", {"json": {"prompt": "a", "logprobs": 1}}),
+            (
+                "completions",
+                {"json": {"prompt": "a", "model": "guessed"}},
+            ),  # who may not ask is not told what is served
+        ):
             answer = requests.request("POST" if send else "GET", f"{url}/{path}", timeout=60, **send)
             assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
             assert answer.json()["error"]["code"] == "invalid_api_key"

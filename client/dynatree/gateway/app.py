@@ -82,8 +82,7 @@ class Gateway:
     async def completions(self, request: Request) -> Response:
         """Complete one prompt or several."""
         body, metadata = await read_body(request, CompletionRequest), _metadata(request)
-        info = await self._models.lately(metadata)
-        _check_model(body.model, info)
+        info = await self._served(body.model, metadata)
         prompts = body.prompts
         decodes = body.echo and not all(isinstance(prompt, str) for prompt in prompts)
         texts = await self._models.texts(metadata) if body.logprobs is not None or decodes else None
@@ -101,8 +100,7 @@ class Gateway:
     async def chat(self, request: Request) -> Response:
         """Answer a chat."""
         body, metadata = await read_body(request, ChatRequest), _metadata(request)
-        info = await self._models.lately(metadata)
-        _check_model(body.model, info)
+        info = await self._served(body.model, metadata)
         texts = await self._models.texts(metadata) if body.logprobs else None
         wanted = Wanted(
             completions=body.completions,
@@ -113,6 +111,18 @@ class Gateway:
         )
         answer = ChatAnswer(info.target.name, texts, body.completions)
         return self._answer(body, [body.chat], answer, wanted, texts, metadata)
+
+    async def _served(self, name: str | None, metadata: Metadata) -> ServiceInfo:
+        """What the draft service runs, if it is the model of this name.
+
+        Raises:
+            ApiError: It is not, as the draft service says now to whoever asks.
+        """
+        info = await self._models.lately(metadata)
+        if name is not None and name != info.target.name:
+            info = await self._models.now(metadata)
+            _check_model(name, info)
+        return info
 
     def _answer(
         self,
