@@ -434,6 +434,7 @@ def test_there_are_no_other_routes(gateway: Gateway, method: str, path: str, sta
 
 
 def test_keys_are_the_draft_services_tokens(tmp_path: Path) -> None:
+    """Who shows none is not even told what is served."""
     target = save_random_model(tmp_path / "target", "gpt2", seed=1)
     draft = save_noisy_copy(tmp_path / "draft", target, seed=2)
     tokens = tmp_path / "tokens"
@@ -459,7 +460,7 @@ def test_keys_are_the_draft_services_tokens(tmp_path: Path) -> None:
             (
                 "completions",
                 {"json": {"prompt": "a", "model": "guessed"}},
-            ),  # who may not ask is not told what is served
+            ),
         ):
             answer = requests.request("POST" if send else "GET", f"{url}/{path}", timeout=60, **send)
             assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
