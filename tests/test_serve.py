@@ -70,8 +70,7 @@ def serving(folder: Path, *options: str) -> Iterator[Serve]:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-@pytest.mark.parametrize("to_the_group", [True, False])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("number", "to_the_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_one_command_serves_and_leaves_nothing(tmp_path: Path, number: signal.Signals, to_the_group: bool) -> None:
     grpc_address = f"unix:{tmp_path}/grpc.sock"
     with serving(tmp_path, "--http", "127.0.0.1:0", "--grpc", grpc_address) as serve:
