@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ from typing import Any
 import openai
 import pytest
 import requests
+from certificates import Authority
 from conftest import EmbeddedServices
 from gateways import Gateway, running_gateway
 from model_zoo import save_noisy_copy, save_random_model
@@ -352,6 +355,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "an empty prompt": ({"prompt": []}, "prompt", "at least 1"),
     "a prompt of both": ({"prompt": ["a", 1]}, "prompt", "valid"),
     "no tokens": ({"prompt": "a", "max_tokens": 0}, "", "needs echo"),
+    "a temperature above the limit": ({"prompt": "a", "temperature": 500}, "temperature", "or equal to 100"),
+    "a seed of more than 64 bits": ({"prompt": "a", "seed": 2**64}, "seed", "less than"),
     "best of more": ({"prompt": "a", "best_of": 3}, "", "best_of is not n"),
     "a token outside the vocabulary": ({"prompt": [99999]}, "", "vocabulary"),
     "a prompt past the context": ({"prompt": [7] * 2100}, "", "at most 2048 fit"),
@@ -386,6 +391,40 @@ def test_a_body_that_makes_no_sense_is_refused(gateway: Gateway, data: bytes, wo
 
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("start", "item", "end"),
+    [
+        (b'{"messages": [{"role": "user", "content": [', b"{}", b"]}]}"),
+        (b'{"messages": [', b"{}", b"]}"),
+        (b'{"prompt": [', b"-1", b"]}"),
+        (b'{"prompt": [', b'""', b"]}"),
+        (b'{"prompt": "a", "policy_settings": {"a": [', b'""', b"]}}"),
+    ],
+)
+def test_a_body_that_is_wrong_in_a_million_places_is_refused_at_once(
+    gateway: Gateway, start: bytes, item: bytes, end: bytes
+) -> None:
+    """Checking all of them took 10 s, in which every stream stood still."""
+    body = start + b",".join([item] * (3 * 2**20 // (len(item) + 1))) + end
+    route = "chat/completions" if b"messages" in start else "completions"
+    began = time.monotonic()
+
+    answer = requests.post(
+        f"{gateway.url}/v1/{route}", data=body, headers={"Content-Type": "application/json"}, timeout=60
+    )
+
+    assert answer.status_code == 400
+    assert time.monotonic() - began < 2.0
+    assert len(answer.content) < 5000
+
+
+def test_what_an_error_quotes_is_cut(gateway: Gateway) -> None:
+    for body in ({"prompt": "a", "model": "m" * 10**6}, {"prompt": "a", "m" * 10**6: 1}):
+        answer = requests.post(f"{gateway.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code in (400, 404)
+        assert len(answer.content) < 2000
 
 
 def test_a_body_that_is_not_called_json_is_refused(gateway: Gateway) -> None:
@@ -531,6 +570,72 @@ def test_a_client_that_goes_away_cancels_its_completion(tmp_path: Path, stream: 
         assert wait_for(lambda: services.idle)
         figures = requests.get(f"{gateway.url}/metrics", timeout=60).text
         assert "dynatree_gateway_num_requests_running 1.0" in figures  # the one that asks
+
+
+def test_a_client_that_leaves_in_the_midst_of_its_body_is_no_failure(gateway: Gateway) -> None:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}X-Request-Id: leaver\r\nContent-Length: 1000\r\n\r\nhalf".encode())
+        time.sleep(0.2)
+    assert wait_for(lambda: "request_id=leaver route=/v1/completions status=499" in gateway.log)
+    assert "Traceback" not in gateway.log
+
+
+def test_a_length_that_is_too_large_is_refused_before_the_body(gateway: Gateway) -> None:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 1000000000\r\n\r\n".encode())
+        assert connection.recv(12) == b"HTTP/1.1 413"
+
+
+def test_a_stop_tells_the_requests_that_it_cuts(embedded_services: EmbeddedServices) -> None:
+    body = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "policy": "autoregressive", "temperature": 1, "n": 9}
+    with running_gateway(embedded_services.draft_address, "--grace", "1") as gateway:
+        url = f"{gateway.url}/v1/completions"
+        with ThreadPoolExecutor(1) as threads:
+            whole = threads.submit(requests.post, url, json=body, timeout=60)
+            with requests.post(url, json=body | {"stream": True}, stream=True, timeout=60) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                gateway.process.terminate()
+                *_, last = [line for line in lines if line]
+            assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "service_unavailable"
+            assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, "service_unavailable")
+        gateway.process.wait(20)
+    assert "Traceback" not in gateway.log
+
+
+def test_a_file_that_is_no_socket_stays(embedded_services: EmbeddedServices, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("data")
+    assert main(["gateway", "--server", embedded_services.draft_address, "--listen", f"unix:{precious}"]) == 1
+    assert precious.read_text() == "data"
+
+
+def test_a_certificate_that_is_not_its_keys_changes_nothing(
+    embedded_services: EmbeddedServices, tmp_path: Path
+) -> None:
+    """A rotation by two renames passes through such a pair."""
+    authority = Authority(tmp_path)
+    first, second = authority.pair("first"), authority.pair("second")
+    live, key = tmp_path / "live.pem", tmp_path / "live.key"
+    shutil.copy(first.certificate, live)
+    shutil.copy(first.key, key)
+    tls = ("--tls-cert", str(live), "--tls-key", str(key))
+    with running_gateway(embedded_services.draft_address, *tls) as gateway:
+
+        def shown() -> str:
+            host, port = gateway.url.removeprefix("https://").split(":")
+            return ssl.get_server_certificate((host, int(port)), timeout=10)
+
+        before = shown()
+        shutil.copy(second.certificate, live)
+        assert wait_for(lambda: "cannot be read anew" in gateway.log)
+        assert shown() == before
+        shutil.copy(second.key, key)
+        assert wait_for(lambda: shown() != before)
 
 
 def wait_for(holds: Callable[[], bool], seconds: float = 20.0) -> bool:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import shlex
+import signal
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,8 +124,8 @@ async def _until_one_ends(serving: Coroutine[Any, Any, None], pair: ServicePair)
     while not gateway.done():
         await asyncio.wait([gateway], timeout=LOOK_SECONDS)
         if not gateway.done() and (ended := pair.ended()):
-            gateway.cancel()
-            await asyncio.wait([gateway])
+            signal.raise_signal(signal.SIGTERM)  # as if somebody stopped it: open requests are told
+            await gateway
             return ended
     await gateway
     return ""
@@ -158,8 +159,8 @@ def _welcome(url: str, pair: ServicePair, options: argparse.Namespace) -> str:
         lines.append(f"  gRPC   {options.grpc}")
     body = json.dumps({"prompt": _CURL_PROMPT, "max_tokens": 32, "temperature": 0})
     words = ["curl", f"{url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
-    if url.startswith(("http://unix:", "https://unix:")):
-        path = url.partition("unix:")[2]
+    if url.startswith("unix:"):
+        path = url.removeprefix("unix:")
         lines = ["", f"  HTTP   unix:{path}"]
         words[1:2] = ["--unix-socket", path, "http://localhost/v1/completions"]
     if options.token_file is not None:

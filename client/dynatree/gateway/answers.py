@@ -165,8 +165,14 @@ def _finite(log_prob: float) -> float:
     return max(log_prob, LOWEST_LOG_PROB)
 
 
-def usage_of(completions: Sequence[Completion], *, scores_only: bool = False) -> Json:
-    """What some completions cost, each with its alternatives; the prompt's tokens count once for each prompt."""
+def usage_of(completions: Sequence[Completion], seconds: float, *, scores_only: bool = False) -> Json:
+    """What some completions cost, each with its alternatives; the prompt's tokens count once for each prompt.
+
+    Args:
+        completions: The first of each prompt.
+        seconds: From the request to the last token of all.
+        scores_only: Whether the new tokens are not told.
+    """
     every = [each for first in completions for each in (first, *first.alternatives)]
     stats = [each.stats for each in every]
     prompt_tokens = sum(each.prompt_tokens for each in completions)
@@ -186,9 +192,10 @@ def usage_of(completions: Sequence[Completion], *, scores_only: bool = False) ->
             "draft_n": drafted,
             "draft_n_accepted": accepted,
             "time_to_first_token_seconds": min(each.time_to_first_token_seconds for each in stats),
-            "total_seconds": max(each.total_seconds for each in stats),
+            "total_seconds": seconds,
             "queue_seconds": max(each.queue_seconds for each in stats),
             "resumes": sum(each.resumes for each in stats),
+            "seed": stats[0].seed,
         },
     }
 

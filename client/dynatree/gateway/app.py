@@ -31,7 +31,8 @@ from dynatree.gateway.work import Wanted, Work
 from dynatree.pages import Page
 
 HEALTH_SECONDS = 2.0  # for the draft service's answer about its health
-_TOKEN = re.compile(r"[!-~]+")
+LAST_WORDS_SECONDS = 1.0  # for errors on their way when the gateway stops
+_TOKEN = re.compile(r"[!-~]{1,4096}")  # longer ones are no tokens, and gRPC has no room for them
 
 
 class Gateway:
@@ -63,7 +64,12 @@ class Gateway:
         """Whether requests are served: whether the draft service, and a verify service behind it, are."""
         if await self._client.is_serving(timeout=HEALTH_SECONDS):
             return JSONResponse({"status": "ok"})
-        raise ApiError(503, "the draft service does not serve", "server_error", code="service_unavailable")
+        raise ApiError(
+            503,
+            "the draft service, or the verify service behind it, does not serve",
+            "server_error",
+            code="service_unavailable",
+        )
 
     async def metrics(self, _: Request) -> Response:
         """What was counted, for Prometheus."""
@@ -156,6 +162,7 @@ def build_app(client: AsyncClient, registry: CollectorRegistry, page: Page, orig
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async with client:
             yield
+            await front.told(LAST_WORDS_SECONDS)
 
     gateway = Gateway(client, registry, page)
     routes = [
@@ -181,7 +188,8 @@ def build_app(client: AsyncClient, registry: CollectorRegistry, page: Page, orig
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    return Front(app, GatewayMetrics(registry), {route.path for route in routes})
+    front = Front(app, GatewayMetrics(registry), {route.path for route in routes})
+    return front
 
 
 def _metadata(request: Request) -> Metadata:

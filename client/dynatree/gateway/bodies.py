@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from dynatree.gateway.errors import ApiError
+from dynatree.gateway.errors import ApiError, client_went
 
 MAX_BODY_BYTES = 4 * 2**20  # what a gRPC message of the services may have
 
@@ -25,13 +25,23 @@ async def read_body(request: Request, model: type[Body]) -> Body:
         raise ApiError(
             415, f"the body is {kind or 'of no type'}; expected application/json", code="invalid_content_type"
         )
+    length = request.headers.get("content-length", "")
     body = b""
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            message = f"the body is longer than {MAX_BODY_BYTES} bytes"
-            raise ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
+    try:
+        if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+            raise _too_large()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MAX_BODY_BYTES:
+                raise _too_large()
+    except ClientDisconnect:
+        raise client_went() from None
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
         raise ApiError.of_body(error) from None
+
+
+def _too_large() -> ApiError:
+    message = f"the body is longer than {MAX_BODY_BYTES} bytes"
+    return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})

@@ -76,6 +76,7 @@ class SpeculativeDecoding(_Object):
     total_seconds: float
     queue_seconds: float
     resumes: int
+    seed: int
 
 
 class Usage(_Object):

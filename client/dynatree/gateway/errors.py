@@ -29,6 +29,9 @@ _STATUSES: dict[grpc.StatusCode, tuple[int, str, str]] = {
 }
 
 
+CLIENT_WENT = 499  # as others call it
+LONGEST_MESSAGE = 1000  # characters
+LONGEST_PARAM = 100
 _UNREACHABLE = "the draft service, or every verify service behind it, is out of reach; try again later"
 
 
@@ -70,5 +73,18 @@ class ApiError(Exception):
         return cls(400, message, param=path[0] if path else None, code="invalid_value")
 
     def body(self) -> dict[str, Any]:
-        """The object that a client gets."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        """The object that a client gets; what it quotes of the request is cut."""
+        param = None if self.param is None else self.param[:LONGEST_PARAM]
+        return {
+            "error": {"message": self.message[:LONGEST_MESSAGE], "type": self.type, "param": param, "code": self.code}
+        }
+
+
+def client_went() -> ApiError:
+    """The answer, which nobody gets, to a client that did not wait for it; logs and metrics have its status."""
+    return ApiError(CLIENT_WENT, "the client has gone", code="client_closed_request")
+
+
+def stopping() -> ApiError:
+    """What a request is told that the gateway's stop cuts short."""
+    return ApiError(503, "the gateway stops; try again", "server_error", code="service_unavailable")

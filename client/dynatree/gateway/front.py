@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -10,13 +11,13 @@ from collections.abc import Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dynatree.gateway.errors import CLIENT_WENT
 from dynatree.gateway.metrics import GatewayMetrics
 
 log = logging.getLogger(__name__)
 
 REQUEST_ID = b"x-request-id"
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,64}")
-CLIENT_WENT = 499  # what logs and metrics say of a client that did not wait for the status
 
 
 class Front:
@@ -32,6 +33,12 @@ class Front:
         self._app = app
         self._metrics = metrics
         self._routes = routes
+        self._open: set[asyncio.Task[object]] = set()
+
+    async def told(self, seconds: float) -> None:
+        """Wait at most so long for requests that the server has cut short, which are still told so."""
+        if self._open:
+            await asyncio.wait(self._open, timeout=seconds)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -53,9 +60,13 @@ class Front:
             await send(message)
 
         self._metrics.open.inc()
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
         try:
             await self._app(scope, receive, send_named)
         finally:
+            self._open.discard(task)
             self._metrics.open.dec()
             seconds = time.perf_counter() - began
             route = scope["path"] if scope["path"] in self._routes else "other"

@@ -14,15 +14,18 @@ from dynatree.client import GenerateOptions, Message
 
 MAX_PROMPTS = 128
 MAX_STOP_STRINGS = 16
+MAX_BIASES = 1024
+MAX_MESSAGES = 4096  # of a chat: thousands of tokens at least
+MAX_PARTS = 1024  # of a message
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI has it
 
 _TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-_TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
 _Text = Annotated[str, Field(min_length=1)]
 _StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 _Bias = Annotated[float, Field(ge=-1000, le=1000)]
 _BiasedId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-_Setting = float | list[float]
+_Setting = float | Annotated[list[float], Field(max_length=1024, fail_fast=True)]
 _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
@@ -51,14 +54,14 @@ class CompletionOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = None
     stop: _StopString | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logit_bias: dict[_BiasedId, _Bias] | None = None
+    logit_bias: Annotated[dict[_BiasedId, _Bias], Field(max_length=MAX_BIASES)] | None = None
     user: Annotated[str, Field(max_length=256, pattern=r"^[ -~]*$")] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -66,7 +69,7 @@ class CompletionOptions(BaseModel):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=64)] | None = None
     policy: str | None = None
-    policy_settings: dict[str, _Setting] | None = None
+    policy_settings: Annotated[dict[str, _Setting], Field(max_length=64)] | None = None
     scheme: Literal["gumbel", "independent", "residual"] | None = None
     trace: bool | None = None
     return_token_ids: bool | None = None
@@ -125,8 +128,8 @@ class CompletionRequest(CompletionOptions):
     prompt: (
         _Text
         | _TokenIds
-        | Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     max_tokens: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -182,7 +185,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: _Text
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
     @property
     def text(self) -> str:
@@ -209,7 +212,7 @@ class ChatRequest(CompletionOptions):
         response_format: Text, as there is no other.
     """
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, lt=2**32)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**32)] | None = None
     logprobs: bool | None = None

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from dynatree.client import DynaTreeError
 from dynatree.gateway.answers import Json
-from dynatree.gateway.errors import ApiError
+from dynatree.gateway.errors import ApiError, stopping
 
 _DONE = b"data: [DONE]\n\n"
 _HEADERS = [
@@ -28,10 +28,11 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 class _WhileWanted(Response):
-    """Work that is cancelled when the client goes away; nobody gets its answer then."""
+    """Work that is cancelled when the client goes away; nobody gets its answer then. One that is cut short is told."""
 
     def __init__(self) -> None:
         self.background = None
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
@@ -39,16 +40,25 @@ class _WhileWanted(Response):
         gone = asyncio.ensure_future(_gone(receive))
         try:
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # the gateway stops, and has waited long enough
+            await _end(work)
+            await self._fail(stopping(), scope, receive, send)
+            return
         finally:
             gone.cancel()
-            if not work.done():
-                work.cancel()
-            await asyncio.wait([work])
+            await _end(work)
         if not work.cancelled():
             work.result()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise NotImplementedError
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with an error, as a status of its own or, behind what was sent, as the last event."""
+        if self._begun:
+            await send({"type": "http.response.body", "body": _event(error.body()), "more_body": False})
+        else:
+            await error_response(error)(scope, receive, send)
 
 
 class Whole(_WhileWanted):
@@ -60,10 +70,11 @@ class Whole(_WhileWanted):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = JSONResponse(await self._work())
+            whole = await self._work()
         except DynaTreeError as error:
-            response = error_response(ApiError.of(error))
-        await response(scope, receive, send)
+            await self._fail(ApiError.of(error), scope, receive, send)
+        else:
+            await JSONResponse(whole)(scope, receive, send)
 
 
 class Events(_WhileWanted):
@@ -74,22 +85,23 @@ class Events(_WhileWanted):
         self._events = events
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
-        async with aclosing(self._events) as events:
-            try:
+        try:
+            async with aclosing(self._events) as events:
                 async for event in events:
-                    if not begun:
+                    if not self._begun:
                         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-                        begun = True
+                        self._begun = True
                     await send({"type": "http.response.body", "body": _event(event), "more_body": True})
-                last = _DONE
-            except DynaTreeError as error:
-                failure = ApiError.of(error)
-                if not begun:
-                    await error_response(failure)(scope, receive, send)
-                    return
-                last = _event(failure.body())
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        except DynaTreeError as error:
+            await self._fail(ApiError.of(error), scope, receive, send)
+        else:
+            await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+
+
+async def _end(work: asyncio.Future[None]) -> None:
+    if not work.done():
+        work.cancel()
+        await asyncio.wait([work])
 
 
 def _event(event: Json) -> bytes:

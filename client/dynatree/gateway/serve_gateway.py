@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 
 from dynatree.client import AsyncClient
+from dynatree.common.certificates import check_certificates
 from dynatree.common.errors import StartupError
 from dynatree.common.files import LOOK_SECONDS, Reloaded
 from dynatree.common.metrics import new_registry
@@ -81,13 +82,16 @@ async def serve(settings: GatewaySettings, started: Callable[[str], object]) -> 
     config.load()
     if tls is not None:
         config.ssl = tls.value
-    server = _Server(config, lambda: started(("https://" if tls else "http://") + address))
+    url = address if address.startswith("unix:") else f"{'https' if tls else 'http'}://{address}"
+    server = _Server(config, lambda: started(url))
     with listening:
         rotating = asyncio.ensure_future(_rotate(tls))
         try:
             await server.serve([listening])
         finally:
             rotating.cancel()
+            if address.startswith("unix:"):
+                Path(address.removeprefix("unix:")).unlink(missing_ok=True)
 
 
 class _Server(uvicorn.Server):
@@ -141,6 +145,8 @@ def _listen(address: str) -> tuple[socket.socket, str]:
         if address.startswith("unix:"):
             path = Path(address.removeprefix("unix:"))
             prepare_socket(path)
+            if path.exists() and not path.is_socket():
+                raise StartupError(f"cannot listen on {address}: a file is there that is no socket")
             path.unlink(missing_ok=True)  # left behind by a gateway that is gone
             listening = socket.socket(socket.AF_UNIX)
             listening.bind(str(path))
@@ -169,6 +175,7 @@ def _reloaded_context(security: SecuritySettings) -> Reloaded[ssl.SSLContext] | 
     context.minimum_version = ssl.TLSVersion.TLSv1_2
 
     def read() -> ssl.SSLContext:
+        check_certificates((certificate, key), None)  # a pair that makes no sense would leave the context with neither
         context.load_cert_chain(certificate, key)  # counts from the next connection on
         return context
 

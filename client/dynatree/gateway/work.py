@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class Work:
         self._answer = answer
         self._wanted = wanted
         self._texts = texts
+        self._began = time.perf_counter()
 
     async def whole(self) -> Json:
         """The whole answer, when everything has come.
@@ -107,7 +109,8 @@ class Work:
         return self._answer.chunk(choices)
 
     def _usage(self) -> Json:
-        return usage_of([stream.completion for stream in self._streams], scores_only=self._wanted.scores_only)
+        completions = [stream.completion for stream in self._streams]
+        return usage_of(completions, time.perf_counter() - self._began, scores_only=self._wanted.scores_only)
 
     # A stream's chunks
 
