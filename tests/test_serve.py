@@ -54,7 +54,9 @@ class Serve:
 
     def members(self) -> list[str]:
         """Processes of its group."""
-        listed = subprocess.run(["ps", "-o", "pid=,stat=,args=", "-g", str(self.process.pid)], capture_output=True)
+        listed = subprocess.run(
+            ["ps", "-ww", "-o", "pid=,stat=,args=", "-g", str(self.process.pid)], capture_output=True
+        )
         return [line for line in listed.stdout.decode().splitlines() if " Z" not in line]
 
 
