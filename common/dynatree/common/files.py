@@ -34,6 +34,7 @@ class Reloaded(Generic[T]):
         self._read = read
         self._seen = self._look()
         self._looked = time.monotonic()
+        self._failure = ""
         self._value = read()
 
     @property
@@ -46,8 +47,12 @@ class Reloaded(Generic[T]):
                 if seen != self._seen:
                     self._value = self._read()
                     self._seen = seen
+                    self._failure = ""
                     log.info("%s: read anew", ", ".join(path.name for path in self._paths))
             except (OSError, ValueError) as error:
+                if str(error) == self._failure:  # said already
+                    return self._value
+                self._failure = str(error)
                 names = ", ".join(path.name for path in self._paths)
                 log.error("%s cannot be read anew, what was read before stays in force: %s", names, error)
         return self._value
