@@ -41,15 +41,16 @@ class PromptEncoder:
         """The tokens of a chat by the template, the assistant's turn open at the end.
 
         Raises:
-            InvalidArgumentError: The tokenizer has no template, or it refuses the messages.
+            InvalidArgumentError: There is no message, the tokenizer has no template, or it refuses the messages.
         """
+        if not messages:
+            raise InvalidArgumentError("the chat has no messages; expected at least one")
         if not self._tokenizer.chat_template:
             raise InvalidArgumentError("the tokenizer has no chat template: expected a prompt of text or token ids")
         hidden: dict[str, str] = {}  # what looks like a special token, by what stands for it in the template's text
-        said = [
-            {"role": each.role, "content": each.content if special_tokens else self._hide(each.content, hidden)}
-            for each in messages
-        ]
+        said = [vars(each) for each in messages]
+        if not special_tokens:
+            said = [{name: self._hide(text, hidden) for name, text in each.items()} for each in said]
         try:
             rendered = self._tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError, ValueError, KeyError) as error:  # what templates raise, and stumble over

@@ -309,7 +309,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     async def _encoded(self, message: draft_pb2.GenerateRequest, longest: int) -> tuple[int, ...]:
         """The tokens of a prompt of text, or of a chat, that cannot be longer than `longest` tokens for certain."""
         messages = [Message(each.role, each.content) for each in message.chat.messages]
-        characters = len(message.text) + sum(len(each.content) for each in messages)
+        characters = len(message.text) + sum(len(each.role) + len(each.content) for each in messages)
         if characters > longest * self._longest_token:
             raise OutOfRangeError(
                 f"the prompt has {characters} characters; at most {longest} tokens fit, "
