@@ -26,10 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name stands for, dns:///name:port",
     )
     add_service_arguments(parser, default_port=50051)
-    parser.add_argument(
-        "--policy", default=DEFAULT_POLICY, choices=policy_names(), help="default policy (default: %(default)s)"
-    )
-    add_policy_settings(parser)
+    add_default_policy_arguments(parser)
     parser.add_argument(
         "--draft-ahead",
         choices=["auto", "on", "off"],
@@ -65,6 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--verify-token-file", "the token that is shown to them, and nothing else"),
     ):
         verify.add_argument(option, type=Path, metavar="FILE", help=text)
+
+
+def add_default_policy_arguments(parser: argparse.ArgumentParser) -> None:
+    """The policy of requests that name none."""
+    parser.add_argument(
+        "--policy", default=DEFAULT_POLICY, choices=policy_names(), help="default policy (default: %(default)s)"
+    )
+    add_policy_settings(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -7,9 +7,7 @@ import asyncio
 from pathlib import Path
 
 from dynatree.cli.arguments import add_channel_arguments
-from dynatree.cli.service_arguments import network_address, network_addresses, seconds, some_seconds
-
-DEFAULT_LISTEN = "127.0.0.1:8000"
+from dynatree.cli.service_arguments import add_process_arguments, network_address, network_addresses, some_seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,16 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="localhost:50051",
         metavar="ADDR[,ADDR...]",
         help="the draft service: host:port, unix:PATH or dns:///name:port; several take turns (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--listen",
-        type=network_address,
-        default=DEFAULT_LISTEN,
-        metavar="ADDR",
-        help="host:port or unix:PATH; port 0 takes a free one (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--timeout", type=some_seconds, metavar="SECONDS", help="the longest that a request may take; default: no limit"
     )
     channel = add_channel_arguments(parser, "the way to the draft service")
     channel.add_argument(
@@ -44,15 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_http_arguments(parser: argparse.ArgumentParser) -> None:
     """How HTTP is served."""
     parser.add_argument(
-        "--grace",
-        type=seconds,
-        default=10.0,
-        metavar="SECONDS",
-        help="time for open requests at shutdown (default: 10)",
+        "--listen",
+        "--http",
+        dest="listen",
+        type=network_address,
+        default="127.0.0.1:8000",
+        metavar="ADDR",
+        help="where HTTP is served: host:port or unix:PATH; port 0 takes a free one (default: %(default)s)",
     )
     parser.add_argument(
-        "--log-format", choices=["text", "json"], default="text", help="of the lines on standard error (default: text)"
+        "--timeout", type=some_seconds, metavar="SECONDS", help="the longest that a request may take; default: no limit"
     )
+    add_process_arguments(parser)
     group = parser.add_argument_group("security of HTTP", "the certificate is read anew when it is replaced")
     group.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain, PEM: HTTPS")
     group.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM")

@@ -11,11 +11,10 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynatree.cli.arguments import DTYPES, add_policy_settings, positive
-from dynatree.cli.gateway import DEFAULT_LISTEN, add_http_arguments
-from dynatree.cli.service_arguments import network_address, some_seconds
-from dynatree.common.limits import MAX_QUEUED, MAX_SESSIONS
-from dynatree.draft.policies import DEFAULT_POLICY, policy_names
+from dynatree.cli.arguments import DTYPES
+from dynatree.cli.draft import add_default_policy_arguments
+from dynatree.cli.gateway import add_http_arguments
+from dynatree.cli.service_arguments import add_capacity_arguments, add_context_argument, network_address
 
 if TYPE_CHECKING:
     from dynatree.cli.service_pair import ServicePair
@@ -32,15 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{role}-model", required=True, metavar="embedded|PATH|HUB_ID", help=f"the {what}; embedded: shipped"
         )
     parser.add_argument(
-        "--listen",
-        "--http",
-        dest="listen",
-        type=network_address,
-        default=DEFAULT_LISTEN,
-        metavar="ADDR",
-        help="where HTTP is served: host:port or unix:PATH; port 0 takes a free one (default: %(default)s)",
-    )
-    parser.add_argument(
         "--grpc",
         type=network_address,
         metavar="ADDR",
@@ -53,35 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", default="auto", choices=["auto", *DTYPES], help="of the weights (default: the checkpoints' own)"
     )
-    parser.add_argument(
-        "--policy", default=DEFAULT_POLICY, choices=policy_names(), help="default policy (default: %(default)s)"
-    )
-    add_policy_settings(parser)
-    parser.add_argument(
-        "--max-sessions",
-        type=positive,
-        default=MAX_SESSIONS,
-        metavar="N",
-        help="completions at once; more wait in the queue (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--queue",
-        type=positive,
-        default=MAX_QUEUED,
-        metavar="N",
-        help="completions that may wait; one more is refused (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-context", type=positive, metavar="N", help="longest prompt and completion together, in tokens"
-    )
+    add_default_policy_arguments(parser)
+    add_capacity_arguments(parser)
+    add_context_argument(parser)
     parser.add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
         help="lines principal:token; a request must show one of the tokens as its API key",
-    )
-    parser.add_argument(
-        "--timeout", type=some_seconds, metavar="SECONDS", help="the longest that a request may take; default: no limit"
     )
     add_http_arguments(parser)
 

@@ -58,6 +58,45 @@ def metrics_address(text: str) -> str:
     return network_address(text)
 
 
+def add_capacity_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many completions a service runs, and how many wait."""
+    parser.add_argument(
+        "--max-sessions",
+        type=positive,
+        default=MAX_SESSIONS,
+        metavar="N",
+        help="completions at once; more wait in the queue (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--queue",
+        type=not_negative,
+        default=MAX_QUEUED,
+        metavar="N",
+        help="completions that may wait; one more is refused (default: %(default)s)",
+    )
+
+
+def add_context_argument(parser: argparse.ArgumentParser) -> None:
+    """The longest sequence."""
+    parser.add_argument(
+        "--max-context",
+        type=context,
+        metavar="N",
+        help="longest prompt and completion together, in tokens (default, and at most: the model's own); past the "
+        "draft service's, requests that name no length go on to the verify service's in plain steps",
+    )
+
+
+def add_process_arguments(parser: argparse.ArgumentParser) -> None:
+    """How a process that serves writes its log, and how it ends."""
+    parser.add_argument(
+        "--grace", type=seconds, default=10.0, metavar="SECONDS", help="time for open calls at shutdown (default: 10)"
+    )
+    parser.add_argument(
+        "--log-format", choices=["text", "json"], default="text", help="of the lines on standard error (default: text)"
+    )
+
+
 def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) -> None:
     """The options that both services have."""
     parser.add_argument(
@@ -82,20 +121,7 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
         action="store_true",
         help="pad forwards to a few sizes, and capture them as CUDA graphs on a GPU (on a CPU: slower)",
     )
-    parser.add_argument(
-        "--max-sessions",
-        type=positive,
-        default=MAX_SESSIONS,
-        metavar="N",
-        help="completions at once; more wait in the queue (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--queue",
-        type=not_negative,
-        default=MAX_QUEUED,
-        metavar="N",
-        help="completions that may wait; one more is refused (default: %(default)s)",
-    )
+    add_capacity_arguments(parser)
     parser.add_argument(
         "--kv-tokens",
         type=positive,
@@ -103,13 +129,7 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
         help="tokens whose keys and values are kept, over all sessions (default: what the sessions can need, as far "
         "as the memory goes)",
     )
-    parser.add_argument(
-        "--max-context",
-        type=context,
-        metavar="N",
-        help="longest prompt and completion together, in tokens (default, and at most: the model's own); past the "
-        "draft service's, requests that name no length go on to the verify service's in plain steps",
-    )
+    add_context_argument(parser)
     parser.add_argument(
         "--idle-timeout",
         type=some_seconds,
@@ -123,14 +143,9 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
         default="on",
         help="reuse the keys and values of prompts that begin alike, of one principal (default: on)",
     )
-    parser.add_argument(
-        "--grace", type=seconds, default=10.0, metavar="SECONDS", help="time for open calls at shutdown (default: 10)"
-    )
+    add_process_arguments(parser)
     parser.add_argument(
         "--metrics", type=metrics_address, metavar="HOST:PORT", help="answer GET /metrics there, for Prometheus"
-    )
-    parser.add_argument(
-        "--log-format", choices=["text", "json"], default="text", help="of the lines on standard error (default: text)"
     )
     parser.add_argument(
         "--traces", metavar="URL", help="send traces there over OTLP/HTTP, such as http://localhost:4318 (extra otel)"
