@@ -1,4 +1,8 @@
-"""A gateway as its command line starts it, in a process of its own."""
+"""A gateway as its command line starts it, in a process of its own, and clients of it.
+
+A test module imports the fixtures that it uses by their functions' names; it names `embedded_services`, so that it runs
+where those do.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,20 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import openai
+import pytest
+from conftest import EmbeddedServices
+
+from dynatree.client import Client
+
 _ADDRESS = re.compile(r"as HTTP on (\S+)")
 _STOP_SECONDS = 20.0
+KEY = "not-needed"
 
 
 @dataclass
@@ -25,6 +37,13 @@ class Gateway:
     @property
     def log(self) -> str:
         return "".join(self.lines)
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
+    until = time.monotonic() + seconds
+    while not (held := holds()) and time.monotonic() < until:
+        time.sleep(0.02)
+    return held
 
 
 @contextmanager
@@ -54,3 +73,26 @@ def running_gateway(server: str, *options: str) -> Iterator[Gateway]:
             process.wait()
         reading.join(_STOP_SECONDS)
         process.stderr.close()
+
+
+@pytest.fixture(scope="module", name="gateway")
+def gateway_fixture(embedded_services: EmbeddedServices) -> Iterator[Gateway]:
+    with running_gateway(embedded_services.draft_address) as gateway:
+        yield gateway
+
+
+@pytest.fixture(scope="module", name="client")
+def client_fixture(gateway: Gateway) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module", name="grpc_client")
+def grpc_client_fixture(embedded_services: EmbeddedServices) -> Iterator[Client]:
+    with Client(embedded_services.draft_address) as client:
+        yield client
+
+
+@pytest.fixture(scope="module", name="model")
+def model_fixture(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id

@@ -25,7 +25,7 @@ from dynatree.gateway.front import Front
 from dynatree.gateway.metrics import GatewayMetrics
 from dynatree.gateway.models import Metadata, Models
 from dynatree.gateway.requests import ChatRequest, CompletionRequest
-from dynatree.gateway.responses import Events, Whole, error_response
+from dynatree.gateway.responses import as_events, error_response, whole
 from dynatree.gateway.token_texts import TokenTexts
 from dynatree.gateway.work import Wanted, Work
 from dynatree.pages import Page
@@ -145,7 +145,7 @@ class Gateway:
         streams = [self._client.stream(prompt, metadata=metadata + principal, **options) for prompt in prompts]
         texted = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         work = Work(streams, texted, answer, wanted, texts)
-        return Events(work.events()) if body.stream else Whole(work.whole)
+        return as_events(work.events()) if body.stream else whole(work.whole)
 
 
 def build_app(client: AsyncClient, registry: CollectorRegistry, page: Page, origins: Sequence[str] = ()) -> Front:

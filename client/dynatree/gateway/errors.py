@@ -23,6 +23,7 @@ _STATUSES: dict[grpc.StatusCode, tuple[int, str, str]] = {
     grpc.StatusCode.PERMISSION_DENIED: (403, "permission_error", "permission_denied"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error", "rate_limit_exceeded"),
     grpc.StatusCode.FAILED_PRECONDITION: (503, "server_error", "models_do_not_match"),
+    grpc.StatusCode.UNIMPLEMENTED: (503, "server_error", "service_unavailable"),
     grpc.StatusCode.UNAVAILABLE: (503, "server_error", "service_unavailable"),
     grpc.StatusCode.CANCELLED: (503, "server_error", "service_unavailable"),
     grpc.StatusCode.DEADLINE_EXCEEDED: (504, "server_error", "timeout"),
@@ -54,7 +55,8 @@ class ApiError(Exception):
         if isinstance(error, ServerBusyError) and error.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
         log.info("a request failed", extra={"fields": {"request_id": error.request_id, "error": str(error)}})
-        message = _UNREACHABLE if error.code is grpc.StatusCode.UNAVAILABLE else str(error)  # that names an address
+        names_address = error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED)
+        message = _UNREACHABLE if names_address else str(error)
         return cls(status, message, type_, code=code, headers=headers)
 
     @classmethod

@@ -14,7 +14,6 @@ from dynatree.client import DynaTreeError
 from dynatree.gateway.answers import Json
 from dynatree.gateway.errors import ApiError, stopping
 
-_DONE = b"data: [DONE]\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -27,22 +26,72 @@ def error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, dict(error.headers))
 
 
-class _WhileWanted(Response):
-    """Work that is cancelled when the client goes away; nobody gets its answer then. One that is cut short is told."""
+def whole(work: Callable[[], Awaitable[Json]]) -> Response:
+    """One JSON object, when it is there."""
 
-    def __init__(self) -> None:
-        self.background = None
+    async def tell(telling: Telling) -> None:
+        await telling.respond(JSONResponse(await work()))
+
+    return _WhileWanted(tell)
+
+
+def as_events(events: AsyncGenerator[Json]) -> Response:
+    """Events as they come, and `[DONE]` behind them."""
+
+    async def tell(telling: Telling) -> None:
+        async with aclosing(events):
+            async for event in events:
+                await telling.event(json.dumps(event, ensure_ascii=False, separators=(",", ":")))
+        await telling.event("[DONE]", last=True)
+
+    return _WhileWanted(tell)
+
+
+class Telling:
+    """What one client is told: a response, or events. A failure is told in the way that is still open."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
         self._begun = False
+
+    async def respond(self, response: Response) -> None:
+        """Tell all of it."""
+        await response(self._scope, self._receive, self._send)
+
+    async def event(self, data: str, *, last: bool = False) -> None:
+        """Tell one event of a stream."""
+        if not self._begun:
+            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            self._begun = True
+        await self._send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": not last})
+
+    async def fail(self, error: ApiError) -> None:
+        """Tell an error: as a status of its own before the first event, and behind it as the last event."""
+        if self._begun:
+            await self.event(json.dumps(error.body(), ensure_ascii=False), last=True)
+        else:
+            await self.respond(error_response(error))
+
+
+class _WhileWanted(Response):
+    """Tells until the client goes away; nobody gets the rest then. One that the gateway's stop cuts short is told."""
+
+    def __init__(self, tell: Callable[[Telling], Awaitable[None]]) -> None:
+        self.background = None
+        self._tell = tell
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
-        work = asyncio.ensure_future(self._answer(scope, receive, send))
+        telling = Telling(scope, receive, send)
+        work = asyncio.ensure_future(self._told(telling))
         gone = asyncio.ensure_future(_gone(receive))
         try:
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:  # the gateway stops, and has waited long enough
             await _end(work)
-            await self._fail(stopping(), scope, receive, send)
+            await telling.fail(stopping())
             return
         finally:
             gone.cancel()
@@ -50,62 +99,17 @@ class _WhileWanted(Response):
         if not work.cancelled():
             work.result()
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise NotImplementedError
-
-    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with an error, as a status of its own or, behind what was sent, as the last event."""
-        if self._begun:
-            await send({"type": "http.response.body", "body": _event(error.body()), "more_body": False})
-        else:
-            await error_response(error)(scope, receive, send)
-
-
-class Whole(_WhileWanted):
-    """One JSON object, when it is there."""
-
-    def __init__(self, work: Callable[[], Awaitable[Json]]) -> None:
-        super().__init__()
-        self._work = work
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _told(self, telling: Telling) -> None:
         try:
-            whole = await self._work()
+            await self._tell(telling)
         except DynaTreeError as error:
-            await self._fail(ApiError.of(error), scope, receive, send)
-        else:
-            await JSONResponse(whole)(scope, receive, send)
-
-
-class Events(_WhileWanted):
-    """Events as they come. A failure before the first is a status of its own; one in their midst is the last event."""
-
-    def __init__(self, events: AsyncGenerator[Json]) -> None:
-        super().__init__()
-        self._events = events
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with aclosing(self._events) as events:
-                async for event in events:
-                    if not self._begun:
-                        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-                        self._begun = True
-                    await send({"type": "http.response.body", "body": _event(event), "more_body": True})
-        except DynaTreeError as error:
-            await self._fail(ApiError.of(error), scope, receive, send)
-        else:
-            await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+            await telling.fail(ApiError.of(error))
 
 
 async def _end(work: asyncio.Future[None]) -> None:
     if not work.done():
         work.cancel()
         await asyncio.wait([work])
-
-
-def _event(event: Json) -> bytes:
-    return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 async def _gone(receive: Receive) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from dynatree.client import AsyncCompletionStream, Chunk, Completion
@@ -185,7 +185,7 @@ class Work:
                 async for chunk in stream:
                     yield 0, chunk
             return
-        queue: asyncio.Queue[tuple[int, Chunk] | BaseException | None] = asyncio.Queue(AT_ONCE)
+        queue: asyncio.Queue[tuple[int, Chunk] | Exception | None] = asyncio.Queue(AT_ONCE)
         turns = asyncio.Semaphore(AT_ONCE)
 
         async def read(place: int, stream: AsyncCompletionStream) -> None:
@@ -198,21 +198,18 @@ class Work:
             else:
                 await queue.put(None)
 
-        async with AsyncExitStack() as stack:
-            tasks = [asyncio.ensure_future(read(place, stream)) for place, stream in enumerate(self._streams)]
-            stack.push_async_callback(_end, tasks)
+        tasks = [asyncio.ensure_future(read(place, stream)) for place, stream in enumerate(self._streams)]
+        try:
             left = len(tasks)
             while left:
                 match await queue.get():
                     case None:
                         left -= 1
-                    case BaseException() as error:
+                    case Exception() as error:
                         raise error
                     case (place, chunk):
                         yield place, chunk
-
-
-async def _end(tasks: Sequence[asyncio.Future[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)

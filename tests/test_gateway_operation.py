@@ -1,0 +1,218 @@
+"""The gateway in operation: keys, certificates, health, clients that go, services that are lost, its stop."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import ssl
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+import requests
+from certificates import Authority
+from conftest import EmbeddedServices
+from gateways import Gateway, running_gateway, wait_for
+from gateways import client_fixture as client_fixture
+from gateways import gateway_fixture as gateway_fixture
+from gateways import grpc_client_fixture as grpc_client_fixture
+from gateways import model_fixture as model_fixture
+from model_zoo import save_noisy_copy, save_random_model
+from services import running_services
+
+from dynatree.cli.main import main
+from dynatree.common.security import SecuritySettings
+
+
+def test_keys_are_the_draft_services_tokens(tmp_path: Path) -> None:
+    """Who shows none is not even told what is served."""
+    target = save_random_model(tmp_path / "target", "gpt2", seed=1)
+    draft = save_noisy_copy(tmp_path / "draft", target, seed=2)
+    tokens = tmp_path / "tokens"
+    tokens.write_text("anna:sesame-1234567890\n")
+    security = SecuritySettings(tokens=tokens)
+    with (
+        running_services(tmp_path, target, draft, security=security) as services,
+        running_gateway(services.draft_address) as gateway,
+    ):
+        url = f"{gateway.url}/v1"
+        with openai.OpenAI(base_url=url, api_key="sesame-1234567890", max_retries=0) as known:
+            assert known.models.list().data[0].id == "target"
+            assert known.completions.create(model="target", prompt="a", max_tokens=2).choices
+        for key in ("wrong", "no key"):
+            with (
+                openai.OpenAI(base_url=url, api_key=key, max_retries=0) as unknown,
+                pytest.raises(openai.AuthenticationError),
+            ):
+                unknown.completions.create(model="target", prompt="a", max_tokens=2)
+        for path, send in (
+            ("models", {}),
+            ("completions", {"json": {"prompt": "a", "logprobs": 1}}),
+            (
+                "completions",
+                {"json": {"prompt": "a", "model": "guessed"}},
+            ),
+        ):
+            answer = requests.request("POST" if send else "GET", f"{url}/{path}", timeout=60, **send)
+            assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("shown", ["", "Bearer ", "Basic dTpw"])
+def test_what_is_no_key_is_as_good_as_none(gateway: Gateway, shown: str) -> None:
+    """lm-eval shows an empty key when it was given none."""
+    headers = {"Authorization": shown}
+    answer = requests.post(f"{gateway.url}/v1/completions", json={"prompt": "a"}, headers=headers, timeout=60)
+    assert answer.status_code == 200
+
+
+def test_a_gateway_without_services_says_so_and_names_no_address(tmp_path: Path) -> None:
+    with running_gateway(f"unix:{tmp_path}/nobody.sock", "--timeout", "1") as gateway:
+        health = requests.get(f"{gateway.url}/health", timeout=60)
+        answer = requests.post(f"{gateway.url}/v1/completions", json={"prompt": "a"}, timeout=60)
+
+        for each in (health, answer):
+            assert each.status_code == 503
+            assert each.json()["error"]["code"] == "service_unavailable"
+            assert "nobody.sock" not in each.text
+
+
+def test_health_and_metrics(gateway: Gateway) -> None:
+    assert requests.get(f"{gateway.url}/health", timeout=60).json() == {"status": "ok"}
+    requests.get(f"{gateway.url}/v1/models", timeout=60)
+    figures = requests.get(f"{gateway.url}/metrics", timeout=60).text
+    assert 'dynatree_gateway_requests_total{code="200",route="/v1/models"}' in figures
+
+
+def test_answers_name_their_requests(gateway: Gateway) -> None:
+    """With the caller's own name, where it is one; the services' logs have it too."""
+    url = f"{gateway.url}/v1/models"
+    for shown, told in (("mine-1", "mine-1"), ("no name; at all", None)):
+        name = requests.get(url, headers={"X-Request-Id": shown}, timeout=60).headers["X-Request-Id"]
+        assert name == told or (told is None and len(name) == 32)
+    assert wait_for(lambda: "request_id=mine-1" in gateway.log)
+
+
+def test_pages_of_other_origins_may_call_only_where_they_are_named(
+    gateway: Gateway, embedded_services: EmbeddedServices
+) -> None:
+    headers = {"Origin": "https://example.org"}
+    assert (
+        "Access-Control-Allow-Origin" not in requests.get(f"{gateway.url}/health", headers=headers, timeout=60).headers
+    )
+    with running_gateway(embedded_services.draft_address, "--cors", "https://example.org") as open_gateway:
+        answer = requests.get(f"{open_gateway.url}/health", headers=headers, timeout=60)
+        assert answer.headers["Access-Control-Allow-Origin"] == "https://example.org"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_cancels_its_completion(tmp_path: Path, stream: bool) -> None:
+    target = save_random_model(tmp_path / "target", "gpt2", seed=1)
+    draft = save_noisy_copy(tmp_path / "draft", target, seed=2)
+    with (
+        running_services(tmp_path, target, draft, prefix_cache=False) as services,
+        running_gateway(services.draft_address) as gateway,
+    ):
+        host, port = gateway.url.removeprefix("http://").split(":")
+        body = json.dumps({"prompt": "a", "max_tokens": 150, "n": 64, "ignore_eos": True, "stream": stream})
+        with socket.create_connection((host, int(port))) as connection:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            assert wait_for(lambda: not services.idle)
+        assert wait_for(lambda: services.idle)
+        figures = requests.get(f"{gateway.url}/metrics", timeout=60).text
+        assert "dynatree_gateway_num_requests_running 1.0" in figures  # the one that asks
+
+
+def test_a_client_that_leaves_in_the_midst_of_its_body_is_no_failure(gateway: Gateway) -> None:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}X-Request-Id: leaver\r\nContent-Length: 1000\r\n\r\nhalf".encode())
+        time.sleep(0.2)
+    assert wait_for(lambda: "request_id=leaver route=/v1/completions status=499" in gateway.log)
+    assert "Traceback" not in gateway.log
+
+
+def test_a_length_that_is_too_large_is_refused_before_the_body(gateway: Gateway) -> None:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 1000000000\r\n\r\n".encode())
+        assert connection.recv(12) == b"HTTP/1.1 413"
+
+
+def test_a_stop_tells_the_requests_that_it_cuts(embedded_services: EmbeddedServices) -> None:
+    body = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "policy": "autoregressive", "temperature": 1, "n": 9}
+    with running_gateway(embedded_services.draft_address, "--grace", "1") as gateway:
+        url = f"{gateway.url}/v1/completions"
+        with ThreadPoolExecutor(1) as threads:
+            whole = threads.submit(requests.post, url, json=body, timeout=60)
+            with requests.post(url, json=body | {"stream": True}, stream=True, timeout=60) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                gateway.process.terminate()
+                *_, last = [line for line in lines if line]
+            assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "service_unavailable"
+            assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, "service_unavailable")
+        gateway.process.wait(20)
+    assert "Traceback" not in gateway.log
+
+
+def test_a_file_that_is_no_socket_stays(embedded_services: EmbeddedServices, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("data")
+    assert main(["gateway", "--server", embedded_services.draft_address, "--listen", f"unix:{precious}"]) == 1
+    assert precious.read_text() == "data"
+
+
+def test_a_certificate_that_is_not_its_keys_changes_nothing(
+    embedded_services: EmbeddedServices, tmp_path: Path
+) -> None:
+    """A rotation by two renames passes through such a pair."""
+    authority = Authority(tmp_path)
+    first, second = authority.pair("first"), authority.pair("second")
+    live, key = tmp_path / "live.pem", tmp_path / "live.key"
+    shutil.copy(first.certificate, live)
+    shutil.copy(first.key, key)
+    tls = ("--tls-cert", str(live), "--tls-key", str(key))
+    with running_gateway(embedded_services.draft_address, *tls) as gateway:
+
+        def shown() -> str:
+            host, port = gateway.url.removeprefix("https://").split(":")
+            return ssl.get_server_certificate((host, int(port)), timeout=10)
+
+        before = shown()
+        shutil.copy(second.certificate, live)
+        assert wait_for(lambda: "cannot be read anew" in gateway.log)
+        assert shown() == before
+        shutil.copy(second.key, key)
+        assert wait_for(lambda: shown() != before)
+
+
+def test_a_connection_without_encryption_needs_a_word() -> None:
+    for arguments in (
+        ["--listen", "0.0.0.0:0"],
+        ["--server", "192.0.2.1:50051"],
+    ):
+        assert main(["gateway", *arguments]) == 1
+
+
+def test_the_description_is_openapi(gateway: Gateway) -> None:
+    description = requests.get(f"{gateway.url}/openapi.json", timeout=60).json()
+
+    assert description["openapi"].startswith("3.")
+    assert {"/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics"} <= description[
+        "paths"
+    ].keys()
+
+
+def test_what_is_no_draft_service_is_named_by_no_address(embedded_services: EmbeddedServices) -> None:
+    with running_gateway(embedded_services.verify_address) as gateway:
+        answer = requests.post(f"{gateway.url}/v1/completions", json={"prompt": "a"}, timeout=60)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "service_unavailable")
+    assert "verify.sock" not in answer.text

@@ -1,0 +1,140 @@
+"""What the gateway refuses, and in which words; its services are `embedded_services`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import openai
+import pytest
+import requests
+from gateways import Gateway
+from gateways import client_fixture as client_fixture
+from gateways import gateway_fixture as gateway_fixture
+from gateways import grpc_client_fixture as grpc_client_fixture
+from gateways import model_fixture as model_fixture
+
+CHAT: Any = [{"role": "user", "content": "Who are you?"}]
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a field that is not here": ({"prompt": "a", "tools": []}, "tools", "tools is not supported"),
+    "a value that is not here": ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "less than or equal"),
+    "a type": ({"prompt": "a", "max_tokens": "7"}, "max_tokens", "integer"),
+    "a range": ({"prompt": "a", "top_p": 0}, "top_p", "greater than 0"),
+    "no prompt": ({}, "prompt", "required"),
+    "an empty prompt": ({"prompt": []}, "prompt", "at least 1"),
+    "a prompt of both": ({"prompt": ["a", 1]}, "prompt", "valid"),
+    "no tokens": ({"prompt": "a", "max_tokens": 0}, "", "needs echo"),
+    "a temperature above the limit": ({"prompt": "a", "temperature": 500}, "temperature", "or equal to 100"),
+    "a seed of more than 64 bits": ({"prompt": "a", "seed": 2**64}, "seed", "less than"),
+    "best of more": ({"prompt": "a", "best_of": 3}, "", "best_of is not n"),
+    "a token outside the vocabulary": ({"prompt": [99999]}, "", "vocabulary"),
+    "a prompt past the context": ({"prompt": [7] * 2100}, "", "at most 2048 fit"),
+    "an unknown policy": ({"prompt": "a", "policy": "magic"}, "", "magic"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_wrong_is_refused_by_name(gateway: Gateway, name: str) -> None:
+    body, param, words = REFUSED[name]
+
+    answer = requests.post(f"{gateway.url}/v1/completions", json=body, timeout=60)
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"] or "") == (400, "invalid_request_error", param)
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"{", "not JSON"),
+        (b"[" * 20_000, "not JSON"),
+        (b"[]", "should be an object"),
+        (b'{"prompt": NaN}', "prompt"),
+        (b'{"prompt": "\\ud800"}', "not JSON"),
+    ],
+)
+def test_a_body_that_makes_no_sense_is_refused(gateway: Gateway, data: bytes, words: str) -> None:
+    headers = {"Content-Type": "application/json"}
+
+    answer = requests.post(f"{gateway.url}/v1/completions", data=data, headers=headers, timeout=60)
+
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("start", "item", "end"),
+    [
+        (b'{"messages": [{"role": "user", "content": [', b"{}", b"]}]}"),
+        (b'{"messages": [', b"{}", b"]}"),
+        (b'{"prompt": [', b"-1", b"]}"),
+        (b'{"prompt": [', b'""', b"]}"),
+        (b'{"prompt": "a", "policy_settings": {"a": [', b'""', b"]}}"),
+    ],
+)
+def test_a_body_that_is_wrong_in_a_million_places_is_refused_at_once(
+    gateway: Gateway, start: bytes, item: bytes, end: bytes
+) -> None:
+    """Checking all of them took 10 s, in which every stream stood still."""
+    body = start + b",".join([item] * (3 * 2**20 // (len(item) + 1))) + end
+    route = "chat/completions" if b"messages" in start else "completions"
+    began = time.monotonic()
+
+    answer = requests.post(
+        f"{gateway.url}/v1/{route}", data=body, headers={"Content-Type": "application/json"}, timeout=60
+    )
+
+    assert answer.status_code == 400
+    assert time.monotonic() - began < 2.0
+    assert len(answer.content) < 5000
+
+
+def test_what_an_error_quotes_is_cut(gateway: Gateway) -> None:
+    for body in ({"prompt": "a", "model": "m" * 10**6}, {"prompt": "a", "m" * 10**6: 1}):
+        answer = requests.post(f"{gateway.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code in (400, 404)
+        assert len(answer.content) < 2000
+
+
+def test_a_body_that_is_not_called_json_is_refused(gateway: Gateway) -> None:
+    """A page of another origin can send text without asking first, and nothing else."""
+    answer = requests.post(
+        f"{gateway.url}/v1/completions", data=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"}, timeout=60
+    )
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "invalid_content_type")
+
+
+def test_null_is_as_good_as_nothing(client: openai.OpenAI, model: str) -> None:
+    answer = client.completions.create(
+        model=model, prompt="a", max_tokens=2, stop=None, extra_body={"tools": None, "suffix": None}
+    )
+
+    assert len(answer.choices) == 1
+
+
+def test_a_model_that_is_not_served_is_not_found(client: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.NotFoundError, match="is not served") as raised:
+        client.completions.create(model="gpt-9", prompt="a")
+    assert raised.value.code == "model_not_found"
+    assert client.models.retrieve(model).id == model
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
+
+
+def test_a_body_has_a_largest_size(gateway: Gateway) -> None:
+    """Declared or not."""
+    big = b'{"prompt": "' + b"a" * (5 * 2**20) + b'"}'
+    headers = {"Content-Type": "application/json"}
+    for data in (big, iter([big])):
+        answer = requests.post(f"{gateway.url}/v1/completions", data=data, headers=headers, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)])
+def test_there_are_no_other_routes(gateway: Gateway, method: str, path: str, status: int) -> None:
+    answer = requests.request(method, gateway.url + path, timeout=60)
+
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "invalid_request_error"
