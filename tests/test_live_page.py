@@ -212,6 +212,26 @@ def test_a_reader_of_the_history_stays_there_while_rounds_come(page: Page, gatew
 
 
 @pytest.mark.long
+def test_the_sliders_end_is_the_newest_round_though_more_came_since_it_was_drawn(
+    page: Page, gateway: FakeGateway
+) -> None:
+    gateway.delay = 0.1
+    generate(page, limit=200)
+    wait_for_rounds(page, 3)
+    move_to(page, 1)
+    page.evaluate(
+        "window.draw = window.requestAnimationFrame; window.requestAnimationFrame = (frame) => { window.held = frame }"
+    )
+    page.wait_for_timeout(500)
+    page.locator("#slider").evaluate(
+        "slider => { slider.value = slider.max; slider.dispatchEvent(new Event('input')) }"
+    )
+    page.evaluate("window.requestAnimationFrame = window.draw; window.requestAnimationFrame(window.held)")
+    finish(page)
+    assert page.locator("#slider").input_value() == page.locator("#slider").get_attribute("max")
+
+
+@pytest.mark.long
 def test_the_form_by_keyboard_alone(page: Page) -> None:
     prompt = page.get_by_label("Prompt")
     prompt.focus()

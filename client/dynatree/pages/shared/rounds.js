@@ -13,7 +13,10 @@ class RoundView {
   #charts = new Charts((position) => this.goTo(position));
 
   constructor() {
-    byId("slider").addEventListener("input", (event) => this.goTo(event.target.valueAsNumber));
+    byId("slider").addEventListener("input", ({ target }) => {
+      // Its end stands for the newest round, though rounds may have come since it was drawn.
+      this.goTo(target.value === target.max ? this.#last : target.valueAsNumber);
+    });
     byId("previous").addEventListener("click", () => this.goTo(this.#position - 1));
     byId("next").addEventListener("click", () => this.goTo(this.#position + 1));
     document.addEventListener("keydown", (event) => {
