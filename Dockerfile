@@ -39,8 +39,9 @@ CMD ["gateway", "--server", "dns:///draft:50051", "--listen", "0.0.0.0:8000", "-
 FROM python AS serve
 # More arguments for pip; which index it is given decides between the CPU and the CUDA builds of torch.
 ARG PIP_ARGS=""
-ENV HF_HOME=/var/cache/huggingface
-RUN install --directory --owner dynatree --group dynatree "$HF_HOME"
+ENV HF_HOME=/var/cache/huggingface \
+    TRITON_CACHE_DIR=/var/cache/triton
+RUN install --directory --owner dynatree --group dynatree "$HF_HOME" "$TRITON_CACHE_DIR"
 
 # The dependencies come first, so that a change of the code does not fetch torch again.
 WORKDIR /src
@@ -48,6 +49,16 @@ COPY pyproject.toml constraints.txt ./
 RUN python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*p["dependencies"], *p["optional-dependencies"]["serve"], sep="\n")' > /tmp/requirements.txt \
  && pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} -c constraints.txt -r /tmp/requirements.txt \
  && rm /tmp/requirements.txt
+# Triton, which torch's CUDA builds bring, compiles the launcher of its kernels at run time, with gcc and Python's
+# headers. Its presence decides, so that no build argument can contradict the torch that PIP_ARGS chose: torch's CPU
+# builds bring none, and their images get no compiler. An image that could not compile is not built.
+RUN if python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("triton") is None)'; then \
+      command -v gcc \
+      || { apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev >/dev/null \
+           && rm -rf /var/lib/apt/lists/*; } \
+      && echo '#include <Python.h>' \
+       | gcc -fsyntax-only -I "$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')" -xc -; \
+    fi
 COPY --from=wheel /built /built
 RUN pip install --no-cache-dir --disable-pip-version-check --no-deps /built/*.whl \
  && python -m compileall -q /opt/dynatree/lib/python3*/site-packages/dynatree \

@@ -44,6 +44,8 @@ NAMES = {
     "dynatree": "policy `dynatree`",
 }
 
+NAMES_OF_TREES = {"random": "random", "dyspec": "DySpec's"}
+
 # Outside of cog's blocks these may not stand in a document: measured rates, times, ratios.
 UNIT = r"tokens/s|tokens a second|ms\b|GB/s|x plain|times (?:as fast|plain|transformers)"
 FIGURE = re.compile(rf"(?<![\w.])\d[\d.,]* ?(?:{UNIT})")
@@ -380,6 +382,30 @@ def main(paths: Sequence[str]) -> int:
     ]
     print("\n".join(wrong))
     return 1 if wrong else 0
+
+
+# The GPU path
+
+
+def block_counts() -> str:
+    """Blocks of tree attention by the order of a tree's nodes."""
+    counts = json.loads((HERE / "gpu" / "results" / "blocks.json").read_text())["counts"]
+    rows = [
+        {
+            "tree": NAMES_OF_TREES[each["trees"]],
+            "rows": each["rows"],
+            "dense": each["dense"],
+            "causal": each["causal"],
+            "random order": each["blocks"]["random"],
+            "as grown": each["blocks"]["grown"],
+            "breadth first": each["blocks"]["breadth_first"],
+            "depth first": each["blocks"]["depth_first"],
+            "pairs": f"{each['path_pairs_per_depth_first_pair']:.2f}",
+        }
+        for each in counts
+        if each["block"] == 32 and each["prefix"] == 0
+    ]
+    return markdown([{name: str(value) for name, value in row.items()} for row in rows])
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def running_services(
     kv_tokens: int | None = None,
     max_tree_nodes: int = MAX_TREE_NODES,
     ahead: bool = False,
-    static_shapes: bool = False,
+    fixed_rows: tuple[int, ...] | None = None,
     address: str | None = None,
     security: SecuritySettings = LOCAL,
     verify_security: SecuritySettings = LOCAL,
@@ -95,7 +95,7 @@ def running_services(
 
     `via` makes of the verify service's address those at which the draft service finds it.
     """
-    shared = {"dtype": dtype, "sessions": sessions, "static_shapes": static_shapes}
+    shared = {"dtype": dtype, "sessions": sessions, "fixed_rows": fixed_rows}
     target = load_engine(
         ModelSettings(str(target_model), speculative_slots=max_tree_nodes, kv_tokens=kv_tokens, **shared)
     )

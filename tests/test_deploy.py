@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,8 @@ from dynatree.verify.metrics import VerifyMetrics
 ROOT = Path(__file__).parent.parent
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 PARTS = ("verify", "draft", "gateway")
+COMPOSE_FILES = ("docker-compose.yml", "docker-compose.tls.yml", "docker-compose.gpu.yml")
+VARIABLE = re.compile(r"\$\{(\w+)(?:(:\+|:?-)([^${}]*))?\}")
 METRIC = re.compile(r"\bdynatree_[a-z0-9_]+")
 SCRAPED = re.compile(r"\b(?:process|python)_[a-z0-9_]+")
 
@@ -105,10 +110,25 @@ def services() -> Iterator[tuple[str, list[str]]]:
         for part, service in yaml_documents(ROOT / file)[0]["services"].items():
             if "command" not in service:
                 continue
-            command = re.sub(r"\$\{\w+:\+.*\}", "", service["command"])
-            command = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", command)
-            assert command.split()[0] == part
-            yield part, command.split()[1:]
+            for variables in ({}, {"POLICY": "linear", "KV_TOKENS": "4096"}):
+                command = interpolated(service["command"], variables).split()
+                assert command[0] == part
+                yield part, command[1:]
+
+
+def interpolated(text: str, variables: dict[str, str]) -> str:
+    """Compose's text with its variables filled in, inner ones first."""
+
+    def value(match: re.Match[str]) -> str:
+        name, operator, other = match.groups(default="")
+        given = variables.get(name, "")
+        if operator == ":+":
+            return other if given else ""
+        return given or other
+
+    while VARIABLE.search(text):
+        text = VARIABLE.sub(value, text)
+    return text
 
 
 def yaml_documents(path: Path) -> list[Any]:
@@ -182,3 +202,75 @@ def test_no_service_of_the_secured_files_is_plain() -> None:
     for command in commands:
         assert "--insecure" not in command
         assert "--tls-cert" in command
+
+
+def test_draft_and_verify_are_given_the_same_pool() -> None:
+    """On one GPU a pool that grows takes the room of the other, so one variable bounds both."""
+    for file in ("docker-compose.yml", "docker-compose.tls.yml"):
+        services = yaml_documents(ROOT / file)[0]["services"]
+        for part in ("verify", "draft"):
+            assert "--kv-tokens" not in interpolated(services[part]["command"], {})
+            assert "--kv-tokens 4096" in interpolated(services[part]["command"], {"KV_TOKENS": "4096"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "verify", "draft"),
+    [
+        ({}, "0", "0"),
+        ({"VERIFY_GPU": "1"}, "1", "1"),
+        ({"DRAFT_GPU": "1"}, "0", "1"),
+        ({"VERIFY_GPU": "2", "DRAFT_GPU": "3"}, "2", "3"),
+    ],
+)
+def test_one_gpu_is_enough(variables: dict[str, str], verify: str, draft: str) -> None:
+    services = yaml_documents(ROOT / "docker-compose.gpu.yml")[0]["services"]
+    devices = {}
+    for part, service in services.items():
+        [reservation] = service["deploy"]["resources"]["reservations"]["devices"]
+        devices[part] = [interpolated(each, variables) for each in reservation["device_ids"]]
+    assert devices == {"verify": [verify], "draft": [draft]}
+
+
+def test_kernels_are_compiled_where_they_can_be_written_and_loaded() -> None:
+    """Triton loads what it compiled: from a volume, since the root is read-only and compose's /tmp is noexec."""
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    [folder] = re.findall(r"\bTRITON_CACHE_DIR=(\S+)", dockerfile)
+    [owned] = re.findall(r"^RUN install --directory --owner dynatree .*", dockerfile, re.MULTILINE)
+    assert '"$TRITON_CACHE_DIR"' in owned
+    compose = yaml_documents(ROOT / "docker-compose.gpu.yml")[0]
+    mounts = [mount for service in compose["services"].values() for mount in service["volumes"]]
+    assert sorted(mounts) == sorted(f"{volume}:{folder}" for volume in compose["volumes"])
+    for part in ("verify", "draft"):
+        [patch] = yaml_documents(KUBERNETES / "components" / "gpu" / f"{part}.yaml")
+        [container] = patch["spec"]["template"]["spec"]["containers"]
+        [mount] = [mount for mount in container["volumeMounts"] if mount["mountPath"] == folder]
+        [volume] = patch["spec"]["template"]["spec"]["volumes"]
+        assert volume["name"] == mount["name"]
+        assert "emptyDir" in volume
+
+
+@pytest.fixture(name="compose", scope="module")
+def compose_fixture() -> list[str]:
+    command = ["docker", "compose"]
+    if shutil.which("docker") is None or subprocess.run([*command, "version"], capture_output=True).returncode:
+        pytest.skip("Docker's compose is not installed")
+    return [*command, "--project-directory", str(ROOT), "--env-file", os.devnull]
+
+
+@pytest.mark.parametrize("files", [COMPOSE_FILES[:1], COMPOSE_FILES[:2], COMPOSE_FILES[::2], COMPOSE_FILES])
+@pytest.mark.parametrize("variables", [{}, {"DRAFT_GPU": "1", "KV_TOKENS": "4096"}], ids=["defaults", "two GPUs"])
+def test_no_file_on_top_softens_the_containers(
+    compose: list[str], files: tuple[str, ...], variables: dict[str, str]
+) -> None:
+    known = {name: os.environ[name] for name in ("PATH", "HOME", "DOCKER_CONFIG") if name in os.environ}
+    named = [argument for file in files for argument in ("--file", str(ROOT / file))]
+    config = subprocess.run(
+        [*compose, *named, "config", "--format", "json"], env=known | variables, check=True, capture_output=True
+    )
+    services = json.loads(config.stdout)["services"]
+    assert set(services) == set(PARTS)
+    for service in services.values():
+        assert service["read_only"]
+        assert service["tmpfs"] == ["/tmp"]
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]

@@ -186,6 +186,11 @@ class Table:
             for segment, keep in zip(segments, kept, strict=True)
         ]
 
+    reader = None  # each level is a forward
+
+    def decide(self, segments, choosings):
+        pass
+
     def synchronize(self):
         pass
 

@@ -85,7 +85,7 @@ def check_top(rows: Tensor, likeliest: Top, top: int) -> None:
         assert len({token for token, _ in each}) == top
 
 
-@pytest.fixture(scope="module", name="pair", params=["llama", "gpt2", "gpt_neox, static shapes"])
+@pytest.fixture(scope="module", name="pair", params=["llama", "gpt2", "gpt_neox, fixed rows"])
 def pair_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     family, *static = request.param.split(", ")
     context = {"n_positions" if family == "gpt2" else "max_position_embeddings": CONTEXT}
@@ -93,7 +93,7 @@ def pair_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     target = save_random_model(folder / "target", family, seed=1, **context)
     draft = save_noisy_copy(folder / "draft", target, seed=2)
     with (
-        running_services(folder, target, draft, static_shapes=bool(static)) as services,
+        running_services(folder, target, draft, fixed_rows=(32,) if static else None) as services,
         Client(services.draft_address) as client,
     ):
         model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()

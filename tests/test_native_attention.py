@@ -38,7 +38,7 @@ def exact(segments, arena, layer, query, scale):
     for segment in segments:
         tokens = len(segment.token_ids)
         keys, values = (
-            each.double().repeat_interleave(group, 0) for each in arena.read(layer, segment.kv, segment.stop)
+            each.double().repeat_interleave(group, 0) for each in arena.slots(segment.kv, segment.stop)[layer]
         )
         mask = torch.ones(tokens, tokens, dtype=torch.bool).tril() if segment.mask is None else segment.mask
         bias = torch.zeros(tokens, segment.stop, dtype=torch.float64)
@@ -72,7 +72,7 @@ def test_every_query_attends_to_what_its_mask_shows(build, dtype, heads, kv_head
     assert got.dtype == dtype
     assert got.shape == (144, heads, dim)
     assert (got - exact(segments, arena, 1, query, scale)).abs().max() < ERRORS[dtype]
-    stored, first = arena.read(1, segments[3].kv, segments[3].stop), 78
+    stored, first = arena.slots(segments[3].kv, segments[3].stop)[1], 78
     for slots, new in zip(stored, (key, value), strict=True):
         assert torch.equal(slots[:, 255:], new[:, first:])
     assert not arena.layer(0).any(), "another layer's slots are untouched"
@@ -126,7 +126,7 @@ def test_numbers_that_are_not_finite_are_stored_as_zeros(build, dtype):
     segment = segment_of(arena.reserve(50), 0, 3)
     output = NativeBatch([segment], arena).attend(0, query, key, value, None)
     assert output.isfinite().all()
-    for slots, new in zip(arena.read(0, segment.kv, 3), (key, value), strict=True):
+    for slots, new in zip(arena.slots(segment.kv, 3)[0], (key, value), strict=True):
         assert torch.equal(slots, new.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
 

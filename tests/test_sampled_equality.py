@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from dynatree.client import Client
-from dynatree.common.sampling import gumbel
+from dynatree.common.gumbel import gumbel
 from dynatree.draft.policies import policy_names, residual_policies
 
 PLAIN = "autoregressive"

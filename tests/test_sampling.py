@@ -11,15 +11,13 @@ from transformers import (
 )
 
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.gumbel import Stream, gumbel, random_generator
 from dynatree.common.sampling import (
     Histories,
     Sampling,
     Scheme,
-    Stream,
     adjusted,
     choose,
-    gumbel,
-    random_generator,
     scores,
     warped,
 )

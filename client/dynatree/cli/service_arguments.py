@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dynatree.cli.arguments import DTYPES, not_negative, positive, threads
 from dynatree.common.address import check_address, split_addresses
-from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_SESSIONS
+from dynatree.common.limits import IDLE_SECONDS, MAX_FIXED_ROWS, MAX_QUEUED, MAX_SESSIONS
 
 
 def seconds(text: str) -> float:
@@ -31,6 +31,18 @@ def context(text: str) -> int:
     if number < 2:
         raise argparse.ArgumentTypeError(f"{text} tokens hold no prompt and completion; expected at least 2")
     return number
+
+
+def fixed_rows(text: str) -> tuple[int, ...] | None:
+    """An argparse type: numbers of rows, comma-separated; `off` for none, `auto` (None) for the device's default."""
+    if text == "auto":
+        return None
+    if text == "off":
+        return ()
+    numbers = tuple(sorted({int(each) for each in text.split(",")}))
+    if numbers[0] < 1 or numbers[-1] > MAX_FIXED_ROWS:
+        raise argparse.ArgumentTypeError(f"{text}: expected numbers from 1 to {MAX_FIXED_ROWS}, auto or off")
+    return numbers
 
 
 def network_address(text: str) -> str:
@@ -117,9 +129,12 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
         help="CPU threads of the model (default: torch's choice, of a draft the fewest that are as fast)",
     )
     parser.add_argument(
-        "--static-shapes",
-        action="store_true",
-        help="pad forwards to a few sizes, and capture them as CUDA graphs on a GPU (on a CPU: slower)",
+        "--fixed-rows",
+        type=fixed_rows,
+        default="auto",
+        metavar="auto|off|N[,N]",
+        help="pad forwards to so many rows, and capture them as CUDA graphs on a GPU; one number makes tokens "
+        "independent of tree and batch (default: auto, on a GPU one number by its costs, on a CPU off)",
     )
     add_capacity_arguments(parser)
     parser.add_argument(

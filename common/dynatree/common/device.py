@@ -20,9 +20,9 @@ def device_id(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that was asked of it; a CPU has."""
+    """Wait until the device has done all that this thread asked of it; a CPU has."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _digest(text: str) -> str:

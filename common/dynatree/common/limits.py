@@ -1,6 +1,7 @@
 """What both services hold to."""
 
 MAX_TREE_NODES = 256  # of the largest tree that any policy sends
+MAX_FIXED_ROWS = 4096  # of a forward
 MAX_SESSIONS = 16  # completions at once, where the command line names no number; more wait in the queue
 MAX_QUEUED = 256
 MAX_STOP_TOKENS = 1024  # of one request

@@ -13,14 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import Enum
 from types import MappingProxyType
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from dynatree.common.device_noise import fill_noise, seed_bits
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.gumbel import Stream
 
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 100.0
@@ -34,14 +35,6 @@ class Scheme(Enum):
     GUMBEL = 1
     INDEPENDENT = 2
     RESIDUAL = 3
-
-
-class Stream(IntEnum):
-    """Independent streams of random numbers under one seed."""
-
-    CHOICE = 0
-    DRAFT = 1
-    RESIDUAL = 2
 
 
 @dataclass(frozen=True)
@@ -84,6 +77,16 @@ class Sampling:
     def residual(self) -> bool:
         """Whether children are drawn, and accepted or replaced from the residual, instead of coupled."""
         return not self.greedy and self.scheme is Scheme.RESIDUAL
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the choice is the argmax of the logits, or of those over the temperature with noise, and no more."""
+        return not (
+            self.residual
+            or self.needs_history
+            or self.logit_bias
+            or (not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0))
+        )
 
     @property
     def needs_history(self) -> bool:
@@ -155,7 +158,9 @@ def warped(logits: Tensor, sampling: Sampling) -> Tensor:
     Shifted so that the largest is 0: the smallest temperature overflows nothing.
     """
     logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
+    # a tensor, since a GPU multiplies by the reciprocal of a number
+    divisor = torch.full((1,), sampling.temperature, device=logits.device)
+    logits = (logits - logits.amax(-1, keepdim=True)) / divisor
     if 0 < sampling.top_k < logits.shape[-1]:
         threshold = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < threshold, -math.inf)
@@ -199,24 +204,11 @@ def choose(
 
 def noise(logits: Tensor, positions: Sequence[int], seed: int, stream: Stream) -> Tensor:
     """Gumbel noise of the shape `[rows, vocabulary]` of `logits`, one row for each position."""
-    rows = {position: gumbel(seed, position, logits.shape[-1], stream) for position in set(positions)}
-    return torch.stack([rows[position] for position in positions]).to(logits.device)
-
-
-def gumbel(seed: int, position: int, vocab_size: int, stream: Stream = Stream.CHOICE, round_: int = 0) -> Tensor:
-    """Standard Gumbel noise `[vocab_size]`, float32: Philox keyed by the seed, its counter by the position.
-
-    The first `n` values do not depend on `vocab_size`, so models padded to different sizes share their noise.
-    """
-    uniform = random_generator(seed, position, stream, round_).random(vocab_size)
-    return torch.from_numpy(-np.log(-np.log(np.maximum(uniform, 2.0**-60)))).float()
-
-
-def random_generator(seed: int, position: int, stream: Stream, round_: int = 0) -> np.random.Generator:
-    """Random numbers that depend on these four alone: each has its own part of Philox's 256-bit counter."""
-    key = np.array((seed, 0), dtype=np.uint64)
-    counter = np.array((0, position, stream, round_), dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=counter))
+    device = logits.device
+    drawn = torch.empty(logits.shape, dtype=torch.float32, device=device)
+    seeds = torch.full((len(positions),), seed_bits(seed), device=device)
+    fill_noise(drawn, seeds, torch.tensor(positions, dtype=torch.int64, device=device), stream)
+    return drawn
 
 
 def _check(name: str, value: float, holds: bool, expected: str) -> None:

@@ -36,7 +36,7 @@ def model_settings(
         kv_tokens=options.kv_tokens,
         max_context=options.max_context,
         speculative_slots=speculative_slots,
-        static_shapes=options.static_shapes,
+        fixed_rows=options.fixed_rows,
         measured_rows=measured_rows,
         chooses_tokens=chooses_tokens,
         threads=options.threads,

@@ -5,19 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from dynatree.common.engine import Engine, Segment
+from dynatree.common.engine import Choosing, Engine, LevelRead, LevelsWanted, Segment
+from dynatree.common.gumbel import Stream, gumbel
 from dynatree.common.kv_range import KVRange
 from dynatree.common.prefix_cache import PrefixCache
 from dynatree.common.sampling import (
     Histories,
     Sampling,
     Scheme,
-    Stream,
     adjusted,
-    gumbel,
     noise,
     scores,
     warped,
@@ -25,7 +26,7 @@ from dynatree.common.sampling import (
 from dynatree.common.tree import MAX_CANDIDATES, ROOT, DraftDistribution
 from dynatree.draft.draft_session import DraftSession
 from dynatree.draft.drafter import Expansion
-from dynatree.draft.growing_tree import GrowingTree, Proposal
+from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 
 LEAST_LOG_PROB = -1e4  # a tree carries finite numbers only
 CANDIDATES = 32  # of a truncated draft distribution; the rest of its mass is dropped
@@ -56,7 +57,13 @@ class EngineDraftModel:
         self._engine.arena.move(kv, slots, start)
 
     def expand(self, expansions: Sequence[Expansion]) -> float:
-        """Read the nodes of several sessions in one forward, and set their proposals; returns its seconds."""
+        """Read the nodes of several sessions in one forward, and set their proposals; returns its seconds.
+
+        Where the engine reads several levels at once, those below roots that are read may come with them.
+        """
+        started = time.perf_counter()
+        below = self._read_below([each for each in expansions if self._reads_below(each)])
+        expansions = [each for each in expansions if each not in below]
         vocab_size = self._engine.info.vocab_size
         segments = [
             tree_segment(each.session, each.tree, each.nodes, vocab_size)
@@ -64,7 +71,8 @@ class EngineDraftModel:
             else prompt_segment(each.session, each.tokens, vocab_size)
             for each in expansions
         ]
-        started = time.perf_counter()
+        if not segments:
+            return time.perf_counter() - started
         logits = self._engine.forward(segments)
         self._engine.synchronize()
         seconds = time.perf_counter() - started
@@ -72,6 +80,70 @@ class EngineDraftModel:
             if each.nodes:
                 _propose(each.session, each.tree, each.nodes, rows, each.breadth)
         return seconds
+
+    def _reads_below(self, expansion: Expansion) -> bool:
+        """Whether levels below an expansion's root may be read with it."""
+        reader, session = self._engine.reader, expansion.session
+        return (
+            reader is not None
+            and expansion.nodes[:1] == [ROOT]
+            and session.levels > 1
+            and expansion.breadth <= reader.breadth
+            and session.sampling.is_plain
+            and (session.sampling.greedy or session.sampling.scheme is Scheme.GUMBEL)
+            and len(session.committed) + reader.most(session.levels - 1) <= self.context_length
+            and session.num_used + expansion.tokens + reader.slots(session.levels - 1) <= session.kv.size
+        )
+
+    def _read_below(self, expansions: Sequence[Expansion]) -> Sequence[Expansion]:
+        """Read expansions with levels below them; those that were read."""
+        if not expansions:
+            return ()
+        vocab_size = self._engine.info.vocab_size
+        wanted = []
+        for each in expansions:
+            session = each.session
+            segment = tree_segment(session, each.tree, each.nodes, vocab_size)
+            root = len(segment.token_ids) - len(each.nodes)
+            choosing = Choosing([-1] * len(segment.token_ids), session.sampling.temperature, session.sampling.seed)
+            wanted.append(LevelsWanted(segment, root, choosing, min(session.vocab_size, vocab_size)))
+        levels = max(each.session.levels for each in expansions) - 1
+        read = self._engine.read_levels(wanted, levels)
+        if read is None:
+            return ()
+        for each, asked, found in zip(expansions, wanted, read, strict=True):
+            given = found.given
+            rows = zip(each.nodes, given.ids[asked.root :], given.log_probs[asked.root :], strict=True)
+            for node, ids, log_probs in rows:
+                each.tree.node(node).proposals = _proposals(ids[: each.breadth], log_probs)
+            each.session.num_used = _plant(each.tree.node(ROOT), found.levels, asked.segment.stop, each.breadth)
+        return expansions
+
+
+def _plant(root: TrieNode, levels: Sequence[LevelRead], slot: int, breadth: int) -> int:
+    """Take levels that were read below a root into the trie; the first takes the slots from this one on.
+
+    Returns:
+        The slot behind the last.
+    """
+    above = [root]
+    for level in levels:
+        nodes = []
+        columns = (level.token_ids.tolist(), level.parents.tolist(), level.ids, level.log_probs)
+        for token, parent, ids, log_probs in zip(*columns, strict=True):
+            node = above[parent].child(token)
+            if node.slot is None:
+                node.slot, node.proposals = slot, _proposals(ids[:breadth], log_probs)
+            nodes.append(node)
+            slot += 1
+        above = nodes
+    return slot
+
+
+def _proposals(ids: NDArray[np.int32], log_probs: NDArray[np.float32]) -> tuple[Proposal, ...]:
+    """Continuations that a tree can carry."""
+    pairs = zip(ids.tolist(), log_probs.tolist(), strict=False)
+    return tuple(Proposal(token, min(max(log_prob, LEAST_LOG_PROB), 0.0)) for token, log_prob in pairs)
 
 
 def prompt_segment(session: DraftSession, tokens: int, vocab_size: int) -> Segment:

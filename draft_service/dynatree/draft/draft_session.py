@@ -23,6 +23,7 @@ class DraftSession:
         vocab_size: Tokens that may be proposed.
         principal: On whose behalf.
         rounds: Commits so far.
+        levels: That the last tree had, the root's included; as many may be read at once for the next.
     """
 
     kv: KVRange
@@ -33,6 +34,7 @@ class DraftSession:
     num_cached: int = 0
     num_used: int = 0
     rounds: int = 0
+    levels: int = 4
     root: TrieNode = field(init=False)
 
     def __post_init__(self) -> None:

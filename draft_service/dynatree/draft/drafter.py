@@ -84,7 +84,8 @@ class DraftModel(Protocol):
     def expand(self, expansions: Sequence[Expansion]) -> float:
         """Read the nodes of several sessions in one forward, and set their proposals; returns its seconds.
 
-        Unread committed tokens are read with the root. What is read takes the slots from `session.num_used` on.
+        Unread committed tokens are read with the root. What is read takes the slots from `session.num_used` on. A model
+        that reads more, nodes below the root, takes the slots behind, and sets `session.num_used` behind those.
         """
 
 
@@ -152,11 +153,15 @@ class Drafter:
         max_depth = min(max_depth, self.reach(session))
         tree = self.new_tree(session, max_nodes, max_depth)
         level = policy.start(tree) if max_depth > 0 else []
+        levels = 0
         while level and self.has_room(session, tree, level):
             asked = time.perf_counter()
             spent += yield from self._expanding(session, tree, level, policy.breadth)
             waited += time.perf_counter() - asked
             level = [node for node in policy.grow(tree, level) if tree.depth(node) < max_depth]
+            levels += 1
+        if levels:
+            session.levels = levels
         frozen = tree.freeze(policy.select(tree))
         worked = sum(each.total for each in spent)
         return Growth(
@@ -244,5 +249,5 @@ class Drafter:
         below = [node for node in unread if node != ROOT]
         for slot, node in enumerate(below, start=start):
             tree.node(node).slot = slot
-        session.num_used = start + len(below)
+        session.num_used = max(session.num_used, start + len(below))  # the model may have read more
         return spent

@@ -10,11 +10,12 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from dynatree.common.engine import Engine
+from dynatree.common.engine import Choosing, Engine
 from dynatree.common.errors import ServiceBusyError
+from dynatree.common.gumbel import Stream, random_generator
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.prefix_cache import PrefixCache
-from dynatree.common.sampling import Histories, Stream, adjusted, choose, random_generator, warped
+from dynatree.common.sampling import Histories, adjusted, choose, warped
 from dynatree.common.tree import TokenTree
 from dynatree.verify.accept import Verdict, accept, cut
 from dynatree.verify.layout import depth_first, prompt_segment, tree_segment
@@ -104,14 +105,20 @@ class Verifier:
             for part in parts
         ]
         started = time.perf_counter()
-        logits = self.engine.forward(segments)
+        decided = self.engine.decide(segments, [choosing(part) for part in parts])
+        logits, choices = decided or (self.engine.forward(segments), [None] * len(parts))
         self.engine.synchronize()
         forwarded = time.perf_counter()
-        verdicts = [_result(partial(_judge, part, rows)) for part, rows in zip(parts, logits, strict=True)]
+        verdicts = [
+            _result(partial(_judge, part, rows, chosen))
+            for part, rows, chosen in zip(parts, logits, choices, strict=True)
+        ]
         accepted = time.perf_counter()
         results = [
-            verdict if isinstance(verdict, Exception) else _result(partial(self._commit, part, verdict, order, rows))
-            for part, verdict, (_, order), rows in zip(parts, verdicts, orders, logits, strict=True)
+            verdict
+            if isinstance(verdict, Exception)
+            else _result(partial(self._commit, part, verdict, order, rows, in_place=chosen is not None))
+            for part, verdict, (_, order), rows, chosen in zip(parts, verdicts, orders, logits, choices, strict=True)
         ]
         done = time.perf_counter()
         return results, Timings(forwarded - started, started - began + accepted - forwarded, done - accepted)
@@ -122,8 +129,13 @@ class Verifier:
         held = session.read if session.unread or self._cache.only_prompts else session.length - 1
         self._cache.release(session.kv, session.committed[:held], request.principal)
 
-    def _commit(self, part: Part, verdict: Verdict | None, order: Sequence[int], logits: Tensor) -> Verdict | None:
-        """Advance the session; its verdict, with the nodes named as before the tree was laid out in this order."""
+    def _commit(
+        self, part: Part, verdict: Verdict | None, order: Sequence[int], logits: Tensor, in_place: bool
+    ) -> Verdict | None:
+        """Advance the session; its verdict, with the nodes named as before the tree was laid out in this order.
+
+        `in_place`: the accepted nodes' keys and values are where they belong already.
+        """
         session = part.session
         if session.request.prompt_log_probs and part.prompt_tokens:
             _keep_log_probs(session, logits)
@@ -132,7 +144,8 @@ class Verifier:
             return None
         if not part.prompt_tokens:
             # the root sits in slot length - 1 and node i in slot length + i; the path follows the root
-            self.engine.arena.move(session.kv, [session.length + n for n in verdict.accepted], session.length)
+            if not in_place:
+                self.engine.arena.move(session.kv, [session.length + n for n in verdict.accepted], session.length)
             session.round += 1
         session.commit(verdict.token_ids, finished=verdict.finish_reason is not None)
         return replace(verdict, accepted=tuple(order[node] for node in verdict.accepted))
@@ -160,23 +173,35 @@ def _result(work: Callable[[], Verdict | None]) -> Result:
         return error
 
 
-def _judge(part: Part, logits: Tensor) -> Verdict | None:
+def choosing(part: Part) -> Choosing | None:
+    """How the device chooses after a part's tokens; None where it is for the host, by the logits."""
+    sampling = part.session.request.sampling
+    if not sampling.is_plain:
+        return None
+    # a prompt's tokens, like the root, were not drafted
+    parents = [-1] * max(part.prompt_tokens, 1) + [1 + parent for parent in part.tree.parents]
+    return Choosing(parents, sampling.temperature, sampling.seed)
+
+
+def _judge(part: Part, logits: Tensor, chosen: Sequence[int] | None) -> Verdict | None:
     """What the round commits; None for a prompt that is not read to its end.
 
     `logits` are those after the root and after each node `[1 + nodes, vocabulary]`; of a prompt the last one's are
-    those after the root.
+    those after the root. `chosen` are the choices after all of them, where the device has made them.
     """
     if part.prompt_tokens:
         if part.prompt_tokens < part.session.unread:
             return None
-        logits = logits[-1:]
+        logits, chosen = logits[-1:], chosen and chosen[-1:]
     session, tree, request = part.session, part.tree, part.session.request
     if request.sampling.residual:
         verdict = _accept_residual(session, tree, logits)
     else:
-        positions = [session.length, *(session.length + depth for depth in tree.depths)]
-        histories = _histories(session, tree, range(-1, len(tree)))
-        verdict = accept(tree, choose(logits, positions, request.sampling, histories))
+        if chosen is None:
+            positions = [session.length, *(session.length + depth for depth in tree.depths)]
+            histories = _histories(session, tree, range(-1, len(tree)))
+            chosen = choose(logits, positions, request.sampling, histories)
+        verdict = accept(tree, chosen)
     verdict = cut(verdict, session.remaining, request.end_tokens)
     if not request.log_probs:
         return verdict

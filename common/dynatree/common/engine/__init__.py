@@ -2,8 +2,22 @@
 
 from dynatree.common.engine.engine import Engine
 from dynatree.common.engine.loading import ModelSettings, load_engine, with_forward_costs
+from dynatree.common.engine.reader import LevelRead, LevelsWanted, Read
+from dynatree.common.engine.runner import Choosing
 from dynatree.common.engine.segment import Segment
 from dynatree.common.engine.timing import choose_threads
 from dynatree.common.engine.tree_mask import ancestor_mask
 
-__all__ = ["Engine", "ModelSettings", "Segment", "ancestor_mask", "choose_threads", "load_engine", "with_forward_costs"]
+__all__ = [
+    "Choosing",
+    "Engine",
+    "LevelRead",
+    "LevelsWanted",
+    "ModelSettings",
+    "Read",
+    "Segment",
+    "ancestor_mask",
+    "choose_threads",
+    "load_engine",
+    "with_forward_costs",
+]

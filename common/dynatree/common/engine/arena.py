@@ -106,18 +106,10 @@ class KVArena:
         """A view of one layer's keys and values of all slots: `[2, kv_heads, slots, dim]`."""
         return self._data[layer]
 
-    def put(self, layer: int, kv: KVRange, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values `[kv_heads, n, head_dim]` of one layer in the slots of an index tensor `[n]`.
-
-        No code depends on the slots' values, so a CUDA graph can capture it.
-        """
-        for held, numbers in zip(self.slots(kv, kv.size)[layer], (keys, values), strict=True):
-            held.index_copy_(1, slots, numbers.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
-
-    def read(self, layer: int, kv: KVRange, stop: int) -> tuple[Tensor, Tensor]:
-        """Views of one layer's keys and values in slots 0 to `stop`, each `[kv_heads, stop, head_dim]`."""
-        slots = slice(kv.start, kv.start + stop)
-        return self._data[layer, 0, :, slots], self._data[layer, 1, :, slots]
+    @property
+    def data(self) -> Tensor:
+        """All of it: `[layers, 2, kv_heads, slots, dim]`."""
+        return self._data
 
     def slots(self, kv: KVRange, stop: int) -> Tensor:
         """A view of slots 0 to `stop` in every layer: `[layers, 2, kv_heads, stop, head_dim]`."""

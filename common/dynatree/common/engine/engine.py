@@ -11,7 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dynatree.common.device import synchronize
 from dynatree.common.engine.arena import KVArena
-from dynatree.common.engine.runner import Runner
+from dynatree.common.engine.reader import LevelsWanted, Read, Reader
+from dynatree.common.engine.runner import Choosing, Decider, Runner
 from dynatree.common.engine.segment import Segment
 from dynatree.common.model_info import ModelInfo
 
@@ -26,6 +27,8 @@ class Engine:
     Attributes:
         batch_invariant: Whether those logits, and the keys and values that a forward stores, have the same bits
             whatever else is in the forward; otherwise they may differ by rounding.
+        decider: What runs a forward with the decision after it, on the device; None where the host decides.
+        reader: What reads several levels of a draft's trees at once; None where each is a forward.
     """
 
     model: PreTrainedModel
@@ -35,6 +38,8 @@ class Engine:
     info: ModelInfo
     eos_token_ids: frozenset[int]
     batch_invariant: bool = False
+    decider: Decider | None = None
+    reader: Reader | None = None
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[Tensor]:
@@ -46,6 +51,29 @@ class Engine:
         for segment in segments:
             segment.kv.used = max(segment.kv.used, segment.stop)
         return self.runner.run(segments)
+
+    @torch.inference_mode()
+    def decide(
+        self, segments: Sequence[Segment], choosings: Sequence[Choosing | None]
+    ) -> tuple[list[Tensor], list[list[int] | None]] | None:
+        """As `Decider.decide`; None where the device does not decide."""
+        if self.decider is None:
+            return None
+        for segment in segments:
+            segment.kv.used = max(segment.kv.used, segment.stop)
+        return self.decider.decide(segments, choosings)
+
+    @torch.inference_mode()
+    def read_levels(self, wanted: Sequence[LevelsWanted], levels: int) -> list[Read] | None:
+        """As `Reader.read`; None where there is no reader."""
+        if self.reader is None:
+            return None
+        read = self.reader.read(wanted, levels)
+        if read is not None:
+            for each in wanted:
+                used = each.segment.stop + self.reader.slots(levels)
+                each.segment.kv.used = max(each.segment.kv.used, used)
+        return read
 
     def synchronize(self) -> None:
         """Wait until the device has done what was asked of it, so that a clock read next is true."""

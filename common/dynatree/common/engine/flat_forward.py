@@ -14,6 +14,7 @@ class FlatForward:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        self.vocab_size: int = model.config.get_text_config().vocab_size  # of the logits
         # transformers takes a four-dimensional mask as it is and builds none; the attention function ignores it
         self._placeholder = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
 

@@ -24,6 +24,7 @@ from dynatree.common.engine.eager import EagerRunner
 from dynatree.common.engine.engine import Engine
 from dynatree.common.engine.flat_forward import FlatForward
 from dynatree.common.engine.generation_defaults import GenerationDefaults
+from dynatree.common.engine.gpu.fixed_rows import DRAFT_ROWS, with_default_rows, with_fixed_rows
 from dynatree.common.engine.huge_pages import use_huge_pages
 from dynatree.common.engine.kv_budget import KVBudget
 from dynatree.common.engine.model_fingerprint import model_fingerprint
@@ -34,7 +35,6 @@ from dynatree.common.engine.native_runner import NativeRunner
 from dynatree.common.engine.packing import pack, weights_of
 from dynatree.common.engine.runner import Runner
 from dynatree.common.engine.segment import Segment
-from dynatree.common.engine.static import StaticRunner
 from dynatree.common.engine.support import check_config, check_family, check_outputs, record_kv_shape
 from dynatree.common.engine.timing import measure_forwards
 from dynatree.common.errors import StartupError
@@ -60,7 +60,9 @@ class ModelSettings:
         kv_tokens: Slots of the KV arena; None: what the sessions can need, as far as the memory goes.
         max_context: Longest sequence that is served, in tokens; None: the model's own.
         speculative_slots: KV slots of each session for tokens that are not committed.
-        static_shapes: Whether all forwards but prompts are padded to a few sizes, and on a GPU captured as CUDA graphs.
+        fixed_rows: Numbers of rows that forwards are padded to, and on a GPU captured for. One number makes tokens
+            independent of the tree, the batch and its neighbours; none: rows as they come. None means the device's
+            default: none on a CPU, and on a GPU the number that its costs suggest.
         measured_rows: Rows of the largest forward whose cost is measured; 0: none is.
         chooses_tokens: Whether the model is a target, whose generation_config is adopted or refused. A draft only
             guesses, so its generation_config does not matter.
@@ -74,7 +76,7 @@ class ModelSettings:
     kv_tokens: int | None = None
     max_context: int | None = None
     speculative_slots: int = 256
-    static_shapes: bool = False
+    fixed_rows: tuple[int, ...] | None = None
     measured_rows: int = 0
     chooses_tokens: bool = True
     threads: int | None = None
@@ -89,9 +91,12 @@ def load_engine(settings: ModelSettings) -> Engine:
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new shape, and forwards have many
     name = _display_name(settings.model)
     model = _load_model(settings, name)
     parameters, step_bytes = _parameters(model), _step_bytes(model)  # before packing, which hides weights
+    if model.device.type == "cuda":
+        torch.cuda.set_device(model.device)  # of this thread, on which all of the model's work runs
     tokenizer = load_tokenizer(settings.model)
     native = is_native(model.device, model.dtype)
     with _explained(name, model.config):
@@ -118,8 +123,7 @@ def load_engine(settings: ModelSettings) -> Engine:
         shape,
         budget.slots(settings.kv_tokens),
         model,
-        read_beyond=KEY_BLOCK if padded else 0,
-        unit=budget.session_slots if settings.static_shapes else 1,  # so that captured graphs are found again
+        read_beyond=KEY_BLOCK if padded else 1,  # the padding of a forward of fixed rows is stored behind all ranges
     )
     info = ModelInfo(
         name=name,
@@ -137,11 +141,19 @@ def load_engine(settings: ModelSettings) -> Engine:
         fingerprint=identity,
     )
     attending = partial(NativeBatch, arena=arena) if native else partial(Batch, arena=arena, batch_invariant=padded)
-    runner = _runner(model, arena, attending, settings.static_shapes, native)
+    runner = _runner(model, arena, attending, native)
     engine = Engine(
         model, runner, arena, tokenizer, info, defaults.eos_token_ids, batch_invariant=isinstance(runner, NativeRunner)
     )
     with _explained(name, model.config):
+        rows, sizes = settings.fixed_rows, (settings.sessions, budget.session_slots)
+        if rows is None and model.device.type == "cuda":
+            if settings.chooses_tokens:
+                engine = with_default_rows(engine, *sizes)
+            else:
+                engine = with_fixed_rows(engine, DRAFT_ROWS, *sizes, decides=False)
+        elif rows:
+            engine = with_fixed_rows(engine, rows, *sizes, settings.chooses_tokens)
         check_outputs(engine)
     return with_forward_costs(engine, settings.measured_rows)
 
@@ -201,14 +213,13 @@ def _runner(
     model: PreTrainedModel,
     arena: KVArena,
     attending: Callable[[Sequence[Segment]], Attending],
-    static_shapes: bool,
     native: bool,
 ) -> Runner:
-    """The runner of a model: the place where another kind is chosen."""
-    forward = FlatForward(model)
+    """The runner of forwards of any size."""
     program = program_of(model) if native else None
-    eager = EagerRunner(forward, arena, attending) if program is None else NativeRunner(program, arena)
-    return StaticRunner(forward, arena, otherwise=eager) if static_shapes else eager
+    if program is None:
+        return EagerRunner(FlatForward(model), arena, attending)
+    return NativeRunner(program, arena)
 
 
 def _context_length(model: PreTrainedModel) -> int:

@@ -1,0 +1,163 @@
+"""The runner of forwards of a fixed number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dynatree.common.device import synchronize
+from dynatree.common.device_noise import fill_noise
+from dynatree.common.engine.arena import KVArena
+from dynatree.common.engine.flat_forward import FlatForward
+from dynatree.common.engine.gpu.decisions import accepted, chosen, put_in_place
+from dynatree.common.engine.gpu.graphs import GraphPool, Replayed, graph_pool
+from dynatree.common.engine.gpu.levels import LevelReader
+from dynatree.common.engine.gpu.row_attention import RowAttention
+from dynatree.common.engine.gpu.rows import Piece, RowBuffers, RowSizes
+from dynatree.common.engine.gpu.tree_attention import HAS_TRITON, tile_rows
+from dynatree.common.engine.runner import Choosing
+from dynatree.common.engine.segment import Segment
+from dynatree.common.gumbel import Stream
+
+
+class RowForward:
+    """A forward of one number of rows, captured alone and with the decision after it."""
+
+    def __init__(
+        self, forward: FlatForward, arena: KVArena, sizes: RowSizes, longest: int, pool: GraphPool | None, decides: bool
+    ) -> None:
+        self.sizes = sizes
+        self.buffers = RowBuffers(sizes, arena.size, arena.device)
+        self._forward = forward
+        self._arena = arena
+        self._attention = RowAttention(arena, self.buffers.plan, longest)
+        self.run = Replayed(self._logits, arena.device, pool)
+        self._choices = torch.zeros(sizes.rows, dtype=torch.int64, pin_memory=arena.device.type == "cuda")
+        self._decisions = [
+            Replayed(decide, arena.device, pool) for decide in (self._greedily, self._with_noise) if decides
+        ]
+
+    def decide(self, noisy: bool) -> tuple[Tensor, list[int]]:
+        """The logits, which the next forward overwrites, and the choices, once the device has made them.
+
+        The slots of accepted rows are in their places then.
+        """
+        logits, choices = self._decisions[noisy]()
+        self._choices.copy_(choices, non_blocking=True)
+        synchronize(self._arena.device)
+        return logits, self._choices.tolist()
+
+    def _greedily(self) -> tuple[Tensor, Tensor]:
+        return self._decided(self._logits(), None)
+
+    def _with_noise(self) -> tuple[Tensor, Tensor]:
+        logits = self._logits()
+        noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        fill_noise(noise, self.buffers.seeds, self.buffers.positions + 1, Stream.CHOICE)
+        return self._decided(logits, noise)
+
+    def _decided(self, logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        buffers = self.buffers
+        choices = chosen(logits, buffers.temperatures, noise)
+        parents = buffers.parents.long()
+        drafted = parents != torch.arange(len(parents), device=parents.device)
+        put_in_place(self._arena, buffers, accepted(buffers.token_ids, parents, choices) & drafted)
+        return logits, choices
+
+    def _logits(self) -> Tensor:
+        """Of all rows, `[rows, vocabulary]`."""
+        return self._forward(self.buffers.token_ids.long()[None], self.buffers.positions.long()[None], self._attention)
+
+
+class RowRunner:
+    """Runs segments of any sizes as forwards of a few numbers of rows; each is captured at the start.
+
+    With one number of rows a token's logits, and its keys and values, have the same bits whatever else is in the
+    forward: every matrix product has one shape, and attention sums a row's keys in one order. A GPU keeps that promise
+    as far as its matrix products treat all rows alike, which `benchmarks/gpu/session.sh` measures.
+
+    Args:
+        forward: The model's forward.
+        arena: Where keys and values are stored; it has a slot beyond its ranges.
+        counts: Numbers of rows, rising.
+        segments: Of one forward at most.
+        longest: Slots of the longest session.
+        heads: Of a query.
+        decides: Whether it is a target's, whose choices are made on the device.
+    """
+
+    def __init__(
+        self,
+        forward: FlatForward,
+        arena: KVArena,
+        counts: Sequence[int],
+        segments: int,
+        longest: int,
+        heads: int,
+        decides: bool = True,
+    ) -> None:
+        self._pool = pool = graph_pool(arena.device) if HAS_TRITON else None
+        self._tile = tile = tile_rows(heads, arena.shape.kv_heads)
+        self._forward, self._arena, self._longest = forward, arena, longest
+        self.forwards = [
+            RowForward(forward, arena, RowSizes(rows, tile, segments), longest, pool, decides)
+            for rows in sorted(counts)[::-1]
+        ][::-1]  # the largest is captured first, so that the others fit into its memory
+
+    def level_reader(self, sessions: int) -> LevelReader:
+        """What reads several levels of so many sessions' trees with the same forward."""
+        return LevelReader(self._forward, self._arena, sessions, self._tile, self._longest, self._pool)
+
+    def run(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """As `Runner.run`."""
+        kept: list[list[Tensor]] = [[] for _ in segments]
+        largest = self.forwards[-1].sizes
+        for pieces in largest.cut(segments):
+            logits = self.compute(segments, pieces)
+            for piece in pieces:
+                kept[piece.segment].append(_kept(logits, segments[piece.segment], piece).clone())
+        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in kept]
+
+    def decide(
+        self, segments: Sequence[Segment], choosings: Sequence[Choosing | None]
+    ) -> tuple[list[Tensor], list[list[int] | None]] | None:
+        """As `Decider.decide`."""
+        forwards = list(self.forwards[-1].sizes.cut(segments))
+        if len(forwards) > 1:
+            return None
+        [pieces] = forwards
+        forward = self._fitting(pieces)
+        forward.buffers.fill(segments, pieces, choosings)
+        logits, choices = forward.decide(noisy=any(each is not None and each.temperature > 0 for each in choosings))
+        kept = [_kept(logits, segments[piece.segment], piece) for piece in pieces]
+        return kept, [
+            None if choosing is None else choices[piece.row : piece.row + piece.rows]
+            for piece, choosing in zip(pieces, choosings, strict=True)
+        ]
+
+    def compute(self, segments: Sequence[Segment], pieces: Sequence[Piece]) -> Tensor:
+        """One forward: the logits of its rows, which the next one overwrites."""
+        forward = self._fitting(pieces)
+        forward.buffers.fill(segments, pieces)
+        return forward.run()
+
+    def _fitting(self, pieces: Sequence[Piece]) -> RowForward:
+        """The smallest forward that takes these."""
+        rows = pieces[-1].row + pieces[-1].rows
+        tiles = sum(-(-piece.rows // self.forwards[-1].sizes.tile) for piece in pieces)
+        return next(each for each in self.forwards if each.sizes.rows >= rows and each.sizes.tiles >= tiles)
+
+
+def _kept(logits: Tensor, segment: Segment, piece: Piece) -> Tensor:
+    """The logits of those tokens of a piece that its segment keeps."""
+    offset = piece.row - piece.first
+    if segment.keep is None:
+        return logits[piece.row : piece.row + piece.rows]
+    rows = [index + offset for index in segment.keep if piece.first <= index < piece.stop]
+    if not rows:
+        return logits[:0]
+    if rows == list(range(rows[0], rows[-1] + 1)):
+        return logits[rows[0] : rows[-1] + 1]
+    return logits[rows]
