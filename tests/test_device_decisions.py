@@ -27,6 +27,7 @@ from dynatree.common.engine.attention import NAME
 from dynatree.common.engine.flat_forward import FlatForward
 from dynatree.common.engine.gpu.decisions import accepted, chosen, ranking
 from dynatree.common.engine.gpu.fixed_rows import gives_equal_bits
+from dynatree.common.engine.gpu.fused_forward import FusedForward
 from dynatree.common.engine.gpu.levels import LevelReader, Levels
 from dynatree.common.engine.gpu.row_runner import RowForward
 from dynatree.common.engine.gpu.rows import RowSizes, Staging
@@ -362,6 +363,8 @@ def test_forwards_decisions_and_levels_run_without_numbers(folder: Path) -> None
     meta = torch.device("meta")
     arena = KVArena(KVShape(3, 4, 16), 300, torch.float32, meta, read_beyond=1)
     forward = RowForward(FlatForward(model), arena, RowSizes(ROWS, 16, 4), 160, None, decides=True)
+    fused = FusedForward(model)
+    assert fused(forward.buffers.token_ids[None], forward.buffers.positions[None], forward._attention).is_meta
     with Recorded([]) as mode:
         assert forward.run().shape == (ROWS, 2048)
         for logits, choices in (forward._greedily(), forward._with_noise()):

@@ -29,6 +29,7 @@ class Engine:
             whatever else is in the forward; otherwise they may differ by rounding.
         decider: What runs a forward with the decision after it, on the device; None where the host decides.
         reader: What reads several levels of a draft's trees at once; None where each is a forward.
+        most_rows: Of one forward; more rows take several. None: any number is one.
     """
 
     model: PreTrainedModel
@@ -40,6 +41,7 @@ class Engine:
     batch_invariant: bool = False
     decider: Decider | None = None
     reader: Reader | None = None
+    most_rows: int | None = None
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[Tensor]:

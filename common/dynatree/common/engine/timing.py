@@ -30,11 +30,15 @@ NEARLY = 1.05  # times the best: as fast
 def measure_forwards(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
     """The cost of a forward over each of `FORWARD_SIZES` up to `max_rows` tokens behind a context: the least of some.
 
+    Where more than so many rows take several forwards, the sizes at which one more begins are measured too.
+
     Small sizes are measured several times, since most rounds have small trees; large sizes are left out where they take
     long. The first forward warms the device up and does not count. No session may be open.
     """
     context = min(CONTEXT, engine.info.context_length // 2)
-    sizes = [rows for rows in FORWARD_SIZES if rows <= min(max_rows, engine.info.context_length - context)]
+    most = min(max_rows, engine.info.context_length - context)
+    steps = range(engine.most_rows + 1, most, engine.most_rows) if engine.most_rows else ()
+    sizes = sorted({rows for rows in (*FORWARD_SIZES, *steps) if rows <= most})
     measured: dict[int, list[float]] = {}
     kv = engine.arena.reserve(context + max(sizes, default=1))
     assert kv is not None, "measured before any session is open"

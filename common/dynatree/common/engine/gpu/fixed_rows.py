@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dynatree.common.device import synchronize
 from dynatree.common.engine.engine import Engine
-from dynatree.common.engine.flat_forward import FlatForward
+from dynatree.common.engine.gpu.fused_forward import forward_of
 from dynatree.common.engine.gpu.row_runner import RowForward, RowRunner
 from dynatree.common.engine.segment import Segment
 from dynatree.common.engine.tree_mask import ancestor_mask
@@ -40,7 +40,7 @@ def with_fixed_rows(engine: Engine, counts: Sequence[int], sessions: int, longes
         decides: Whether choices are made on the device: those of a target.
     """
     runner = _runner(engine, counts, sessions, longest, decides)
-    fixed = replace(engine, runner=runner, batch_invariant=False)
+    fixed = replace(engine, runner=runner, batch_invariant=False, most_rows=max(counts))
     if not decides:
         with torch.inference_mode():
             return replace(fixed, reader=runner.level_reader(sessions))
@@ -78,7 +78,7 @@ def with_default_rows(engine: Engine, sessions: int, longest: int) -> Engine:
 def _runner(engine: Engine, counts: Sequence[int], sessions: int, longest: int, decides: bool) -> RowRunner:
     heads: int = engine.model.config.get_text_config().num_attention_heads
     with torch.inference_mode():
-        return RowRunner(FlatForward(engine.model), engine.arena, counts, sessions, longest, heads, decides)
+        return RowRunner(forward_of(engine.model), engine.arena, counts, sessions, longest, heads, decides)
 
 
 @torch.inference_mode()

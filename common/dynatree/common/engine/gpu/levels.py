@@ -18,8 +18,8 @@ from torch import Tensor
 from dynatree.common.device import synchronize
 from dynatree.common.device_noise import fill_noise
 from dynatree.common.engine.arena import KVArena
-from dynatree.common.engine.flat_forward import FlatForward
 from dynatree.common.engine.gpu.decisions import ranking
+from dynatree.common.engine.gpu.fused_forward import RowsForward
 from dynatree.common.engine.gpu.graphs import GraphPool, Replayed
 from dynatree.common.engine.gpu.row_attention import RowAttention
 from dynatree.common.engine.gpu.rows import RowBuffers, RowSizes
@@ -70,7 +70,7 @@ class Levels:
 
     def __init__(
         self,
-        forward: FlatForward,
+        forward: RowsForward,
         arena: KVArena,
         rows: RowSizes,
         sizes: LevelSizes,
@@ -223,7 +223,7 @@ class LevelReader:
     breadth = BREADTH
 
     def __init__(
-        self, forward: FlatForward, arena: KVArena, sessions: int, tile: int, longest: int, pool: GraphPool | None
+        self, forward: RowsForward, arena: KVArena, sessions: int, tile: int, longest: int, pool: GraphPool | None
     ) -> None:
         self._calls = [
             Levels(

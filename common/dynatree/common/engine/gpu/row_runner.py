@@ -10,8 +10,8 @@ from torch import Tensor
 from dynatree.common.device import synchronize
 from dynatree.common.device_noise import fill_noise
 from dynatree.common.engine.arena import KVArena
-from dynatree.common.engine.flat_forward import FlatForward
 from dynatree.common.engine.gpu.decisions import accepted, chosen, put_in_place
+from dynatree.common.engine.gpu.fused_forward import RowsForward
 from dynatree.common.engine.gpu.graphs import GraphPool, Replayed, graph_pool
 from dynatree.common.engine.gpu.levels import LevelReader
 from dynatree.common.engine.gpu.row_attention import RowAttention
@@ -26,7 +26,7 @@ class RowForward:
     """A forward of one number of rows, captured alone and with the decision after it."""
 
     def __init__(
-        self, forward: FlatForward, arena: KVArena, sizes: RowSizes, longest: int, pool: GraphPool | None, decides: bool
+        self, forward: RowsForward, arena: KVArena, sizes: RowSizes, longest: int, pool: GraphPool | None, decides: bool
     ) -> None:
         self.sizes = sizes
         self.buffers = RowBuffers(sizes, arena.size, arena.device)
@@ -90,7 +90,7 @@ class RowRunner:
 
     def __init__(
         self,
-        forward: FlatForward,
+        forward: RowsForward,
         arena: KVArena,
         counts: Sequence[int],
         segments: int,
