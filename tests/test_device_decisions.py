@@ -345,13 +345,18 @@ def test_two_rounds_have_equal_operations_on_equal_buffers_and_one_copy_each_way
 def test_a_draft_reads_all_levels_with_one_copy_each_way(drafts: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = Drafter(EngineDraftModel(drafts[1]), 256)
     session = drafter.open([5] * 20, Sampling(), 2048)
+    policy = create_policy("fixed", {"depth": 2, "breadth": 3, "tau": 0})
+    tree = drafter.grow(session, policy, 2, 64).tree
     sent = _count(monkeypatch, Staging, "send")
     with Recorded([]) as mode:
-        drafter.grow(session, create_policy("linear", {"depth": 4}), 4, 64)
+        # the second branch, whose slots move, and a token that nobody guessed
+        drafter.commit(session, [tree.token_ids[1], 7 if 7 not in tree.token_ids else 8])
+        drafter.grow(session, policy, 2, 64)
     names = [each[0] for each in mode.operations]
     assert len(sent) == 1
-    assert names.count("aten.topk.default") == 4 + 5, "of four levels each, and of the continuations of five"
+    assert names.count("aten.topk.default") == 2 + 3, "the nodes of two levels, and the continuations of three"
     assert "aten._local_scalar_dense.default" not in names
+    assert "aten.lift_fresh.default" not in names, "no tensor is made of numbers of the host"
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynatree.common.engine import Choosing, Engine, LevelRead, LevelsWanted, Segment
+from dynatree.common.engine import Choosing, Engine, KVMove, LevelRead, LevelsWanted, Segment
 from dynatree.common.gumbel import Stream, gumbel
 from dynatree.common.kv_range import KVRange
 from dynatree.common.prefix_cache import PrefixCache
@@ -37,6 +37,7 @@ class EngineDraftModel:
 
     def __init__(self, engine: Engine, cache: PrefixCache | None = None) -> None:
         self._engine = engine
+        self._moves: list[KVMove] = []  # that go to the device with the next levels
         self._cache = cache or PrefixCache(engine.arena, enabled=False)
         self.context_length = engine.info.context_length
 
@@ -46,15 +47,24 @@ class EngineDraftModel:
 
     def reserve(self, slots: int, prompt_ids: Sequence[int], principal: str) -> tuple[KVRange | None, int]:
         """A range of the arena, and how many tokens of the prompt it holds; None where too few slots are free."""
+        self._move()
         return self._cache.reserve(slots, prompt_ids, principal)
 
     def release(self, kv: KVRange, token_ids: Sequence[int], principal: str) -> None:
         """Give back a range that holds these tokens."""
+        self._move()
         self._cache.release(kv, token_ids, principal)
 
     def move(self, kv: KVRange, slots: Sequence[int], start: int) -> None:
-        """Copy the slots, in that order, to slots `start` onwards."""
-        self._engine.arena.move(kv, slots, start)
+        """Copy the slots, in that order, to slots `start` onwards, before anything reads them."""
+        self._moves.append(KVMove(kv, slots, start))
+        if self._engine.reader is None or sum(each.kv is kv for each in self._moves) > 1:
+            self._move()
+
+    def _move(self) -> None:
+        for each in self._moves:
+            self._engine.arena.move(each.kv, each.sources, each.start)
+        self._moves = []
 
     def expand(self, expansions: Sequence[Expansion]) -> float:
         """Read the nodes of several sessions in one forward, and set their proposals; returns its seconds.
@@ -64,6 +74,7 @@ class EngineDraftModel:
         started = time.perf_counter()
         below = self._read_below([each for each in expansions if self._reads_below(each)])
         expansions = [each for each in expansions if each not in below]
+        self._move()
         vocab_size = self._engine.info.vocab_size
         segments = [
             tree_segment(each.session, each.tree, each.nodes, vocab_size)
@@ -108,9 +119,10 @@ class EngineDraftModel:
             choosing = Choosing([-1] * len(segment.token_ids), session.sampling.temperature, session.sampling.seed)
             wanted.append(LevelsWanted(segment, root, choosing, min(session.vocab_size, vocab_size)))
         levels = max(each.session.levels for each in expansions) - 1
-        read = self._engine.read_levels(wanted, levels)
+        read = self._engine.read_levels(wanted, levels, self._moves)
         if read is None:
             return ()
+        self._moves = []
         for each, asked, found in zip(expansions, wanted, read, strict=True):
             given = found.given
             rows = zip(each.nodes, given.ids[asked.root :], given.log_probs[asked.root :], strict=True)
@@ -140,7 +152,7 @@ def _plant(root: TrieNode, levels: Sequence[LevelRead], slot: int, breadth: int)
     return slot
 
 
-def _proposals(ids: NDArray[np.int32], log_probs: NDArray[np.float32]) -> tuple[Proposal, ...]:
+def _proposals(ids: NDArray[np.int32], log_probs: NDArray[np.floating]) -> tuple[Proposal, ...]:
     """Continuations that a tree can carry."""
     pairs = zip(ids.tolist(), log_probs.tolist(), strict=False)
     return tuple(Proposal(token, min(max(log_prob, LEAST_LOG_PROB), 0.0)) for token, log_prob in pairs)
@@ -227,10 +239,8 @@ def _rank(
         chances = warped(adjusted(logits, sampling, histories), sampling).log_softmax(-1)
         ranking = chances + noise(logits, positions, sampling.seed, Stream.DRAFT)
     best = ranking.topk(min(breadth, logits.shape[-1]), dim=-1).indices
-    return [
-        tuple(Proposal(token, min(max(chance, LEAST_LOG_PROB), 0.0)) for token, chance in zip(*row, strict=True))
-        for row in zip(best.tolist(), chances.gather(-1, best).tolist(), strict=True)
-    ]
+    both = torch.stack((best.double(), chances.gather(-1, best).double())).cpu().numpy()  # one copy from the device
+    return [_proposals(ids, values) for ids, values in zip(both[0].astype(np.int32), both[1], strict=True)]
 
 
 def _draw(

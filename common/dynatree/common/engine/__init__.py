@@ -2,7 +2,7 @@
 
 from dynatree.common.engine.engine import Engine
 from dynatree.common.engine.loading import ModelSettings, load_engine, with_forward_costs
-from dynatree.common.engine.reader import LevelRead, LevelsWanted, Read
+from dynatree.common.engine.reader import KVMove, LevelRead, LevelsWanted, Read
 from dynatree.common.engine.runner import Choosing
 from dynatree.common.engine.segment import Segment
 from dynatree.common.engine.timing import choose_threads
@@ -11,6 +11,7 @@ from dynatree.common.engine.tree_mask import ancestor_mask
 __all__ = [
     "Choosing",
     "Engine",
+    "KVMove",
     "LevelRead",
     "LevelsWanted",
     "ModelSettings",

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dynatree.common.device import synchronize
 from dynatree.common.engine.arena import KVArena
-from dynatree.common.engine.reader import LevelsWanted, Read, Reader
+from dynatree.common.engine.reader import KVMove, LevelsWanted, Read, Reader
 from dynatree.common.engine.runner import Choosing, Decider, Runner
 from dynatree.common.engine.segment import Segment
 from dynatree.common.model_info import ModelInfo
@@ -66,11 +66,13 @@ class Engine:
         return self.decider.decide(segments, choosings)
 
     @torch.inference_mode()
-    def read_levels(self, wanted: Sequence[LevelsWanted], levels: int) -> list[Read] | None:
+    def read_levels(
+        self, wanted: Sequence[LevelsWanted], levels: int, moves: Sequence[KVMove] = ()
+    ) -> list[Read] | None:
         """As `Reader.read`; None where there is no reader."""
         if self.reader is None:
             return None
-        read = self.reader.read(wanted, levels)
+        read = self.reader.read(wanted, levels, moves)
         if read is not None:
             for each in wanted:
                 used = each.segment.stop + self.reader.slots(levels)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from dynatree.common.engine.runner import Choosing
 from dynatree.common.engine.segment import Segment
+from dynatree.common.kv_range import KVRange
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,15 @@ class LevelsWanted:
     root: int
     choosing: Choosing
     vocab_size: int
+
+
+@dataclass(frozen=True)
+class KVMove:
+    """Slots of a range that are to be copied, in that order, to slots `start` onwards."""
+
+    kv: KVRange
+    sources: Sequence[int]
+    start: int
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,9 @@ class Reader(Protocol):
         """Slots that it takes of a session then, behind its segment."""
         ...
 
-    def read(self, wanted: Sequence[LevelsWanted], levels: int) -> list[Read] | None:
-        """Read segments and about `levels` levels below them; None where they are too many for one call."""
+    def read(self, wanted: Sequence[LevelsWanted], levels: int, moves: Sequence[KVMove]) -> list[Read] | None:
+        """Move slots, then read segments and about `levels` levels below them.
+
+        None, and nothing is moved, where they are too many for one call.
+        """
         ...

@@ -24,7 +24,7 @@ from dynatree.common.engine.gpu.graphs import GraphPool, Replayed
 from dynatree.common.engine.gpu.row_attention import RowAttention
 from dynatree.common.engine.gpu.rows import RowBuffers, RowSizes
 from dynatree.common.engine.gpu.tree_attention import RowPlan
-from dynatree.common.engine.reader import LevelRead, LevelsWanted, NodesRead, Read
+from dynatree.common.engine.reader import KVMove, LevelRead, LevelsWanted, NodesRead, Read
 from dynatree.common.gumbel import Stream
 
 WIDTH = 8
@@ -32,6 +32,7 @@ BREADTH = 16
 LEVELS = (2, 4, 8)
 ROWS = 32  # of one session's first level: what it has not read, the root, and n-grams
 TOGETHER = 8  # sessions
+MOVES = 128  # slots that commits have moved
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Levels:
                 "rows_below": (below, 2),  # as in `RowPlan`, were it the root's level
                 "tiles_below": (sizes.sessions * tiles, 4),
                 "slots_below": (sizes.levels, below),
+                "moves": (2, MOVES),  # from slots, to slots
             },
         )
         self._forward, self._arena, self._longest = forward, arena, longest
@@ -106,8 +108,8 @@ class Levels:
         )
         self._reads = [Replayed(partial(self._all_levels, noisy), arena.device, pool) for noisy in (False, True)]
 
-    def read(self, wanted: Sequence[LevelsWanted]) -> list[Read]:
-        """Read what is wanted; of each session what became of it."""
+    def read(self, wanted: Sequence[LevelsWanted], moves: Sequence[KVMove]) -> list[Read]:
+        """Move slots, at most `MOVES`, and read what is wanted; of each session what became of it."""
         sizes, host = self.sizes, self._buffers.more_on_host
         segments = [each.segment for each in wanted]
         [pieces] = self.rows.cut(segments)
@@ -117,6 +119,13 @@ class Levels:
         host["rows_below"][:] = 0
         host["tiles_below"][:] = 0
         host["slots_below"][:] = self._arena.size
+        host["moves"][:] = self._arena.size
+        at = 0
+        for move in moves:
+            stop = at + len(move.sources)
+            host["moves"][0, at:stop] = np.array(move.sources, dtype=np.int32) + move.kv.start
+            host["moves"][1, at:stop] = np.arange(len(move.sources)) + move.kv.start + move.start
+            at = stop
         starts = range(0, sizes.width, self.rows.tile)  # of a session's tiles
         for place, (each, piece) in enumerate(zip(wanted, pieces, strict=True)):
             segment, root = each.segment, piece.row + each.root
@@ -140,6 +149,10 @@ class Levels:
     def _all_levels(self, noisy: bool) -> Tensor:
         """What is told of all levels, int32; not `noisy`: all sessions are greedy."""
         sizes, buffers, more = self.sizes, self._buffers, self._buffers.more
+        sources, targets = more["moves"]
+        data = self._arena.data
+        # index_select copies first, so that no slot is overwritten before it is copied
+        data.index_copy_(3, targets.long(), data.index_select(3, sources))
         roots = more["roots"].long()
         given = (buffers.temperatures, buffers.seeds, more["limits"], buffers.positions)
         ids, chances = self._ranked(buffers.token_ids, buffers.plan, *given, noisy)
@@ -246,13 +259,15 @@ class LevelReader:
         """As `Reader.slots`."""
         return WIDTH * self.most(levels)
 
-    def read(self, wanted: Sequence[LevelsWanted], levels: int) -> list[Read] | None:
+    def read(self, wanted: Sequence[LevelsWanted], levels: int, moves: Sequence[KVMove]) -> list[Read] | None:
         """As `Reader.read`."""
+        if sum(len(each.sources) for each in moves) > MOVES:
+            return None
         segments = [each.segment for each in wanted]
         for call in self._calls:
             fits = len(wanted) <= call.sizes.sessions and call.sizes.levels == self.most(levels)
             if fits and len(list(call.rows.cut(segments))) == 1:
-                return call.read(wanted)
+                return call.read(wanted, moves)
         return None
 
 
