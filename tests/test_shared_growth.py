@@ -23,9 +23,6 @@ class ScriptedModel:
         self.forwards = []
         self.broken = set()
 
-    def whole(self, slots):
-        return slots
-
     def reserve(self, slots, prompt_ids, principal):
         return KVRange(0, slots), 0
 

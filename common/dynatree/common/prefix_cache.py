@@ -80,10 +80,10 @@ class PrefixCache:
             evicted = self._entries[: len(evicted) + 1]
             start = self._arena.gap(slots, [entry.kv for entry in evicted])
         if start is not None:
-            stop = start + self._arena.whole(slots)
+            stop = start + slots
             evicted = [each for each in evicted if each.kv.start < stop and each.kv.start + each.kv.size > start]
         for entry in evicted:
-            if start is None and self._arena.free_slots >= self._arena.whole(slots):
+            if start is None and self._arena.free_slots >= slots:
                 break
             self._entries.remove(entry)
             self._arena.release(entry.kv)

@@ -41,10 +41,6 @@ class EngineDraftModel:
         self._cache = cache or PrefixCache(engine.arena, enabled=False)
         self.context_length = engine.info.context_length
 
-    def whole(self, slots: int) -> int:
-        """The slots of a range that holds so many."""
-        return self._engine.arena.whole(slots)
-
     def reserve(self, slots: int, prompt_ids: Sequence[int], principal: str) -> tuple[KVRange | None, int]:
         """A range of the arena, and how many tokens of the prompt it holds; None where too few slots are free."""
         self._move()

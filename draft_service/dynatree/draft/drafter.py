@@ -69,9 +69,6 @@ class DraftModel(Protocol):
 
     context_length: int
 
-    def whole(self, slots: int) -> int:
-        """The slots of a range that holds so many."""
-
     def reserve(self, slots: int, prompt_ids: Sequence[int], principal: str) -> tuple[KVRange | None, int]:
         """A range of the arena, and how many tokens of the prompt it holds; None where too few slots are free."""
 
@@ -103,7 +100,7 @@ class Drafter:
 
     def slots(self, limit: int) -> int:
         """Slots of a session of at most `limit` tokens, prompt included."""
-        return self._model.whole(min(limit, self._model.context_length) + 2 * self._max_tree_nodes)
+        return min(limit, self._model.context_length) + 2 * self._max_tree_nodes
 
     def open(
         self,

@@ -71,7 +71,7 @@ class Verifier:
 
     def slots(self, request: SessionRequest) -> int:
         """Slots that a session reserves: its tokens, and its largest tree behind them."""
-        return self.engine.arena.whole(request.limit + self.max_tree_nodes)
+        return request.limit + self.max_tree_nodes
 
     def open(self, request: SessionRequest) -> Session:
         """Reserve a session's slots, and fill those of the prompt that are cached, unless their logits are wanted.

@@ -271,10 +271,6 @@ class _SharedTable:
         """What the session of a range reads."""
         self._tables[kv] = TableModel(run, self._machine)
 
-    def whole(self, slots: int) -> int:
-        """As many."""
-        return slots
-
     def reserve(self, slots: int, prompt_ids: Sequence[int], principal: str) -> tuple[KVRange | None, int]:
         """A range in which nothing is stored."""
         return KVRange(0, slots), 0

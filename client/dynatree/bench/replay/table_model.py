@@ -60,10 +60,6 @@ class TableModel:
         self.expanded = 0
         self.stood_in = 0
 
-    def whole(self, slots: int) -> int:
-        """As many: nothing is stored."""
-        return slots
-
     def reserve(self, slots: int, prompt_ids: Sequence[int], principal: str) -> tuple[KVRange | None, int]:
         """A range in which nothing is stored."""
         return KVRange(0, slots), 0

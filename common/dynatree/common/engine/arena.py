@@ -40,6 +40,7 @@ class KVArena:
         size: Slots that ranges can have.
         dtype: Of keys and values.
         device: That holds them.
+        data: All of them, `[layers, 2, kv_heads, slots, head_dim]`: keys, then values.
     """
 
     def __init__(
@@ -50,7 +51,6 @@ class KVArena:
         device: torch.device,
         *,
         read_beyond: int = 0,
-        unit: int = 1,
     ) -> None:
         """An arena of zeros.
 
@@ -60,15 +60,12 @@ class KVArena:
             dtype: Of keys and values.
             device: That holds them.
             read_beyond: How many slots past the end of a range a forward may read; what it reads there is masked.
-            unit: Ranges have a multiple of so many slots.
         """
-        self._unit = unit
         self.shape = shape
         self.size = size
         self.dtype = dtype
         self.device = device
-        # [layer, key or value, head, slot, dim]
-        self._data = _zeros((shape.layers, 2, shape.kv_heads, size + read_beyond, shape.head_dim), dtype, device)
+        self.data = _zeros((shape.layers, 2, shape.kv_heads, size + read_beyond, shape.head_dim), dtype, device)
         self._ranges: list[KVRange] = []  # in the order of their starts
 
     @property
@@ -76,13 +73,8 @@ class KVArena:
         """Slots that no range owns."""
         return self.size - sum(each.size for each in self._ranges)
 
-    def whole(self, size: int) -> int:
-        """The slots of a range that holds `size`: whole units."""
-        return -(-size // self._unit) * self._unit
-
     def reserve(self, size: int) -> KVRange | None:
         """A new range for `size` slots, or None where too few are free. Other ranges are moved together if need be."""
-        size = self.whole(size)
         if size > self.free_slots:
             return None
         start = self.gap(size)
@@ -99,21 +91,16 @@ class KVArena:
 
     def shrink(self, kv: KVRange, size: int) -> None:
         """Give back all slots of a range but its first `size`."""
-        kv.size = self.whole(size)
+        kv.size = size
         kv.used = min(kv.used, kv.size)
 
     def layer(self, layer: int) -> Tensor:
         """A view of one layer's keys and values of all slots: `[2, kv_heads, slots, dim]`."""
-        return self._data[layer]
-
-    @property
-    def data(self) -> Tensor:
-        """All of it: `[layers, 2, kv_heads, slots, dim]`."""
-        return self._data
+        return self.data[layer]
 
     def slots(self, kv: KVRange, stop: int) -> Tensor:
         """A view of slots 0 to `stop` in every layer: `[layers, 2, kv_heads, stop, head_dim]`."""
-        return self._data[:, :, :, kv.start : kv.start + stop]
+        return self.data[:, :, :, kv.start : kv.start + stop]
 
     @torch.inference_mode()
     def move(self, kv: KVRange, sources: Sequence[int], start: int) -> None:
@@ -136,7 +123,6 @@ class KVArena:
 
     def gap(self, size: int, without: Collection[KVRange] = ()) -> int | None:
         """Where `size` free slots begin, or were free if it were not for some ranges; None where no gap is as large."""
-        size = self.whole(size)
         begin = 0
         for each in [*self._ranges, KVRange(self.size, 0)]:
             if each in without:
