@@ -137,6 +137,7 @@ def by_triton(
         "split_blocks": SPLIT_BLOCKS,
         "wide": query.dtype == torch.float32 or not query.is_cuda,
     }
+    stages = 1 if sizes["wide"] else 2  # blocks on their way to a product; of float32 more fill a small GPU's memory
     in_log2 = scale * math.log2(math.e)
     kernels.shared_blocks[len(plan.tiles), kv_heads, split_count + 1](
         query,
@@ -159,6 +160,7 @@ def by_triton(
         in_log2,
         **sizes,
         num_warps=_WARPS,
+        num_stages=stages,
         enable_fp_fusion=False,  # or a product and a sum may be one in one launch, and two in the other
     )
     kernels.own_paths[rows, kv_heads](
@@ -178,6 +180,7 @@ def by_triton(
         in_log2,
         **sizes,
         num_warps=_WARPS,
+        num_stages=stages,
         enable_fp_fusion=False,  # or a product and a sum may be one in one launch, and two in the other
     )
     return output
