@@ -63,6 +63,19 @@ def outcome(client, request):
 
 @pytest.mark.parametrize("count", [36, pytest.param(340, marks=pytest.mark.long)])
 def test_each_gets_what_it_gets_alone(services, count):
+    assert_each_gets_what_it_gets_alone(services, count)
+
+
+@pytest.mark.long
+def test_each_gets_what_it_gets_alone_in_fixed_rows(tmp_path):
+    """As on a GPU: passes of 32 rows that the device decides, and levels of several drafts' trees in one call."""
+    target = save_random_model(tmp_path / "target", "gpt_neox", seed=3)
+    draft = save_noisy_copy(tmp_path / "draft", target, seed=4)
+    with running_services(tmp_path, target, draft, sessions=SESSIONS, fixed_rows=(32,)) as running:
+        assert_each_gets_what_it_gets_alone(running, 60)
+
+
+def assert_each_gets_what_it_gets_alone(services, count):
     requests = mixed_requests(count)
     with Client(services.draft_address) as client:
         alone = [outcome(client, request) for request in requests]

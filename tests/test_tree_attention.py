@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dynatree.common.engine import Segment, ancestor_mask
 from dynatree.common.engine.gpu.rows import RowBuffers, RowSizes
-from dynatree.common.engine.gpu.tree_attention import RowPlan, by_torch, by_triton, tile_rows
+from dynatree.common.engine.gpu.tree_attention import RowPlan, by_torch, by_triton, splits, tile_rows
 from dynatree.common.kv_range import KVRange
 
 SLOTS = 700
@@ -186,6 +186,14 @@ def test_a_token_has_equal_bits_in_a_tree_and_alone() -> None:
         each = [torch.cat([part[:, row : row + 1], part[:, :1].expand(-1, 19, -1)], 1) for part in (query, key, value)]
         output = triton_kernels(each[0], each[1], each[2], layer, alone.plan, 0.1)
         assert torch.equal(output[0], in_tree[row]), place
+
+
+def test_a_session_has_few_splits_and_each_slot_is_in_one() -> None:
+    for slots in (1, 64, 65, 2304, 8192, 8193, 131_072 + 256):
+        count, blocks = splits(slots)
+        assert count <= 32
+        assert (count - 1) * blocks * 64 < slots <= count * blocks * 64
+    assert splits(2304) == (9, 4), "as long as there are few they are short"
 
 
 def test_segments_are_cut_into_forwards_that_hold_them() -> None:

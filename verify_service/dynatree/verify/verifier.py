@@ -106,8 +106,12 @@ class Verifier:
         ]
         started = time.perf_counter()
         decided = self.engine.decide(segments, [choosing(part) for part in parts])
-        logits, choices = decided or (self.engine.forward(segments), [None] * len(parts))
-        self.engine.synchronize()
+        choices: list[list[int] | None] = [None] * len(parts)
+        if decided is None:
+            logits = self.engine.forward(segments)
+            self.engine.synchronize()
+        else:
+            logits, choices = decided
         forwarded = time.perf_counter()
         verdicts = [
             _result(partial(_judge, part, rows, chosen))

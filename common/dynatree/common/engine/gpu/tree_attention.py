@@ -14,7 +14,8 @@ from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None
 BLOCK = 64  # keys that are summed at a time
-SPLIT_BLOCKS = 4  # of one split: sums that run beside each other, and are merged in order
+SPLIT_BLOCKS = 4  # of one split, where there are few: sums that run beside each other, and are merged in order
+MAX_SPLITS = 32
 LEAST_TILE = 16  # rows of the smallest tile that a GPU multiplies
 _WARPS = 4  # of both launches, so that both multiply in one order
 
@@ -46,9 +47,11 @@ def _padded(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def splits(slots: int) -> int:
-    """Splits of the longest session, of so many slots."""
-    return -(-slots // (BLOCK * SPLIT_BLOCKS))
+def splits(slots: int) -> tuple[int, int]:
+    """Into how many splits the longest session is cut, of so many slots; and the blocks of a split."""
+    blocks = -(-slots // BLOCK)
+    size = max(SPLIT_BLOCKS, -(-blocks // MAX_SPLITS))
+    return -(-blocks // size), size
 
 
 def tree_attention(
@@ -120,7 +123,7 @@ def by_triton(
     heads, rows, dim = query.shape
     kv_heads = key.shape[0]
     group = _padded(heads // kv_heads)
-    split_count = splits(longest)
+    split_count, split_blocks = splits(longest)
     part = torch.empty(rows, heads, split_count, dim + 2, dtype=torch.float32, device=query.device).view(-1)
     per_split = rows * heads * split_count
     part_max, part_sum, part_out = part[:per_split], part[per_split : 2 * per_split], part[2 * per_split :]
@@ -134,7 +137,7 @@ def by_triton(
         "tile": max(LEAST_TILE, group),
         "block": BLOCK,
         "splits": split_count,
-        "split_blocks": SPLIT_BLOCKS,
+        "split_blocks": split_blocks,
         "wide": query.dtype == torch.float32 or not query.is_cuda,
     }
     stages = 1 if sizes["wide"] else 2  # blocks on their way to a product; of float32 more fill a small GPU's memory
