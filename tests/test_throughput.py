@@ -46,6 +46,28 @@ def test_sizes_never_tried_are_to_the_nearest_tried_as_they_were_at_the_start():
 
 
 @pytest.mark.parametrize(
+    ("points", "nodes"),
+    [
+        ([(1, 0.1), (16, 0.11), (64, 0.15), (128, 0.151), (256, 0.4)], 63),
+        ([(1, 0.002), (64, 0.002), (65, 0.0021), (256, 0.0025)], 255),
+        ([(1, 0.1), (16, 0.2)], 0),
+        ([], 0),
+    ],
+)
+def test_nodes_that_are_nearly_free_are_those_within_half_a_plain_step(points, nodes):
+    assert Costs(measured(*points)).nodes_within(1.5) == nodes
+
+
+@pytest.mark.parametrize(("seconds", "limit"), [(0.004, 63), (0.0025, 255)])
+def test_a_tree_may_be_as_large_as_rows_are_nearly_free(seconds, limit):
+    """On a GPU that verifies 256 rows for little more than one; elsewhere as large as a CPU's, 63 nodes."""
+    costs = Costs(measured((1, 0.002), (64, 0.002), (256, seconds)), measured((4, 1e-6)))
+    flat = constant(*[0.25] * 4)
+    assert len(grow(create_policy("throughput", {"max_depth": 5}, costs), flat)[1]) == limit
+    assert len(grow(create_policy("throughput", {"max_depth": 5, "max_nodes": 9}, costs), flat)[1]) == 9
+
+
+@pytest.mark.parametrize(
     "points", [[], [(1, 0.1)], [(0, 1.0), (4, 0.0), (8, -1.0), (16, math.inf), (32, math.nan)], [(4, 0.1)] * 2]
 )
 def test_where_nothing_was_measured_smaller_trees_are_tried_first(points):

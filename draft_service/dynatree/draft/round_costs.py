@@ -58,6 +58,8 @@ class Costs:
     ) -> None:
         self.track_record = TrackRecord(control)
         self._control = control
+        target = tuple(target)
+        self._measured = measured_curve(target)  # fewest rows first: a plain step
         self._verify = VerifyCost(target, control)
         self._plain_due = control.fresh_rounds if self._verify.is_measured else control.cost_trials
         self._draft_forward = RollingMedian(control)
@@ -89,6 +91,13 @@ class Costs:
     def verify(self, nodes: int) -> float:
         """V(n): seconds to verify a tree of `nodes` nodes; 0 nodes is a plain step."""
         return self._verify.seconds(nodes)
+
+    def nodes_within(self, steps: float) -> int:
+        """The nodes of the largest tree that took so many plain steps at most when the verify service started."""
+        if not self._measured:
+            return 0
+        plain = self._measured[0][1]
+        return max(int(rows) for rows, seconds in self._measured if seconds <= steps * plain) - 1
 
     @property
     def draft_forward_seconds(self) -> float:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dynatree.common.tree import ROOT
 from dynatree.draft.control import ControlSettings
 from dynatree.draft.growing_tree import GrowingTree
-from dynatree.draft.policies.base import Outcome, Policy
+from dynatree.draft.policies.base import Outcome, Policy, check_range
 from dynatree.draft.policies.best_first import BestFirst
 from dynatree.draft.policies.calibrated import CalibratedValue
 from dynatree.draft.policies.child_mass import ChildMass, open_mass
@@ -17,18 +17,36 @@ from dynatree.draft.policies.objective import Objective, Plan
 from dynatree.draft.policies.pause import Pause
 from dynatree.draft.round_costs import Costs, RoundCost
 
+LEAST_NODES = 63
+MOST_NODES = 256
+NEARLY_FREE = 1.5  # plain steps of a verification
+
 
 @dataclass(frozen=True)
 class ThroughputSettings(MergedSettings):
-    """Upper limits of what control may choose, and the n-grams as in `ngram`."""
+    """Upper limits of what control may choose, and the n-grams as in `ngram`.
 
-    max_nodes: int = 63
+    `max_nodes` of 0: as many as the verify service's start showed to be nearly free, `LEAST_NODES` at least.
+    """
+
+    max_nodes: int = 0
     max_depth: int = 16
     breadth: int = 4
     longest: int = 8
     shortest: int = 2
     ngram_depth: int = 63
     branches: int = 2
+
+    def __post_init__(self) -> None:
+        check_range("max_nodes", self.max_nodes, 0, MOST_NODES)
+        if self.max_nodes:
+            super().__post_init__()
+        else:
+            self.limited_to(LEAST_NODES)
+
+    def limited_to(self, nodes: int) -> ThroughputSettings:
+        """The same, with `nodes` in place of a `max_nodes` of 0."""
+        return self if self.max_nodes else replace(self, max_nodes=nodes)
 
 
 class Throughput(Policy):
@@ -39,6 +57,8 @@ class Throughput(Policy):
     """
 
     def __init__(self, settings: ThroughputSettings, costs: Costs, control: ControlSettings) -> None:
+        nearly_free = min(costs.nodes_within(NEARLY_FREE), MOST_NODES)
+        settings = settings.limited_to(max(nearly_free, LEAST_NODES))
         self.breadth = settings.breadth
         self._max_nodes = settings.max_nodes
         self._control = control
