@@ -1,8 +1,10 @@
 """The shipped pair: size, function under growth, and the commands that run on it."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import grpc
 import pytest
@@ -14,7 +16,7 @@ from dynatree.cli.main import main
 from dynatree.cli.reference import Reference
 from dynatree.client import Client
 from dynatree.common import embedded
-from dynatree.common.embedded.grow import GrownShape, grow
+from dynatree.common.embedded.grow import SHAPES, GrownShape, GrownWeights, grow, grown_config
 from dynatree.common.embedded.train import tokens_per_round
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
@@ -44,12 +46,16 @@ def test_both_models_use_one_tokenizer():
     assert target.get_vocab() == draft.get_vocab()
 
 
+@pytest.mark.parametrize("max_shard_size", ["2GB", "10MB"])
 @pytest.mark.parametrize(
     ("source", "hidden", "heads"), [(embedded.target_path(), 640, 8), (embedded.draft_path(), 256, 4)]
 )
-def test_a_grown_model_computes_the_same_function(tmp_path, source, hidden, heads):
+def test_a_grown_model_computes_the_same_function(tmp_path, source, hidden, heads, max_shard_size):
     layers = AutoModelForCausalLM.from_pretrained(source).config.num_hidden_layers
-    grow(GrownShape(source, hidden, layers + 3, heads, vocab_size=2100), tmp_path, torch.float32)
+    shape = GrownShape(source, hidden, layers + 3, heads, vocab_size=2100)
+    grow(shape, tmp_path, torch.float32, max_shard_size=max_shard_size)
+    several = len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert several == (max_shard_size == "10MB") == (tmp_path / "model.safetensors.index.json").exists()
     small = AutoModelForCausalLM.from_pretrained(source)
     wide = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert wide.config.hidden_size == hidden
@@ -59,6 +65,64 @@ def test_a_grown_model_computes_the_same_function(tmp_path, source, hidden, head
         expected, got = small(tokens).logits, wide(tokens).logits
     assert torch.equal(got.argmax(-1), expected.argmax(-1))
     assert (got[..., :2048] - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("12b", 11.8e9), ("2.8b", 2.78e9), ("70m", 70.4e6)])
+def test_every_weight_of_a_shape_is_grown(name, parameters):
+    shape = SHAPES[f"pythia-{name}"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(grown_config(shape), dtype=torch.bfloat16)
+    assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(parameters, rel=0.01)
+    weights = GrownWeights.of(shape, torch.bfloat16)
+    grown = {each.replace("embed_out", "lm_head"): weights.make(each, "meta") for each in weights.sources}
+    model.load_state_dict(grown, assign=True)  # refuses a name or a shape that is not the model's
+
+
+def test_a_model_grown_in_place_of_another_is_the_one_that_loads(tmp_path):
+    for vocab_size, max_shard_size in ((2050, "2GB"), (2060, "4MB"), (2070, "2GB")):
+        shape = GrownShape(embedded.target_path(), 320, 4, 4, vocab_size)
+        grow(shape, tmp_path, max_shard_size=max_shard_size)
+        assert AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight.shape == (vocab_size, 320)
+
+
+def test_a_model_that_does_not_widen_to_a_shape_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="320 wide does not grow to 640 with 4 heads"):
+        grow(GrownShape(embedded.target_path(), 640, 4, 4, 2048), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+GROWING = """
+import os, pathlib, sys
+from dynatree.bench.memory import PeakMemory
+from dynatree.common import embedded
+from dynatree.common.embedded.grow import SHAPES, GrownShape, GrownWeights, grow, grown_config
+
+out, source, peak = pathlib.Path(sys.argv[1]), embedded.target_path(), PeakMemory({"own": os.getpid()})
+grow(GrownShape(source, 320, 4, 4, 2048), out / "first")  # loads what growing needs
+peak.reset()
+before = peak.read()["own"]
+grow(GrownShape(source, 640, 32, 8, 2048), out / "second", max_shard_size="42MB")
+print(before, peak.read()["own"])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
+def test_growing_needs_the_memory_of_a_file_not_of_a_model(tmp_path):
+    """The peak is Linux's VmHWM: `ru_maxrss` of a child begins with its parent's.
+
+    The allocator gives memory back as it does for the weights of a large shape.
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", GROWING, str(tmp_path)],
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    before, peak = map(int, result.stdout.split())
+    files = [each.stat().st_size for each in (tmp_path / "second").glob("*.safetensors")]
+    assert len(files) >= 8
+    assert 0 < peak - before < 2 * max(files)
 
 
 class Scripted(torch.nn.Module):

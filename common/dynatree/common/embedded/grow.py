@@ -1,5 +1,6 @@
 """Widen the embedded pair to Pythia's shapes without changing the function it computes.
 
+    python -m dynatree.common.embedded.grow pythia-12b OUT      # from the embedded target; 24 GB
     python -m dynatree.common.embedded.grow pythia-2.8b OUT     # from the embedded target
     python -m dynatree.common.embedded.grow pythia-70m OUT      # from the embedded draft
 
@@ -10,25 +11,28 @@ Every hidden unit and every head is repeated `r` times. A linear layer that read
 divided by `r`, a power of two, so nothing is rounded; layer norms see the same mean and variance. Further layers write
 nothing to the residual stream: their output projections are zero. Further vocabulary rows copy the padding token's,
 which is never predicted. (The idea is Net2WiderNet's: Chen, Goodfellow and Shlens, 2016, section 2.)
+
+Weights are made and written a file at a time, so that a model may be larger than the memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, GPTNeoXForCausalLM
+from transformers import AutoConfig, PreTrainedConfig
 
 from dynatree.common import embedded
 
 PADDING_ID = 1
-Model: Any = GPTNeoXForCausalLM  # its annotations do not admit what from_pretrained returns
 
 
 @dataclass(frozen=True)
@@ -43,15 +47,37 @@ class GrownShape:
 
 
 SHAPES = {
+    # Heads keep their size when they are repeated: 64 of 80 here, 40 of 128 in Pythia-12B.
+    "pythia-12b": GrownShape(embedded.target_path(), hidden_size=5120, layers=36, heads=64, vocab_size=50304),
     "pythia-2.8b": GrownShape(embedded.target_path(), hidden_size=2560, layers=32, heads=32, vocab_size=50304),
     "pythia-70m": GrownShape(embedded.draft_path(), hidden_size=512, layers=6, heads=8, vocab_size=50304),
 }
 
 
-def grow(shape: GrownShape, out: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write a model of `shape` that computes what `shape.source` computes, with its tokenizer, to the folder `out`."""
-    source = Model.from_pretrained(shape.source, dtype=dtype)
-    config = AutoConfig.from_pretrained(shape.source)
+def grow(
+    shape: GrownShape, out: Path, dtype: torch.dtype = torch.bfloat16, *, max_shard_size: int | str = "2GB"
+) -> None:
+    """Write a model of `shape` that computes what `shape.source` computes, with its tokenizer, to the folder `out`.
+
+    A file holds at most `max_shard_size` of weights, or one tensor. One file's weights are in memory at a time.
+    """
+    config = grown_config(shape, dtype)
+    out.mkdir(parents=True, exist_ok=True)
+    for earlier in out.glob("model*.safetensors*"):  # a loader would prefer one file to several
+        earlier.unlink()
+    _write(GrownWeights.of(shape, dtype), out, max_shard_size)
+    config.save_pretrained(out)
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(shape.source / name, out / name)
+
+
+def grown_config(shape: GrownShape, dtype: torch.dtype = torch.bfloat16) -> PreTrainedConfig:
+    """The configuration of a model of `shape`.
+
+    Raises:
+        ValueError: Its width is not a multiple of its source's, or its heads are not the same multiple.
+    """
+    config: PreTrainedConfig = AutoConfig.from_pretrained(shape.source)
     factor = shape.hidden_size // config.hidden_size
     if shape.hidden_size % config.hidden_size or factor != shape.heads // config.num_attention_heads:
         raise ValueError(f"{config.hidden_size} wide does not grow to {shape.hidden_size} with {shape.heads} heads")
@@ -65,31 +91,54 @@ def grow(shape: GrownShape, out: Path, dtype: torch.dtype = torch.bfloat16) -> N
             "dtype": str(dtype).removeprefix("torch."),
         }
     )
-    with torch.device("meta"):
-        model = Model._from_config(config, dtype=dtype)
-    model.load_state_dict(_grown_weights(source.state_dict(), shape, factor), assign=True)
-    model.generation_config = source.generation_config
-    model.save_pretrained(out, max_shard_size="2GB")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(shape.source / name, out / name)
+    return config
 
 
-def _grown_weights(small: dict[str, Tensor], shape: GrownShape, factor: int) -> dict[str, Tensor]:
-    layers = 1 + max(int(name.split(".")[2]) for name in small if name.startswith("gpt_neox.layers."))
-    head_rows = 3 * shape.hidden_size // shape.heads
-    grown = {}
-    for name, weight in small.items():
-        if ".layers." in name:
-            index = int(name.split(".")[2])
-            copies = range(index, shape.layers, layers)
-            for copy in copies:
-                wide = _widen(name, weight, factor, head_rows)
-                if copy >= layers and _writes_residual(name):
-                    wide = torch.zeros_like(wide)
-                grown[name.replace(f".layers.{index}.", f".layers.{copy}.")] = wide
-        else:
-            grown[name] = _pad_vocabulary(name, _widen(name, weight, factor, head_rows), shape.vocab_size)
-    return grown
+@dataclass(frozen=True)
+class GrownWeights:
+    """The weights of a grown model by their names in its files, each made when it is asked for.
+
+    Attributes:
+        small: The source's weights.
+        sources: The name in `small` of what each weight is made from, layer by layer.
+        shape: Of the grown model.
+        factor: How often units and heads are repeated.
+    """
+
+    small: Mapping[str, Tensor]
+    sources: Mapping[str, str]
+    shape: GrownShape
+    factor: int
+
+    @classmethod
+    def of(cls, shape: GrownShape, dtype: torch.dtype) -> GrownWeights:
+        """The weights of a model of `shape`, of one type."""
+        config = AutoConfig.from_pretrained(shape.source)
+        small = {name: weight.to(dtype) for name, weight in load_file(shape.source / "model.safetensors").items()}
+        sources = {name: name for name in small if ".layers." not in name}
+        for layer in range(shape.layers):
+            source = f".layers.{layer % config.num_hidden_layers}."
+            sources |= {name.replace(source, f".layers.{layer}."): name for name in small if source in name}
+        return cls(small, sources, shape, shape.hidden_size // config.hidden_size)
+
+    def make(self, name: str, device: str = "cpu") -> Tensor:
+        """One weight; on the device "meta", its shape alone."""
+        source = self.sources[name]
+        wide = _widen(name, self.small[source].to(device), self.factor, 3 * self.shape.hidden_size // self.shape.heads)
+        if name != source and _writes_residual(name):  # a further layer
+            return torch.zeros_like(wide)
+        return _pad_vocabulary(name, wide, self.shape.vocab_size)
+
+
+def _write(weights: GrownWeights, out: Path, max_shard_size: int | str) -> None:
+    """Write the files that transformers reads, each weight made when its file's turn comes."""
+    sizes = {name: weights.make(name, "meta") for name in weights.sources}
+    split = split_torch_state_dict_into_shards(sizes, max_shard_size=max_shard_size)
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: weights.make(name) for name in names}, out / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _widen(name: str, weight: Tensor, factor: int, head_rows: int) -> Tensor:
@@ -97,7 +146,7 @@ def _widen(name: str, weight: Tensor, factor: int, head_rows: int) -> Tensor:
     if "query_key_value" in name:  # output units come in heads, which are repeated whole
         heads = weight.reshape(-1, head_rows, *weight.shape[1:]).repeat_interleave(factor, dim=0)
         weight = heads.flatten(0, 1)
-    elif not name.startswith(("lm_head", "gpt_neox.embed_in")):
+    elif not name.startswith(("embed_out", "gpt_neox.embed_in")):
         weight = weight.repeat_interleave(factor, dim=0)
     if weight.dim() == 1:
         return weight
@@ -105,9 +154,9 @@ def _widen(name: str, weight: Tensor, factor: int, head_rows: int) -> Tensor:
         return weight.repeat_interleave(factor, dim=1)
     if "attention.dense" in name:  # input units come in heads, in the order in which query_key_value makes them
         head_size = head_rows // 3
-        heads = weight.reshape(weight.shape[0], -1, head_size).repeat_interleave(factor, dim=1)
-        return heads.flatten(1, 2) / factor
-    return weight.repeat_interleave(factor, dim=1) / factor
+        heads = (weight / factor).reshape(weight.shape[0], -1, head_size).repeat_interleave(factor, dim=1)
+        return heads.flatten(1, 2)
+    return (weight / factor).repeat_interleave(factor, dim=1)
 
 
 def _writes_residual(name: str) -> bool:
@@ -115,7 +164,7 @@ def _writes_residual(name: str) -> bool:
 
 
 def _pad_vocabulary(name: str, weight: Tensor, vocab_size: int) -> Tensor:
-    if not name.startswith(("lm_head", "gpt_neox.embed_in")):
+    if not name.startswith(("embed_out", "gpt_neox.embed_in")):
         return weight
     padding = weight[PADDING_ID].expand(vocab_size - weight.shape[0], -1)
     return torch.cat([weight, padding])
