@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from dynatree.cli.arguments import positive
+from dynatree.cli.arguments import not_negative, positive
 from dynatree.cli.service_arguments import add_service_arguments
-from dynatree.common.limits import MAX_TREE_NODES
+from dynatree.common.limits import ALL_LAYERS, MAX_TREE_NODES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +30,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most tokens of one pass over the trees of all sessions; with fewer than --max-sessions they take turns "
         "(default: auto)",
     )
+    parser.add_argument(
+        "--resident-layers",
+        type=layers,
+        metavar="N|auto|all",
+        help="layers that stay in memory; the others are read from the disk in every forward (default: auto, all "
+        "that fit)",
+    )
+    parser.add_argument(
+        "--layer-cache",
+        type=Path,
+        metavar="FOLDER",
+        help="where such layers are written once, laid out for this machine (default: the user's cache folder)",
+    )
+
+
+def layers(text: str) -> int | None:
+    """An argparse type: a whole number of at least 0, `all`, or None for `auto`."""
+    return None if text == "auto" else ALL_LAYERS if text == "all" else not_negative(text)
 
 
 def rows_or_auto(text: str) -> int | None:
@@ -36,6 +55,7 @@ def rows_or_auto(text: str) -> int | None:
     return None if text == "auto" else positive(text)
 
 
+layers.__name__ = "number of layers"
 rows_or_auto.__name__ = "whole number"  # argparse names the type in its message
 
 

@@ -26,6 +26,8 @@ def model_settings(
     speculative_slots: int,
     measured_rows: int = 0,
     chooses_tokens: bool = True,
+    resident_layers: int | None = None,
+    layer_cache: Path | None = None,
 ) -> ModelSettings:
     """Settings from parsed options; the name "embedded" means the shipped model at `embedded_path`."""
     return ModelSettings(
@@ -40,6 +42,8 @@ def model_settings(
         measured_rows=measured_rows,
         chooses_tokens=chooses_tokens,
         threads=options.threads,
+        resident_layers=resident_layers,
+        layer_cache=layer_cache,
     )
 
 

@@ -62,6 +62,8 @@ def run(options: argparse.Namespace) -> int:
         embedded.target_path(),
         speculative_slots=limits.max_tree_nodes,
         measured_rows=limits.batch_rows,
+        resident_layers=options.resident_layers,
+        layer_cache=options.layer_cache,
     )
     return run_service(lambda: serve(settings, limits, operation_settings(options)), options.log_format)
 

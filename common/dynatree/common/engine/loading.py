@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from dynatree.common import embedded
@@ -26,8 +25,9 @@ from dynatree.common.engine.flat_forward import FlatForward
 from dynatree.common.engine.generation_defaults import GenerationDefaults
 from dynatree.common.engine.gpu.fixed_rows import DRAFT_ROWS, with_default_rows, with_fixed_rows
 from dynatree.common.engine.huge_pages import use_huge_pages
-from dynatree.common.engine.kv_budget import KVBudget
+from dynatree.common.engine.kv_budget import KVBudget, free_memory
 from dynatree.common.engine.model_fingerprint import model_fingerprint
+from dynatree.common.engine.model_size import parameters_of, step_bytes_of
 from dynatree.common.engine.native import is_native
 from dynatree.common.engine.native_attention import NativeBatch
 from dynatree.common.engine.native_program import program_of
@@ -35,6 +35,9 @@ from dynatree.common.engine.native_runner import NativeRunner
 from dynatree.common.engine.packing import pack, weights_of
 from dynatree.common.engine.runner import Runner
 from dynatree.common.engine.segment import Segment
+from dynatree.common.engine.streaming.layer_cache import default_folder
+from dynatree.common.engine.streaming.streamed_layers import StreamedLayers
+from dynatree.common.engine.streaming.streamed_model import StreamedModel, load_streamed, plan_of, skeleton
 from dynatree.common.engine.support import check_config, check_family, check_outputs, record_kv_shape
 from dynatree.common.engine.timing import measure_forwards
 from dynatree.common.errors import StartupError
@@ -45,6 +48,7 @@ from dynatree.common.version import version
 
 log = logging.getLogger(__name__)
 
+WEIGHTS_SHARE = 0.7  # of the free memory; keys and values need some of the rest
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -67,6 +71,8 @@ class ModelSettings:
         chooses_tokens: Whether the model is a target, whose generation_config is adopted or refused. A draft only
             guesses, so its generation_config does not matter.
         threads: Of the CPU; None: torch's choice.
+        resident_layers: That stay in memory; the others are streamed from the disk. None: all, if they fit.
+        layer_cache: The folder of layer caches; None: the user's.
     """
 
     model: str
@@ -80,6 +86,8 @@ class ModelSettings:
     measured_rows: int = 0
     chooses_tokens: bool = True
     threads: int | None = None
+    resident_layers: int | None = None
+    layer_cache: Path | None = None
 
 
 @torch.inference_mode()
@@ -93,18 +101,27 @@ def load_engine(settings: ModelSettings) -> Engine:
         torch.set_num_threads(settings.threads)
     torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new shape, and forwards have many
     name = _display_name(settings.model)
-    model = _load_model(settings, name)
-    parameters, step_bytes = _parameters(model), _step_bytes(model)  # before packing, which hides weights
+    model, streamed = _load_model(settings, name)
+    if streamed:
+        parameters, step_bytes = streamed.parameters, streamed.step_bytes
+    else:
+        parameters, step_bytes = parameters_of(model), step_bytes_of(model)  # before packing, which hides weights
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)  # of this thread, on which all of the model's work runs
     tokenizer = load_tokenizer(settings.model)
     native = is_native(model.device, model.dtype)
     with _explained(name, model.config):
         defaults = GenerationDefaults.of(model.generation_config if settings.chooses_tokens else None)
-        identity = model_fingerprint(model, defaults) if settings.chooses_tokens else ""
+        known = streamed.sums if streamed else None
+        identity = model_fingerprint(model, defaults, known) if settings.chooses_tokens else ""
         if model.device.type == "cpu":
-            pack(model, native)
+            pack(model, native, list(streamed.layers)[streamed.first :] if streamed else ())
             use_huge_pages(weights_of(model), name)
+        turns = None
+        if streamed:
+            streamed.stream.check()
+            turns = StreamedLayers(streamed.stream, streamed.first, len(streamed.layers))
+            turns.hook(streamed.layers)
         shape = record_kv_shape(model)
         context_length = _context_length(model)
         check_config(model.config, context_length)
@@ -141,7 +158,7 @@ def load_engine(settings: ModelSettings) -> Engine:
         fingerprint=identity,
     )
     attending = partial(NativeBatch, arena=arena) if native else partial(Batch, arena=arena, batch_invariant=padded)
-    runner = _runner(model, arena, attending, native)
+    runner = _runner(model, arena, attending, native, turns)
     engine = Engine(
         model, runner, arena, tokenizer, info, defaults.eos_token_ids, batch_invariant=isinstance(runner, NativeRunner)
     )
@@ -165,7 +182,8 @@ def with_forward_costs(engine: Engine, measured_rows: int) -> Engine:
     return replace(engine, info=replace(engine.info, forward_costs=measure_forwards(engine, measured_rows)))
 
 
-def _load_model(settings: ModelSettings, name: str) -> PreTrainedModel:
+def _load_model(settings: ModelSettings, name: str) -> tuple[PreTrainedModel, StreamedModel | None]:
+    """A model, and how its layers are streamed if some are."""
     if settings.dtype not in {"auto", *DTYPES}:
         raise StartupError(f"dtype is {settings.dtype!r}, expected auto, {', '.join(DTYPES)}")
     check_folder(settings.model)
@@ -176,6 +194,9 @@ def _load_model(settings: ModelSettings, name: str) -> PreTrainedModel:
     config = None
     try:
         config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
+        streamed = _streamed(settings, config, device, name)
+        if streamed:
+            return streamed.model, streamed
         model = AutoModelForCausalLM.from_pretrained(
             settings.model,
             config=config,
@@ -185,12 +206,45 @@ def _load_model(settings: ModelSettings, name: str) -> PreTrainedModel:
             trust_remote_code=False,
         )
         loaded: PreTrainedModel = model.to(device).eval()  # type: ignore[arg-type]
+    except StartupError:
+        raise
     except Exception as error:  # transformers, the hub client, safetensors and torch each raise their own types here
         if config is not None:
             with _explained(name, config):
                 check_family(config)
         where = "" if Path(settings.model).is_dir() else "it is no local folder; as a hub name: "
         raise StartupError(f"model {name!r} could not be loaded: {where}{first_line(error)}") from error
+    return loaded, None
+
+
+def _streamed(settings: ModelSettings, config: PretrainedConfig, device: str, name: str) -> StreamedModel | None:
+    """The model with streamed layers, where some are asked for or do not fit; None where all stay in memory.
+
+    Raises:
+        StartupError: They cannot be streamed.
+    """
+    asked, folder = settings.resident_layers, Path(settings.model)
+    if torch.device(device).type != "cpu":
+        if asked is not None:
+            raise StartupError(f"layers are streamed to CPUs only, and the device is {device}; expected --device cpu")
+        return None
+    free = free_memory(torch.device("cpu"))
+    room = None if free is None else int(WEIGHTS_SHARE * free)
+    if asked is None and (room is None or sum(each.stat().st_size for each in folder.glob("*.safetensors")) <= room):
+        return None
+    dtype = DTYPES.get(settings.dtype) or getattr(config, "dtype", None) or torch.float32
+    model = skeleton(config, dtype)
+    plan = plan_of(model)
+    fitting = plan.layers if room is None else plan.resident(room)
+    resident = fitting if asked is None else min(asked, plan.layers)
+    if resident == plan.layers:
+        return None
+    log.info("%s: %d of %d layers stay in memory, the others are streamed", name, resident, plan.layers)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(settings.model, allow_patterns=["*.safetensors", "*.json"]))
+    loaded = load_streamed(model, folder, name, resident, settings.layer_cache or default_folder())
+    if (folder / "generation_config.json").exists():
+        loaded.model.generation_config = GenerationConfig.from_pretrained(folder)
     return loaded
 
 
@@ -214,12 +268,13 @@ def _runner(
     arena: KVArena,
     attending: Callable[[Sequence[Segment]], Attending],
     native: bool,
+    streamed: StreamedLayers | None,
 ) -> Runner:
     """The runner of forwards of any size."""
     program = program_of(model) if native else None
     if program is None:
         return EagerRunner(FlatForward(model), arena, attending)
-    return NativeRunner(program, arena)
+    return NativeRunner(program, arena, streamed)
 
 
 def _context_length(model: PreTrainedModel) -> int:
@@ -233,19 +288,6 @@ def _context_length(model: PreTrainedModel) -> int:
     if not isinstance(length, int):
         raise StartupError(f"the configuration of {config.model_type} names no max_position_embeddings")
     return length
-
-
-def _parameters(model: PreTrainedModel) -> int:
-    return sum(weight.numel() for weight in model.parameters())
-
-
-def _step_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the weights that a forward over one token reads; of an embedding table it reads one row."""
-    table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
-    output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    tied = output is not None and output.weight is table
-    read = sum(weight.nbytes for weight in model.parameters())
-    return int(read if tied else read - table.nbytes)
 
 
 @contextmanager

@@ -40,6 +40,7 @@ class NativeLinear(nn.Module):
 
     Attributes:
         weight: In the kernel's layout.
+        bias: Likewise; None where there is none.
         structure: The layer as the kernels take it.
     """
 
@@ -53,13 +54,26 @@ class NativeLinear(nn.Module):
             self.weight = panels.view(len(panels), _PANEL, -1, 2).permute(0, 2, 1, 3).contiguous()
         else:  # [panels, inputs, _PANEL]
             self.weight = panels.permute(0, 2, 1).contiguous()
-        self._bias = None if bias is None else pad(bias.detach().to(weight.dtype), (0, beyond)).contiguous()
+        self.bias = None if bias is None else pad(bias.detach().to(weight.dtype), (0, beyond)).contiguous()
+        self._point()
+
+    @classmethod
+    def bound(cls, weight: Tensor, bias: Tensor | None, out_features: int, in_features: int) -> NativeLinear:
+        """A layer whose weight and bias lie elsewhere, in the kernel's layout already; another may lie there later."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.out_features, layer.in_features = out_features, in_features
+        layer._dtype, layer.weight, layer.bias = weight.dtype, weight, bias
+        layer._point()
+        return layer
+
+    def _point(self) -> None:
         self.structure = Linear(
             self.weight.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
             self.in_features,
             self.out_features,
-            DTYPES[weight.dtype],
+            DTYPES[self._dtype],
         )
 
     def forward(self, rows: Tensor) -> Tensor:

@@ -74,6 +74,11 @@ class _Writer:
     dtype: torch.dtype
     widths: list[int] = field(default_factory=list)
     operations: list[_Operation] = field(default_factory=list)
+    layers: list[int] = field(default_factory=list)  # the first operation of each layer, and the first behind them
+
+    def layer(self) -> None:
+        """Operations of another layer follow, or of none."""
+        self.layers.append(len(self.operations))
 
     def buffer(self, width: int) -> int:
         self.widths.append(width)
@@ -154,6 +159,7 @@ def _write_gpt_neox(model: Any, to: _Writer) -> _Parts:
     query, key, value = (_Place(qkv, part * dim, 3 * dim, 3 * hidden) for part in range(3))
     to.embed(model, x)
     for index, layer in enumerate(model.gpt_neox.layers):
+        to.layer()
         to.norm(layer.input_layernorm, x, normed)
         to.linear(layer.attention.query_key_value, normed, qkv)
         to.attend(query, key, value, attended, index)
@@ -162,6 +168,7 @@ def _write_gpt_neox(model: Any, to: _Writer) -> _Parts:
         to.norm(layer.post_attention_layernorm, x, normed)
         to.linear(layer.mlp.dense_h_to_4h, normed, middle, _activation(model))
         to.linear(layer.mlp.dense_4h_to_h, middle, x, combination=_PLUS, other=result)
+    to.layer()
     to.norm(model.gpt_neox.final_layer_norm, x, normed, last=True)
     to.linear(model.get_output_embeddings(), normed, to.buffer(config.vocab_size))
     return _Parts(Shape(heads, heads, dim, 0, attention.scaling), model.gpt_neox.rotary_emb)
@@ -182,6 +189,7 @@ def _write_llama(model: Any, to: _Writer) -> _Parts:
     query, key, value = (_Place(each, 0, dim, to.widths[each]) for each in (queries, keys, values))
     to.embed(model, x)
     for index, layer in enumerate(model.model.layers):
+        to.layer()
         to.norm(layer.input_layernorm, x, normed)
         to.linear(layer.self_attn.q_proj, normed, queries)
         to.linear(layer.self_attn.k_proj, normed, keys)
@@ -192,6 +200,7 @@ def _write_llama(model: Any, to: _Writer) -> _Parts:
         to.linear(layer.mlp.gate_proj, normed, middle, _activation(model))
         to.linear(layer.mlp.up_proj, normed, middle, combination=_TIMES, other=middle)
         to.linear(layer.mlp.down_proj, middle, x, combination=_PLUS, other=x)
+    to.layer()
     to.norm(model.model.norm, x, normed, last=True)
     to.linear(model.get_output_embeddings(), normed, to.buffer(config.vocab_size))
     return _Parts(Shape(heads, kv_heads, dim, 0, attention.scaling), model.model.rotary_emb)
@@ -215,6 +224,7 @@ class Program:
         dtype: Of all buffers.
         widths: Of each buffer: its numbers a row. The last one takes the logits.
         operations: `struct operation` of `native/forward.c`, in order.
+        layers: The first operation of each layer, and the first behind all layers.
         shape: Of attention.
         rotary: Of the model: positions to cosines and sines.
     """
@@ -223,6 +233,7 @@ class Program:
     dtype: torch.dtype
     widths: tuple[int, ...]
     operations: ctypes.Array[_Operation]
+    layers: tuple[int, ...]
     shape: Shape
     rotary: nn.Module
 
@@ -239,4 +250,6 @@ def program_of(model: PreTrainedModel) -> Program | None:
         return None
     parts.shape.dtype = DTYPES[model.dtype]
     operations = (_Operation * len(writer.operations))(*writer.operations)
-    return Program(model, model.dtype, tuple(writer.widths), operations, parts.shape, parts.rotary)
+    return Program(
+        model, model.dtype, tuple(writer.widths), operations, tuple(writer.layers), parts.shape, parts.rotary
+    )

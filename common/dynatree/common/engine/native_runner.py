@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from dynatree.common.engine.native import call
 from dynatree.common.engine.native_attention import SegmentStructure, Shape, structures_of
 from dynatree.common.engine.native_program import Program
 from dynatree.common.engine.segment import Segment
+from dynatree.common.engine.streaming.streamed_layers import StreamedLayers
 
 _LEAST_POSITIONS = 256
 _ALIGNMENT = 64  # bytes; a line of the caches
@@ -46,11 +49,22 @@ class _Call(ctypes.Structure):
 
 
 class NativeRunner:
-    """Implements `Runner`. Little Python runs in a forward: after one, nothing of Python is in the caches."""
+    """Implements `Runner`. Little Python runs in a forward: after one, nothing of Python is in the caches.
 
-    def __init__(self, program: Program, arena: KVArena) -> None:
+    Args:
+        program: Of the model.
+        arena: Where keys and values are stored.
+        streamed: Brings the model's last layers into memory, while the ones before them compute.
+    """
+
+    def __init__(self, program: Program, arena: KVArena, streamed: StreamedLayers | None = None) -> None:
         self._program = program
-        self._structure = _Program(ctypes.addressof(program.operations), len(program.operations), program.shape)
+        self._streamed = streamed
+        cuts = [0, *(program.layers[streamed.first :] if streamed else ()), len(program.operations)]
+        size = ctypes.sizeof(program.operations) // len(program.operations)
+        at = ctypes.addressof(program.operations)
+        # what is computed by one call each: all, or what precedes the streamed layers, each of those, and the rest
+        self._parts = [_Program(at + size * start, stop - start, program.shape) for start, stop in pairwise(cuts)]
         embeddings: Any = program.model.get_input_embeddings()
         self._vocab_size: int = embeddings.num_embeddings
         self._memory = torch.empty(0, dtype=torch.uint8)  # the buffers', but for the logits
@@ -99,7 +113,9 @@ class NativeRunner:
         to.n, to.kept = count, len(keep)
         to.tokens, to.positions, to.keep = (each.buffer_info()[0] for each in (tokens, positions, keep))
         to.segments, to.segment_count = structures, len(structures)
-        call("dynatree_forward", ctypes.byref(self._structure), ctypes.byref(to))
+        for number, part in enumerate(self._parts):
+            with self._streamed.layer(number - 1) if self._streamed else nullcontext():
+                call("dynatree_forward", ctypes.byref(part), ctypes.byref(to))
         del masks
         return [logits] if len(kept) == 1 else list(logits.split_with_sizes(kept))
 

@@ -8,7 +8,7 @@ FBGEMM's packed layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -148,21 +148,32 @@ def _lacks_kernels(dtype: torch.dtype) -> bool:
 
 
 @torch.inference_mode()
-def pack(model: PreTrainedModel, native: bool) -> None:
+def pack_linear(module: nn.Module) -> None:
+    """Lay a module's linear layers out for the kernels of our own."""
+    _replace_linear(module, NativeLinear, everywhere=True)
+
+
+@torch.inference_mode()
+def pack(model: PreTrainedModel, native: bool, apart: Collection[nn.Module] = ()) -> None:
     """Lay a CPU model's linear layers out for its CPU, and copy all other weights out of the file's mapping.
 
     Args:
         model: What is changed.
         native: Whether there are kernels of our own. oneDNN's are faster where a CPU has AMX.
+        apart: Modules of it that are left as they are.
     """
+    left = {id(each) for module in apart for each in module.modules()}
     if native and not (model.dtype in _SUPPORTED and torch.cpu._is_amx_tile_supported()):
-        _replace_linear(model, NativeLinear, everywhere=True)
+        _replace_linear(model, NativeLinear, everywhere=True, left=left)
     elif can_pack(model.dtype):
-        _replace_linear(model, PackedLinear)
+        _replace_linear(model, PackedLinear, left=left)
     elif _lacks_kernels(model.dtype) and "fbgemm" in torch.backends.quantized.supported_engines:
-        _replace_linear(model, HalfLinear, torch.get_num_threads())  # the packing of one layer runs in one thread
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
+        # the packing of one layer runs in one thread
+        _replace_linear(model, HalfLinear, torch.get_num_threads(), left=left)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if id(module) not in left:
+                parameter.data = parameter.data.clone()
 
 
 def weights_of(model: PreTrainedModel) -> Iterator[Tensor]:
@@ -172,10 +183,11 @@ def weights_of(model: PreTrainedModel) -> Iterator[Tensor]:
 
 
 def _replace_linear(
-    model: PreTrainedModel,
+    model: nn.Module,
     layout: Callable[[Tensor, Tensor | None], nn.Module],
     threads: int = 1,
     everywhere: bool = False,
+    left: Collection[int] = (),
 ) -> None:
     def replace(place: tuple[nn.Module, str]) -> None:
         layer = getattr(*place)
@@ -185,6 +197,7 @@ def _replace_linear(
     places = [
         (parent, name)
         for parent in model.modules()
+        if id(parent) not in left
         for name, layer in parent.named_children()
         if (type(layer) in (nn.Linear, Conv1D) and fits(_weight(layer)) if everywhere else _is_slow(layer))
     ]

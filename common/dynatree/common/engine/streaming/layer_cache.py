@@ -1,0 +1,140 @@
+"""A checkpoint's layers as files in the layout of the CPU's kernels, written once.
+
+One folder holds one checkpoint in one dtype and layout. Its table, `layers.json`, is written last: a folder without one
+was not finished, and is written anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynatree.common.engine.model_fingerprint import sums_of
+from dynatree.common.engine.streaming.checkpoint import Checkpoint
+from dynatree.common.engine.streaming.layer_file import LayerFile, Place, write_layer
+from dynatree.common.engine.streaming.layout import tensors_of
+from dynatree.common.errors import StartupError
+
+log = logging.getLogger(__name__)
+
+_TABLE = "layers.json"
+_FORMAT = 1  # of the table and the files
+_SPARE = 1 << 28  # bytes that a disk must have left
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """One layer's file, and what the model's fingerprint needs of its tensors as the checkpoint has them."""
+
+    file: LayerFile
+    sums: dict[str, list[Any]]
+
+
+def default_folder() -> Path:
+    """Where caches lie: below XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynatree" / "layers"
+
+
+def cached_layers(
+    root: Path, checkpoint: Checkpoint, layout: str, layers: int, build: Callable[[int], nn.Module]
+) -> list[CachedLayer]:
+    """The files of a checkpoint's layers; they are written where there are none.
+
+    Args:
+        root: Of all caches.
+        checkpoint: Whose layers they are.
+        layout: A name of how the tensors are laid out.
+        layers: Their number.
+        build: Makes a layer, with its tensors laid out, from the checkpoint.
+
+    Raises:
+        StartupError: The disk is full or fails, or the table of a cache cannot be read.
+    """
+    name = hashlib.sha256(f"{_FORMAT} {layout} {checkpoint.identity}".encode()).hexdigest()[:16]
+    folder = root / name
+    with _explained(folder):
+        if (folder / _TABLE).exists():
+            return _read_table(folder)
+        return _write(folder, checkpoint, layers, build)
+
+
+def _write(folder: Path, checkpoint: Checkpoint, layers: int, build: Callable[[int], nn.Module]) -> list[CachedLayer]:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    written = []
+    for layer in range(layers):
+        module = build(layer)
+        tensors = tensors_of(module)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if layer == 0:
+            _check_room(folder, layers * size)
+            log.info("%s: writing the layer cache, %.1f GB, once", checkpoint.name, layers * size / 1e9)
+        sums = {key: sums_of(tensor) for key, tensor in checkpoint.layer(layer).items()}
+        written.append(CachedLayer(write_layer(folder / f"layer-{layer:03}.bin", tensors), sums))
+    table = {"layers": [_row(each) for each in written]}
+    unfinished = folder / f"{_TABLE}.new"
+    unfinished.write_text(json.dumps(table))
+    unfinished.replace(folder / _TABLE)
+    return written
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed + _SPARE:
+        raise StartupError(
+            f"the layer cache takes {needed / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB left; expected another "
+            f"--layer-cache, or --resident-layers all"
+        )
+
+
+def _row(each: CachedLayer) -> dict[str, Any]:
+    places = {
+        name: [place.offset, str(place.dtype).removeprefix("torch."), list(place.shape)]
+        for name, place in each.file.places.items()
+    }
+    return {"size": each.file.size, "checksum": each.file.checksum, "places": places, "sums": each.sums}
+
+
+def _read_table(folder: Path) -> list[CachedLayer]:
+    try:
+        rows = json.loads((folder / _TABLE).read_text())["layers"]
+        cached = []
+        for layer, row in enumerate(rows):
+            places = {
+                name: Place(offset, getattr(torch, dtype), tuple(shape))
+                for name, (offset, dtype, shape) in row["places"].items()
+            }
+            path = folder / f"layer-{layer:03}.bin"
+            cached.append(CachedLayer(LayerFile(path, row["size"], row["checksum"], places), row["sums"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StartupError(
+            "the layer cache's table cannot be read; remove the cache, and it is written anew"
+        ) from error
+    for each in cached:
+        size = each.file.path.stat().st_size if each.file.path.exists() else 0
+        if size != each.file.size:
+            raise StartupError(
+                f"{each.file.path.name} of the layer cache has {size} bytes, and {each.file.size} were written; remove "
+                f"the cache, and it is written anew"
+            )
+    return cached
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=not (folder / _TABLE).exists())
+        raise StartupError(f"the layer cache cannot be written or read: {error.strerror or error}") from error

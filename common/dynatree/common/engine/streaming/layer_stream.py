@@ -1,0 +1,185 @@
+"""The reader of streamed layers: always a layer or more ahead of what computes."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from dynatree.common.engine.streaming.layer_file import PAGE, LayerFile, checksum_of
+from dynatree.common.errors import StartupError
+
+log = logging.getLogger(__name__)
+
+SLOTS = 2  # layers in memory: one that computes, one that is read
+_READERS = 4  # threads that read pieces of one layer
+_PIECE = 1 << 23  # bytes
+_SLOW = 10.0  # seconds that a layer takes before the log says so
+
+
+class LayerStreamError(RuntimeError):
+    """A layer's file cannot be read, or is not what was written."""
+
+
+class LayerStream:
+    """Reads layers in their order, over and over, into a few slots.
+
+    Layer `i` always lies in the same slot, `i % slots`, so that what computes it can point there. Whoever computes
+    calls `wait(i)` before, and `release(i)` after it.
+
+    Attributes:
+        read_bytes: That were read so far.
+        waited_seconds: That `wait` took so far.
+    """
+
+    def __init__(self, files: Sequence[LayerFile], slots: int = SLOTS) -> None:
+        """Begin to read.
+
+        Args:
+            files: Of the layers, in their order.
+            slots: Layers in memory.
+        """
+        self._files = files
+        size = max(each.size for each in files)
+        self._memory = [mmap.mmap(-1, size) for _ in range(min(slots, len(files)))]
+        self._tensors = [torch.frombuffer(memory, dtype=torch.uint8) for memory in self._memory]
+        self._changed = threading.Condition()
+        self._held: list[int | None] = [None] * len(self._memory)  # of each slot: the layer that it holds
+        self._next = 0  # the layer that is read next
+        self._turn = 0  # counts the times that reading began anew
+        self._error: Exception | None = None
+        self._closed = False
+        self.read_bytes = 0
+        self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="layer-reader")
+        self._thread = threading.Thread(target=self._run, name="layer-stream", daemon=True)
+        self._thread.start()
+
+    def memory(self, layer: int) -> Tensor:
+        """Where a layer lies while it may be computed, uint8."""
+        return self._tensors[layer % len(self._tensors)]
+
+    def wait(self, layer: int) -> None:
+        """Until a layer is in memory.
+
+        Raises:
+            LayerStreamError: It cannot be read.
+        """
+        slot = layer % len(self._held)
+        with self._changed:
+            if self._held[slot] != layer and (self._held[slot] is not None or self._next != layer):
+                self._restart(layer)  # a forward was broken off
+            waited = 0.0
+            while self._held[slot] != layer and self._error is None:
+                if not self._changed.wait(_SLOW):
+                    waited += _SLOW
+                    log.warning("layer %d has been awaited for %.0f s: the disk is slow", layer, waited)
+            if self._error is not None:
+                error, self._error = self._error, None
+                self._restart(layer)
+                raise LayerStreamError(str(error)) from error
+
+    def release(self, layer: int) -> None:
+        """A layer is computed: its slot may be read over."""
+        with self._changed:
+            if self._held[layer % len(self._held)] == layer:
+                self._held[layer % len(self._held)] = None
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Read every layer once, and compare it with what was written.
+
+        Raises:
+            StartupError: A file is not what was written, or cannot be read.
+        """
+        for layer, file in enumerate(self._files):
+            try:
+                self.wait(layer)
+            except LayerStreamError as error:
+                raise StartupError(f"a streamed layer cannot be read: {error}") from error
+            if checksum_of(self.memory(layer)[: file.size]) != file.checksum:
+                raise StartupError(
+                    f"the file of layer {layer} in the layer cache is not what was written; remove the cache, and it "
+                    f"is written anew"
+                )
+            self.release(layer)
+
+    def close(self) -> None:
+        """End the reader."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._pool.shutdown()
+
+    def _restart(self, layer: int) -> None:
+        self._held = [None] * len(self._held)
+        self._next = layer
+        self._turn += 1
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and (
+                    self._error is not None or self._held[self._next % len(self._held)] is not None
+                ):
+                    self._changed.wait()
+                if self._closed:
+                    return
+                layer, turn = self._next, self._turn
+            error = self._read(layer)
+            with self._changed:
+                if turn == self._turn:
+                    if error is None:
+                        self._held[layer % len(self._held)] = layer
+                        self._next = (layer + 1) % len(self._files)
+                    else:
+                        self._error = error
+                self._changed.notify_all()
+
+    def _read(self, layer: int) -> Exception | None:
+        """Read a layer into its slot; what went wrong."""
+        file, memory = self._files[layer], self._memory[layer % len(self._memory)]
+        try:
+            descriptor = _open(file)
+            try:
+                starts = range(0, file.size, _PIECE)
+                pieces = [
+                    self._pool.submit(_read_piece, descriptor, memory, start, min(start + _PIECE, file.size))
+                    for start in starts
+                ]
+                for piece in pieces:
+                    piece.result()
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            return OSError(f"layer {layer}: {error.strerror or error}")
+        self.read_bytes += file.size
+        return None
+
+
+def _open(file: LayerFile) -> int:
+    """A descriptor that reads past the page cache, which a model larger than the memory would only empty."""
+    try:
+        return os.open(file.path, os.O_RDONLY | os.O_DIRECT)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        return os.open(file.path, os.O_RDONLY)  # the file system knows no other way
+
+
+def _read_piece(descriptor: int, memory: mmap.mmap, start: int, stop: int) -> None:
+    view = memoryview(memory)
+    while start < stop:
+        count = os.preadv(descriptor, [view[start:stop]], start)
+        if count == 0:
+            raise OSError("its file in the layer cache is cut short")
+        start += count
+        if start < stop and start % PAGE:
+            raise OSError("its file in the layer cache was read in part")

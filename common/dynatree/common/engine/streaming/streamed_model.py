@@ -1,0 +1,178 @@
+"""A model of which some layers are in memory, and the others come and go."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from dynatree.common.engine.attention import NAME
+from dynatree.common.engine.model_size import parameters_of, step_bytes_of
+from dynatree.common.engine.native import is_native
+from dynatree.common.engine.packing import pack_linear
+from dynatree.common.engine.streaming.checkpoint import Checkpoint
+from dynatree.common.engine.streaming.layer_cache import cached_layers
+from dynatree.common.engine.streaming.layer_stream import SLOTS, LayerStream
+from dynatree.common.engine.streaming.layout import bind, bytes_of, fill, is_on_meta
+from dynatree.common.errors import StartupError
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class StreamedModel:
+    """What was loaded.
+
+    Attributes:
+        model: Whole, as far as its modules can tell; a streamed layer's weights lie in the stream's memory.
+        stream: Of the layers that are not in memory.
+        first: The first of those; all behind it are streamed.
+        sums: Of the streamed tensors, for the model's fingerprint.
+        parameters: Of the whole model.
+        step_bytes: Of the weights that a forward over one token reads.
+    """
+
+    model: PreTrainedModel
+    stream: LayerStream
+    first: int
+    sums: dict[str, list[Any]]
+    parameters: int
+    step_bytes: int
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """All layers."""
+        return layers_of(self.model)[1]
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What a model's memory would hold.
+
+    Attributes:
+        layers: Their number.
+        layer_bytes: Of the largest.
+        other_bytes: Of all other weights.
+    """
+
+    layers: int
+    layer_bytes: int
+    other_bytes: int
+
+    def resident(self, free: int) -> int:
+        """How many layers fit into so many bytes, with all other weights and the slots of those that are streamed."""
+        room = free - self.other_bytes
+        if self.layers * self.layer_bytes <= room:
+            return self.layers
+        return max(min(room // self.layer_bytes - SLOTS, self.layers - 1), 0)
+
+
+def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model without weights: its parameters are on the meta device, what it computes itself is not."""
+    with _parameters_on_meta():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation=NAME, trust_remote_code=False
+        )
+    model.tie_weights()
+    model.train(False)
+    return model
+
+
+def plan_of(model: PreTrainedModel) -> LayerPlan:
+    """What a model without weights would take."""
+    _, layers = layers_of(model)
+    whole = bytes_of(model)
+    return LayerPlan(len(layers), max(map(bytes_of, layers)), whole - sum(map(bytes_of, layers)))
+
+
+def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """A model's decoder layers, and the name of their list.
+
+    Raises:
+        StartupError: It has none.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, module
+    raise StartupError(f"{model.config.model_type} has no list of {count} layers, so none of them can be streamed")
+
+
+def load_streamed(model: PreTrainedModel, folder: Path, name: str, resident: int, cache: Path) -> StreamedModel:
+    """Load a model without weights from its checkpoint, all but its last layers, which are streamed.
+
+    Args:
+        model: From `skeleton`.
+        folder: Of the checkpoint.
+        name: For messages.
+        resident: Layers that stay in memory.
+        cache: The folder of layer caches.
+
+    Raises:
+        StartupError: The checkpoint or the cache cannot be used.
+    """
+    parameters, step_bytes = parameters_of(model), step_bytes_of(model)  # before layers are laid out, which hides them
+    prefix, layers = layers_of(model)
+    checkpoint = Checkpoint(folder, name, model, prefix)
+    native = is_native(CPU, model.dtype)
+
+    def build(index: int) -> nn.Module:
+        layer = copy.deepcopy(layers[index])
+        try:
+            fill(layer, checkpoint.layer(index))
+        except KeyError as error:
+            raise StartupError(f"model {name}: its checkpoint lacks {error} of layer {index}") from error
+        if native:
+            pack_linear(layer)
+        return layer
+
+    layout = "panels" if native else "rows"
+    cached = cached_layers(cache, checkpoint, layout, len(layers), build)
+    stream = LayerStream([each.file for each in cached[resident:]])
+    sums: dict[str, list[Any]] = {}
+    for index, each in enumerate(cached):
+        if index < resident:
+            fill(layers[index], checkpoint.layer(index))
+            continue
+        memory = stream.memory(index - resident)
+        bind(layers[index], {name: place.of(memory) for name, place in each.file.places.items()})
+        sums |= {f"{prefix}.{index}.{key}": value for key, value in each.sums.items()}
+    _load_others(model, checkpoint)
+    return StreamedModel(model, stream, resident, sums, parameters, step_bytes)
+
+
+def _load_others(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Load what is no layer; weights that are tied to others are found there."""
+    names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    for name, tensor in checkpoint.read([name for name in names if name in checkpoint]).items():
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, nn.Parameter(tensor.clone(), requires_grad=False))
+    model.tie_weights()
+    if is_on_meta(model):
+        left = next(name for name, parameter in model.named_parameters() if parameter.is_meta)
+        checkpoint.read([left])  # which says that it is not there
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Every parameter that a module gets is one without memory."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            empty: Tensor = parameter.to("meta")
+            parameter = nn.Parameter(empty, requires_grad=False)
+        original(module, name, parameter)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]

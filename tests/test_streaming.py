@@ -1,0 +1,272 @@
+"""Layers that are streamed from the disk give what layers in memory give, and what goes wrong is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_zoo import ARCHITECTURES, save_random_model
+
+from dynatree.common.engine import Engine, ModelSettings, Segment, ancestor_mask, load_engine, loading
+from dynatree.common.engine.streaming import layer_stream
+from dynatree.common.engine.streaming.layer_file import LayerFile, write_layer
+from dynatree.common.engine.streaming.layer_stream import LayerStream, LayerStreamError
+from dynatree.common.engine.streaming.streamed_model import LayerPlan
+from dynatree.common.errors import StartupError
+
+LAYERS = 5
+
+
+def load(model: Path, cache: Path, resident: int | None, **settings: Any) -> Engine:
+    return load_engine(ModelSettings(str(model), sessions=2, resident_layers=resident, layer_cache=cache, **settings))
+
+
+def stream_of(engine: Engine) -> LayerStream:
+    runner: Any = engine.runner
+    if hasattr(runner, "_streamed"):
+        stream: LayerStream = runner._streamed.stream
+        return stream
+    found: list[LayerStream] = [
+        cell.cell_contents.stream
+        for module in engine.model.modules()
+        for hook in module._forward_pre_hooks.values()
+        for cell in hook.__closure__ or ()
+    ]
+    return found[0]
+
+
+@pytest.fixture(name="model", params=ARCHITECTURES)
+def model_fixture(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    changes = {"n_layer" if request.param == "gpt2" else "num_hidden_layers": LAYERS}
+    if request.param == "qwen2":
+        changes |= {"layer_types": ["full_attention"] * LAYERS}  # type: ignore[dict-item]
+    return save_random_model(tmp_path / "model", request.param, 4, **changes)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_streamed_layers_have_the_bits_of_layers_in_memory(model: Path, tmp_path: Path, dtype: str) -> None:
+    """For a prompt, a tree and a plain step behind it, with none, some and nearly all layers in memory."""
+    whole = load(model, tmp_path / "cache", LAYERS, dtype=dtype)
+    for resident in (0, 2, LAYERS - 1):
+        streamed = load(model, tmp_path / "cache", resident, dtype=dtype)
+        assert streamed.info.fingerprint == whole.info.fingerprint, "a completion may go on there"
+        assert streamed.info.parameters == whole.info.parameters
+        outputs = []
+        for engine in (whole, streamed):
+            kv = engine.arena.reserve(80)
+            assert kv is not None
+            prompt = engine.forward([Segment(kv, 0, range(5, 45), range(40))])[0]
+            mask = ancestor_mask([-1, 0, -1])
+            tree = engine.forward([Segment(kv, 40, [7, 8, 9, 10], [40, 41, 42, 41], mask=mask)])[0]
+            step = engine.forward([Segment(kv, 41, [8], [41])])[0]
+            outputs.append((prompt, tree, step, engine.arena.slots(kv, 42).clone()))
+            engine.arena.release(kv)
+        assert all(map(torch.equal, *outputs))
+        stream_of(streamed).close()
+
+
+def test_a_cache_is_written_once_and_anew_for_another_checkpoint(model: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    stream_of(load(model, cache, 1)).close()
+    [folder] = cache.iterdir()
+    written = {each.name: each.stat().st_mtime_ns for each in folder.iterdir()}
+    assert len(written) == LAYERS + 1, "every layer's file, so that another number of resident layers finds its own"
+    stream_of(load(model, cache, 3)).close()
+    assert {each.name: each.stat().st_mtime_ns for each in folder.iterdir()} == written
+    os.utime(model / "model.safetensors")
+    stream_of(load(model, cache, 1)).close()
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.fixture(name="llama")
+def llama_fixture(tmp_path: Path) -> Path:
+    return save_random_model(tmp_path / "model", "llama", 4)
+
+
+def test_a_folder_that_was_not_finished_is_written_anew(llama: Path, tmp_path: Path) -> None:
+    stream_of(load(llama, tmp_path / "cache", 0)).close()
+    [folder] = (tmp_path / "cache").iterdir()
+    (folder / "layers.json").unlink()
+    (folder / "layer-001.bin").write_bytes(b"half")
+    stream_of(load(llama, tmp_path / "cache", 0)).close()
+    assert (folder / "layers.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda folder: _shorten(folder / "layer-001.bin"), "layer-001.bin of the layer cache has .* bytes"),
+        (lambda folder: _change(folder / "layer-002.bin"), "the file of layer 2 in the layer cache is not what was"),
+        (lambda folder: (folder / "layer-000.bin").unlink(), "layer-000.bin of the layer cache has 0 bytes"),
+        (lambda folder: (folder / "layers.json").write_text("{"), "the layer cache's table cannot be read"),
+        (lambda folder: (folder / "layers.json").write_text('{"layers": [{}]}'), "table cannot be read"),
+    ],
+)
+def test_a_cache_that_was_harmed_is_refused(llama: Path, tmp_path: Path, harm: Any, message: str) -> None:
+    stream_of(load(llama, tmp_path / "cache", 0)).close()
+    [folder] = (tmp_path / "cache").iterdir()
+    harm(folder)
+    with pytest.raises(StartupError, match=message) as error:
+        load(llama, tmp_path / "cache", 0)
+    assert str(tmp_path) not in str(error.value)
+
+
+def _shorten(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 4096)
+
+
+def _change(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(100)
+        byte = file.read(1)
+        file.seek(100)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_a_full_disk_is_told_before_anything_is_written(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 1000})())
+    with pytest.raises(StartupError, match=r"the layer cache takes .* GB, and its disk has 0.0 GB left"):
+        load(llama, tmp_path / "cache", 0)
+
+
+def test_a_disk_that_fills_meanwhile_leaves_nothing_behind(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StartupError, match="the layer cache cannot be written or read: No space left on device"):
+        load(llama, tmp_path / "cache", 0)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_cannot_be_streamed_is_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="layers are streamed to CPUs only, and the device is meta"):
+        load(llama, tmp_path / "cache", 0, device="meta")
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "model.safetensors").rename(llama / "weights.bin")
+    (llama / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StartupError, match="layers are streamed from safetensors files, and it has none"):
+        load(llama, tmp_path / "cache", 0)
+
+
+def test_as_many_layers_stay_as_fit(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = LayerPlan(layers=10, layer_bytes=100, other_bytes=50)
+    assert [plan.resident(free) for free in (1050, 1049, 851, 350, 250, 0)] == [10, 7, 6, 1, 0, 0]
+    size = (llama / "model.safetensors").stat().st_size
+    monkeypatch.setattr(loading, "free_memory", lambda device: int(0.9 * size / loading.WEIGHTS_SHARE))
+    engine = load(llama, tmp_path / "cache", None)
+    assert stream_of(engine).read_bytes > 0
+    stream_of(engine).close()
+    monkeypatch.setattr(loading, "free_memory", lambda device: int(1.1 * size / loading.WEIGHTS_SHARE))
+    assert load(llama, tmp_path / "none", None).info.fingerprint == engine.info.fingerprint
+    assert not (tmp_path / "none").exists()
+
+
+# The stream
+
+
+@pytest.fixture(name="files")
+def files_fixture(tmp_path: Path) -> list[LayerFile]:
+    return [
+        write_layer(tmp_path / f"{layer}.bin", {"a": torch.full((3000 + 100 * layer,), layer, dtype=torch.int32)})
+        for layer in range(5)
+    ]
+
+
+@pytest.fixture(name="stream", params=[1, 2, 3])
+def stream_fixture(files: list[LayerFile], request: pytest.FixtureRequest) -> Iterator[LayerStream]:
+    stream = LayerStream(files, request.param)
+    yield stream
+    stream.close()
+
+
+def held(stream: LayerStream, files: list[LayerFile], layer: int) -> bool:
+    return bool((files[layer].places["a"].of(stream.memory(layer)) == layer).all())
+
+
+def test_layers_come_in_their_order_over_and_over(stream: LayerStream, files: list[LayerFile]) -> None:
+    for _ in range(3):
+        for layer in range(5):
+            stream.wait(layer)
+            assert held(stream, files, layer)
+            stream.release(layer)
+    whole = sum(each.size for each in files)
+    assert 3 * whole <= stream.read_bytes <= 4 * whole, "and at most a few ahead"
+
+
+def test_the_next_layer_is_read_while_one_computes(files: list[LayerFile]) -> None:
+    stream = LayerStream(files, 2)
+    stream.wait(0)
+    for _ in range(200):
+        if held(stream, files, 1):
+            break
+        time.sleep(0.01)
+    assert held(stream, files, 1)
+    assert held(stream, files, 0), "and not over it"
+    stream.close()
+
+
+def test_a_forward_that_was_broken_off_may_begin_anew(stream: LayerStream, files: list[LayerFile]) -> None:
+    for last in (0, 2, 4, 1):
+        for layer in range(last + 1):
+            stream.wait(layer)
+            assert held(stream, files, layer)
+            if layer < last:  # the last one fails while it computes
+                stream.release(layer)
+    for layer in range(5):
+        stream.wait(layer)
+        assert held(stream, files, layer)
+        stream.release(layer)
+
+
+def test_a_file_that_goes_bad_fails_the_forward_and_is_tried_again(files: list[LayerFile]) -> None:
+    stream = LayerStream(files, 2)
+    stream.wait(0)
+    data = files[3].path.read_bytes()
+    files[3].path.write_bytes(data[:4096])
+    stream.release(0)
+    for layer in (1, 2):
+        stream.wait(layer)
+        stream.release(layer)
+    with pytest.raises(LayerStreamError, match="layer 3: its file in the layer cache is cut short"):
+        stream.wait(3)
+    files[3].path.write_bytes(data)
+    for layer in range(5):
+        stream.wait(layer)
+        assert held(stream, files, layer)
+        stream.release(layer)
+    stream.close()
+
+
+def test_a_slow_disk_is_waited_for_and_said(
+    files: list[LayerFile], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(layer_stream, "_SLOW", 0.05)
+    gate = threading.Event()
+    read = layer_stream._read_piece
+
+    def slowly(*arguments: Any) -> None:
+        gate.wait(10)
+        read(*arguments)
+
+    monkeypatch.setattr(layer_stream, "_read_piece", slowly)
+    stream = LayerStream(files, 2)
+    threading.Timer(0.3, gate.set).start()
+    stream.wait(0)
+    assert held(stream, files, 0)
+    assert "layer 0 has been awaited" in caplog.text
+    stream.close()
