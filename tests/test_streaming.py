@@ -15,11 +15,12 @@ import pytest
 import torch
 from model_zoo import ARCHITECTURES, save_random_model
 
-from dynatree.common.engine import Engine, ModelSettings, Segment, ancestor_mask, load_engine, loading
+from dynatree.common.engine import Engine, ModelSettings, Segment, ancestor_mask, load_engine, loading, timing
 from dynatree.common.engine.streaming import layer_stream
 from dynatree.common.engine.streaming.layer_file import LayerFile, write_layer
 from dynatree.common.engine.streaming.layer_stream import LayerStream, LayerStreamError
 from dynatree.common.engine.streaming.streamed_model import LayerPlan
+from dynatree.common.engine.timing import measure_forwards
 from dynatree.common.errors import StartupError
 
 LAYERS = 5
@@ -174,6 +175,28 @@ def test_as_many_layers_stay_as_fit(llama: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(loading, "free_memory", lambda device: int(1.1 * size / loading.WEIGHTS_SHARE))
     assert load(llama, tmp_path / "none", None).info.fingerprint == engine.info.fingerprint
     assert not (tmp_path / "none").exists()
+
+
+def test_what_a_sweep_costs_is_known_at_the_start(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of reading, up to the rows at which computing takes longer; none of it is read for that."""
+    engine = load(llama, tmp_path / "cache", 1)
+    stream = stream_of(engine)
+    assert engine.stream is stream
+    assert engine.info.streamed_bytes == stream.bytes
+    monkeypatch.setattr(timing, "_seconds", lambda engine, kv, context, rows: 0.01 * rows)
+    monkeypatch.setattr(timing, "ALL_SECONDS", 0.5)
+    monkeypatch.setattr(LayerStream, "sweep_seconds", 0.3)
+    read = stream.read_bytes
+    costs = {each.rows: each.seconds for each in measure_forwards(engine, 256)}
+    assert stream.read_bytes - read <= 3 * stream.bytes
+    assert costs[1] == costs[16] == 0.3
+    assert costs[64] == pytest.approx(0.64)
+    assert costs[256] == pytest.approx(2.56), "on the line through those that were measured"
+    kv = engine.arena.reserve(20)
+    assert kv is not None
+    first, second = (engine.forward([Segment(kv, 0, range(5, 15), range(10))])[0] for _ in range(2))
+    assert torch.equal(first, second), "layers come again"
+    stream.close()
 
 
 # The stream

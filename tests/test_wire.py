@@ -28,6 +28,7 @@ INFO = ModelInfo(
     version="1.2.3",
     device_id="0123456789abcdef",
     step_bytes=2**41,
+    streamed_bytes=3 * 2**30,
     forward_costs=(ForwardCost(1, 0.25), ForwardCost(64, 0.5)),  # exact in float32
     repetition_penalty=1.25,
     fingerprint="cd" * 32,

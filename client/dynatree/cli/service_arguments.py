@@ -7,7 +7,14 @@ from pathlib import Path
 
 from dynatree.cli.arguments import DTYPES, not_negative, positive, threads
 from dynatree.common.address import check_address, split_addresses
-from dynatree.common.limits import IDLE_SECONDS, MAX_FIXED_ROWS, MAX_QUEUED, MAX_SESSIONS
+from dynatree.common.limits import (
+    IDLE_SECONDS,
+    MAX_FIXED_ROWS,
+    MAX_QUEUED,
+    MAX_SESSIONS,
+    MAX_TREE_NODES,
+    MOST_TREE_NODES,
+)
 
 
 def seconds(text: str) -> float:
@@ -43,6 +50,14 @@ def fixed_rows(text: str) -> tuple[int, ...] | None:
     if numbers[0] < 1 or numbers[-1] > MAX_FIXED_ROWS:
         raise argparse.ArgumentTypeError(f"{text}: expected numbers from 1 to {MAX_FIXED_ROWS}, auto or off")
     return numbers
+
+
+def tree_nodes(text: str) -> int:
+    """An argparse type: nodes of a tree."""
+    number = positive(text)
+    if number > MOST_TREE_NODES:
+        raise argparse.ArgumentTypeError(f"{text}: at most {MOST_TREE_NODES} nodes can be served")
+    return number
 
 
 def network_address(text: str) -> str:
@@ -127,6 +142,13 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
         type=threads,
         metavar="N",
         help="CPU threads of the model (default: torch's choice, of a draft the fewest that are as fast)",
+    )
+    parser.add_argument(
+        "--max-tree-nodes",
+        type=tree_nodes,
+        default=MAX_TREE_NODES,
+        metavar="N",
+        help="of the largest tree; the lower of both services' numbers counts (default: %(default)s)",
     )
     parser.add_argument(
         "--fixed-rows",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dynatree.cli.arguments import not_negative, positive
 from dynatree.cli.service_arguments import add_service_arguments
-from dynatree.common.limits import ALL_LAYERS, MAX_TREE_NODES
+from dynatree.common.limits import ALL_LAYERS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,13 +16,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target-model", required=True, metavar="embedded|PATH|HUB_ID", help="the large model, whose text is produced"
     )
     add_service_arguments(parser, default_port=50052)
-    parser.add_argument(
-        "--max-tree-nodes",
-        type=positive,
-        default=MAX_TREE_NODES,
-        metavar="N",
-        help="largest tree accepted (default: %(default)s)",
-    )
     parser.add_argument(
         "--batch-rows",
         type=rows_or_auto,

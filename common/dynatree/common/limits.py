@@ -1,6 +1,7 @@
 """What both services hold to."""
 
-MAX_TREE_NODES = 256  # of the largest tree that any policy sends
+MAX_TREE_NODES = 256  # of the largest tree, where the command line names no number
+MOST_TREE_NODES = 2048  # that it may name
 ALL_LAYERS = 2**20  # more than any model has
 MAX_FIXED_ROWS = 4096  # of a forward
 MAX_SESSIONS = 16  # completions at once, where the command line names no number; more wait in the queue

@@ -9,7 +9,7 @@ from dynatree.common.errors import FailedPreconditionError, InvalidArgumentError
 # Rows of the forwards that are measured and told apart. The time of a forward steps up at multiples of the tiles of
 # matrix kernels, which have 4, 6, 8 or 16 rows; below 6 each number stands for itself, since most sampled trees are
 # as small. (`dynatree bench replay` without 3 and 5: 1 to 5 % slower at temperature 0.7 and 1 on AVX2, elsewhere 1 %.)
-FORWARD_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
+FORWARD_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class ModelInfo:
         forward_costs: Measured when the service started, fewest rows first; empty where none was measured.
         repetition_penalty: Of requests to a target that name none; 1 changes nothing.
         fingerprint: Equal for two targets that give the same tokens; empty for a draft.
+        streamed_bytes: Of weights that every forward reads from the disk; 0: all are in memory.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ModelInfo:
     forward_costs: tuple[ForwardCost, ...] = ()
     repetition_penalty: float = 1.0
     fingerprint: str = ""
+    streamed_bytes: int = 0
 
     def same_tokens(self, other: ModelInfo) -> bool:
         """Whether both give the same tokens, wherever they run and however long their sequences may get."""

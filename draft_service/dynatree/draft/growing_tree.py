@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
 
 
@@ -67,8 +68,8 @@ class GrowingTree:
         root: TrieNode,
         context: Sequence[int],
         *,
-        max_nodes: int = 256,
-        max_depth: int = 256,
+        max_nodes: int = MAX_TREE_NODES,
+        max_depth: int = MAX_TREE_NODES,
         sampled: bool = False,
     ) -> None:
         self.context = context

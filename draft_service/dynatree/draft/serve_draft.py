@@ -39,7 +39,7 @@ class DraftLimits:
     """What completions may hold: how many run at once, how many wait, and how long one may wait.
 
     `idle_seconds` is for its client, `resume_seconds` for another verify service where its own was lost; `quota` is
-    what one principal may have of all this.
+    what one principal may have of all this. No tree has more than `max_tree_nodes`.
     """
 
     sessions: int = MAX_SESSIONS
@@ -48,6 +48,7 @@ class DraftLimits:
     prefix_cache: bool = True
     resume_seconds: float = RESUME_SECONDS
     quota: Quota = NO_QUOTA
+    max_tree_nodes: int = MAX_TREE_NODES
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,12 +61,13 @@ def run(options: argparse.Namespace) -> int:
         options.prefix_cache == "on",
         options.resume_timeout,
         Quota(options.principal_sessions, options.principal_queue, options.principal_tokens),
+        options.max_tree_nodes,
     )
     settings = model_settings(
         options,
         options.draft_model,
         embedded.draft_path(),
-        speculative_slots=2 * MAX_TREE_NODES,
+        speculative_slots=2 * options.max_tree_nodes,
         chooses_tokens=False,
     )
     return run_service(
@@ -163,7 +165,7 @@ async def start_draft(
         StartupError: The address or a file of the security settings cannot be used.
     """
     cache = PrefixCache(engine.arena, enabled=limits.prefix_cache)
-    drafter = Drafter(EngineDraftModel(engine, cache), MAX_TREE_NODES)
+    drafter = Drafter(EngineDraftModel(engine, cache), limits.max_tree_nodes)
     cores = SharedCores(HalfTheThreads(thread))
     growth = SharedGrowth(drafter, thread)
     backend = Backend(engine, drafter, thread, growth, replicas, cores, limits.resume_seconds)

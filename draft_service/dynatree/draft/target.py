@@ -28,7 +28,7 @@ class Target:
     def of(cls, info: ModelInfo, draft: ModelInfo, known_ids: int, ahead: bool | None) -> Target:
         """The target `info` for a draft model whose tokenizer has the ids [0, `known_ids`).
 
-        `ahead` None: where the target has a device of its own.
+        `ahead` None: where the target has a device of its own, or waits for the disk.
 
         Raises:
             FailedPreconditionError: Its tokenizer is not the draft's.
@@ -38,5 +38,5 @@ class Target:
             info=info,
             vocab_size=min(known_ids, draft.vocab_size, info.vocab_size),
             costs=Costs(info.forward_costs, draft.forward_costs),
-            ahead=draft.device_id != info.device_id if ahead is None else ahead,
+            ahead=draft.device_id != info.device_id or info.streamed_bytes > 0 if ahead is None else ahead,
         )

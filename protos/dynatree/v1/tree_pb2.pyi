@@ -85,7 +85,7 @@ class TopLogProbs(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "architecture", "parameters", "vocab_size", "context_length", "dtype", "device", "tokenizer_fingerprint", "version", "device_id", "step_bytes", "forward_costs", "repetition_penalty", "fingerprint")
+    __slots__ = ("name", "architecture", "parameters", "vocab_size", "context_length", "dtype", "device", "tokenizer_fingerprint", "version", "device_id", "step_bytes", "forward_costs", "repetition_penalty", "fingerprint", "streamed_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,7 @@ class ModelInfo(_message.Message):
     FORWARD_COSTS_FIELD_NUMBER: _ClassVar[int]
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    STREAMED_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     parameters: int
@@ -114,7 +115,8 @@ class ModelInfo(_message.Message):
     forward_costs: _containers.RepeatedCompositeFieldContainer[ForwardCost]
     repetition_penalty: float
     fingerprint: str
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., parameters: _Optional[int] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., version: _Optional[str] = ..., device_id: _Optional[str] = ..., step_bytes: _Optional[int] = ..., forward_costs: _Optional[_Iterable[_Union[ForwardCost, _Mapping]]] = ..., repetition_penalty: _Optional[float] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    streamed_bytes: int
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., parameters: _Optional[int] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., version: _Optional[str] = ..., device_id: _Optional[str] = ..., step_bytes: _Optional[int] = ..., forward_costs: _Optional[_Iterable[_Union[ForwardCost, _Mapping]]] = ..., repetition_penalty: _Optional[float] = ..., fingerprint: _Optional[str] = ..., streamed_bytes: _Optional[int] = ...) -> None: ...
 
 class ForwardCost(_message.Message):
     __slots__ = ("rows", "seconds")

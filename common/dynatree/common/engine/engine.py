@@ -14,6 +14,7 @@ from dynatree.common.engine.arena import KVArena
 from dynatree.common.engine.reader import KVMove, LevelsWanted, Read, Reader
 from dynatree.common.engine.runner import Choosing, Decider, Runner
 from dynatree.common.engine.segment import Segment
+from dynatree.common.engine.streaming.layer_stream import LayerStream
 from dynatree.common.model_info import ModelInfo
 
 
@@ -30,6 +31,7 @@ class Engine:
         decider: What runs a forward with the decision after it, on the device; None where the host decides.
         reader: What reads several levels of a draft's trees at once; None where each is a forward.
         most_rows: Of one forward; more rows take several. None: any number is one.
+        stream: Of the layers that do not fit into memory; None where all do.
     """
 
     model: PreTrainedModel
@@ -42,6 +44,7 @@ class Engine:
     decider: Decider | None = None
     reader: Reader | None = None
     most_rows: int | None = None
+    stream: LayerStream | None = None
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[Tensor]:

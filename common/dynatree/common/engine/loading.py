@@ -156,11 +156,19 @@ def load_engine(settings: ModelSettings) -> Engine:
         step_bytes=step_bytes,
         repetition_penalty=defaults.repetition_penalty,
         fingerprint=identity,
+        streamed_bytes=streamed.stream.bytes if streamed else 0,
     )
     attending = partial(NativeBatch, arena=arena) if native else partial(Batch, arena=arena, batch_invariant=padded)
     runner = _runner(model, arena, attending, native, turns)
     engine = Engine(
-        model, runner, arena, tokenizer, info, defaults.eos_token_ids, batch_invariant=isinstance(runner, NativeRunner)
+        model,
+        runner,
+        arena,
+        tokenizer,
+        info,
+        defaults.eos_token_ids,
+        batch_invariant=isinstance(runner, NativeRunner),
+        stream=streamed.stream if streamed else None,
     )
     with _explained(name, model.config):
         rows, sizes = settings.fixed_rows, (settings.sessions, budget.session_slots)

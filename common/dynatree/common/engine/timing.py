@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -34,7 +35,30 @@ def measure_forwards(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
 
     Small sizes are measured several times, since most rounds have small trees; large sizes are left out where they take
     long. The first forward warms the device up and does not count. No session may be open.
+
+    Where layers are streamed, a forward takes the time of reading them, or that of computing where that is longer. The
+    latter is measured without reading, and goes on in a straight line beyond the sizes that were measured.
     """
+    if engine.stream is None:
+        return _measured(engine, max_rows)
+    sweep = engine.stream.sweep_seconds
+    with engine.stream.paused():
+        computing = _measured(engine, max_rows)
+    log.info("%s: %.1f GB of layers are read in %.1f s", engine.info.name, engine.stream.bytes / 1e9, sweep)
+    return tuple(ForwardCost(each.rows, max(each.seconds, sweep)) for each in _continued(computing, max_rows))
+
+
+def _continued(costs: Sequence[ForwardCost], max_rows: int) -> list[ForwardCost]:
+    """Costs, and beyond the largest size those on the line through the last two."""
+    if len(costs) < 2:
+        return list(costs)
+    before, last = costs[-2:]
+    slope = max((last.seconds - before.seconds) / (last.rows - before.rows), 0.0)
+    beyond = (rows for rows in FORWARD_SIZES if last.rows < rows <= max_rows)
+    return [*costs, *(ForwardCost(rows, last.seconds + slope * (rows - last.rows)) for rows in beyond)]
+
+
+def _measured(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
     context = min(CONTEXT, engine.info.context_length // 2)
     most = min(max_rows, engine.info.context_length - context)
     steps = range(engine.most_rows + 1, most, engine.most_rows) if engine.most_rows else ()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.draft.growing_tree import GrowingTree
 from dynatree.draft.history import HistoryController
 from dynatree.draft.policies.base import Outcome, Policy, check_range
@@ -55,7 +56,7 @@ class DynaTreeSettings:
         check_range("breadth_max", self.breadth_max, 1, 64)
         check_range("base_depth", self.base_depth, 1, 64)
         check_range("max_depth", self.max_depth, 2, 64)
-        check_range("max_nodes", self.max_nodes, 1, 256)
+        check_range("max_nodes", self.max_nodes, 1, MOST_TREE_NODES)
         check_range("window", self.window, 1, 10_000)
         check_range("depth_step", self.depth_step, 0.0, 64.0)
         check_range("tau_step", self.tau_step, 0.0, 1.0)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.draft.growing_tree import GrowingTree
 from dynatree.draft.policies.base import Policy, check_range
 from dynatree.draft.policies.best_first import BestFirst
@@ -21,7 +22,7 @@ class DySpecSettings:
     calibrated: bool = False
 
     def __post_init__(self) -> None:
-        check_range("max_nodes", self.max_nodes, 1, 256)
+        check_range("max_nodes", self.max_nodes, 1, MOST_TREE_NODES)
         check_range("max_depth", self.max_depth, 1, 64)
         check_range("breadth", self.breadth, 1, 64)
 
@@ -56,7 +57,7 @@ class DySpecThresholdSettings:
 
     def __post_init__(self) -> None:
         check_range("threshold", self.threshold, 0.0, 1.0, open_low=True)
-        check_range("max_nodes", self.max_nodes, 1, 256)
+        check_range("max_nodes", self.max_nodes, 1, MOST_TREE_NODES)
         check_range("max_depth", self.max_depth, 1, 64)
         check_range("breadth", self.breadth, 1, 64)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.draft.growing_tree import GrowingTree
 from dynatree.draft.policies.base import Policy, check_range
 from dynatree.draft.policies.level_growth import grow_level
@@ -28,7 +29,7 @@ class FixedSettings:
         check_range("depth", self.depth, 1, 64)
         check_range("breadth", self.breadth, 1, 64)
         check_range("tau", self.tau, 0.0, 1.0)
-        check_range("max_nodes", self.max_nodes, 1, 256)
+        check_range("max_nodes", self.max_nodes, 1, MOST_TREE_NODES)
 
 
 class Fixed(Policy):

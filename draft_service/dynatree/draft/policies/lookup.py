@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.draft.control import DEFAULT_CONTROL, LEAST_PROB, ControlSettings
 from dynatree.draft.growing_tree import Proposal
 from dynatree.draft.ngram_index import NGramIndex
@@ -29,7 +30,7 @@ class NGramSettings:
         check_range("shortest", self.shortest, 1, 16)
         check_range("depth", self.depth, 1, 64)
         check_range("branches", self.branches, 1, 16)
-        check_range("max_nodes", self.max_nodes, 1, 256)
+        check_range("max_nodes", self.max_nodes, 1, MOST_TREE_NODES)
         if self.shortest > self.longest:
             raise InvalidArgumentError(
                 f"shortest is {self.shortest} and longest is {self.longest}, expected shortest <= longest"

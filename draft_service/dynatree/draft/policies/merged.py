@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.common.tree import ROOT
 from dynatree.draft.control import LEAST_PROB, ControlSettings
 from dynatree.draft.growing_tree import GrowingTree, Proposal
@@ -26,7 +27,7 @@ class MergedSettings:
     branches: int
 
     def __post_init__(self) -> None:
-        check_range("max_nodes", self.max_nodes, 1, 256)
+        check_range("max_nodes", self.max_nodes, 1, MOST_TREE_NODES)
         check_range("max_depth", self.max_depth, 1, 64)
         check_range("breadth", self.breadth, 1, 64)
         check_range("ngram_depth", self.ngram_depth, 1, 64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.common.tree import ROOT
 from dynatree.draft.growing_tree import GrowingTree
 from dynatree.draft.policies.base import Policy, check_range
@@ -25,7 +26,7 @@ class OptTreeSettings:
     calibrated: bool = False
 
     def __post_init__(self) -> None:
-        check_range("max_nodes", self.max_nodes, 1, 256)
+        check_range("max_nodes", self.max_nodes, 1, MOST_TREE_NODES)
         check_range("width", self.width, 1, 64)
         check_range("max_depth", self.max_depth, 1, 64)
         check_range("delta", self.delta, 0.0, 1.0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.common.tree import ROOT
 from dynatree.draft.growing_tree import GrowingTree
 from dynatree.draft.policies.base import Policy, check_length, check_range
@@ -28,7 +29,7 @@ class SequoiaSettings:
     rates: tuple[float, ...] = (0.732, 0.146, 0.054, 0.017, 0.015, 0.006, 0.005, 0.005)
 
     def __post_init__(self) -> None:
-        check_range("max_nodes", self.max_nodes, 1, 256)
+        check_range("max_nodes", self.max_nodes, 1, MOST_TREE_NODES)
         check_range("max_depth", self.max_depth, 1, 32)
         check_length("rates", self.rates, MAX_RANKS)
         for rank, rate in enumerate(self.rates):

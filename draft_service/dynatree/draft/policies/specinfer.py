@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.draft.growing_tree import GrowingTree
 from dynatree.draft.policies.base import Policy, check_length, check_range
 from dynatree.draft.policies.level_growth import grow_level
@@ -24,7 +25,7 @@ class SpecInferSettings:
         check_length("widths", self.widths)
         for depth, width in enumerate(self.widths):
             check_range(f"widths[{depth}]", width, 1, 64)
-        check_range("max_nodes", self.max_nodes, 1, 256)
+        check_range("max_nodes", self.max_nodes, 1, MOST_TREE_NODES)
 
 
 class SpecInfer(Policy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.common.tree import ROOT
 from dynatree.draft.control import ControlSettings
 from dynatree.draft.growing_tree import GrowingTree
@@ -18,7 +19,6 @@ from dynatree.draft.policies.pause import Pause
 from dynatree.draft.round_costs import Costs, RoundCost
 
 LEAST_NODES = 63
-MOST_NODES = 256
 NEARLY_FREE = 1.5  # plain steps of a verification
 
 
@@ -38,7 +38,7 @@ class ThroughputSettings(MergedSettings):
     branches: int = 2
 
     def __post_init__(self) -> None:
-        check_range("max_nodes", self.max_nodes, 0, MOST_NODES)
+        check_range("max_nodes", self.max_nodes, 0, MOST_TREE_NODES)
         if self.max_nodes:
             super().__post_init__()
         else:
@@ -57,7 +57,7 @@ class Throughput(Policy):
     """
 
     def __init__(self, settings: ThroughputSettings, costs: Costs, control: ControlSettings) -> None:
-        nearly_free = min(costs.nodes_within(NEARLY_FREE), MOST_NODES)
+        nearly_free = min(costs.nodes_within(NEARLY_FREE), MOST_TREE_NODES)
         settings = settings.limited_to(max(nearly_free, LEAST_NODES))
         self.breadth = settings.breadth
         self._max_nodes = settings.max_nodes

@@ -6,8 +6,10 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -34,8 +36,9 @@ class LayerStream:
     calls `wait(i)` before, and `release(i)` after it.
 
     Attributes:
+        bytes: Of all layers: what a forward reads.
         read_bytes: That were read so far.
-        waited_seconds: That `wait` took so far.
+        read_seconds: That reading them took.
     """
 
     def __init__(self, files: Sequence[LayerFile], slots: int = SLOTS) -> None:
@@ -55,7 +58,10 @@ class LayerStream:
         self._turn = 0  # counts the times that reading began anew
         self._error: Exception | None = None
         self._closed = False
+        self.bytes = sum(each.size for each in files)
         self.read_bytes = 0
+        self.read_seconds = 0.0
+        self._paused = False
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="layer-reader")
         self._thread = threading.Thread(target=self._run, name="layer-stream", daemon=True)
         self._thread.start()
@@ -71,6 +77,8 @@ class LayerStream:
             LayerStreamError: It cannot be read.
         """
         slot = layer % len(self._held)
+        if self._paused:
+            return
         with self._changed:
             if self._held[slot] != layer and (self._held[slot] is not None or self._next != layer):
                 self._restart(layer)  # a forward was broken off
@@ -87,9 +95,25 @@ class LayerStream:
     def release(self, layer: int) -> None:
         """A layer is computed: its slot may be read over."""
         with self._changed:
-            if self._held[layer % len(self._held)] == layer:
+            if self._held[layer % len(self._held)] == layer and not self._paused:
                 self._held[layer % len(self._held)] = None
             self._changed.notify_all()
+
+    @property
+    def sweep_seconds(self) -> float:
+        """That reading all layers takes, by what was read so far."""
+        return self.bytes * self.read_seconds / self.read_bytes if self.read_bytes else 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nobody waits, and nothing is read: forwards compute with whatever lies in the slots, to be timed."""
+        self.wait(0)
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+            self.release(0)
 
     def check(self) -> None:
         """Read every layer once, and compare it with what was written.
@@ -146,6 +170,7 @@ class LayerStream:
     def _read(self, layer: int) -> Exception | None:
         """Read a layer into its slot; what went wrong."""
         file, memory = self._files[layer], self._memory[layer % len(self._memory)]
+        began = time.perf_counter()
         try:
             descriptor = _open(file)
             try:
@@ -161,6 +186,7 @@ class LayerStream:
         except OSError as error:
             return OSError(f"layer {layer}: {error.strerror or error}")
         self.read_bytes += file.size
+        self.read_seconds += time.perf_counter() - began
         return None
 
 
