@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dynatree.common.engine import Segment, ancestor_mask
+from dynatree.common.engine import Choosing, Segment, ancestor_mask
 from dynatree.common.engine.gpu.rows import RowBuffers, RowSizes
 from dynatree.common.engine.gpu.tree_attention import RowPlan, by_torch, by_triton, splits, tile_rows
 from dynatree.common.kv_range import KVRange
@@ -198,8 +198,9 @@ def test_a_session_has_few_splits_and_each_slot_is_in_one() -> None:
 
 def test_segments_are_cut_into_forwards_that_hold_them() -> None:
     kv = KVRange(0, 600)
-    segments = [Segment(kv, 1, [0] * size, range(1, 1 + size)) for size in (5, 40, 1, 1, 1, 70)]
-    for sizes in (RowSizes(16, 4, 2), RowSizes(32, 16, 6), RowSizes(256, 1, 1)):
+    segments = [Segment(kv, 1, [0] * size, range(1, 1 + size)) for size in (5, 40, 1, 1, 1, 70, 300)]
+    segments.append(tree_segment(kv, 60, bushy(299, seed=3)))
+    for sizes in (RowSizes(16, 4, 2), RowSizes(32, 16, 8), RowSizes(256, 1, 1), RowSizes(512, 16, 9)):
         forwards = list(sizes.cut(segments))
         tokens: list[tuple[int, int]] = []
         for pieces in forwards:
@@ -210,5 +211,8 @@ def test_segments_are_cut_into_forwards_that_hold_them() -> None:
                 tiles += math.ceil(piece.rows / sizes.tile)
                 tokens += [(piece.segment, token) for token in range(piece.first, piece.stop)]
             assert row <= sizes.rows
+            assert len({piece.segment for piece in pieces}) == len(pieces), "no segment has two pieces of a forward"
+            filled = RowBuffers(sizes, SLOTS, CPU)
+            filled.fill(segments, pieces, [Choosing([-1] * len(each.token_ids)) for each in segments])
             assert tiles <= sizes.tiles
         assert tokens == [(index, token) for index, each in enumerate(segments) for token in range(len(each.token_ids))]

@@ -7,6 +7,7 @@ is smaller than 1e-8.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -80,17 +81,18 @@ def by_numpy(out: Tensor, seeds: Tensor, positions: Tensor, stream: int, round_:
 def by_triton(out: Tensor, seeds: Tensor, positions: Tensor, stream: int, round_: int) -> None:
     """The same by Triton's kernel: on a GPU, or in Triton's interpreter."""
     rows, vocab_size = out.shape
-    _noise[rows, triton.cdiv(vocab_size, 4 * _BLOCKS)](
-        out,
-        seeds,
-        positions,
-        stream,
-        round_,
-        vocab_size,
-        out.stride(0),
-        block_count=_BLOCKS,
-        enable_fp_fusion=False,  # Triton's default differs between its versions
-    )
+    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+        _noise[rows, triton.cdiv(vocab_size, 4 * _BLOCKS)](
+            out,
+            seeds,
+            positions,
+            stream,
+            round_,
+            vocab_size,
+            out.stride(0),
+            block_count=_BLOCKS,
+            enable_fp_fusion=False,  # Triton's default differs between its versions
+        )
 
 
 @_fill_noise.register_fake

@@ -14,6 +14,7 @@ from dynatree.common.device import synchronize
 from dynatree.common.engine.engine import Engine
 from dynatree.common.engine.gpu.fused_forward import forward_of
 from dynatree.common.engine.gpu.row_runner import RowForward, RowRunner
+from dynatree.common.engine.runner import Choosing
 from dynatree.common.engine.segment import Segment
 from dynatree.common.engine.tree_mask import ancestor_mask
 
@@ -83,21 +84,31 @@ def _runner(engine: Engine, counts: Sequence[int], sessions: int, longest: int, 
 
 @torch.inference_mode()
 def _seconds(forward: RowForward, engine: Engine) -> float:
-    """The least seconds of a few forwards over padding."""
+    """The least seconds of a few forwards that are full of rows, behind half a context."""
+    context = engine.info.context_length // 2
+    rows = min(forward.sizes.rows, engine.info.context_length - context)
+    kv = engine.arena.reserve(context + rows)
+    assert kv is not None, "measured before any session is open"
+    segment = Segment(kv, context, [0] * rows, range(context, context + rows), mask=torch.eye(rows, dtype=torch.bool))
+    [pieces] = forward.sizes.cut([segment])
+    forward.buffers.fill([segment], pieces)
     taken = []
     for _ in range(_TIMES):
+        synchronize(engine.arena.device)
         started = time.perf_counter()
         forward.run()
         synchronize(engine.arena.device)
         taken.append(time.perf_counter() - started)
+    engine.arena.release(kv)
     return min(taken)
 
 
 def gives_equal_bits(engine: Engine, rows: int) -> bool:
     """Whether a chain of tokens has the same bits one by one, as a branch of a tree, and beside another session.
 
-    Compared are logits, keys and values. Alone each token has a forward's first row. In the tree the chain stands
-    behind another branch, and both behind the other session, in the last rows of a forward of `rows`.
+    Compared are logits, keys and values, and the logits of a forward with the decision after it. Alone each token has a
+    forward's first row. In the tree the chain stands behind another branch, and both behind the other session, in the
+    last rows of a forward of `rows`.
     """
     vocab = engine.info.vocab_size
     # a model may have little context
@@ -125,6 +136,11 @@ def gives_equal_bits(engine: Engine, rows: int) -> bool:
         in_tree = engine.arena.slots(kv, prefix + 2 * chain).index_select(3, slots)
         common = min(before, prefix)
         prompts = (engine.arena.slots(each, common) for each in (other, kv))
+        for temperature in (0.0, 1.0):
+            choosing = Choosing([-1] * len(tree), temperature)
+            decided = engine.decide([Segment(kv, prefix, tree, positions, mask=mask)], [choosing])
+            if decided is not None and not torch.equal(decided[0][0], inside):
+                return False
         return torch.equal(*prompts) and torch.equal(torch.cat(plain), inside[places]) and torch.equal(held, in_tree)
     finally:
         engine.arena.release(kv)

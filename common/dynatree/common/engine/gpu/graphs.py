@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 T = TypeVar("T")
-GraphPool: TypeAlias = Any  # torch's handle
 
 _WARM_UPS = 2  # calls before a capture: kernels are compiled, and choose their algorithms
+
+
+class GraphPool:
+    """What graphs share that never run at the same time: memory, and the stream on which they are captured.
+
+    Args:
+        device: A GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.memory = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class Replayed(Generic[T]):
@@ -19,27 +31,25 @@ class Replayed(Generic[T]):
     Args:
         function: What computes; it must neither wait for the device nor allocate by content. What it returns is
             overwritten by the next call.
-        device: That computes it.
-        pool: A memory pool that it shares with others which never run at the same time; None: no graph is captured.
+        pool: None: no graph is captured, and each call computes.
     """
 
-    def __init__(self, function: Callable[[], T], device: torch.device, pool: GraphPool | None) -> None:
+    def __init__(self, function: Callable[[], T], pool: GraphPool | None) -> None:
         self._function = function
         self._graph: torch.cuda.CUDAGraph | None = None
         if pool is not None:
-            self._capture(device, pool)
+            self._capture(pool)
 
-    def _capture(self, device: torch.device, pool: GraphPool) -> None:
-        with torch.cuda.device(device):
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
+    def _capture(self, pool: GraphPool) -> None:
+        with torch.cuda.device(pool.device):
+            pool.stream.wait_stream(torch.cuda.current_stream(pool.device))
+            with torch.cuda.stream(pool.stream):
                 for _ in range(_WARM_UPS):
                     self._function()
-            torch.cuda.current_stream(device).wait_stream(stream)
+            torch.cuda.current_stream(pool.device).wait_stream(pool.stream)
             self._graph = torch.cuda.CUDAGraph()
             # another thread may run another model meanwhile
-            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, pool=pool.memory, stream=pool.stream, capture_error_mode="thread_local"):
                 self._result = self._function()
 
     def __call__(self) -> T:
@@ -51,8 +61,5 @@ class Replayed(Generic[T]):
 
 
 def graph_pool(device: torch.device) -> GraphPool | None:
-    """A memory pool for graphs; None where the device has no graphs."""
-    if device.type != "cuda":
-        return None
-    pool: GraphPool = torch.cuda.graph_pool_handle()
-    return pool
+    """A pool for a device's graphs; None where the device has no graphs."""
+    return GraphPool(device) if device.type == "cuda" else None

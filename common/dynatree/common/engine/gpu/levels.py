@@ -106,7 +106,7 @@ class Levels:
             dtype=torch.int32,
             pin_memory=arena.device.type == "cuda",
         )
-        self._reads = [Replayed(partial(self._all_levels, noisy), arena.device, pool) for noisy in (False, True)]
+        self._reads = [Replayed(partial(self._all_levels, noisy), pool) for noisy in (False, True)]
 
     def read(self, wanted: Sequence[LevelsWanted], moves: Sequence[KVMove]) -> list[Read]:
         """Move slots, at most `MOVES`, and read what is wanted; of each session what became of it."""

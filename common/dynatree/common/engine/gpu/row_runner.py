@@ -33,11 +33,9 @@ class RowForward:
         self._forward = forward
         self._arena = arena
         self._attention = RowAttention(arena, self.buffers.plan, longest)
-        self.run = Replayed(self._logits, arena.device, pool)
+        self.run = Replayed(self._logits, pool)
         self._choices = torch.zeros(sizes.rows, dtype=torch.int64, pin_memory=arena.device.type == "cuda")
-        self._decisions = [
-            Replayed(decide, arena.device, pool) for decide in (self._greedily, self._with_noise) if decides
-        ]
+        self._decisions = [Replayed(decide, pool) for decide in (self._greedily, self._with_noise) if decides]
 
     def decide(self, noisy: bool) -> tuple[Tensor, list[int]]:
         """The logits, which the next forward overwrites, and the choices, once the device has made them.

@@ -62,22 +62,27 @@ class RowSizes:
         return -(-self.rows // self.tile) + min(self.segments, self.rows)
 
     def cut(self, segments: Sequence[Segment]) -> Iterator[list[Piece]]:
-        """The pieces of each forward, in order: a token's ancestors go before it, or with it."""
+        """The pieces of each forward, in order: a token's ancestors go before it, or with it.
+
+        A segment has one piece of a forward, since blocks that all rows see must be stored before it.
+        """
         pieces: list[Piece] = []
         row = tiles = 0
         for index, segment in enumerate(segments):
             first, size = 0, len(segment.token_ids)
             while first < size:
-                room = min(self.rows - row, (self.tiles - tiles) * self.tile, LONGEST_TREE)
-                if room <= 0:
+                room = min(self.rows - row, (self.tiles - tiles) * self.tile)
+                if segment.mask is None:
+                    room = min(room, LONGEST_TREE)  # the path of a prompt's last row
+                if room > 0:
+                    stop = min(first + room, size)
+                    pieces.append(Piece(index, first, stop, row))
+                    row += stop - first
+                    tiles += -(-(stop - first) // self.tile)
+                    first = stop
+                if first < size:
                     yield pieces
                     pieces, row, tiles = [], 0, 0
-                    continue
-                stop = min(first + room, size)
-                pieces.append(Piece(index, first, stop, row))
-                row += stop - first
-                tiles += -(-(stop - first) // self.tile)
-                first = stop
         if pieces:
             yield pieces
 
@@ -197,9 +202,9 @@ class RowBuffers:
 
     def _fill_choosing(self, segment: Segment, piece: Piece, choosing: Choosing) -> None:
         host, at = self._host, slice(piece.row, piece.row + piece.rows)
-        parents = np.array(choosing.parents, dtype=np.int32)
+        parents = np.array(choosing.parents[piece.first : piece.stop], dtype=np.int32) - piece.first
         host["parents"][at] = piece.row + np.where(parents < 0, np.arange(piece.rows), parents)
-        host["homes"][at] = segment.kv.start + np.array(segment.positions, dtype=np.int32)
+        host["homes"][at] = segment.kv.start + np.array(segment.positions[piece.first : piece.stop], dtype=np.int32)
         host["temperatures"].view(np.float32)[at] = choosing.temperature
         host["seeds"][at] = np.array([choosing.seed], dtype=np.uint64).view(np.int32)
 
@@ -252,7 +257,7 @@ class Staging:
         """Copy, behind what was asked of the device before."""
         self.device.copy_(self.host, non_blocking=True)
         if self._sent is not None:
-            self._sent.record()
+            self._sent.record(torch.cuda.current_stream(self.device.device))
 
 
 def _causal(rows: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:

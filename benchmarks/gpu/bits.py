@@ -1,0 +1,363 @@
+"""Part 1, without a model: which sums have equal bits, and whether the kernels compute what they should.
+
+The design rests on the first two steps: rows of a linear layer, and a token's attention in a tree and alone.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from keeping import NO_GPU, Bound, Measured, NotMeasuredError
+from torch import Tensor
+from torch.nn.functional import linear
+
+from dynatree.common.device_noise import by_triton as noise_by_triton
+from dynatree.common.device_noise import seed_bits
+from dynatree.common.engine import Segment, ancestor_mask
+from dynatree.common.engine.gpu.rows import RowBuffers, RowSizes
+from dynatree.common.engine.gpu.tree_attention import by_triton, tile_rows
+from dynatree.common.gumbel import Stream, gumbel
+from dynatree.common.kv_range import KVRange
+
+if TYPE_CHECKING:
+    from session import Context
+
+ROWS = (32, 64, 128, 256)
+LINEAR = ((2560, 7680, True), (2560, 2560, True), (2560, 10240, True), (10240, 2560, True), (2560, 50304, False))
+TINY_LINEAR = ((64, 192, True), (64, 512, False))
+LONGEST = 2304  # slots of a session: its context, and a tree
+NODES = 9  # of the chain that is compared
+LAYERS = 32
+
+
+# Linear layers
+
+
+def linear_bits(context: Context) -> Measured:
+    """Whether a row of a linear layer in bfloat16 has equal bits wherever it stands, and whatever stands beside it.
+
+    Each layer, each number of rows R: the rows permuted; all but some replaced; and each of a few rows alone among
+    zeros, at the first place, as in plain decoding.
+    """
+    layers = LINEAR if context.on_gpu and not context.sizes.tiny else TINY_LINEAR
+    found = []
+    for inputs, outputs, has_bias in layers:
+        generator = torch.Generator(context.device).manual_seed(inputs + outputs)
+        weight = _random((outputs, inputs), torch.bfloat16, context.device, generator) * inputs**-0.5
+        bias = _random((outputs,), torch.bfloat16, context.device, generator) if has_bias else None
+        for rows in ROWS:
+            differing = sum(_moved_rows(weight, bias, rows, generator) for _ in range(3))
+            found.append({"inputs": inputs, "outputs": outputs, "bias": has_bias, "rows": rows, "differing": differing})
+    by_rows = {rows: sum(each["differing"] for each in found if each["rows"] == rows) for rows in ROWS}
+    equal = [rows for rows, differing in by_rows.items() if not differing]
+    answer = (
+        f"(a) Rows of linear layers in bfloat16 have equal bits wherever they stand, at R = {_listed(equal)}."
+        if equal
+        else "(a) Rows of linear layers in bfloat16 do NOT have equal bits wherever they stand, at any R."
+    )
+    others = [f"R = {rows}: {differing} rows differ" for rows, differing in by_rows.items() if differing]
+    return Measured(
+        {"layers": found, "rows with equal bits": equal},
+        [answer, *others],
+        [Bound(f"differing rows at R = {rows}", differing, most=0) for rows, differing in by_rows.items()],
+    )
+
+
+def _moved_rows(weight: Tensor, bias: Tensor | None, rows: int, generator: torch.Generator) -> int:
+    """How many rows' outputs change with their place or their neighbours."""
+    x = _random((rows, weight.shape[1]), weight.dtype, weight.device, generator)
+    y = linear(x, weight, bias)
+    differing = 0
+    for order in (
+        torch.arange(rows - 1, -1, -1, device=x.device),
+        torch.arange(rows, device=x.device).roll(1),
+        torch.randperm(rows, device=x.device, generator=generator),
+    ):
+        differing += _unequal(linear(x[order], weight, bias), y[order])
+    kept = torch.arange(rows, device=x.device) % 3 == 0
+    others = 10 * _random(tuple(x.shape), weight.dtype, weight.device, generator)
+    differing += _unequal(linear(torch.where(kept[:, None], x, others), weight, bias)[kept], y[kept])
+    for row in (0, rows // 2 + 1, rows - 1):
+        alone = torch.zeros_like(x)
+        alone[0] = x[row]
+        differing += _unequal(linear(alone, weight, bias)[:1], y[row : row + 1])
+    return differing
+
+
+def _unequal(ours: Tensor, theirs: Tensor) -> int:
+    """Rows whose bits differ."""
+    return int((ours.view(torch.int16) != theirs.view(torch.int16)).any(1).sum())
+
+
+# Attention
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of a layer's attention."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.heads} heads, {self.kv_heads} of keys, of {self.dim}, {str(self.dtype).removeprefix('torch.')}"
+
+
+def shapes(context: Context) -> Iterator[Heads]:
+    """Head sizes, types and groupings that models have."""
+    if context.sizes.tiny:
+        # the interpreter multiplies no bfloat16, and takes a second a launch
+        yield Heads(2, 2, 64, torch.float16)
+        yield Heads(4, 2, 80, torch.float32)
+        return
+    for dim in (64, 80, 128):
+        for heads, kv_heads in ((8, 8), (8, 2), (14, 2)):
+            for dtype in (torch.bfloat16, torch.float16):
+                yield Heads(heads, kv_heads, dim, dtype)
+    yield Heads(8, 8, 80, torch.float32)
+
+
+def attention_bits(context: Context) -> Measured:
+    """Whether a token's attention has equal bits in a tree and in plain decoding.
+
+    In the tree the token's path stands behind another branch and behind another session's rows; alone each token is a
+    forward's first row. Roots lie around the ends of blocks and of splits.
+    """
+    roots = (60,) if context.sizes.tiny else (1, 58, 60, 63, 64, 65, 127, 250, 255, 256, 257, 511, 513, 1500)
+    found = []
+    for shape in shapes(context):
+        differing = {root: _differing_tokens(shape, root, context) for root in roots}
+        found.append({"shape": str(shape), "differing": differing})
+    wrong = [f"{each['shape']}: {root}" for each in found for root, count in each["differing"].items() if count]
+    answer = (
+        "(b) A token's attention does NOT have equal bits in a tree and alone: " + "; ".join(wrong[:6])
+        if wrong
+        else f"(b) A token's attention has equal bits in a tree and alone: {len(found)} shapes, {len(roots)} roots."
+    )
+    total = sum(sum(each["differing"].values()) for each in found)
+    return Measured({"shapes": found}, [answer], [Bound("tokens whose attention differs", total, most=0)])
+
+
+def _differing_tokens(shape: Heads, root: int, context: Context) -> int:
+    device = torch.device(context.device)
+    beside, kv = KVRange(0, 64), KVRange(70, LONGEST)
+    tree = _tree(kv, root, [*_chain(NODES), -1, *range(NODES, 2 * NODES - 1)])
+    other = Segment(beside, 3, [0] * 11, range(3, 14))
+    generator = torch.Generator(device).manual_seed(root)
+    count = len(other.token_ids) + len(tree.token_ids)
+    sizes = RowSizes(32, tile_rows(shape.heads, shape.kv_heads), 2)
+    numbers = _query_key_value(shape, count, generator)
+    prefix = _random((2, shape.kv_heads, 80 + LONGEST, shape.dim), shape.dtype, device, generator)
+    scale = shape.dim**-0.5
+    in_tree = _attended(numbers, prefix.clone(), sizes, [other, tree], scale)
+    first = len(other.token_ids)
+    rows = [first, *range(first + NODES + 1, first + 2 * NODES + 1)]
+    layer = prefix.clone()
+    differing = 0
+    for place, row in enumerate(rows):
+        alone = Segment(kv, root + place, [0], [root + place])
+        output = _attended([each[:, row : row + 1] for each in numbers], layer, sizes, [alone], scale)
+        differing += not torch.equal(output[0], in_tree[row])
+    return differing
+
+
+def _attended(
+    numbers: Sequence[Tensor], layer: Tensor, sizes: RowSizes, segments: Sequence[Segment], scale: float
+) -> Tensor:
+    """The attention of a forward of fixed rows; padding repeats the first row's numbers."""
+    [pieces] = sizes.cut(segments)
+    buffers = RowBuffers(sizes, layer.shape[2] - 1, layer.device)
+    buffers.fill(segments, pieces)
+    padded = [torch.cat([each, each[:, :1].expand(-1, sizes.rows - each.shape[1], -1)], 1) for each in numbers]
+    return by_triton(padded[0], padded[1], padded[2], layer, buffers.plan, LONGEST, scale)
+
+
+def attention_in_float64(context: Context) -> Measured:
+    """The largest difference of the kernels from float64, in units of the type's rounding, over ragged forwards."""
+    found = []
+    for shape in shapes(context):
+        device = torch.device(context.device)
+        segments = [
+            _tree(KVRange(30, 200), 150, _bushy(12, seed=1)),
+            _tree(KVRange(230, 90), 5, _chain(4)),
+            Segment(KVRange(320, 600), 530, [0], [530]),
+            Segment(KVRange(920, 100), 62, [0] * 4, range(62, 66)),
+        ]
+        used = sum(len(each.token_ids) for each in segments)
+        generator = torch.Generator(device).manual_seed(3)
+        numbers = _query_key_value(shape, used, generator)
+        layer = torch.full((2, shape.kv_heads, 1100, shape.dim), math.nan, dtype=shape.dtype, device=device)
+        layer[:, :, -1] = 0.0
+        for each in segments:
+            committed = slice(each.kv.start, each.kv.start + each.start)
+            size = (2, shape.kv_heads, each.start, shape.dim)
+            layer[:, :, committed] = _random(size, shape.dtype, device, generator)
+        sizes = RowSizes(32, tile_rows(shape.heads, shape.kv_heads), 4)
+        scale = shape.dim**-0.5
+        output = _attended(numbers, layer, sizes, segments, scale)
+        error = (output[:used].double() - _in_float64(numbers[0], layer, segments, scale)).abs().max().item()
+        found.append({"shape": str(shape), "error": error, "in eps": error / torch.finfo(shape.dtype).eps})
+    worst = max(each["in eps"] for each in found)
+    worst = worst if all(math.isfinite(each["error"]) for each in found) else math.inf
+    bound = Bound("largest difference from float64", worst, "eps", most=8.0)
+    return Measured({"shapes": found}, [f"{len(found)} shapes; slots that nobody may read hold NaN"], [bound])
+
+
+def _in_float64(query: Tensor, layer: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
+    """`[rows, heads, dim]` from the stored keys and values, by the definition."""
+    group = query.shape[0] // layer.shape[1]
+    outputs: list[Tensor] = []
+    for segment in segments:
+        for index in range(len(segment.token_ids)):
+            slots = [segment.kv.start + slot for slot in _visible(segment, index)]
+            keys, values = (each.double().repeat_interleave(group, 0) for each in layer[:, :, slots])
+            weights = torch.einsum("hd,hpd->hp", query[:, len(outputs)].double() * scale, keys).softmax(-1)
+            outputs.append(torch.einsum("hp,hpd->hd", weights, values))
+    return torch.stack(outputs)
+
+
+def _visible(segment: Segment, row: int) -> list[int]:
+    if segment.mask is None:
+        return list(range(segment.start + row + 1))
+    before = segment.stop - segment.mask.shape[1]
+    return [*range(before), *(before + slot for slot in segment.mask[row].nonzero()[:, 0].tolist())]
+
+
+def attention_times(context: Context) -> Measured:
+    """Microseconds of a layer's attention in a graph, for 64 rows of the 2.8B shape: what empty programs cost."""
+    if not context.on_gpu:
+        raise NotMeasuredError(NO_GPU)
+    shape, rows = Heads(32, 32, 80, torch.bfloat16), 64
+    generator = torch.Generator("cuda").manual_seed(1)
+    layer = _random((2, 32, 40000, 80), torch.bfloat16, torch.device("cuda"), generator)
+    numbers = _query_key_value(shape, rows, generator)
+    found = []
+    for sessions in (1, 16, 32):
+        for length in (128, 1000, 2000):
+            segments = [_tree(KVRange(0, LONGEST), length, _bushy(rows - 1, seed=1))]
+            sizes = RowSizes(rows, 16, sessions)
+            [pieces] = sizes.cut(segments)
+            buffers = RowBuffers(sizes, 39999, layer.device)
+            buffers.fill(segments, pieces)
+
+            def layers(plan: Any = buffers.plan) -> None:
+                for _ in range(LAYERS):
+                    by_triton(numbers[0], numbers[1], numbers[2], layer, plan, LONGEST, 0.1)
+
+            micros = 1e6 * graph_seconds(layers) / LAYERS
+            found.append({"sessions": sessions, "length": length, "microseconds": round(micros, 2)})
+    says = [
+        f"attention of a layer, graph for {each['sessions']} sessions, {each['length']} tokens before the tree: "
+        f"{each['microseconds']:.1f} us"
+        for each in found
+    ]
+    return Measured({"rows": rows, "times": found}, says)
+
+
+def graph_seconds(work: Any, replays: int = 20) -> float:
+    """The median seconds of what a graph replays, by events of the device."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    return event_seconds(graph.replay, replays)
+
+
+def event_seconds(work: Any, calls: int = 20) -> float:
+    """The median seconds of a call on the device, by its events, after one that does not count."""
+    work()
+    times = []
+    for _ in range(calls):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        work()
+        ended.record()
+        ended.synchronize()
+        times.append(began.elapsed_time(ended) / 1000)
+    return median(times)
+
+
+def _query_key_value(shape: Heads, rows: int, generator: torch.Generator) -> list[Tensor]:
+    counts = (shape.heads, shape.kv_heads, shape.kv_heads)
+    return [_random((count, rows, shape.dim), shape.dtype, generator.device, generator) for count in counts]
+
+
+def _tree(kv: KVRange, root: int, parents: Sequence[int]) -> Segment:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    positions = [root, *(root + depth for depth in depths)]
+    return Segment(kv, root, [0] * len(positions), positions, mask=ancestor_mask(parents))
+
+
+def _chain(nodes: int) -> list[int]:
+    return list(range(-1, nodes - 1))
+
+
+def _bushy(nodes: int, seed: int) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(-1, node) for node in range(nodes)]
+
+
+def _random(size: tuple[int, ...], dtype: torch.dtype, device: Any, generator: torch.Generator) -> Tensor:
+    return torch.randn(size, generator=generator, device=device).to(dtype)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+# Noise
+
+
+def noise(context: Context) -> Measured:
+    """The device's random bits and Gumbel noise beside numpy's."""
+    vocabulary = 2050 if context.sizes.tiny else 50304
+    seeds, positions = (0, 1, 2**63, 2**64 - 1), (0, 1, 2047, 2**31 - 2)
+    places = [(seed, position) for seed in seeds for position in positions]
+    given = torch.tensor([seed_bits(seed) for seed, _ in places], device=context.device)
+    at = torch.tensor([position for _, position in places], dtype=torch.int32, device=context.device)
+    drawn = torch.empty(len(places), vocabulary, device=context.device)
+    noise_by_triton(drawn, given, at, int(Stream.CHOICE), 0)
+    expected = torch.stack([gumbel(seed, position, vocabulary) for seed, position in places]).numpy()
+    steps = np.abs(_ordered(drawn.cpu().numpy()) - _ordered(expected))
+    words = _differing_words(places, context)
+    most = int(steps.max())
+    says = [f"{np.mean(steps == 0):.4%} of {steps.size} numbers have numpy's bits; the furthest is {most} ulp away"]
+    figures = {"numbers": steps.size, "equal share": float(np.mean(steps == 0)), "ulp": most, "differing words": words}
+    bounds = [Bound("differing random words", words, most=0), Bound("noise away from numpy's", most, "ulp", most=1)]
+    return Measured(figures, says, bounds)
+
+
+def _ordered(values: np.ndarray) -> np.ndarray:
+    """float32 as whole numbers, neighbours one apart."""
+    bits = values.view(np.int32).astype(np.int64)
+    return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+
+def _differing_words(places: Sequence[tuple[int, int]], context: Context) -> int:
+    import words_kernel  # it needs to know whether it is interpreted
+
+    from dynatree.common.gumbel import random_generator
+
+    differing = 0
+    for seed, position in places:
+        out = torch.zeros(8, dtype=torch.int64, device=context.device)
+        given = torch.tensor([seed_bits(seed)], device=context.device)
+        words_kernel.words[1,](out, given, torch.tensor([position], device=context.device), int(Stream.CHOICE), 0)
+        expected = random_generator(seed, position, Stream.CHOICE).bit_generator.random_raw(8)
+        differing += int((out.cpu().numpy().view(np.uint64) != expected).sum())
+    return differing

@@ -1,0 +1,230 @@
+"""What a session keeps of its steps, how much time it has left, and bounds beside what was measured.
+
+Everything here is pure, but for the files: neither torch nor a GPU is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MEASURED, NOT_MEASURED, FAILED = "measured", "not measured", "failed"
+NO_GPU = "no GPU"
+BUNDLE = "session.json"  # all steps in one file, which is easier to carry from machine to machine
+
+# Tokens a second of one session, T = 100, the 2.8B-shaped target in bfloat16 (README.md beside this file).
+SPEEDS: Mapping[str, Mapping[str, float]] = {
+    "H100": {"plain": 400.0, "default": 1000.0},
+    "H200": {"plain": 540.0, "default": 1600.0},
+}
+
+
+class NotMeasuredError(Exception):
+    """A step cannot be measured here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a figure was expected to be, beside what it is.
+
+    Attributes:
+        what: The figure.
+        measured: Its value.
+        unit: Of it.
+        least: It was expected to be no less; None where there is no such bound.
+        most: Nor more.
+    """
+
+    what: str
+    measured: float
+    unit: str = ""
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def met(self) -> bool:
+        """Whether it is as expected; a number that is none is not."""
+        above = self.least is None or self.measured >= self.least
+        return above and (self.most is None or self.measured <= self.most) and self.measured == self.measured
+
+    def __str__(self) -> str:
+        sides = (("at least", self.least), ("at most", self.most))
+        expected = " and ".join(f"{name} {shown(value)}" for name, value in sides if value is not None)
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{self.what}: {shown(self.measured)}{unit}, expected {expected}: {'met' if self.met else 'MISSED'}"
+
+
+def shown(value: float) -> str:
+    """A number to read: whole ones as they are, others with three digits or more."""
+    if isinstance(value, int) or (abs(value) < 1e15 and float(value).is_integer()):
+        return str(int(value))
+    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def speed_bounds(device: str, what: str, measured: float) -> list[Bound]:
+    """The bound of a speed, `plain` or `default`, on the cards that have one."""
+    known = next((speeds for name, speeds in SPEEDS.items() if name in device), None)
+    if known is None:
+        return []
+    return [Bound(f"{what} decoding, one session", measured, "tokens/s", least=known[what])]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a step found.
+
+    Attributes:
+        figures: For JSON.
+        says: Lines to print.
+        bounds: To print beside it.
+    """
+
+    figures: Mapping[str, Any]
+    says: Sequence[str] = ()
+    bounds: Sequence[Bound] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measurement, which is kept as one file.
+
+    Attributes:
+        name: Of the file, behind the part's number.
+        work: `module:function`; the function takes a `Context` and returns what it `Measured`.
+        seconds: That it takes at most, as expected of a GPU.
+        needs: Steps whose figures it reads.
+        models: Whether the pair must be loaded for it.
+    """
+
+    name: str
+    work: str
+    seconds: float
+    needs: tuple[str, ...] = ()
+    models: bool = False
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long a part may begin further steps; `until` is by `clock`, in seconds."""
+
+    until: float
+    clock: Callable[[], float] = time.time
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.until - self.clock()
+
+    def admits(self, seconds: float) -> bool:
+        """Whether what takes so long can still begin."""
+        return seconds <= self.left
+
+
+@dataclass(frozen=True)
+class Store:
+    """The steps' files in one folder, and `BUNDLE` with all of them.
+
+    A folder that has only the bundle has all of its steps.
+    """
+
+    folder: Path
+    tiny: bool = False
+    _clock: Callable[[], float] = field(default=time.time, repr=False)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        bundle = self.folder / BUNDLE
+        for name, record in _read(bundle).items() if bundle.exists() else ():
+            if not self._path(name).exists():
+                _write(self._path(name), record)
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """A step's record; None where there is none, or where it is of other sizes."""
+        path = self._path(name)
+        if not path.exists():
+            return None
+        record = _read(path)
+        return record if record.get("tiny", False) == self.tiny else None
+
+    def figures(self, name: str) -> dict[str, Any]:
+        """What a step has found.
+
+        Raises:
+            NotMeasuredError: It was not measured.
+        """
+        record = self.read(name)
+        if record is None or record["status"] != MEASURED:
+            raise NotMeasuredError(f"it needs {name}, which was not measured")
+        figures: dict[str, Any] = record["figures"]
+        return figures
+
+    def write(self, name: str, record: Mapping[str, Any]) -> None:
+        """Keep a record: what was found, or why nothing was."""
+        _write(self._path(name), {"step": name, "tiny": self.tiny, "at": self._clock(), **record})
+        paths = sorted(path for path in self.folder.glob("[0-9]-*.json"))
+        _write(self.folder / BUNDLE, {path.stem: _read(path) for path in paths})
+
+    def settled(self, name: str, since: float) -> bool:
+        """Whether a step is not to be run: it was measured, or could not be, or has failed since then."""
+        record = self.read(name)
+        return record is not None and (record["status"] != FAILED or record["at"] >= since)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
+
+
+def _write(path: Path, record: Mapping[str, Any]) -> None:
+    """All of it or nothing: whoever is killed meanwhile leaves what there was."""
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(record, indent=1) + "\n")
+    beside.replace(path)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What became of a part's steps, by name."""
+
+    records: Mapping[str, Mapping[str, Any] | None]
+
+    @property
+    def left(self) -> list[str]:
+        """Those that no call has run."""
+        return [name for name, record in self.records.items() if record is None]
+
+    @property
+    def failed(self) -> list[str]:
+        """Those that failed."""
+        return [name for name, record in self.records.items() if record is not None and record["status"] == FAILED]
+
+    def lines(self) -> list[str]:
+        """The end of a part: what is missing and why, and the bounds that were missed."""
+        lines = []
+        for name, record in self.records.items():
+            if record is not None and record["status"] != MEASURED:
+                lines.append(f"{name}: {record['status']}: {record['reason']}")
+        bounds = [each for record in self.records.values() for each in (record or {}).get("bounds", ())]
+        missed = [each["says"] for each in bounds if not each["met"]]
+        if bounds:
+            lines += [f"{len(bounds) - len(missed)} of {len(bounds)} bounds met", *missed]
+        if self.left:
+            lines.append(f"left for another call: {', '.join(self.left)}")
+        return lines
+
+
+def to_record(measured: Measured) -> dict[str, Any]:
+    """For `Store.write`."""
+    bounds = [{"says": str(each), "met": each.met, **_fields(each)} for each in measured.bounds]
+    return {"status": MEASURED, "figures": dict(measured.figures), "says": list(measured.says), "bounds": bounds}
+
+
+def _fields(bound: Bound) -> dict[str, Any]:
+    return {name: getattr(bound, name) for name in ("what", "measured", "unit", "least", "most")}

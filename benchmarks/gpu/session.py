@@ -1,0 +1,278 @@
+"""One part of a session on one GPU: `benchmarks/gpu/session.sh PART [OUTPUT_FOLDER]` runs it.
+
+A part is a list of steps. Each is kept as a small JSON file when it ends, and is not run again. No step is begun that
+the part's time does not hold. The steps run in a process of their own: if one takes it down, as a fault on the device
+does, the next process goes on behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sanitized
+from keeping import FAILED, NOT_MEASURED, Budget, Measured, NotMeasuredError, Progress, Step, Store, to_record
+
+if TYPE_CHECKING:
+    from pair import Models, Sizes
+
+PART_SECONDS = {1: 480.0, 2: 500.0, 3: 520.0}  # in which steps begin: 25 minutes in all
+OVERTIME = 60.0  # that the last step may take longer
+LOADING = 150.0  # seconds: growing and loading the pair, capturing its graphs
+BROKEN = 70  # the exit status of a process whose device has failed
+NEEDED = ("torch", "transformers", "safetensors", "numpy", "grpc", "google.protobuf")
+OF_SERVICES = ("grpc_health", "grpc_reflection", "prometheus_client")
+POLICIES = (
+    *("throughput", "linear", "dynatree", "dyspec", "fixed", "sequoia", "opt-tree", "specinfer"),
+    *("dyspec-threshold", "hybrid", "ngram"),
+)
+FIRST_POLICIES = 4  # whose equality is shown before sessions are put together
+
+PARTS: dict[int, tuple[Step, ...]] = {
+    1: (
+        Step("1-linear-bits", "bits:linear_bits", 30),
+        Step("1-attention-bits", "bits:attention_bits", 100),
+        Step("1-attention-float64", "bits:attention_in_float64", 40),
+        Step("1-noise", "bits:noise", 20),
+        Step("1-attention-times", "bits:attention_times", 30),
+        Step("1-rows", "loaded:rows", 60, models=True),
+        Step("1-sanitizer", "sanitized:sanitizer", 120),
+        Step("1-blocks", "loaded:blocks", 60),
+    ),
+    2: (
+        Step("2-pair", "loaded:pair", 10, models=True),
+        Step("2-plain", "speed:plain", 15, models=True),
+        Step("2-default", "speed:default", 15, models=True),
+        Step("2-linear", "speed:linear", 15, models=True),
+        Step("2-dynatree", "speed:dynatree", 15, models=True),
+        Step("2-dyspec", "speed:dyspec", 15, models=True),
+        Step("2-round", "rounds_in_parts:rounds", 20, needs=("2-plain",), models=True),
+        Step("2-prompt", "rounds_in_parts:prompt_times", 20, models=True),
+        Step("2-long", "speed:long", 40, models=True),
+        Step("2-transformers", "speed:transformers", 60, models=True),
+        Step("2-transformers-assisted", "speed:transformers_assisted", 60, models=True),
+        Step("2-transformers-long", "speed:transformers_long", 90, models=True),
+        Step("2-waits", "rounds_in_parts:waits", 20, models=True),  # last: a profiler may slow down what follows
+    ),
+    3: (
+        Step("3-pair", "loaded:pair", 10, models=True),
+        Step("3-plain-greedy", "equality:plain_greedy", 20, models=True),
+        Step("3-plain-sampled", "equality:plain_sampled", 20, models=True),
+        *(
+            Step(f"3-{policy}-{mode}", f"equality:{mode}", 15, needs=(f"3-plain-{mode}",), models=True)
+            for policy in POLICIES[:FIRST_POLICIES]
+            for mode in ("greedy", "sampled")
+        ),
+        *(
+            Step(f"3-sessions-{count}", "equality:together", 20, needs=("3-plain-greedy",), models=True)
+            for count in (1, 4, 16, 32)
+        ),
+        *(
+            Step(f"3-{policy}-{mode}", f"equality:{mode}", 15, needs=(f"3-plain-{mode}",), models=True)
+            for policy in POLICIES[FIRST_POLICIES:]
+            for mode in ("greedy", "sampled")
+        ),
+        Step("3-services", "equality:services", 120, needs=("3-plain-greedy",)),
+    ),
+}
+
+
+@dataclass
+class Context:
+    """What a step works with.
+
+    Attributes:
+        step: Its own.
+        device: "cuda" or "cpu".
+        device_name: The card's, or "a CPU".
+        sizes: How much is measured.
+        models: The pair.
+        store: What earlier steps have found.
+    """
+
+    step: Step
+    device: str
+    device_name: str
+    sizes: Sizes
+    models: Models
+    store: Store
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there is one."""
+        return self.device == "cuda"
+
+    @cached_property
+    def policy(self) -> str:
+        """The policy that the step's name names."""
+        return self.step.name.split("-", 1)[1].rsplit("-", 1)[0]
+
+
+def expected(step: Step, loaded: bool) -> float:
+    """Seconds that a step takes at most, and with it what must be loaded for it."""
+    return step.seconds + (LOADING if step.models and not loaded else 0.0)
+
+
+def work(part: int, store: Store, budget: Budget, since: float, models_folder: Path) -> int:
+    """Run what is left of a part and fits into its time, in this process; an exit status."""
+    # Neither is imported by whoever only asks what is left.
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, and when a kernel runs
+        if not store.tiny:
+            print("There is no GPU. DYNATREE_TINY=1 runs tiny shapes on a CPU.")
+            return 1
+        torch.set_num_threads(1)
+    from pair import FULL, TINY, Models
+    from surroundings import surroundings
+
+    sizes, device = TINY if store.tiny else FULL, "cuda" if on_gpu else "cpu"
+    around = surroundings(device)
+    print(", ".join(f"{name} {value}" for name, value in around.items() if value is not None))
+    models = Models(sizes, device, models_folder, sizes.sessions[part])
+    for step in PARTS[part]:
+        if store.settled(step.name, since) or not all(map(store.read, step.needs)):
+            continue
+        if not budget.admits(expected(step, models.loaded)):
+            print(f"{step.name}: not begun, {budget.left:.0f} s are left")
+            continue
+        limit = min(4 * expected(step, models.loaded), budget.left) + OVERTIME
+        context = Context(step, device, around["device"], sizes, models, store)
+        if not run(context, around, limit) and not works(device):
+            return BROKEN
+    return 0
+
+
+def run(context: Context, around: dict[str, Any], limit: float) -> bool:
+    """Run one step and keep what it finds; whether it did not fail. One that hangs ends the process."""
+    step, store = context.step, context.store
+    print(f"\n== {step.name}")
+    began = time.time()
+    store.write(step.name, {"status": FAILED, "reason": "its process ended, or hung and was ended", "around": around})
+    faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
+    try:
+        module, function = step.work.split(":")
+        measured: Measured = getattr(importlib.import_module(module), function)(context)
+        record = to_record(measured)
+    except NotMeasuredError as error:
+        record = {"status": NOT_MEASURED, "reason": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        record = {"status": FAILED, "reason": reason, "traceback": traceback.format_exc()[-4000:]}
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    store.write(step.name, {**record, "seconds": round(time.time() - began, 2), "around": around})
+    for line in record.get("says", ()):
+        print(line)
+    for bound in record.get("bounds", ()):
+        print(bound["says"])
+    if "reason" in record:
+        print(f"{record['status']}: {record['reason']}")
+    return record["status"] != FAILED
+
+
+def works(device: str) -> bool:
+    """Whether the device still computes; after a fault no later call on it succeeds."""
+    import torch
+
+    try:
+        return bool(torch.ones(1, device=device).item())
+    except RuntimeError:
+        return False
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a part; 0 if all of it was measured or cannot be, 1 if a step failed, 3 if the time was over before."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", type=int, choices=PARTS)
+    parser.add_argument("output", type=Path, help="folder of the steps' files")
+    parser.add_argument("--tiny", action="store_true", default=os.environ.get("DYNATREE_TINY") == "1")
+    parser.add_argument("--seconds", type=float, help="in which steps begin (default: the part's)")
+    parser.add_argument("--worker", type=float, nargs=2, metavar=("UNTIL", "SINCE"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    store = Store(options.output, tiny=options.tiny)
+    kind = "tiny" if options.tiny else "full"
+    models_folder = Path(os.environ.get("DYNATREE_MODELS") or Path(tempfile.gettempdir()) / "dynatree-grown") / kind
+    if options.worker:
+        until, since = options.worker
+        return work(options.part, store, Budget(until), since, models_folder)
+    return drive(options, store)
+
+
+def drive(options: argparse.Namespace, store: Store) -> int:
+    """Have processes run the part, one after the other until one ends by itself."""
+    since = time.time()
+    until = since + (options.seconds or PART_SECONDS[options.part])
+    names = [step.name for step in PARTS[options.part]]
+    print(f"part {options.part}: {len(names)} steps, kept in {store.folder}")
+    for line in missing():
+        print(line)
+    tiny = ["--tiny"] if options.tiny else []
+    command = [
+        sys.executable,
+        sys.argv[0],
+        str(options.part),
+        str(store.folder),
+        *tiny,
+        "--worker",
+        str(until),
+        str(since),
+    ]
+    while True:
+        before = [name for name in names if store.settled(name, since)]
+        status = subprocess.run(command).returncode
+        if status == 0 or before == [name for name in names if store.settled(name, since)]:
+            break
+        print(f"the process ended with status {status}; another goes on behind the step that it was at")
+    progress = Progress({name: store.read(name) for name in names})
+    print(f"\n== part {options.part}: {time.time() - since:.0f} s")
+    for line in progress.lines():
+        print(line)
+    if status or progress.failed:
+        return 1
+    return 3 if progress.left else 0
+
+
+def missing() -> list[str]:
+    """What is not installed, and what is left out for it."""
+
+    def absent(names: Sequence[str]) -> str:
+        return ", ".join(name for name in names if not _found(name))
+
+    lines = []
+    if needed := absent(NEEDED):
+        lines.append(f"missing: {needed}; the models cannot be run")
+    if absent(("triton",)):
+        lines.append("missing: triton; no kernel of the project runs, and no graph is captured")
+    if services := absent(OF_SERVICES):
+        lines.append(f"missing: {services}; no services run over sockets")
+    if sanitized.tool() is None:
+        lines.append(f"missing: {sanitized.TOOL}; accesses to memory are not checked")
+    return lines or ["nothing is missing"]
+
+
+def _found(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())
