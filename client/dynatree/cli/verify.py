@@ -36,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="where such layers are written once, laid out for this machine (default: the user's cache folder)",
     )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="cut every layer over so many devices of this machine (default: %(default)s; extra parallel)",
+    )
 
 
 def layers(text: str) -> int | None:

@@ -95,5 +95,8 @@ class StartupError(Exception):
     """A service cannot start: a wrong model path, an unsupported architecture, a busy port, a mismatched peer."""
 
 
+EX_SOFTWARE = 70  # of sysexits.h: how a process ends whose device has failed
+
+
 class DeviceFailedError(Exception):
     """The device has failed in a way from which the process cannot recover."""

@@ -11,12 +11,10 @@ from typing import Any
 
 from dynatree.common import embedded
 from dynatree.common.engine import ModelSettings
-from dynatree.common.errors import DeviceFailedError, StartupError
+from dynatree.common.errors import EX_SOFTWARE, DeviceFailedError, StartupError
 from dynatree.common.logs import announce, configure_logging
 from dynatree.common.operation import OperationSettings
 from dynatree.common.security import SecuritySettings
-
-EX_SOFTWARE = 70  # sysexits.h
 
 
 def model_settings(
@@ -28,6 +26,7 @@ def model_settings(
     chooses_tokens: bool = True,
     resident_layers: int | None = None,
     layer_cache: Path | None = None,
+    tensor_parallel: int = 1,
 ) -> ModelSettings:
     """Settings from parsed options; the name "embedded" means the shipped model at `embedded_path`."""
     return ModelSettings(
@@ -44,6 +43,7 @@ def model_settings(
         threads=options.threads,
         resident_layers=resident_layers,
         layer_cache=layer_cache,
+        tensor_parallel=tensor_parallel,
     )
 
 

@@ -64,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
         measured_rows=limits.batch_rows,
         resident_layers=options.resident_layers,
         layer_cache=options.layer_cache,
+        tensor_parallel=options.tensor_parallel,
     )
     return run_service(lambda: serve(settings, limits, operation_settings(options)), options.log_format)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from dynatree.common import embedded
@@ -33,12 +37,14 @@ from dynatree.common.engine.native_attention import NativeBatch
 from dynatree.common.engine.native_program import program_of
 from dynatree.common.engine.native_runner import NativeRunner
 from dynatree.common.engine.packing import pack, weights_of
+from dynatree.common.engine.parallel.parallel_engine import ParallelArena, ParallelRunner, Plain
+from dynatree.common.engine.parallel.ranks import Followers, Ranks, check_plan, end_process
 from dynatree.common.engine.runner import Runner
 from dynatree.common.engine.segment import Segment
 from dynatree.common.engine.streaming.layer_cache import default_folder
 from dynatree.common.engine.streaming.streamed_layers import StreamedLayers
 from dynatree.common.engine.streaming.streamed_model import StreamedModel, load_streamed, plan_of, skeleton
-from dynatree.common.engine.support import check_config, check_family, check_outputs, record_kv_shape
+from dynatree.common.engine.support import check_config, check_family, check_outputs, plain_logits, record_kv_shape
 from dynatree.common.engine.timing import measure_forwards
 from dynatree.common.errors import StartupError
 from dynatree.common.limits import MAX_SESSIONS
@@ -73,6 +79,7 @@ class ModelSettings:
         threads: Of the CPU; None: torch's choice.
         resident_layers: That stay in memory; the others are streamed from the disk. None: all, if they fit.
         layer_cache: The folder of layer caches; None: the user's.
+        tensor_parallel: Devices over which every layer is cut.
     """
 
     model: str
@@ -88,11 +95,16 @@ class ModelSettings:
     threads: int | None = None
     resident_layers: int | None = None
     layer_cache: Path | None = None
+    tensor_parallel: int = 1
 
 
 @torch.inference_mode()
-def load_engine(settings: ModelSettings) -> Engine:
+def load_engine(settings: ModelSettings, ranks: Ranks | None = None) -> Engine:
     """Load a model, refuse one that cannot be served exactly, and preallocate its arena.
+
+    Args:
+        settings: Which model, and how.
+        ranks: On a process that follows: all of them. What leads starts them itself.
 
     Raises:
         StartupError: The model is missing or unsupported; one line says which and why.
@@ -101,7 +113,9 @@ def load_engine(settings: ModelSettings) -> Engine:
         torch.set_num_threads(settings.threads)
     torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new shape, and forwards have many
     name = _display_name(settings.model)
-    model, streamed = _load_model(settings, name)
+    if settings.tensor_parallel > 1 and ranks is None:
+        ranks = _started_ranks(settings, name)
+    model, streamed = _load_model(settings, name, ranks)
     if streamed:
         parameters, step_bytes = streamed.parameters, streamed.step_bytes
     else:
@@ -114,7 +128,7 @@ def load_engine(settings: ModelSettings) -> Engine:
         defaults = GenerationDefaults.of(model.generation_config if settings.chooses_tokens else None)
         known = streamed.sums if streamed else None
         identity = model_fingerprint(model, defaults, known) if settings.chooses_tokens else ""
-        if model.device.type == "cpu":
+        if model.device.type == "cpu" and ranks is None:
             pack(model, native, list(streamed.layers)[streamed.first :] if streamed else ())
             use_huge_pages(weights_of(model), name)
         turns = None
@@ -132,14 +146,16 @@ def load_engine(settings: ModelSettings) -> Engine:
     budget = KVBudget(
         settings.sessions,
         context_length + settings.speculative_slots,
-        shape.slot_bytes(model.dtype),
+        shape.slot_bytes(model.dtype) * (ranks.size if ranks and model.device.type == "cpu" else 1),
         model.device,
     )
+    slots = budget.slots(settings.kv_tokens)
     arena = _allocate(
         name,
         shape,
-        budget.slots(settings.kv_tokens),
+        ranks.agree(slots) if ranks else slots,
         model,
+        ranks,
         read_beyond=KEY_BLOCK if padded else 1,  # the padding of a forward of fixed rows is stored behind all ranges
     )
     info = ModelInfo(
@@ -170,6 +186,10 @@ def load_engine(settings: ModelSettings) -> Engine:
         batch_invariant=isinstance(runner, NativeRunner),
         stream=streamed.stream if streamed else None,
     )
+    if ranks:
+        if ranks.rank > 0:
+            return engine
+        return _leading(engine, ranks, name, settings.measured_rows)
     with _explained(name, model.config):
         rows, sizes = settings.fixed_rows, (settings.sessions, budget.session_slots)
         if rows is None and model.device.type == "cuda":
@@ -190,7 +210,48 @@ def with_forward_costs(engine: Engine, measured_rows: int) -> Engine:
     return replace(engine, info=replace(engine.info, forward_costs=measure_forwards(engine, measured_rows)))
 
 
-def _load_model(settings: ModelSettings, name: str) -> tuple[PreTrainedModel, StreamedModel | None]:
+def _leading(engine: Engine, ranks: Ranks, name: str, measured_rows: int) -> Engine:
+    """The engine of rank 0, on which all ranks compute."""
+
+    def plain(model: PreTrainedModel) -> Tensor:
+        ranks.say(Plain())
+        return plain_logits(model)
+
+    engine = replace(engine, runner=ParallelRunner(engine.runner, ranks))
+    with _explained(name, engine.model.config):
+        check_outputs(engine, plain)
+    return with_forward_costs(engine, measured_rows)
+
+
+def _started_ranks(settings: ModelSettings, name: str) -> Ranks:
+    """All processes of a model that is cut over several devices; this one is the first.
+
+    Raises:
+        StartupError: It cannot be cut so.
+    """
+    size = settings.tensor_parallel
+    if find_spec("accelerate") is None:
+        raise StartupError("--tensor-parallel needs the package accelerate; install dynatree[parallel]")
+    if settings.resident_layers is not None:
+        raise StartupError("--tensor-parallel and --resident-layers do not go together")
+    config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False).get_text_config()
+    heads = config.num_attention_heads
+    plan = getattr(config, "base_model_tp_plan", None)
+    with _explained(name, config):
+        check_plan(config.model_type, plan, heads, getattr(config, "num_key_value_heads", None) or heads, size)
+    devices = torch.cuda.device_count() if settings.device in ("auto", "cuda") and torch.cuda.is_available() else None
+    if devices is not None and devices < size:
+        raise StartupError(f"--tensor-parallel is {size}, and this machine has {devices} GPUs")
+    threads = settings.threads or max(torch.get_num_threads() // size, 1)
+    torch.set_num_threads(threads)
+    followers = Followers(size, replace(settings, threads=threads), end_process)
+    atexit.register(followers.end)
+    return Ranks(0, size, followers.store)
+
+
+def _load_model(
+    settings: ModelSettings, name: str, ranks: Ranks | None
+) -> tuple[PreTrainedModel, StreamedModel | None]:
     """A model, and how its layers are streamed if some are."""
     if settings.dtype not in {"auto", *DTYPES}:
         raise StartupError(f"dtype is {settings.dtype!r}, expected auto, {', '.join(DTYPES)}")
@@ -202,9 +263,10 @@ def _load_model(settings: ModelSettings, name: str) -> tuple[PreTrainedModel, St
     config = None
     try:
         config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
-        streamed = _streamed(settings, config, device, name)
+        streamed = _streamed(settings, config, device, name) if ranks is None else None
         if streamed:
             return streamed.model, streamed
+        parallel = {"distributed_config": DistributedConfig(tp_size=ranks.size)} if ranks else {}
         model = AutoModelForCausalLM.from_pretrained(
             settings.model,
             config=config,
@@ -212,8 +274,9 @@ def _load_model(settings: ModelSettings, name: str) -> tuple[PreTrainedModel, St
             attn_implementation=NAME,
             use_safetensors=True,
             trust_remote_code=False,
+            **parallel,
         )
-        loaded: PreTrainedModel = model.to(device).eval()  # type: ignore[arg-type]
+        loaded: PreTrainedModel = (model if ranks else model.to(device)).eval()  # type: ignore[arg-type]
     except StartupError:
         raise
     except Exception as error:  # transformers, the hub client, safetensors and torch each raise their own types here
@@ -256,13 +319,17 @@ def _streamed(settings: ModelSettings, config: PretrainedConfig, device: str, na
     return loaded
 
 
-def _allocate(name: str, shape: KVShape, slots: int, model: PreTrainedModel, **layout: int) -> KVArena:
+def _allocate(
+    name: str, shape: KVShape, slots: int, model: PreTrainedModel, ranks: Ranks | None, **layout: int
+) -> KVArena:
     """An arena for a model.
 
     Raises:
         StartupError: The device has not enough memory.
     """
     try:
+        if ranks and ranks.rank == 0:
+            return ParallelArena(ranks, shape, slots, model.dtype, model.device, **layout)
         return KVArena(shape, slots, model.dtype, model.device, **layout)
     except (RuntimeError, MemoryError, OSError) as error:
         raise StartupError(

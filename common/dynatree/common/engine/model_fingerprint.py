@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from dynatree.common.engine.generation_defaults import GenerationDefaults
@@ -46,7 +47,8 @@ def model_fingerprint(
 
 def sums_of(tensor: Tensor) -> list[object]:
     """A tensor's dtype, its shape, and the sums of chunks of its bits."""
-    return [str(tensor.dtype), list(tensor.shape), _sums(tensor)]
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # all ranks come here, in one order
+    return [str(whole.dtype), list(whole.shape), _sums(whole)]
 
 
 def _sums(tensor: Tensor) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -93,16 +95,20 @@ def record_kv_shape(model: PreTrainedModel) -> KVShape:
     return recorder.kv_shape()
 
 
-def check_outputs(engine: Engine) -> None:
+def check_outputs(engine: Engine, plain: Callable[[PreTrainedModel], Tensor] | None = None) -> None:
     """Compare a branching tree in the arena with the model's own attention over each branch.
 
     It catches what the configuration does not show: recurrent state, convolutions over neighbours, positions that are
     not taken from `position_ids`, attention variants.
 
+    Args:
+        engine: On which no session is open.
+        plain: `plain_logits`, where more than this process computes them.
+
     Raises:
         StartupError: The two differ by more than rounding.
     """
-    ours, theirs = _tree_logits(engine), _plain_logits(engine.model)
+    ours, theirs = _tree_logits(engine), (plain or plain_logits)(engine.model)
     error = (ours - theirs).abs().max().item()
     allowed = 200 * torch.finfo(engine.model.dtype).eps * theirs.abs().max().clamp(min=1.0).item()
     if not error <= allowed:
@@ -131,8 +137,8 @@ def _tree_logits(engine: Engine) -> Tensor:
     return torch.stack([logits[[0, 1, 3]], logits[[0, 2, 4]]]).float()
 
 
-def _plain_logits(model: PreTrainedModel) -> Tensor:
-    """The same logits from each branch by itself, by the model's own eager attention."""
+def plain_logits(model: PreTrainedModel) -> Tensor:
+    """The logits of the probe's tokens from each branch by itself, by the model's own eager attention."""
     sequences = torch.tensor([[*PREFIX, *branch] for branch in BRANCHES], device=model.device)
     model.set_attn_implementation("eager")
     try:

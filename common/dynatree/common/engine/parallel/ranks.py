@@ -1,0 +1,139 @@
+"""The processes of a model over several devices: how they start, find each other, and end together.
+
+Rank 0 is the service. It starts the others on this machine, as children, and says what all of them compute next. They
+meet through a file in a private folder and speak over the loopback interface: nobody else can join.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynatree.common.errors import EX_SOFTWARE, StartupError
+from dynatree.common.logs import announce
+
+_FOREVER = timedelta(days=365)  # a follower waits for as long as nobody asks the service
+_START = timedelta(minutes=10)
+_LOOPBACK = "lo"
+
+
+class Ranks:
+    """All processes, as rank 0 sees them; on the others there is only `told`.
+
+    Args:
+        rank: Of this process.
+        size: Of all.
+        store: The file through which they meet.
+    """
+
+    def __init__(self, rank: int, size: int, store: Path) -> None:
+        self.rank = rank
+        self.size = size
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "GLOO_SOCKET_IFNAME": _LOOPBACK,
+            "NCCL_SOCKET_IFNAME": _LOOPBACK,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+        }
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=_START)
+        # what is said of work goes over its own group, on which followers wait for long
+        self._saying = dist.new_group(backend="gloo", timeout=_FOREVER)
+
+    def say(self, words: Any) -> None:
+        """Tell all followers; on rank 0."""
+        data = pickle.dumps(words)
+        dist.broadcast(torch.tensor([len(data)]), 0, group=self._saying)
+        dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, group=self._saying)
+
+    def agree(self, number: int) -> int:
+        """Rank 0's number, on all ranks."""
+        if self.rank == 0:
+            self.say(number)
+            return number
+        return int(self.told())
+
+    def told(self) -> Any:
+        """What rank 0 says next; on a follower."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, 0, group=self._saying)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, 0, group=self._saying)
+        return pickle.loads(data.numpy().tobytes())
+
+
+class Followers:
+    """The children of rank 0.
+
+    Args:
+        size: Processes, rank 0 included.
+        words: What they need to load the model, for `follower.main`.
+        on_death: Called from another thread when one ends by itself.
+    """
+
+    def __init__(self, size: int, words: Any, on_death: Callable[[int], None]) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="dynatree-ranks-"))  # of this user alone
+        self.store = self._folder / "store"
+        self._on_death = on_death
+        self._ending = False
+        self._processes = []
+        for rank in range(1, size):
+            command = [sys.executable, "-m", "dynatree.common.engine.follower"]
+            process = subprocess.Popen(
+                [*command, str(rank), str(size), str(self.store)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+            )
+            assert process.stdin is not None
+            process.stdin.write(pickle.dumps(words))
+            process.stdin.close()
+            self._processes.append(process)
+            threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        process.wait()
+        if not self._ending:
+            self._on_death(rank)
+
+    def end(self) -> None:
+        """End all, and leave nothing behind."""
+        self._ending = True
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def end_process(rank: int) -> None:
+    """A follower has died: nothing can be computed any more, and a supervisor starts the service anew."""
+    announce(f"dynatree: rank {rank} of the model has died, so the service ends")
+    os._exit(EX_SOFTWARE)
+
+
+def check_plan(model_type: str, plan: object, heads: int, kv_heads: int, size: int) -> None:
+    """Refuse what cannot be cut into so many parts.
+
+    Raises:
+        StartupError: The family has no plan, or its heads do not divide.
+    """
+    if not plan:
+        raise StartupError(f"transformers has no plan to cut {model_type} models over several devices")
+    if heads % size or kv_heads % size:
+        raise StartupError(
+            f"{heads} heads and {kv_heads} key heads cannot be cut over {size} devices; expected a number that divides "
+            f"both"
+        )

@@ -1,0 +1,138 @@
+"""A target over two ranks on this machine gives one process's tokens, and ends with a line when a rank dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from model_zoo import save_noisy_copy, save_random_model
+
+from dynatree.client import Client
+from dynatree.common import healthcheck
+from dynatree.common.engine import ModelSettings, load_engine
+from dynatree.common.errors import StartupError
+from dynatree.draft.policies import policy_names
+
+pytest.importorskip("accelerate")
+
+FAMILIES = {"gpt_neox": {}, "llama": {}, "qwen2": {"num_key_value_heads": 2}}
+PROMPTS = 20
+EX_SOFTWARE = 70
+
+
+@contextmanager
+def service(folder: Path, name: str, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
+    """A `dynatree` process that serves on a socket, and its log."""
+    address, log = f"unix:{folder}/{name}.sock", folder / f"{name}.log"
+    command = [sys.executable, "-m", "dynatree.cli.main", *arguments, "--listen", address, "--threads", "1"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + 120
+        while healthcheck.failure(address, timeout=1.0) is not None:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield address, process, log
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def children(process: subprocess.Popen[bytes]) -> list[int]:
+    """The processes that follow."""
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
+    return [int(each) for each in listed.split()]
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return b"Z" not in Path(f"/proc/{process}/stat").read_bytes().split(b")")[-1].split()[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, family: str) -> None:
+    """All policies, 20 prompts each, in float32; and nothing is left when it ends."""
+    target = save_random_model(tmp_path / "target", family, seed=1, **FAMILIES[family])
+    draft = save_noisy_copy(tmp_path / "draft", target, seed=2)
+    generator = random.Random(4)
+    prompts = [generator.choices(range(2, 2048), k=generator.randrange(1, 60)) for _ in range(PROMPTS)]
+    outputs = []
+    for size in (1, 2):
+        verify_arguments = ("verify", "--target-model", str(target), "--tensor-parallel", str(size))
+        with (
+            service(tmp_path, f"verify{size}", *verify_arguments) as (verify, process, _),
+            service(tmp_path, f"draft{size}", "draft", "--draft-model", str(draft), "--verify", verify) as (server, *_),
+            Client(server) as client,
+        ):
+            followers = children(process)
+            assert len(followers) == size - 1
+            outputs.append(
+                [
+                    client.generate(prompt, policy=policy, max_new_tokens=20, ignore_eos=True).token_ids
+                    for policy in policy_names()
+                    for prompt in prompts
+                ]
+            )
+        assert not any(map(is_running, followers))
+    assert outputs[1] == outputs[0]
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_ends_the_service_with_a_line(tmp_path: Path) -> None:
+    target = save_random_model(tmp_path / "target", "llama", seed=1)
+    with service(tmp_path, "verify", "verify", "--target-model", str(target), "--tensor-parallel", "2") as started:
+        _, process, log = started
+        [follower] = children(process)
+        os.kill(follower, signal.SIGKILL)
+        assert process.wait(20) == EX_SOFTWARE
+        assert "rank 1 of the model has died, so the service ends" in log.read_text()
+        assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.long
+def test_followers_end_when_the_service_is_killed(tmp_path: Path) -> None:
+    target = save_random_model(tmp_path / "target", "llama", seed=1)
+    with service(tmp_path, "verify", "verify", "--target-model", str(target), "--tensor-parallel", "2") as started:
+        _, process, _ = started
+        [follower] = children(process)
+        process.kill()
+        deadline = time.monotonic() + 20
+        while is_running(follower):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "message"),
+    [
+        ("gpt2", 2, "transformers has no plan to cut gpt2 models over several devices"),
+        ("llama", 3, "4 heads and 2 key heads cannot be cut over 3 devices"),
+        ("qwen2", 2, "4 heads and 1 key heads cannot be cut over 2 devices"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path, family: str, size: int, message: str) -> None:
+    model = save_random_model(tmp_path / "model", family, seed=1)
+    with pytest.raises(StartupError, match=message):
+        load_engine(ModelSettings(str(model), tensor_parallel=size))
+
+
+def test_options_that_do_not_go_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_random_model(tmp_path / "model", "llama", seed=1)
+    with pytest.raises(StartupError, match="--tensor-parallel and --resident-layers do not go together"):
+        load_engine(ModelSettings(str(model), tensor_parallel=2, resident_layers=1))
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(StartupError, match=r"install dynatree\[parallel\]"):
+        load_engine(ModelSettings(str(model), tensor_parallel=2))
