@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_zoo import save_noisy_copy, save_random_model
 from torch import Tensor
@@ -92,8 +92,8 @@ def folder_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(model: Path, rows: tuple[int, ...], *, chooses_tokens: bool = True) -> Engine:
-    settings = {"sessions": 4, "speculative_slots": 512, "fixed_rows": rows}
-    return load_engine(ModelSettings(str(model), chooses_tokens=chooses_tokens, **settings))  # type: ignore[arg-type]
+    options = {"sessions": 4, "speculative_slots": 512, "fixed_rows": rows}
+    return load_engine(ModelSettings(str(model), chooses_tokens=chooses_tokens, **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
@@ -228,6 +228,39 @@ def test_trees_over_levels_that_were_read_together_are_the_same(
         for drafter, session in zip(drafters, sessions, strict=True):
             drafter.commit(session, committed)
     assert forwards[1] <= forwards[0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    prompt=st.lists(st.integers(2, 40), min_size=1, max_size=70),
+    commits=st.lists(st.tuples(st.integers(0, 200), st.integers(2, 1999)), max_size=4),
+    shape=st.fixed_dictionaries({"depth": st.integers(1, 6), "breadth": st.integers(1, 4)}),
+    sampling=st.builds(Sampling, temperature=st.sampled_from([0.0, 0.3, 1.0]), seed=st.integers(0, 2**64 - 1)),
+    vocab_size=st.integers(1990, 2048),
+)
+def test_growth_on_the_device_is_that_of_the_host(
+    loaded: list[Engine],
+    prompt: list[int],
+    commits: list[tuple[int, int]],
+    shape: dict[str, int],
+    sampling: Sampling,
+    vocab_size: int,
+) -> None:
+    """Any tree of any depth and breadth, below whatever path of the tree before it was committed."""
+    policy = create_policy("fixed", {**shape, "tau": 0, "max_nodes": 60})
+    drafters = [Drafter(EngineDraftModel(engine), 64) for engine in loaded]
+    sessions = [drafter.open(prompt, sampling, vocab_size, limit=150) for drafter in drafters]
+    for place, token in [*commits, (0, 2)]:
+        own, device = (
+            drafter.grow(session, policy, 8, 60).tree for drafter, session in zip(drafters, sessions, strict=True)
+        )
+        assert (device.token_ids, device.parents) == (own.token_ids, own.parents)
+        assert device.log_probs == pytest.approx(own.log_probs, abs=1e-3)
+        path = own.path(place % (len(own) + 1) - 1)
+        for drafter, session in zip(drafters, sessions, strict=True):
+            drafter.commit(session, [*(own.token_ids[node] for node in path), token])
+    for drafter, session in zip(drafters, sessions, strict=True):
+        drafter.close(session)
 
 
 def test_several_sessions_levels_are_read_in_one_call(drafts: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
