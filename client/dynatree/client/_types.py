@@ -358,6 +358,7 @@ class ModelInfo:
         tokenizer_fingerprint: SHA-256 over the tokenizer; two models can work together when it is equal.
         version: the version of DynaTree that runs the model.
         step_bytes: bytes of the weights that a forward over one token reads.
+        streamed_bytes: of them, bytes that every forward reads from the disk; 0: all are in memory.
     """
 
     name: str
@@ -370,6 +371,7 @@ class ModelInfo:
     tokenizer_fingerprint: str
     version: str
     step_bytes: int
+    streamed_bytes: int
 
     @classmethod
     def from_pb(cls, info: tree_pb2.ModelInfo) -> Self:
@@ -385,6 +387,7 @@ class ModelInfo:
             tokenizer_fingerprint=info.tokenizer_fingerprint,
             version=info.version,
             step_bytes=info.step_bytes,
+            streamed_bytes=info.streamed_bytes,
         )
 
 
