@@ -1,13 +1,15 @@
-"""The device of a model: its identity for other services, and waiting for it."""
+"""The device of a model: its identity for other services, waiting for it, and whether kernels can be compiled."""
 
 from __future__ import annotations
 
 import hashlib
 import platform
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+HAS_TRITON = find_spec("triton") is not None  # the CUDA builds of torch bring it; importing it takes time
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # one for all containers of a running kernel
 
 

@@ -8,21 +8,13 @@ is smaller than 1e-8.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dynatree.common.device import HAS_TRITON
 from dynatree.common.gumbel import Stream, gumbel
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    HAS_TRITON = False
-else:
-    HAS_TRITON = True
 
 _BLOCKS = 256  # Philox blocks, of four numbers, that one program draws
 
@@ -80,9 +72,11 @@ def by_numpy(out: Tensor, seeds: Tensor, positions: Tensor, stream: int, round_:
 
 def by_triton(out: Tensor, seeds: Tensor, positions: Tensor, stream: int, round_: int) -> None:
     """The same by Triton's kernel: on a GPU, or in Triton's interpreter."""
+    from dynatree.common.noise_kernels import fill
+
     rows, vocab_size = out.shape
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
-        _noise[rows, triton.cdiv(vocab_size, 4 * _BLOCKS)](
+        fill[rows, -(-vocab_size // (4 * _BLOCKS))](
             out,
             seeds,
             positions,
@@ -98,44 +92,3 @@ def by_triton(out: Tensor, seeds: Tensor, positions: Tensor, stream: int, round_
 @_fill_noise.register_fake
 def _(out: Tensor, seeds: Tensor, positions: Tensor, stream: int, round_: int) -> None:
     pass
-
-
-def _jit(function: Any) -> Any:
-    """`triton.jit`, where there is Triton; one kernel serves every stream and round."""
-    return triton.jit(function, do_not_specialize=["stream", "round_"]) if HAS_TRITON else function
-
-
-@_jit
-def random_words(seed: tl.tensor, position: tl.tensor, stream: tl.tensor, round_: tl.tensor, blocks: tl.tensor) -> Any:
-    """The four uint64 of each Philox block, for kernels; `blocks` is int64 and counts from 0.
-
-    The key is (seed, 0), the counter (block + 1, position, stream, round): numpy counts before it draws.
-    """
-    return tl.philox(seed, blocks + 1, position.to(tl.int64), stream.to(tl.int64), round_.to(tl.int64))
-
-
-@_jit
-def noise_of(words: tl.tensor) -> Any:
-    """Standard Gumbel noise, float32, of random uint64, for kernels."""
-    uniform = (words >> 11).to(tl.float64) * 2.0**-53
-    return (-tl.log(-tl.log(tl.maximum(uniform, 2.0**-60)))).to(tl.float32)
-
-
-@_jit
-def _noise(
-    out: tl.tensor,
-    seeds: tl.tensor,
-    positions: tl.tensor,
-    stream: tl.tensor,
-    round_: tl.tensor,
-    vocab_size: tl.tensor,
-    stride: tl.tensor,
-    block_count: tl.constexpr,
-) -> None:
-    """`block_count` Philox blocks of one row."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    blocks = part * block_count + tl.arange(0, block_count)
-    first, second, third, fourth = random_words(tl.load(seeds + row), tl.load(positions + row), stream, round_, blocks)
-    words = tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))  # [4 * block_count], in order
-    tokens = part * block_count * 4 + tl.arange(0, block_count * 4)
-    tl.store(out + row * stride + tokens, noise_of(words), mask=tokens < vocab_size)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from dynatree.common.engine.generation_defaults import GenerationDefaults
@@ -47,7 +46,8 @@ def model_fingerprint(
 
 def sums_of(tensor: Tensor) -> list[object]:
     """A tensor's dtype, its shape, and the sums of chunks of its bits."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # all ranks come here, in one order
+    gather = getattr(tensor, "full_tensor", None)  # a DTensor; all ranks come here, in one order
+    whole: Tensor = gather() if gather else tensor
     return [str(whole.dtype), list(whole.shape), _sums(whole)]
 
 

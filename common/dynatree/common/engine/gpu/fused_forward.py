@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
+from dynatree.common.device import HAS_TRITON
 from dynatree.common.engine.attention import Attending
 from dynatree.common.engine.flat_forward import FlatForward
-from dynatree.common.engine.gpu.tree_attention import HAS_TRITON
 
 # transformers' names of activation functions, by their `kind` in the kernel
 _ACTIVATIONS = {"gelu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "silu": 2, "swish": 2, "relu": 3}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dynatree.common.device import synchronize
+from dynatree.common.device import HAS_TRITON, synchronize
 from dynatree.common.device_noise import fill_noise
 from dynatree.common.engine.arena import KVArena
 from dynatree.common.engine.gpu.decisions import accepted, chosen, put_in_place
@@ -16,7 +16,7 @@ from dynatree.common.engine.gpu.graphs import GraphPool, Replayed, graph_pool
 from dynatree.common.engine.gpu.levels import LevelReader
 from dynatree.common.engine.gpu.row_attention import RowAttention
 from dynatree.common.engine.gpu.rows import Piece, RowBuffers, RowSizes
-from dynatree.common.engine.gpu.tree_attention import HAS_TRITON, tile_rows
+from dynatree.common.engine.gpu.tree_attention import tile_rows
 from dynatree.common.engine.runner import Choosing
 from dynatree.common.engine.segment import Segment
 from dynatree.common.gumbel import Stream

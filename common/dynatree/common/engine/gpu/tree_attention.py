@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-HAS_TRITON = find_spec("triton") is not None
+from dynatree.common.device import HAS_TRITON
+
 BLOCK = 64  # keys that are summed at a time
 SPLIT_BLOCKS = 4  # of one split, where there are few: sums that run beside each other, and are merged in order
 MAX_SPLITS = 32

@@ -12,6 +12,7 @@ from torch import Tensor
 from dynatree.common.engine.arena import KVArena
 from dynatree.common.engine.engine import Engine
 from dynatree.common.engine.parallel.ranks import Ranks
+from dynatree.common.engine.reader import KVMove
 from dynatree.common.engine.runner import Runner
 from dynatree.common.engine.segment import Segment
 from dynatree.common.engine.support import plain_logits
@@ -23,15 +24,6 @@ class Forward:
     """One forward."""
 
     segments: Sequence[Segment]
-
-
-@dataclass(frozen=True)
-class Move:
-    """One `KVArena.move`."""
-
-    kv: KVRange
-    sources: Sequence[int]
-    start: int
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ class ParallelArena(KVArena):
 
     def move(self, kv: KVRange, sources: Sequence[int], start: int) -> None:
         """As `KVArena.move`."""
-        self._ranks.say(Move(kv, list(sources), start))
+        self._ranks.say(KVMove(kv, list(sources), start))
         super().move(kv, sources, start)
 
     def copy(self, source: KVRange, target: KVRange, stop: int) -> None:
@@ -90,7 +82,7 @@ def follow(engine: Engine, ranks: Ranks) -> None:
         said = ranks.told()
         if isinstance(said, Forward):
             engine.runner.run(said.segments)
-        elif isinstance(said, Move):
+        elif isinstance(said, KVMove):
             engine.arena.move(said.kv, said.sources, said.start)
         elif isinstance(said, Copy):
             engine.arena.copy(said.source, said.target, said.stop)
