@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -78,14 +80,14 @@ def test_streamed_layers_have_the_bits_of_layers_in_memory(model: Path, tmp_path
 def test_a_cache_is_written_once_and_anew_for_another_checkpoint(model: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     stream_of(load(model, cache, 1)).close()
-    [folder] = cache.iterdir()
+    [folder] = [each for each in cache.iterdir() if each.is_dir()]
     written = {each.name: each.stat().st_mtime_ns for each in folder.iterdir()}
     assert len(written) == LAYERS + 1, "every layer's file, so that another number of resident layers finds its own"
     stream_of(load(model, cache, 3)).close()
     assert {each.name: each.stat().st_mtime_ns for each in folder.iterdir()} == written
     os.utime(model / "model.safetensors")
     stream_of(load(model, cache, 1)).close()
-    assert len(list(cache.iterdir())) == 2
+    assert len([each for each in cache.iterdir() if each.is_dir()]) == 2
 
 
 @pytest.fixture(name="llama")
@@ -95,11 +97,26 @@ def llama_fixture(tmp_path: Path) -> Path:
 
 def test_a_folder_that_was_not_finished_is_written_anew(llama: Path, tmp_path: Path) -> None:
     stream_of(load(llama, tmp_path / "cache", 0)).close()
-    [folder] = (tmp_path / "cache").iterdir()
+    [folder] = (tmp_path / "cache").glob("*/")
     (folder / "layers.json").unlink()
     (folder / "layer-001.bin").write_bytes(b"half")
     stream_of(load(llama, tmp_path / "cache", 0)).close()
     assert (folder / "layers.json").exists()
+
+
+def test_services_that_start_at_once_write_a_cache_once(llama: Path, tmp_path: Path) -> None:
+    """In processes of their own; both then serve what was written."""
+    code = (
+        "import sys; from pathlib import Path; from dynatree.common.engine import ModelSettings, load_engine\n"
+        "settings = ModelSettings(sys.argv[1], sessions=1, resident_layers=0, layer_cache=Path(sys.argv[2]))\n"
+        "engine = load_engine(settings)\n"
+        "engine.stream.close()"
+    )
+    command = [sys.executable, "-c", code, str(llama), str(tmp_path / "cache")]
+    processes = [subprocess.Popen(command) for _ in range(3)]
+    assert [process.wait(120) for process in processes] == [0, 0, 0]
+    [folder] = (tmp_path / "cache").glob("*/")
+    assert len(list(folder.iterdir())) == 3 + 1
 
 
 @pytest.mark.parametrize(
@@ -114,7 +131,7 @@ def test_a_folder_that_was_not_finished_is_written_anew(llama: Path, tmp_path: P
 )
 def test_a_cache_that_was_harmed_is_refused(llama: Path, tmp_path: Path, harm: Any, message: str) -> None:
     stream_of(load(llama, tmp_path / "cache", 0)).close()
-    [folder] = (tmp_path / "cache").iterdir()
+    [folder] = (tmp_path / "cache").glob("*/")
     harm(folder)
     with pytest.raises(StartupError, match=message) as error:
         load(llama, tmp_path / "cache", 0)
@@ -151,7 +168,7 @@ def test_a_disk_that_fills_meanwhile_leaves_nothing_behind(
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StartupError, match="the layer cache cannot be written or read: No space left on device"):
         load(llama, tmp_path / "cache", 0)
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert list((tmp_path / "cache").glob("*/")) == []
 
 
 def test_what_cannot_be_streamed_is_refused(llama: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ was not finished, and is written anew.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -63,7 +64,7 @@ def cached_layers(
     """
     name = hashlib.sha256(f"{_FORMAT} {layout} {checkpoint.identity}".encode()).hexdigest()[:16]
     folder = root / name
-    with _explained(folder):
+    with _explained(folder), _alone(folder):
         if (folder / _TABLE).exists():
             return _read_table(folder)
         return _write(folder, checkpoint, layers, build)
@@ -129,6 +130,15 @@ def _read_table(folder: Path) -> list[CachedLayer]:
                 f"the cache, and it is written anew"
             )
     return cached
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While no other service writes this cache; one that comes meanwhile waits, and finds it written."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

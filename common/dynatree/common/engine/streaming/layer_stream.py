@@ -80,17 +80,18 @@ class LayerStream:
         if self._paused:
             return
         with self._changed:
-            if self._held[slot] != layer and (self._held[slot] is not None or self._next != layer):
-                self._restart(layer)  # a forward was broken off
+            if self._held[slot] == layer:
+                return
+            # a forward was broken off, or a layer could not be read: it is tried once more
+            if self._held[slot] is not None or self._next != layer or self._error is not None:
+                self._restart(layer)
             waited = 0.0
             while self._held[slot] != layer and self._error is None:
                 if not self._changed.wait(_SLOW):
                     waited += _SLOW
                     log.warning("layer %d has been awaited for %.0f s: the disk is slow", layer, waited)
             if self._error is not None:
-                error, self._error = self._error, None
-                self._restart(layer)
-                raise LayerStreamError(str(error)) from error
+                raise LayerStreamError(str(self._error)) from self._error
 
     def release(self, layer: int) -> None:
         """A layer is computed: its slot may be read over."""
@@ -144,6 +145,7 @@ class LayerStream:
     def _restart(self, layer: int) -> None:
         self._held = [None] * len(self._held)
         self._next = layer
+        self._error = None
         self._turn += 1
         self._changed.notify_all()
 
