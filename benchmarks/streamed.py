@@ -131,7 +131,7 @@ def main() -> int:
     parser.add_argument("--offloaded-steps", type=int, default=3)
     options = parser.parse_args()
     limit = int(options.memory * 2**30)
-    report: dict[str, Any] = {"machine": environment(), "options": {k: str(v) for k, v in vars(options).items()}}
+    report: dict[str, Any] = {**vars(environment(None, None)), "options": {k: str(v) for k, v in vars(options).items()}}
     report["disk before, bytes/s"] = disk(options.model)
     given = prompts(options.prompts, options.prompt_tokens)
     with tempfile.TemporaryDirectory() as folder:

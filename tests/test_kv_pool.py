@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from dynatree.common.engine import kv_budget
 from dynatree.common.engine.arena import KVArena, KVShape
 from dynatree.common.engine.kv_budget import KVBudget
 from dynatree.common.errors import StartupError
@@ -135,3 +136,29 @@ def test_a_context_that_cannot_fit_is_refused(monkeypatch):
     monkeypatch.setattr("dynatree.common.engine.kv_budget.free_memory", lambda device: 10**5)
     with pytest.raises(StartupError, match="--max-context"):
         KVBudget(4, session_slots=100, slot_bytes=1000, device=torch.device("cpu")).slots(None)
+
+
+GROUP_FILES = {
+    2: ("memory.max", "memory.current", "inactive_file", "0::/box"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "9:memory:/box\n0::/"),
+}
+
+
+@pytest.mark.parametrize("where", ["its own group", "the root that a container sees"])
+@pytest.mark.parametrize("version", GROUP_FILES)
+def test_memory_is_free_within_the_control_groups_limit(tmp_path, monkeypatch, version, where):
+    """File pages that can be dropped count as free; so it is in control groups of both versions."""
+    limit, held, inactive, own = GROUP_FILES[version]
+    (tmp_path / "own").write_text(own)
+    monkeypatch.setattr(kv_budget, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(kv_budget, "_CGROUP", tmp_path)
+    folder = tmp_path / "memory" if version == 1 else tmp_path
+    if where == "its own group":
+        folder /= "box"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / limit).write_text("1000000\n")
+    (folder / held).write_text("700000\n")
+    (folder / "memory.stat").write_text(f"cache 5\n{inactive} 50000\n")
+    assert kv_budget.free_memory(torch.device("cpu")) == 350_000
+    (folder / limit).write_text("max\n")
+    assert kv_budget.free_memory(torch.device("cpu")) > 10**8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from dynatree.common.errors import StartupError
 CPU_SHARE = 0.5  # of the memory that is free once the weights are loaded; other programs run beside a service
 GPU_SHARE = 0.85
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,37 @@ def _machine_free() -> int | None:
 
 def _group_free() -> int | None:
     """What a container may still take: its limit less what it holds, but for file pages that can be dropped."""
+    found = [_left(folder, names) for folder, names in _groups()]
+    return min((free for free in found if free is not None), default=None)
+
+
+def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Control groups of this process that may limit its memory, and what their files are called.
+
+    Those of version 2, then of version 1; of each this process's own, and what a container sees as the root.
+    """
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        held = int((_CGROUP / "memory.current").read_text())
-        statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        lines = _OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        lines = []
+    own = {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
+    second = ("memory.max", "memory.current", "inactive_file")
+    first = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    yield _CGROUP / own.get("", ""), second
+    yield _CGROUP, second
+    yield _CGROUP / "memory" / own.get("memory", ""), first
+    yield _CGROUP / "memory", first
+
+
+def _left(folder: Path, names: tuple[str, str, str]) -> int | None:
+    limit_name, held_name, inactive_name = names
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        held = int((folder / held_name).read_text())
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
-    return None if limit == "max" else max(int(limit) - held + int(statistics.get("inactive_file", 0)), 0)
+    return None if limit == "max" else max(int(limit) - held + int(statistics.get(inactive_name, 0)), 0)
 
 
 def _gib(size: int) -> str:
