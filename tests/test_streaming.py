@@ -123,7 +123,10 @@ def test_services_that_start_at_once_write_a_cache_once(llama: Path, tmp_path: P
     ("harm", "message"),
     [
         (lambda folder: _shorten(folder / "layer-001.bin"), "layer-001.bin of the layer cache has .* bytes"),
-        (lambda folder: _change(folder / "layer-002.bin"), "the file of layer 2 in the layer cache is not what was"),
+        (
+            lambda folder: _change(folder / "layer-002.bin"),
+            "a streamed layer cannot be read: layer 2: its file .* is not what",
+        ),
         (lambda folder: (folder / "layer-000.bin").unlink(), "layer-000.bin of the layer cache has 0 bytes"),
         (lambda folder: (folder / "layers.json").write_text("{"), "the layer cache's table cannot be read"),
         (lambda folder: (folder / "layers.json").write_text('{"layers": [{}]}'), "table cannot be read"),
@@ -290,6 +293,22 @@ def test_a_file_that_goes_bad_fails_the_forward_and_is_tried_again(files: list[L
         assert held(stream, files, layer)
         stream.release(layer)
     stream.close()
+
+
+def test_a_file_that_changes_fails_the_forward(stream: LayerStream, files: list[LayerFile]) -> None:
+    """A disk that returns other bytes must give no other token."""
+    data = files[3].path.read_bytes()
+    files[3].path.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
+    with pytest.raises(LayerStreamError, match="layer 3: its file in the layer cache is not what was written"):
+        _sweep(stream, times=2)  # it may have been read already
+    files[3].path.write_bytes(data)
+    _sweep(stream)
+
+
+def _sweep(stream: LayerStream, times: int = 1) -> None:
+    for layer in [*range(5)] * times:
+        stream.wait(layer)
+        stream.release(layer)
 
 
 def test_a_slow_disk_is_waited_for_and_said(

@@ -34,7 +34,7 @@ def service(folder: Path, name: str, *arguments: str) -> Iterator[tuple[str, sub
     address, log = f"unix:{folder}/{name}.sock", folder / f"{name}.log"
     command = [sys.executable, "-m", "dynatree.cli.main", *arguments, "--listen", address, "--threads", "1"]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
     try:
         deadline = time.monotonic() + 120
         while healthcheck.failure(address, timeout=1.0) is not None:
@@ -98,7 +98,7 @@ def test_a_rank_that_dies_ends_the_service_with_a_line(tmp_path: Path) -> None:
         [follower] = children(process)
         os.kill(follower, signal.SIGKILL)
         assert process.wait(20) == EX_SOFTWARE
-        assert "rank 1 of the model has died, so the service ends" in log.read_text()
+        assert "rank 1 of the model has died (signal 9), so the service ends" in log.read_text()
         assert "Traceback" not in log.read_text()
 
 
@@ -129,8 +129,35 @@ def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path, family: str, size
         load_engine(ModelSettings(str(model), tensor_parallel=size))
 
 
+@pytest.mark.long
+def test_ctrl_c_lets_a_completion_end_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends it to the whole process group."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    target = save_random_model(tmp_path / "target", "llama", seed=1)
+    draft = save_noisy_copy(tmp_path / "draft", target, seed=2)
+    with (
+        service(tmp_path, "verify", "verify", "--target-model", str(target), "--tensor-parallel", "2") as started,
+        service(tmp_path, "draft", "draft", "--draft-model", str(draft), "--verify", started[0]) as (server, *_),
+        Client(server) as client,
+    ):
+        _, process, log = started
+        stream = client.stream([5] * 9, max_new_tokens=100, ignore_eos=True)
+        tokens = len(next(stream).token_ids)
+        os.killpg(process.pid, signal.SIGINT)
+        assert tokens + sum(len(chunk.token_ids) for chunk in stream) == 100
+        assert process.wait(20) == 0
+        assert "Traceback" not in log.read_text()
+    assert list(tmp_path.glob("dynatree-ranks-*")) == []
+
+
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_random_model(tmp_path / "model", "llama", seed=1)
+    with pytest.raises(StartupError, match="--tensor-parallel and --fixed-rows do not go together"):
+        load_engine(ModelSettings(str(model), tensor_parallel=2, fixed_rows=(32,)))
+    with pytest.raises(StartupError, match="first devices of a machine, and --device is cuda:1"):
+        load_engine(ModelSettings(str(model), tensor_parallel=2, device="cuda:1"))
+    with pytest.raises(StartupError, match="there is no model at"):
+        load_engine(ModelSettings(str(tmp_path / "nope"), tensor_parallel=2))
     with pytest.raises(StartupError, match="--tensor-parallel and --resident-layers do not go together"):
         load_engine(ModelSettings(str(model), tensor_parallel=2, resident_layers=1))
     monkeypatch.setitem(sys.modules, "accelerate", None)

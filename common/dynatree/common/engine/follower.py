@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,8 +20,9 @@ def main() -> None:
     ranks = Ranks(rank, size, store)
     try:
         follow(load_engine(settings, ranks), ranks)
-    except RuntimeError:
-        os._exit(0)  # rank 0 says what went wrong, if anything did
+    except RuntimeError:  # rank 0 says what went wrong, if anything did
+        shutil.rmtree(store.parent, ignore_errors=True)
+        os._exit(0)
 
 
 if __name__ == "__main__":

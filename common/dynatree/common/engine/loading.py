@@ -232,9 +232,16 @@ def _started_ranks(settings: ModelSettings, name: str) -> Ranks:
     size = settings.tensor_parallel
     if find_spec("accelerate") is None:
         raise StartupError("--tensor-parallel needs the package accelerate; install dynatree[parallel]")
-    if settings.resident_layers is not None:
-        raise StartupError("--tensor-parallel and --resident-layers do not go together")
-    config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False).get_text_config()
+    for option, value in (("--resident-layers", settings.resident_layers), ("--fixed-rows", settings.fixed_rows)):
+        if value:
+            raise StartupError(f"--tensor-parallel and {option} do not go together")
+    if settings.device not in ("auto", "cpu", "cuda"):
+        raise StartupError(f"--tensor-parallel takes the first devices of a machine, and --device is {settings.device}")
+    check_folder(settings.model)
+    try:
+        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False).get_text_config()
+    except Exception as error:
+        raise StartupError(f"model {name!r} could not be loaded: {first_line(error)}") from error
     heads = config.num_attention_heads
     plan = getattr(config, "base_model_tp_plan", None)
     with _explained(name, config):

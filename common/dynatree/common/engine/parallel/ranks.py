@@ -84,10 +84,10 @@ class Followers:
     Args:
         size: Processes, rank 0 included.
         words: What they need to load the model, for `follower.main`.
-        on_death: Called from another thread when one ends by itself.
+        on_death: Called from another thread, with its rank and status, when one ends by itself.
     """
 
-    def __init__(self, size: int, words: Any, on_death: Callable[[int], None]) -> None:
+    def __init__(self, size: int, words: Any, on_death: Callable[[int, int], None]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="dynatree-ranks-"))  # of this user alone
         self.store = self._folder / "store"
         self._on_death = on_death
@@ -96,7 +96,10 @@ class Followers:
         for rank in range(1, size):
             command = [sys.executable, "-m", "dynatree.common.engine.follower"]
             process = subprocess.Popen(
-                [*command, str(rank), str(size), str(self.store)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+                [*command, str(rank), str(size), str(self.store)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for rank 0, which ends the others
             )
             assert process.stdin is not None
             process.stdin.write(pickle.dumps(words))
@@ -105,9 +108,10 @@ class Followers:
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        process.wait()
+        status = process.wait()
         if not self._ending:
-            self._on_death(rank)
+            self.end()
+            self._on_death(rank, status)
 
     def end(self) -> None:
         """End all, and leave nothing behind."""
@@ -118,9 +122,10 @@ class Followers:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def end_process(rank: int) -> None:
+def end_process(rank: int, status: int) -> None:
     """A follower has died: nothing can be computed any more, and a supervisor starts the service anew."""
-    announce(f"dynatree: rank {rank} of the model has died, so the service ends")
+    how = f"signal {-status}" if status < 0 else f"status {status}"
+    announce(f"dynatree: rank {rank} of the model has died ({how}), so the service ends")
     os._exit(EX_SOFTWARE)
 
 

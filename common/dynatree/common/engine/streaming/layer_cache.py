@@ -30,7 +30,7 @@ from dynatree.common.errors import StartupError
 log = logging.getLogger(__name__)
 
 _TABLE = "layers.json"
-_FORMAT = 1  # of the table and the files
+_FORMAT = 2  # of the table and the files
 _SPARE = 1 << 28  # bytes that a disk must have left
 
 
@@ -104,7 +104,7 @@ def _row(each: CachedLayer) -> dict[str, Any]:
         name: [place.offset, str(place.dtype).removeprefix("torch."), list(place.shape)]
         for name, place in each.file.places.items()
     }
-    return {"size": each.file.size, "checksum": each.file.checksum, "places": places, "sums": each.sums}
+    return {"size": each.file.size, "pieces": each.file.sums, "places": places, "sums": each.sums}
 
 
 def _read_table(folder: Path) -> list[CachedLayer]:
@@ -117,7 +117,7 @@ def _read_table(folder: Path) -> list[CachedLayer]:
                 for name, (offset, dtype, shape) in row["places"].items()
             }
             path = folder / f"layer-{layer:03}.bin"
-            cached.append(CachedLayer(LayerFile(path, row["size"], row["checksum"], places), row["sums"]))
+            cached.append(CachedLayer(LayerFile(path, row["size"], tuple(row["pieces"]), places), row["sums"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StartupError(
             "the layer cache's table cannot be read; remove the cache, and it is written anew"

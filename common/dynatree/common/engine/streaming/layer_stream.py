@@ -14,14 +14,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dynatree.common.engine.streaming.layer_file import PAGE, LayerFile, checksum_of
+from dynatree.common.engine.streaming.layer_file import PAGE, PIECE, LayerFile, sum_of
 from dynatree.common.errors import StartupError
 
 log = logging.getLogger(__name__)
 
 SLOTS = 2  # layers in memory: one that computes, one that is read
 _READERS = 4  # threads that read pieces of one layer
-_PIECE = 1 << 23  # bytes
 _SLOW = 10.0  # seconds that a layer takes before the log says so
 
 
@@ -117,22 +116,17 @@ class LayerStream:
             self.release(0)
 
     def check(self) -> None:
-        """Read every layer once, and compare it with what was written.
+        """Read every layer once, and so compare it with what was written.
 
         Raises:
             StartupError: A file is not what was written, or cannot be read.
         """
-        for layer, file in enumerate(self._files):
-            try:
+        try:
+            for layer in range(len(self._files)):
                 self.wait(layer)
-            except LayerStreamError as error:
-                raise StartupError(f"a streamed layer cannot be read: {error}") from error
-            if checksum_of(self.memory(layer)[: file.size]) != file.checksum:
-                raise StartupError(
-                    f"the file of layer {layer} in the layer cache is not what was written; remove the cache, and it "
-                    f"is written anew"
-                )
-            self.release(layer)
+                self.release(layer)
+        except LayerStreamError as error:
+            raise StartupError(f"a streamed layer cannot be read: {error}") from error
 
     def close(self) -> None:
         """End the reader."""
@@ -176,10 +170,9 @@ class LayerStream:
         try:
             descriptor = _open(file)
             try:
-                starts = range(0, file.size, _PIECE)
                 pieces = [
-                    self._pool.submit(_read_piece, descriptor, memory, start, min(start + _PIECE, file.size))
-                    for start in starts
+                    self._pool.submit(_read_piece, descriptor, memory, start, min(start + PIECE, file.size), expected)
+                    for start, expected in zip(range(0, file.size, PIECE), file.sums, strict=True)
                 ]
                 for piece in pieces:
                     piece.result()
@@ -202,8 +195,8 @@ def _open(file: LayerFile) -> int:
         return os.open(file.path, os.O_RDONLY)  # the file system knows no other way
 
 
-def _read_piece(descriptor: int, memory: mmap.mmap, start: int, stop: int) -> None:
-    view = memoryview(memory)
+def _read_piece(descriptor: int, memory: mmap.mmap, start: int, stop: int, expected: int) -> None:
+    view, begin = memoryview(memory), start
     while start < stop:
         count = os.preadv(descriptor, [view[start:stop]], start)
         if count == 0:
@@ -211,3 +204,5 @@ def _read_piece(descriptor: int, memory: mmap.mmap, start: int, stop: int) -> No
         start += count
         if start < stop and start % PAGE:
             raise OSError("its file in the layer cache was read in part")
+    if sum_of(view[begin:stop]) != expected:
+        raise OSError("its file in the layer cache is not what was written; remove the cache, and it is written anew")
