@@ -34,6 +34,22 @@ keeping, session = module("keeping"), module("session")
 # What is kept
 
 
+@pytest.mark.parametrize("harm", ["{", "", "[]", "null", "{}"])
+def test_a_file_that_was_harmed_counts_for_nothing(
+    tmp_path: Path, harm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = keeping.Store(tmp_path)
+    store.write("1-a", keeping.to_record(keeping.Measured({"x": 1})))
+    store.write("1-b", keeping.to_record(keeping.Measured({"x": 2})))
+    (tmp_path / "1-a.json").write_text(harm)
+    (tmp_path / keeping.BUNDLE).write_text(harm)
+    again = keeping.Store(tmp_path)
+    assert [again.settled(name, since=0.0) for name in ("1-a", "1-b")] == [False, True]
+    assert harm == "{}" or "1-a.json cannot be read" in capsys.readouterr().out
+    again.write("1-a", keeping.to_record(keeping.Measured({"x": 3})))
+    assert keeping.Store(tmp_path).figures("1-a") == {"x": 3}
+
+
 def test_what_was_measured_is_not_run_again_and_what_failed_is(tmp_path: Path) -> None:
     store = keeping.Store(tmp_path, _clock=lambda: 100.0)
     store.write("1-a", keeping.to_record(keeping.Measured({"x": 1})))

@@ -148,7 +148,7 @@ class Store:
         if not path.exists():
             return None
         record = _read(path)
-        return record if record.get("tiny", False) == self.tiny else None
+        return record if "status" in record and record.get("tiny", False) == self.tiny else None
 
     def figures(self, name: str) -> dict[str, Any]:
         """What a step has found.
@@ -178,8 +178,15 @@ class Store:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(path.read_text())
-    return record
+    """A file's object; an empty one where it holds none, so that its steps are run again."""
+    try:
+        record = json.loads(path.read_text())
+    except ValueError:
+        record = None
+    if isinstance(record, dict):
+        return record
+    print(f"{path.name} cannot be read, and counts for nothing")
+    return {}
 
 
 def _write(path: Path, record: Mapping[str, Any]) -> None:

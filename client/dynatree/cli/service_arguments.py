@@ -155,8 +155,8 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
         type=fixed_rows,
         default="auto",
         metavar="auto|off|N[,N]",
-        help="pad forwards to so many rows, and capture them as CUDA graphs on a GPU; one number makes tokens "
-        "independent of tree and batch (default: auto, on a GPU one number by its costs, on a CPU off)",
+        help="pad forwards to so many rows, and capture them as CUDA graphs on a GPU; one number makes a "
+        "GPU's tokens independent of tree and batch (default: auto, on a GPU one number by its costs, on a CPU off)",
     )
     add_capacity_arguments(parser)
     parser.add_argument(
