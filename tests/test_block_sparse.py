@@ -10,15 +10,18 @@ import sys
 
 import pytest
 import torch
+from benchmark_modules import GPU, module
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_builds import needs_triton
 
 from dynatree.common.engine import ancestor_mask
-from dynatree.common.engine.gpu import block_sparse
-from dynatree.common.engine.gpu.block_sparse import BlockMask, block_sparse_attention, visible_blocks
 from dynatree.common.tree import TokenTree
 from dynatree.verify.layout import depth_first
 
+block_sparse = module("block_sparse", GPU)
+BlockMask, visible_blocks = block_sparse.BlockMask, block_sparse.visible_blocks
+block_sparse_attention = block_sparse.block_sparse_attention
 ORDERS = ("random", "depth_first", "breadth_first")
 BLOCKS = st.sampled_from(block_sparse.BLOCKS)
 
@@ -31,7 +34,7 @@ def interpreted(monkeypatch):
     have imported it long before. What the interpreter leaves changed in `triton.language` would break later kernels of
     this process that are compiled, so it is put back.
     """
-    pytest.importorskip("triton")
+    needs_triton()
     from triton import language
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -40,8 +43,8 @@ def interpreted(monkeypatch):
     before = [dict(vars(each)) for each in changed]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     functions = [(language, "zeros"), (language, "max"), (language, "sum")]
-    for module, name in [*functions, (block_sparse, "_attend"), (block_sparse, "_fold")]:
-        monkeypatch.setattr(module, name, InterpretedFunction(getattr(module, name).fn))
+    for owner, name in [*functions, (block_sparse, "_attend"), (block_sparse, "_fold")]:
+        monkeypatch.setattr(owner, name, InterpretedFunction(getattr(owner, name).fn))
     yield
     for each, attributes in zip(changed, before, strict=True):
         for name, value in dict(vars(each)).items():

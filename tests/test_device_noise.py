@@ -1,25 +1,25 @@
 """Noise drawn by the GPU's kernel, in Triton's interpreter: numpy's bits, and the noise of `gumbel`."""
 
-import os
 import subprocess
 import sys
-
-os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_builds import needs_triton
 from torch._subclasses import FakeTensorMode
 
 from dynatree.common.device_noise import by_triton, fill_noise, seed_bits
 from dynatree.common.gumbel import Stream, gumbel, random_generator
 
-triton = pytest.importorskip("triton")
-tl = triton.language
-noise_kernels = pytest.importorskip("dynatree.common.noise_kernels")
-noise_of, random_words = noise_kernels.noise_of, noise_kernels.random_words
+needs_triton()
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from dynatree.common.noise_kernels import noise_of, random_words  # noqa: E402
 
 SEEDS = (0, 1, 2**63, 2**64 - 1)
 POSITIONS = (0, 1, 2047, 2**31 - 1)

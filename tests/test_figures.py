@@ -1,6 +1,5 @@
 """The scripts of benchmarks/: figures out of JSON into documents, and the suite that makes the JSON."""
 
-import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,20 +8,12 @@ from types import ModuleType
 
 import pytest
 from bench_records import DRAFTED, baseline, costs_report, load_report, new_report, new_run
+from benchmark_modules import BENCHMARKS, module
 
 from dynatree.bench.record import Report, save
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 COG = "cog.outl(figures.headline())"
 BLOCK = f"Before.\n\n<!-- [[[cog {COG} ]]] -->\n{{table}}<!-- [[[end]]] -->\n\nAfter.\n"
-
-
-def module(name: str) -> ModuleType:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 def comparison() -> Report:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kernel_builds import needs_triton
 from model_zoo import save_random_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -18,6 +15,8 @@ from transformers import AutoModelForCausalLM
 from dynatree.common.engine.attention import NAME
 from dynatree.common.engine.flat_forward import FlatForward
 from dynatree.common.engine.gpu.fused_forward import FAMILIES, FusedForward, can_fuse
+
+needs_triton()
 
 ROWS = 6
 FAMILY_MODELS: dict[str, dict[str, Any]] = {

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kernel_builds import needs_triton
 
 LEAST_SHARED = 99 * 1024  # bytes that a program may have on GPUs for desktops (compute capability 8.6 and 8.9)
 
 
 @pytest.fixture(scope="module", name="compiled", params=[80, 90], ids=["sm_80", "sm_90"])
 def compiled_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    pytest.importorskip("triton")
+    needs_triton()
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("kernels"))}
     script = Path(__file__).with_name("compile_gpu_kernels.py")
     done = subprocess.run(

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from benchmark_modules import GPU, module
 
 from dynatree.draft import serve_draft
 from dynatree.draft.policies import policy_names
 from dynatree.verify import serve_target
 
-FOLDER = Path(__file__).parent.parent / "benchmarks" / "gpu"
-
-
-def module(name: str) -> ModuleType:
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(FOLDER))
-
-
-keeping, session = module("keeping"), module("session")
+keeping, session = module("keeping", GPU), module("session", GPU)
 
 
 # What is kept
@@ -118,7 +107,7 @@ def test_steps_are_there_and_what_they_need_comes_before() -> None:
             assert step.name.startswith(f"{part}-")
             assert set(step.needs) <= {each.name for each in steps[:place]}
             home, _, function = step.work.partition(":")
-            assert callable(getattr(module(home), function)), step.name
+            assert callable(getattr(module(home, GPU), function)), step.name
 
 
 def test_every_policy_is_compared_with_plain_decoding() -> None:
@@ -130,13 +119,13 @@ def test_every_policy_is_compared_with_plain_decoding() -> None:
 
 
 def test_both_models_are_measured_as_the_services_measure_them() -> None:
-    pair = module("pair")
+    pair = module("pair", GPU)
     assert pair.TARGET_MEASURED_ROWS == serve_target.AUTO_ROWS
     assert pair.DRAFT_MEASURED_ROWS == serve_draft.MEASURED_ROWS
 
 
 def test_prompts_begin_with_the_book_that_was_held_out() -> None:
-    prompts = module("pair").prompts(20)
+    prompts = module("pair", GPU).prompts(20)
     assert len(set(prompts)) == 20
     assert {len(prompt) for _, prompt in prompts} == {128}
     assert [source for source, _ in prompts[:2]] == ["treasure_island"] * 2
@@ -277,7 +266,7 @@ def test_a_tiny_session_measures_all_parts(tmp_path: Path) -> None:
 def tiny_part(part: int, results: Path, models: Path) -> str:
     """Run the command; what it printed."""
     environment = os.environ | {"PYTHON": sys.executable, "DYNATREE_TINY": "1", "DYNATREE_MODELS": str(models)}
-    command = [str(FOLDER / "session.sh"), str(part), str(results)]
+    command = [str(GPU / "session.sh"), str(part), str(results)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -305,7 +294,7 @@ if __name__ == "__main__":
 @pytest.mark.long
 def test_a_step_that_takes_its_process_down_does_not_take_the_others(tmp_path: Path) -> None:
     script = tmp_path / "breaking.py"
-    script.write_text(BREAKING.format(folder=str(FOLDER)))
+    script.write_text(BREAKING.format(folder=str(GPU)))
     command = [sys.executable, str(script), "1", str(tmp_path / "results"), "--tiny", "--seconds", "200"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     records = json.loads((tmp_path / "results" / keeping.BUNDLE).read_text())

@@ -21,8 +21,6 @@ from dynatree.common.engine import ModelSettings, load_engine
 from dynatree.common.errors import StartupError
 from dynatree.draft.policies import policy_names
 
-pytest.importorskip("accelerate")
-
 FAMILIES = {"gpt_neox": {}, "llama": {}, "qwen2": {"num_key_value_heads": 2}}
 PROMPTS = int(os.environ.get("DYNATREE_PROMPTS", "3"))  # of each policy; 20 take minutes
 EX_SOFTWARE = 70

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
-
 import math
 import random
 from collections.abc import Callable
 
 import pytest
 import torch
+from kernel_builds import needs_triton
 from torch import Tensor
 
 from dynatree.common.engine import Choosing, Segment, ancestor_mask
 from dynatree.common.engine.gpu.rows import RowBuffers, RowSizes
 from dynatree.common.engine.gpu.tree_attention import RowPlan, by_torch, by_triton, splits, tile_rows
 from dynatree.common.kv_range import KVRange
+
+needs_triton()
 
 SLOTS = 700
 LONGEST = 640

@@ -141,7 +141,7 @@ def trees(family: str, rows: int) -> Iterator[OrderedTree]:
 
 def count(family: str, rows: int) -> list[dict[str, Any]]:
     """The mean blocks of a family and size: one record for each block size and prefix."""
-    from dynatree.common.engine.gpu.block_sparse import visible_blocks
+    from block_sparse import visible_blocks
 
     visible: dict[tuple[int, str], list[int]] = {}  # by block size and order: of each tree
     depths = []
@@ -180,7 +180,7 @@ def count(family: str, rows: int) -> list[dict[str, Any]]:
 
 def kernel_times(device: str) -> Iterator[dict[str, Any]]:
     """Milliseconds of one call on one tree of each family and size, in every order, and with no block left out."""
-    from dynatree.common.engine.gpu.block_sparse import BlockMask, block_sparse_attention
+    from block_sparse import BlockMask, block_sparse_attention
 
     gpu = device == "cuda"
     heads, head_dim, dtype = (64, 128, torch.bfloat16) if gpu else (1, 128, torch.float32)
@@ -264,7 +264,7 @@ def main() -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, and when a kernel runs
-    from dynatree.common.engine.gpu.block_sparse import HAS_TRITON
+    from block_sparse import HAS_TRITON
 
     report = {
         "device": torch.cuda.get_device_name() if device == "cuda" else f"a CPU ({platform.machine()})",
