@@ -186,10 +186,7 @@ class Table:
             for segment, keep in zip(segments, kept, strict=True)
         ]
 
-    reader = None  # each level is a forward
-
-    def decide(self, segments, choosings):
-        pass
+    reader = decider = None  # each level is a forward, and the host decides
 
     def synchronize(self):
         pass

@@ -87,8 +87,3 @@ def by_triton(out: Tensor, seeds: Tensor, positions: Tensor, stream: int, round_
             block_count=_BLOCKS,
             enable_fp_fusion=False,  # Triton's default differs between its versions
         )
-
-
-@_fill_noise.register_fake
-def _(out: Tensor, seeds: Tensor, positions: Tensor, stream: int, round_: int) -> None:
-    pass

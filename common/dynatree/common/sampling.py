@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dynatree.common.device_noise import fill_noise, seed_bits
 from dynatree.common.errors import InvalidArgumentError
-from dynatree.common.gumbel import Stream
+from dynatree.common.gumbel import Stream, gumbel
 
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 100.0
@@ -205,6 +205,9 @@ def choose(
 def noise(logits: Tensor, positions: Sequence[int], seed: int, stream: Stream) -> Tensor:
     """Gumbel noise of the shape `[rows, vocabulary]` of `logits`, one row for each position."""
     device = logits.device
+    if device.type != "cuda":
+        rows = {position: gumbel(seed, position, logits.shape[-1], stream) for position in set(positions)}
+        return torch.stack([rows[position] for position in positions]).to(device)
     drawn = torch.empty(logits.shape, dtype=torch.float32, device=device)
     seeds = torch.full((len(positions),), seed_bits(seed), device=device)
     fill_noise(drawn, seeds, torch.tensor(positions, dtype=torch.int64, device=device), stream)

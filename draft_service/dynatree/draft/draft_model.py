@@ -67,8 +67,7 @@ class EngineDraftModel:
 
         Where the engine reads several levels at once, those below roots that are read may come with them.
         """
-        started = time.perf_counter()
-        below = self._read_below([each for each in expansions if self._reads_below(each)])
+        below, seconds = self._read_below([each for each in expansions if self._reads_below(each)])
         expansions = [each for each in expansions if each not in below]
         self._move()
         vocab_size = self._engine.info.vocab_size
@@ -79,10 +78,11 @@ class EngineDraftModel:
             for each in expansions
         ]
         if not segments:
-            return time.perf_counter() - started
+            return seconds
+        started = time.perf_counter()
         logits = self._engine.forward(segments)
         self._engine.synchronize()
-        seconds = time.perf_counter() - started
+        seconds += time.perf_counter() - started
         for each, rows in zip(expansions, logits, strict=True):
             if each.nodes:
                 _propose(each.session, each.tree, each.nodes, rows, each.breadth)
@@ -102,10 +102,10 @@ class EngineDraftModel:
             and session.num_used + expansion.tokens + reader.slots(session.levels - 1) <= session.kv.size
         )
 
-    def _read_below(self, expansions: Sequence[Expansion]) -> Sequence[Expansion]:
-        """Read expansions with levels below them; those that were read."""
+    def _read_below(self, expansions: Sequence[Expansion]) -> tuple[Sequence[Expansion], float]:
+        """Read expansions with levels below them; those that were read, and the seconds that it took."""
         if not expansions:
-            return ()
+            return (), 0.0
         vocab_size = self._engine.info.vocab_size
         wanted = []
         for each in expansions:
@@ -115,9 +115,11 @@ class EngineDraftModel:
             choosing = Choosing([-1] * len(segment.token_ids), session.sampling.temperature, session.sampling.seed)
             wanted.append(LevelsWanted(segment, root, choosing, min(session.vocab_size, vocab_size)))
         levels = max(each.session.levels for each in expansions) - 1
+        started = time.perf_counter()
         read = self._engine.read_levels(wanted, levels, self._moves)
+        seconds = time.perf_counter() - started
         if read is None:
-            return ()
+            return (), 0.0
         self._moves = []
         for each, asked, found in zip(expansions, wanted, read, strict=True):
             given = found.given
@@ -125,7 +127,7 @@ class EngineDraftModel:
             for node, ids, log_probs in rows:
                 each.tree.node(node).proposals = _proposals(ids[: each.breadth], log_probs)
             each.session.num_used = _plant(each.tree.node(ROOT), found.levels, asked.segment.stop, each.breadth)
-        return expansions
+        return expansions, seconds
 
 
 def _plant(root: TrieNode, levels: Sequence[LevelRead], slot: int, breadth: int) -> int:

@@ -105,7 +105,8 @@ class Verifier:
             for part in parts
         ]
         started = time.perf_counter()
-        decided = self.engine.decide(segments, [choosing(part) for part in parts])
+        decides = self.engine.decider is not None
+        decided = self.engine.decide(segments, [choosing(part) for part in parts]) if decides else None
         choices: list[list[int] | None] = [None] * len(parts)
         if decided is None:
             logits = self.engine.forward(segments)

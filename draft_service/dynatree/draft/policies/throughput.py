@@ -42,7 +42,7 @@ class ThroughputSettings(MergedSettings):
         if self.max_nodes:
             super().__post_init__()
         else:
-            self.limited_to(LEAST_NODES)
+            self.limited_to(LEAST_NODES)  # which checks the other settings
 
     def limited_to(self, nodes: int) -> ThroughputSettings:
         """The same, with `nodes` in place of a `max_nodes` of 0."""

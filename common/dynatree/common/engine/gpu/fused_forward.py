@@ -189,9 +189,7 @@ def _add_and_norm_op(
 
 
 @_add_and_norm_op.register_fake
-def _(
-    x: Tensor, addends: list[Tensor], scales: list[Tensor], shifts: list[Tensor], epsilons: list[float], centered: bool
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, _: list[Tensor], scales: list[Tensor], *__: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(len(scales), *x.shape)
 
 
@@ -238,7 +236,7 @@ def _activate_op(gate: Tensor, other: Tensor | None, kind: int) -> Tensor:
 
 
 @_activate_op.register_fake
-def _(gate: Tensor, other: Tensor | None, kind: int) -> Tensor:
+def _(gate: Tensor, *_: object) -> Tensor:
     return torch.empty_like(gate)
 
 

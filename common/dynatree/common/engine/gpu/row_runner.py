@@ -113,7 +113,9 @@ class RowRunner:
         kept: list[list[Tensor]] = [[] for _ in segments]
         largest = self.forwards[-1].sizes
         for pieces in largest.cut(segments):
-            logits = self.compute(segments, pieces)
+            forward = self._fitting(pieces)
+            forward.buffers.fill(segments, pieces)
+            logits = forward.run()
             for piece in pieces:
                 kept[piece.segment].append(_kept(logits, segments[piece.segment], piece).clone())
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in kept]
@@ -134,12 +136,6 @@ class RowRunner:
             None if choosing is None else choices[piece.row : piece.row + piece.rows]
             for piece, choosing in zip(pieces, choosings, strict=True)
         ]
-
-    def compute(self, segments: Sequence[Segment], pieces: Sequence[Piece]) -> Tensor:
-        """One forward: the logits of its rows, which the next one overwrites."""
-        forward = self._fitting(pieces)
-        forward.buffers.fill(segments, pieces)
-        return forward.run()
 
     def _fitting(self, pieces: Sequence[Piece]) -> RowForward:
         """The smallest forward that takes these."""

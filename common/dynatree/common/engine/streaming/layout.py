@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -62,8 +61,3 @@ def fill(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def bytes_of(layer: nn.Module) -> int:
     """Of a layer's parameters."""
     return sum(parameter.numel() * parameter.element_size() for parameter in layer.parameters())
-
-
-def is_on_meta(module: nn.Module) -> bool:
-    """Whether any parameter has no memory."""
-    return any(parameter.device == torch.device("meta") for parameter in module.parameters())

@@ -20,7 +20,7 @@ from dynatree.common.engine.packing import pack_linear
 from dynatree.common.engine.streaming.checkpoint import Checkpoint
 from dynatree.common.engine.streaming.layer_cache import cached_layers
 from dynatree.common.engine.streaming.layer_stream import SLOTS, LayerStream
-from dynatree.common.engine.streaming.layout import bind, bytes_of, fill, is_on_meta
+from dynatree.common.engine.streaming.layout import bind, bytes_of, fill
 from dynatree.common.errors import StartupError
 
 CPU = torch.device("cpu")
@@ -155,9 +155,8 @@ def _load_others(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, nn.Parameter(tensor.clone(), requires_grad=False))
     model.tie_weights()
-    if is_on_meta(model):
-        left = next(name for name, parameter in model.named_parameters() if parameter.is_meta)
-        checkpoint.read([left])  # which says that it is not there
+    # whatever is left is not there, as reading it says
+    checkpoint.read([name for name, parameter in model.named_parameters() if parameter.is_meta])
 
 
 @contextmanager
