@@ -27,7 +27,7 @@ from dynatree.bench.arguments import MEASUREMENTS
 from dynatree.cli.arguments import DTYPES, SCHEMES
 from dynatree.cli.main import COMMANDS, main
 from dynatree.client import SamplingScheme
-from dynatree.common.engine import loading
+from dynatree.common.engine import model_settings
 from dynatree.v1 import tree_pb2
 
 COMMAND = [sys.executable, "-m", "dynatree.cli.main"]
@@ -425,7 +425,7 @@ def test_help_needs_no_grpc_but_where_it_lists_the_policies(answers: list[tuple[
 
 
 def test_choices_are_what_the_services_take() -> None:
-    assert tuple(DTYPES) == tuple(loading.DTYPES)
+    assert tuple(DTYPES) == tuple(model_settings.DTYPES)
     assert get_args(SamplingScheme) == SCHEMES == methods.SCHEMES
 
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 from model_zoo import ARCHITECTURES, save_random_model
 
-from dynatree.common.engine import Engine, ModelSettings, Segment, ancestor_mask, load_engine, loading, timing
-from dynatree.common.engine.streaming import layer_stream
+from dynatree.common.engine import Engine, ModelSettings, Segment, ancestor_mask, load_engine, timing
+from dynatree.common.engine.streaming import choice, layer_stream
 from dynatree.common.engine.streaming.layer_file import LayerFile, write_layer
 from dynatree.common.engine.streaming.layer_stream import LayerStream, LayerStreamError
 from dynatree.common.engine.streaming.streamed_model import LayerPlan
@@ -179,11 +179,11 @@ def test_as_many_layers_stay_as_fit(llama: Path, tmp_path: Path, monkeypatch: py
     plan = LayerPlan(layers=10, layer_bytes=100, other_bytes=50)
     assert [plan.resident(free) for free in (1050, 1049, 851, 350, 250, 0)] == [10, 7, 6, 1, 0, 0]
     size = (llama / "model.safetensors").stat().st_size
-    monkeypatch.setattr(loading, "free_memory", lambda device: int(0.9 * size / loading.WEIGHTS_SHARE))
+    monkeypatch.setattr(choice, "free_memory", lambda device: int(0.9 * size / choice.WEIGHTS_SHARE))
     engine = load(llama, tmp_path / "cache", None)
     assert stream_of(engine).read_bytes > 0
     stream_of(engine).close()
-    monkeypatch.setattr(loading, "free_memory", lambda device: int(1.1 * size / loading.WEIGHTS_SHARE))
+    monkeypatch.setattr(choice, "free_memory", lambda device: int(1.1 * size / choice.WEIGHTS_SHARE))
     assert load(llama, tmp_path / "none", None).info.fingerprint == engine.info.fingerprint
     assert not (tmp_path / "none").exists()
 

@@ -1,7 +1,8 @@
 """One flat forward over any number of sessions, for any supported transformers causal language model."""
 
 from dynatree.common.engine.engine import Engine
-from dynatree.common.engine.loading import ModelSettings, load_engine, with_forward_costs
+from dynatree.common.engine.loading import load_engine, with_forward_costs
+from dynatree.common.engine.model_settings import ModelSettings
 from dynatree.common.engine.reader import KVMove, LevelRead, LevelsWanted, Read
 from dynatree.common.engine.runner import Choosing
 from dynatree.common.engine.segment import Segment

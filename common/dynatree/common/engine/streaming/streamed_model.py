@@ -21,6 +21,7 @@ from dynatree.common.engine.streaming.checkpoint import Checkpoint
 from dynatree.common.engine.streaming.layer_cache import cached_layers
 from dynatree.common.engine.streaming.layer_stream import SLOTS, LayerStream
 from dynatree.common.engine.streaming.layout import bind, bytes_of, fill
+from dynatree.common.engine.streaming.streamed_layers import StreamedLayers
 from dynatree.common.errors import StartupError
 
 CPU = torch.device("cpu")
@@ -32,24 +33,22 @@ class StreamedModel:
 
     Attributes:
         model: Whole, as far as its modules can tell; a streamed layer's weights lie in the stream's memory.
-        stream: Of the layers that are not in memory.
-        first: The first of those; all behind it are streamed.
+        turns: Of the layers that are not in memory.
         sums: Of the streamed tensors, for the model's fingerprint.
         parameters: Of the whole model.
         step_bytes: Of the weights that a forward over one token reads.
     """
 
     model: PreTrainedModel
-    stream: LayerStream
-    first: int
+    turns: StreamedLayers
     sums: dict[str, list[Any]]
     parameters: int
     step_bytes: int
 
     @property
-    def layers(self) -> nn.ModuleList:
-        """All layers."""
-        return layers_of(self.model)[1]
+    def apart(self) -> list[nn.Module]:
+        """The layers that are not in memory."""
+        return list(layers_of(self.model)[1])[self.turns.first :]
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,9 @@ def load_streamed(model: PreTrainedModel, folder: Path, name: str, resident: int
         bind(layers[index], {name: place.of(memory) for name, place in each.file.places.items()})
         sums |= {f"{prefix}.{index}.{key}": value for key, value in each.sums.items()}
     _load_others(model, checkpoint)
-    return StreamedModel(model, stream, resident, sums, parameters, step_bytes)
+    turns = StreamedLayers(stream, resident, len(layers))
+    turns.hook(layers)
+    return StreamedModel(model, turns, sums, parameters, step_bytes)
 
 
 def _load_others(model: PreTrainedModel, checkpoint: Checkpoint) -> None:

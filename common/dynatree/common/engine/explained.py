@@ -1,0 +1,27 @@
+"""Why a model cannot be served, in one line that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers import PretrainedConfig
+
+from dynatree.common.engine.support import check_family
+from dynatree.common.errors import StartupError
+from dynatree.common.tokenizer import first_line
+
+
+@contextmanager
+def explained(name: str, config: PretrainedConfig) -> Iterator[None]:
+    """Name the model, and its family where that is the reason, in any failure while it is probed."""
+    try:
+        try:
+            yield
+        except Exception:
+            check_family(config)
+            raise
+    except StartupError as error:
+        raise StartupError(f"model {name} cannot be served exactly: {error}") from error
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise StartupError(f"model {name} cannot be served: its forward failed: {first_line(error)}") from error

@@ -1,0 +1,69 @@
+"""How the ranks of a model start, and how the first of them leads."""
+
+from __future__ import annotations
+
+import atexit
+from dataclasses import replace
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from dynatree.common.engine.engine import Engine
+from dynatree.common.engine.explained import explained
+from dynatree.common.engine.model_settings import ModelSettings
+from dynatree.common.engine.parallel.parallel_engine import ParallelRunner, Plain
+from dynatree.common.engine.parallel.ranks import Followers, Ranks, check_plan, end_process
+from dynatree.common.engine.support import check_outputs, plain_logits
+from dynatree.common.errors import StartupError
+from dynatree.common.tokenizer import check_folder, first_line
+
+
+def started_ranks(settings: ModelSettings, name: str) -> Ranks:
+    """All processes of a model that is cut over several devices; this one is the first.
+
+    Raises:
+        StartupError: It cannot be cut so.
+    """
+    size = settings.tensor_parallel
+    if find_spec("accelerate") is None:
+        raise StartupError("--tensor-parallel needs the package accelerate; install dynatree[parallel]")
+    for option, value in (("--resident-layers", settings.resident_layers), ("--fixed-rows", settings.fixed_rows)):
+        if value:
+            raise StartupError(f"--tensor-parallel and {option} do not go together")
+    if settings.device not in ("auto", "cpu", "cuda"):
+        raise StartupError(f"--tensor-parallel takes the first devices of a machine, and --device is {settings.device}")
+    check_folder(settings.model)
+    try:
+        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False).get_text_config()
+    except Exception as error:
+        raise StartupError(f"model {name!r} could not be loaded: {first_line(error)}") from error
+    heads = config.num_attention_heads
+    plan = getattr(config, "base_model_tp_plan", None)
+    with explained(name, config):
+        check_plan(config.model_type, plan, heads, getattr(config, "num_key_value_heads", None) or heads, size)
+    devices = torch.cuda.device_count() if settings.device in ("auto", "cuda") and torch.cuda.is_available() else None
+    if devices is not None and devices < size:
+        raise StartupError(f"--tensor-parallel is {size}, and this machine has {devices} GPUs")
+    threads = settings.threads or max(torch.get_num_threads() // size, 1)
+    torch.set_num_threads(threads)
+    followers = Followers(size, replace(settings, threads=threads), end_process)
+    atexit.register(followers.end)
+    return Ranks(0, size, followers.store)
+
+
+def leading(engine: Engine, ranks: Ranks) -> Engine:
+    """The engine of rank 0, on which all ranks compute, once its outputs are compared.
+
+    Raises:
+        StartupError: They are not the model's.
+    """
+
+    def plain(model: PreTrainedModel) -> Tensor:
+        ranks.say(Plain())
+        return plain_logits(model)
+
+    engine = replace(engine, runner=ParallelRunner(engine.runner, ranks))
+    check_outputs(engine, plain)
+    return engine
