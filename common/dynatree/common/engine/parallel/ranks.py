@@ -1,7 +1,7 @@
 """The processes of a model over several devices: how they start, find each other, and end together.
 
 Rank 0 is the service. It starts the others on this machine, as children, and says what all of them compute next. They
-meet through a file in a private folder and speak over the loopback interface: nobody else can join.
+meet through a file in a private folder and speak over the loopback interface: no other machine can join.
 """
 
 from __future__ import annotations
