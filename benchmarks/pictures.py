@@ -6,13 +6,14 @@ python benchmarks/pictures.py
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 import figures
 import matplotlib
 from matplotlib.figure import Figure
 
 from dynatree.bench import plots
-from dynatree.bench.figures import cells
+from dynatree.bench.figures import Cell, cells
 from dynatree.bench.methods import PLAIN
 from dynatree.bench.report import cost_curve
 from dynatree.cli.service_pair import service_pair
@@ -28,9 +29,22 @@ def main() -> None:
     """Write every picture."""
     OUT.mkdir(exist_ok=True)
     plots.save(tree(traced_round()), OUT / "tree.svg")
+    plots.save(streamed(), OUT / "streamed.svg")
     if figures.results():
         plots.save(throughput(), OUT / "throughput.svg")
         plots.save(cost_curve(figures.report("costs"), "nodes", "A round of the 2.8B shape"), OUT / "costs.svg")
+
+
+def streamed() -> Figure:
+    """A round's time by the rows of its forward, where layers are streamed."""
+    report = figures.operated("streamed-12b")
+    rounds = {1: [run["round, s"] for run in report["runs"] if run["policy"] == "plain"]}
+    for run in report["rows"]:
+        rounds.setdefault(1 + round(run["nodes a round"]), []).append(run["round, s"])
+    line = [(rows, Cell(median(each), min(each), max(each), len(each))) for rows, each in sorted(rounds.items())]
+    disk = max(report["disk before, bytes/s"], report["disk after, bytes/s"])
+    reading = {"bytes / fio's speed": report["streamed bytes"] / disk}
+    return plots.lines("11.8B shape in 8 GiB: a round by its rows", "rows", "s", {"round": line}, reading)
 
 
 def traced_round() -> RoundTrace:

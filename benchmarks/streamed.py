@@ -2,8 +2,9 @@
 
 A verify service that streams the model's layers runs in a control group with a limit on its memory, so that the page
 cache cannot hold the model either. Beside it runs a draft service without a limit. The same prompts are completed by
-plain decoding and by policies. accelerate's disk offload decodes in a group of the same size afterwards. Needs root, a
-memory controller of control groups (version 1), and the disk's room for the weights once more.
+plain decoding and by policies; trees of one size after another show where arithmetic takes longer than the disk.
+accelerate's disk offload decodes in a group of the same size afterwards. fio reads the layer cache before and after.
+Needs root, fio, a memory controller of control groups (version 1), and the disk's room for the weights once more.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ POLICIES = {
     "dyspec:max_nodes=256": ("dyspec", {"max_nodes": 256}),
     "default": ("throughput", {}),
 }
+ROWS_TOKENS = 12  # of a completion with trees of one size
 OFFLOADED = """
 import json, sys, time, torch
 from transformers import AutoModelForCausalLM
@@ -106,13 +108,37 @@ def prompts(count: int, size: int) -> list[list[int]]:
     return [text[:size].tolist() for text in texts[:count]]
 
 
-def disk(model: Path) -> float:
-    """Bytes a second that the model's largest file is read at, past the page cache."""
-    path = max(model.glob("*.safetensors"), key=lambda each: each.stat().st_size)
-    command = ["dd", f"if={path}", "of=/dev/null", "bs=16M", "iflag=direct"]
-    began = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True)
-    return path.stat().st_size / (time.perf_counter() - began)
+def disk(cache: Path) -> float:
+    """Bytes a second that fio reads the layers' files at, past the page cache, each after the one before."""
+    files = ":".join(map(str, sorted(cache.glob("*/layer-*.bin"))))
+    command = ["fio", "--name=layers", f"--filename={files}", "--file_service_type=sequential", "--readonly"]
+    command += ["--rw=read", "--bs=8M", "--direct=1", "--ioengine=io_uring", "--iodepth=4", "--fixedbufs=1"]
+    command += [f"--size={sum(each.stat().st_size for each in cache.glob('*/layer-*.bin'))}", "--output-format=json"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(json.loads(done.stdout)["jobs"][0]["read"]["bw_bytes"])
+
+
+def completed(
+    client: Client, process: int, prompt: list[int], tokens: int, name: str
+) -> tuple[dict[str, Any], list[int]]:
+    """One completion: what it took, and its tokens."""
+    policy, settings = POLICIES[name] if name in POLICIES else ("dyspec", {"max_nodes": int(name)})
+    before = read_bytes(process)
+    result = client.generate(prompt, max_new_tokens=tokens, ignore_eos=True, policy=policy, policy_settings=settings)
+    stats = result.stats
+    run = {
+        "policy": name,
+        "tokens": stats.generated_tokens,
+        "first token, s": stats.time_to_first_token_seconds,
+        "tokens/s": 1 / stats.time_per_output_token_seconds,
+        "rounds": stats.rounds,
+        "tokens a round": stats.tokens_per_round,
+        "nodes a round": stats.nodes_per_round,
+        "round, s": (stats.total_seconds - stats.time_to_first_token_seconds) / stats.rounds,
+        "bytes read a forward": (read_bytes(process) - before) / (stats.rounds + 1),
+    }
+    print(run, flush=True)
+    return run, list(result.token_ids)
 
 
 def main() -> int:
@@ -129,44 +155,39 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--plain-tokens", type=int, default=8, help="of plain decoding, whose every step is alike")
     parser.add_argument("--offloaded-steps", type=int, default=3)
+    parser.add_argument("--nodes", type=int, nargs="*", default=[1, 15, 31, 63, 95, 127, 191, 255, 383, 511])
     options = parser.parse_args()
     limit = int(options.memory * 2**30)
     report: dict[str, Any] = {**vars(environment(None, None)), "options": {k: str(v) for k, v in vars(options).items()}}
-    report["disk before, bytes/s"] = disk(options.model)
     given = prompts(options.prompts, options.prompt_tokens)
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
         verify, draft = f"unix:{here}/verify.sock", f"unix:{here}/draft.sock"
         arguments = ["verify", "--target-model", str(options.model), "--layer-cache", str(options.layer_cache)]
         arguments += ["--resident-layers", options.resident_layers, "--max-context", "1024", "--max-sessions", "1"]
+        arguments += ["--max-tree-nodes", "512"]
+        drafting = ["draft", "--draft-model", str(options.draft), "--verify", verify, "--max-tree-nodes", "512"]
         with (
             group("dynatree-streamed", limit) as capped,
             service(arguments, verify, here / "verify.log", capped) as process,
-            service(["draft", "--draft-model", str(options.draft), "--verify", verify], draft, here / "draft.log"),
+            service(drafting, draft, here / "draft.log"),
             Client(draft) as client,
         ):
+            report["disk before, bytes/s"] = disk(options.layer_cache)
             report["streamed bytes"] = client.model_info().target.streamed_bytes
             report["runs"] = []
             for prompt in given:
-                for name, (policy, settings) in POLICIES.items():
+                found = {}
+                for name in POLICIES:
                     tokens = options.plain_tokens if name == "plain" else options.new_tokens
-                    before = read_bytes(process)
-                    stats = client.generate(
-                        prompt, max_new_tokens=tokens, ignore_eos=True, policy=policy, policy_settings=settings
-                    ).stats
-                    run = {
-                        "policy": name,
-                        "tokens": stats.generated_tokens,
-                        "first token, s": stats.time_to_first_token_seconds,
-                        "tokens/s": 1 / stats.time_per_output_token_seconds,
-                        "rounds": stats.rounds,
-                        "tokens a round": stats.tokens_per_round,
-                        "nodes a round": stats.nodes_per_round,
-                        "round, s": (stats.total_seconds - stats.time_to_first_token_seconds) / stats.rounds,
-                        "bytes read a forward": (read_bytes(process) - before) / (stats.rounds + 1),
-                    }
+                    run, found[name] = completed(client, process, prompt, tokens, name)
                     report["runs"].append(run)
-                    print(run, flush=True)
+                whole = found["default"]
+                for run in report["runs"][-len(POLICIES) :]:
+                    run["tokens equal the default's"] = found[run["policy"]] == whole[: run["tokens"]]
+            report["rows"] = [
+                completed(client, process, given[0][:16], ROWS_TOKENS, str(nodes))[0] for nodes in options.nodes
+            ]
             report["peak of the group, bytes"] = int((capped / "memory.max_usage_in_bytes").read_text())
             report["verify log"] = (here / "verify.log").read_text().splitlines()[-8:]
         if options.offloaded_steps:
@@ -176,7 +197,7 @@ def main() -> int:
                 done = subprocess.run(command, capture_output=True, text=True, **joined(capped))
                 report["accelerate, s a step"] = json.loads(done.stdout) if done.returncode == 0 else done.stderr[-800:]
                 print("accelerate", report["accelerate, s a step"])
-    report["disk after, bytes/s"] = disk(options.model)
+    report["disk after, bytes/s"] = disk(options.layer_cache)
     options.out.write_text(json.dumps(report, indent=1))
     return 0
 

@@ -8,15 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+import processes
 import pytest
 from model_zoo import save_noisy_copy, save_random_model
 
 from dynatree.client import Client
-from dynatree.common import healthcheck
 from dynatree.common.engine import ModelSettings, load_engine
 from dynatree.common.errors import StartupError
 from dynatree.draft.policies import policy_names
@@ -24,25 +23,12 @@ from dynatree.draft.policies import policy_names
 FAMILIES = {"gpt_neox": {}, "llama": {}, "qwen2": {"num_key_value_heads": 2}}
 PROMPTS = int(os.environ.get("DYNATREE_PROMPTS", "3"))  # of each policy; 20 take minutes
 EX_SOFTWARE = 70
+Started = tuple[str, subprocess.Popen[bytes], Path]
 
 
-@contextmanager
-def service(folder: Path, name: str, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
-    """A `dynatree` process that serves on a socket, and its log."""
-    address, log = f"unix:{folder}/{name}.sock", folder / f"{name}.log"
-    command = [sys.executable, "-m", "dynatree.cli.main", *arguments, "--listen", address, "--threads", "1"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 120
-        while healthcheck.failure(address, timeout=1.0) is not None:
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        yield address, process, log
-    finally:
-        process.terminate()
-        process.wait(20)
+def service(folder: Path, name: str, *arguments: str) -> AbstractContextManager[Started]:
+    """A service with one core."""
+    return processes.service(folder, name, *arguments, "--threads", "1")
 
 
 def children(process: subprocess.Popen[bytes]) -> list[int]:

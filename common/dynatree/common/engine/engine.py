@@ -14,7 +14,7 @@ from dynatree.common.engine.arena import KVArena
 from dynatree.common.engine.reader import KVMove, LevelsWanted, Read, Reader
 from dynatree.common.engine.runner import Choosing, Decider, Runner
 from dynatree.common.engine.segment import Segment
-from dynatree.common.engine.streaming.layer_stream import LayerStream
+from dynatree.common.engine.streaming.stream import Stream
 from dynatree.common.model_info import ModelInfo
 
 
@@ -44,7 +44,7 @@ class Engine:
     decider: Decider | None = None
     reader: Reader | None = None
     most_rows: int | None = None
-    stream: LayerStream | None = None
+    stream: Stream | None = None
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[Tensor]:

@@ -70,6 +70,22 @@ def load_engine(settings: ModelSettings, ranks: Ranks | None = None) -> Engine:
     if settings.tensor_parallel > 1 and ranks is None:
         ranks = started_ranks(settings, name)
     model, streamed = _load_model(settings, name, ranks)
+    try:
+        return _engine_of(settings, name, ranks, model, streamed)
+    except BaseException:
+        if streamed:
+            streamed.turns.stream.close()
+        raise
+
+
+def _engine_of(
+    settings: ModelSettings, name: str, ranks: Ranks | None, model: PreTrainedModel, streamed: StreamedModel | None
+) -> Engine:
+    """A loaded model with its arena, once its outputs and its costs are known.
+
+    Raises:
+        StartupError: It cannot be served exactly, or does not fit.
+    """
     if streamed:
         parameters, step_bytes = streamed.parameters, streamed.step_bytes
     else:
@@ -151,7 +167,7 @@ def _with_rows(engine: Engine, settings: ModelSettings, longest: int) -> Engine:
     rows, sizes = settings.fixed_rows, (settings.sessions, longest)
     if rows:
         return with_fixed_rows(engine, rows, *sizes, settings.chooses_tokens)
-    if rows is not None or engine.arena.device.type != "cuda":
+    if rows is not None or engine.arena.device.type != "cuda" or engine.stream is not None:
         return engine
     if settings.chooses_tokens:
         return with_default_rows(engine, *sizes)

@@ -37,7 +37,8 @@ def measure_forwards(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
     long. The first forward warms the device up and does not count. No session may be open.
 
     Where layers are streamed, a forward takes the time of reading them, or that of computing where that is longer. The
-    latter is measured without reading, and goes on in a straight line beyond the sizes that were measured.
+    latter is measured without reading, and goes on in a straight line beyond the sizes that were measured. What reading
+    takes of the cores comes on top.
     """
     if engine.stream is None:
         return _measured(engine, max_rows)
@@ -45,7 +46,8 @@ def measure_forwards(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
     with engine.stream.paused():
         computing = _measured(engine, max_rows)
     log.info("%s: %.1f GB of layers are read in %.1f s", engine.info.name, engine.stream.bytes / 1e9, sweep)
-    return tuple(ForwardCost(each.rows, max(each.seconds, sweep)) for each in _continued(computing, max_rows))
+    taken = engine.stream.sweep_cpu_seconds / torch.get_num_threads()
+    return tuple(ForwardCost(each.rows, max(each.seconds + taken, sweep)) for each in _continued(computing, max_rows))
 
 
 def _continued(costs: Sequence[ForwardCost], max_rows: int) -> list[ForwardCost]:

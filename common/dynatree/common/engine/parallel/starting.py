@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -18,6 +19,8 @@ from dynatree.common.engine.parallel.ranks import Followers, Ranks, check_plan, 
 from dynatree.common.engine.support import check_outputs, plain_logits
 from dynatree.common.errors import StartupError
 from dynatree.common.tokenizer import check_folder, first_line
+
+log = logging.getLogger(__name__)
 
 
 def started_ranks(settings: ModelSettings, name: str) -> Ranks:
@@ -48,6 +51,8 @@ def started_ranks(settings: ModelSettings, name: str) -> Ranks:
         raise StartupError(f"--tensor-parallel is {size}, and this machine has {devices} GPUs")
     threads = settings.threads or max(torch.get_num_threads() // size, 1)
     torch.set_num_threads(threads)
+    where = "GPUs" if devices is not None else f"processes of {threads} threads"
+    log.info("%s: every layer is cut over %d %s", name, size, where)
     followers = Followers(size, replace(settings, threads=threads), end_process)
     atexit.register(followers.end)
     return Ranks(0, size, followers.store)

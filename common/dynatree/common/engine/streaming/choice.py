@@ -9,7 +9,8 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import GenerationConfig, PretrainedConfig
 
-from dynatree.common.engine.kv_budget import free_memory
+from dynatree.common.engine.arena import KVShape
+from dynatree.common.engine.kv_budget import CPU_SHARE, GPU_SHARE, free_memory
 from dynatree.common.engine.model_settings import DTYPES, ModelSettings
 from dynatree.common.engine.streaming.layer_cache import default_folder
 from dynatree.common.engine.streaming.streamed_model import StreamedModel, load_streamed, plan_of, skeleton
@@ -17,36 +18,76 @@ from dynatree.common.errors import StartupError
 
 log = logging.getLogger(__name__)
 
-WEIGHTS_SHARE = 0.7  # of the free memory; keys and values need some of the rest
+# of the free memory; keys and values need some of the rest
+WEIGHTS_SHARE = 0.7
+GPU_WEIGHTS_SHARE = 0.9  # nothing else runs there
 
 
 def streamed_model(settings: ModelSettings, config: PretrainedConfig, device: str, name: str) -> StreamedModel | None:
-    """The model with streamed layers, where some are asked for or do not fit; None where all stay in memory.
+    """The model with streamed layers, where some are asked for or do not fit; None where all stay on the device.
+
+    On a CPU they are read from the disk, on a GPU they are copied from the host's memory.
 
     Raises:
         StartupError: They cannot be streamed, or their files are not what was written.
     """
-    asked, folder = settings.resident_layers, Path(settings.model)
-    if torch.device(device).type != "cpu":
+    asked, folder, where = settings.resident_layers, Path(settings.model), torch.device(device)
+    if where.type not in ("cpu", "cuda"):
         if asked is not None:
-            raise StartupError(f"layers are streamed to CPUs only, and the device is {device}; expected --device cpu")
+            raise StartupError(f"layers are streamed to a CPU or a CUDA GPU, and the device is {device}")
         return None
-    free = free_memory(torch.device("cpu"))
-    room = None if free is None else int(WEIGHTS_SHARE * free)
+    free = free_memory(where)
+    room = None if free is None else int((WEIGHTS_SHARE if where.type == "cpu" else GPU_WEIGHTS_SHARE) * free)
     if asked is None and (room is None or sum(each.stat().st_size for each in folder.glob("*.safetensors")) <= room):
         return None
     dtype = DTYPES.get(settings.dtype) or getattr(config, "dtype", None) or torch.float32
     model = skeleton(config, dtype)
     plan = plan_of(model)
-    fitting = plan.layers if room is None else plan.resident(room)
+    fitting = plan.layers if room is None or free is None else plan.resident(room)
+    if fitting < plan.layers and free is not None:
+        share = CPU_SHARE if where.type == "cpu" else GPU_SHARE
+        fitting = min(fitting, plan.resident(free - int(_session_bytes(settings, config, dtype) / share)))
     resident = fitting if asked is None else min(asked, plan.layers)
     if resident == plan.layers:
         return None
-    log.info("%s: %d of %d layers stay in memory, the others are streamed", name, resident, plan.layers)
+    cache = None if _from_memory(where) else settings.layer_cache or default_folder()
+    if cache is None:
+        _check_host((plan.layers - resident) * plan.layer_bytes)
+        if settings.fixed_rows:
+            raise StartupError("on a GPU, --fixed-rows and streamed layers do not go together")
+    source = cache or "the host's memory"
+    log.info("%s: %d of %d layers stay in memory, the others are streamed from %s", name, resident, plan.layers, source)
     if not folder.is_dir():
         folder = Path(snapshot_download(settings.model, allow_patterns=["*.safetensors", "*.json"]))
-    loaded = load_streamed(model, folder, name, resident, settings.layer_cache or default_folder())
+    loaded = load_streamed(model, folder, name, resident, where, cache)
     if (folder / "generation_config.json").exists():
         loaded.model.generation_config = GenerationConfig.from_pretrained(folder)
-    loaded.turns.stream.check()
+    try:
+        loaded.turns.stream.check()
+    except BaseException:
+        loaded.turns.stream.close()
+        raise
     return loaded
+
+
+def _from_memory(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _check_host(needed: int) -> None:
+    free = free_memory(torch.device("cpu"))
+    if free is not None and needed > free:
+        raise StartupError(
+            f"the layers that the GPU has no room for take {needed / 1e9:.1f} GB of the host's memory, and "
+            f"{free / 1e9:.1f} GB are free"
+        )
+
+
+def _session_bytes(settings: ModelSettings, config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Of the keys and values of one session, by the names that most configurations have; 0 where it has others."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None) or 0
+    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    shape = KVShape(text.num_hidden_layers, getattr(text, "num_key_value_heads", None) or heads, size)
+    context = getattr(text, "max_position_embeddings", None) or 0
+    return (min(context, settings.max_context or context) + settings.speculative_slots) * shape.slot_bytes(dtype)

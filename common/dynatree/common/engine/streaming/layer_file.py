@@ -51,29 +51,34 @@ class LayerFile:
     places: Mapping[str, Place]
 
 
+def places_of(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Place], int]:
+    """Where tensors lie one after the other, each at a line of the caches, and the bytes of all, in whole pages."""
+    places: dict[str, Place] = {}
+    at = 0
+    for name, tensor in tensors.items():
+        at += -at % _LINE
+        places[name] = Place(at, tensor.dtype, tuple(tensor.shape))
+        at += tensor.nbytes
+    return places, at + -at % PAGE
+
+
 def write_layer(path: Path, tensors: Mapping[str, Tensor]) -> LayerFile:
     """Write tensors to a new file, and to the disk.
 
     Raises:
         OSError: The disk is full, or fails.
     """
-    places: dict[str, Place] = {}
+    places, size = places_of(tensors)
     at = 0
     with path.open("wb") as file:
-
-        def write(data: bytes | memoryview) -> None:
-            nonlocal at
-            file.write(data)
-            at += len(data)
-
         for name, tensor in tensors.items():
-            write(bytes(-at % _LINE))
-            places[name] = Place(at, tensor.dtype, tuple(tensor.shape))
-            write(_bytes(tensor.detach().contiguous().view(-1).view(torch.uint8)))
-        write(bytes(-at % PAGE))
+            file.write(bytes(places[name].offset - at))
+            file.write(_bytes(tensor.detach().contiguous().view(-1).view(torch.uint8)))
+            at = places[name].offset + places[name].size
+        file.write(bytes(size - at))
         file.flush()
         os.fsync(file.fileno())
-    return LayerFile(path, at, tuple(_sums(path)), places)
+    return LayerFile(path, size, tuple(_sums(path)), places)
 
 
 def _sums(path: Path) -> Iterator[int]:

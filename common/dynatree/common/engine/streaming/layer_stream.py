@@ -8,18 +8,18 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from dynatree.common.engine.streaming.layer_file import PAGE, PIECE, LayerFile, sum_of
+from dynatree.common.engine.streaming.stream import SLOTS
 from dynatree.common.errors import StartupError
 
 log = logging.getLogger(__name__)
 
-SLOTS = 2  # layers in memory: one that computes, one that is read
 _READERS = 4  # threads that read pieces of one layer
 _SLOW = 10.0  # seconds that a layer takes before the log says so
 
@@ -29,15 +29,13 @@ class LayerStreamError(RuntimeError):
 
 
 class LayerStream:
-    """Reads layers in their order, over and over, into a few slots.
-
-    Layer `i` always lies in the same slot, `i % slots`, so that what computes it can point there. Whoever computes
-    calls `wait(i)` before, and `release(i)` after it.
+    """Reads layers from the disk into slots in memory.
 
     Attributes:
         bytes: Of all layers: what a forward reads.
         read_bytes: That were read so far.
         read_seconds: That reading them took.
+        read_cpu_seconds: Of the CPU's cores, that reading and comparing them took.
     """
 
     def __init__(self, files: Sequence[LayerFile], slots: int = SLOTS) -> None:
@@ -60,6 +58,7 @@ class LayerStream:
         self.bytes = sum(each.size for each in files)
         self.read_bytes = 0
         self.read_seconds = 0.0
+        self.read_cpu_seconds = 0.0
         self._paused = False
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="layer-reader")
         self._thread = threading.Thread(target=self._run, name="layer-stream", daemon=True)
@@ -103,6 +102,11 @@ class LayerStream:
     def sweep_seconds(self) -> float:
         """That reading all layers takes, by what was read so far."""
         return self.bytes * self.read_seconds / self.read_bytes if self.read_bytes else 0.0
+
+    @property
+    def sweep_cpu_seconds(self) -> float:
+        """Of the CPU's cores, that reading all layers takes from what computes meanwhile."""
+        return self.bytes * self.read_cpu_seconds / self.read_bytes if self.read_bytes else 0.0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -174,14 +178,15 @@ class LayerStream:
                     self._pool.submit(_read_piece, descriptor, memory, start, min(start + PIECE, file.size), expected)
                     for start, expected in zip(range(0, file.size, PIECE), file.sums, strict=True)
                 ]
-                for piece in pieces:
-                    piece.result()
+                wait(pieces)  # also where one fails: none may write to the slot, or use the descriptor, afterwards
             finally:
                 os.close(descriptor)
+            cpu_seconds = sum(piece.result() for piece in pieces)
         except OSError as error:
             return OSError(f"layer {layer}: {error.strerror or error}")
         self.read_bytes += file.size
         self.read_seconds += time.perf_counter() - began
+        self.read_cpu_seconds += cpu_seconds
         return None
 
 
@@ -195,8 +200,9 @@ def _open(file: LayerFile) -> int:
         return os.open(file.path, os.O_RDONLY)  # the file system knows no other way
 
 
-def _read_piece(descriptor: int, memory: mmap.mmap, start: int, stop: int, expected: int) -> None:
-    view, begin = memoryview(memory), start
+def _read_piece(descriptor: int, memory: mmap.mmap, start: int, stop: int, expected: int) -> float:
+    """Read a piece and compare its sum; the seconds of a core that it took."""
+    view, begin, began = memoryview(memory), start, time.thread_time()
     while start < stop:
         count = os.preadv(descriptor, [view[start:stop]], start)
         if count == 0:
@@ -206,3 +212,4 @@ def _read_piece(descriptor: int, memory: mmap.mmap, start: int, stop: int, expec
             raise OSError("its file in the layer cache was read in part")
     if sum_of(view[begin:stop]) != expected:
         raise OSError("its file in the layer cache is not what was written; remove the cache, and it is written anew")
+    return time.thread_time() - began

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from dynatree.common.engine.streaming.layer_stream import LayerStream
+from dynatree.common.engine.streaming.stream import Stream
 
 
 class StreamedLayers:
@@ -19,7 +19,7 @@ class StreamedLayers:
         stream: Of them.
     """
 
-    def __init__(self, stream: LayerStream, first: int, layers: int) -> None:
+    def __init__(self, stream: Stream, first: int, layers: int) -> None:
         self.stream = stream
         self.first = first
         self._count = layers - first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +14,19 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dynatree.common.engine.attention import NAME
+from dynatree.common.engine.model_fingerprint import sums_of
 from dynatree.common.engine.model_size import parameters_of, step_bytes_of
 from dynatree.common.engine.native import is_native
 from dynatree.common.engine.packing import pack_linear
 from dynatree.common.engine.streaming.checkpoint import Checkpoint
 from dynatree.common.engine.streaming.layer_cache import cached_layers
-from dynatree.common.engine.streaming.layer_stream import SLOTS, LayerStream
-from dynatree.common.engine.streaming.layout import bind, bytes_of, fill
+from dynatree.common.engine.streaming.layer_file import Place
+from dynatree.common.engine.streaming.layer_stream import LayerStream
+from dynatree.common.engine.streaming.layout import bind, bytes_of, fill, tensors_of
+from dynatree.common.engine.streaming.memory_stream import MemoryStream, blob_of
+from dynatree.common.engine.streaming.stream import SLOTS, Stream
 from dynatree.common.engine.streaming.streamed_layers import StreamedLayers
 from dynatree.common.errors import StartupError
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -104,15 +106,18 @@ def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     raise StartupError(f"{model.config.model_type} has no list of {count} layers, so none of them can be streamed")
 
 
-def load_streamed(model: PreTrainedModel, folder: Path, name: str, resident: int, cache: Path) -> StreamedModel:
+def load_streamed(
+    model: PreTrainedModel, folder: Path, name: str, resident: int, device: torch.device, cache: Path | None
+) -> StreamedModel:
     """Load a model without weights from its checkpoint, all but its last layers, which are streamed.
 
     Args:
         model: From `skeleton`.
         folder: Of the checkpoint.
         name: For messages.
-        resident: Layers that stay in memory.
-        cache: The folder of layer caches.
+        resident: Layers that stay on the device.
+        device: That computes.
+        cache: The folder of layer caches, from which layers are read; None: they are copied from the host's memory.
 
     Raises:
         StartupError: The checkpoint or the cache cannot be used.
@@ -120,7 +125,7 @@ def load_streamed(model: PreTrainedModel, folder: Path, name: str, resident: int
     parameters, step_bytes = parameters_of(model), step_bytes_of(model)  # before layers are laid out, which hides them
     prefix, layers = layers_of(model)
     checkpoint = Checkpoint(folder, name, model, prefix)
-    native = is_native(CPU, model.dtype)
+    native = is_native(device, model.dtype)
 
     def build(index: int) -> nn.Module:
         layer = copy.deepcopy(layers[index])
@@ -132,18 +137,31 @@ def load_streamed(model: PreTrainedModel, folder: Path, name: str, resident: int
             pack_linear(layer)
         return layer
 
-    layout = "panels" if native else "rows"
-    cached = cached_layers(cache, checkpoint, layout, len(layers), build)
-    stream = LayerStream([each.file for each in cached[resident:]])
+    places: list[Mapping[str, Place]] = []
     sums: dict[str, list[Any]] = {}
-    for index, each in enumerate(cached):
+    stream: Stream
+    if cache is None:
+        blobs = []
+        for index in range(resident, len(layers)):
+            blob, where = blob_of(tensors_of(build(index)), pinned=device.type == "cuda")
+            blobs.append(blob)
+            places.append(where)
+            sums |= {f"{prefix}.{index}.{key}": sums_of(each) for key, each in checkpoint.layer(index).items()}
+        stream = MemoryStream(blobs, device)
+    else:
+        cached = cached_layers(cache, checkpoint, "panels" if native else "rows", len(layers), build)
+        for index, each in enumerate(cached[resident:], resident):
+            places.append(each.file.places)
+            sums |= {f"{prefix}.{index}.{key}": value for key, value in each.sums.items()}
+        stream = LayerStream([each.file for each in cached[resident:]])
+    for index, layer in enumerate(layers):
         if index < resident:
-            fill(layers[index], checkpoint.layer(index))
-            continue
-        memory = stream.memory(index - resident)
-        bind(layers[index], {name: place.of(memory) for name, place in each.file.places.items()})
-        sums |= {f"{prefix}.{index}.{key}": value for key, value in each.sums.items()}
+            fill(layer, checkpoint.layer(index))
+        else:
+            memory, where = stream.memory(index - resident), places[index - resident]
+            bind(layer, {name: place.of(memory) for name, place in where.items()})
     _load_others(model, checkpoint)
+    model.to(device)  # type: ignore[arg-type]
     turns = StreamedLayers(stream, resident, len(layers))
     turns.hook(layers)
     return StreamedModel(model, turns, sums, parameters, step_bytes)

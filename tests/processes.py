@@ -1,0 +1,43 @@
+"""A service as a process of its own, as the command line starts it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dynatree.common import healthcheck
+
+START_SECONDS = 120.0
+END_SECONDS = 20.0
+
+
+@contextmanager
+def service(
+    folder: Path, name: str, *arguments: str, seconds: float = START_SECONDS
+) -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
+    """A `dynatree` process that serves on a socket, and its log.
+
+    Args:
+        folder: Of the socket and the log.
+        name: Of both.
+        arguments: Of the command.
+        seconds: That it may take to start.
+    """
+    address, log = f"unix:{folder}/{name}.sock", folder / f"{name}.log"
+    command = [sys.executable, "-m", "dynatree.cli.main", *arguments, "--listen", address]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    try:
+        deadline = time.monotonic() + seconds
+        while healthcheck.failure(address, timeout=1.0) is not None:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield address, process, log
+    finally:
+        process.terminate()
+        process.wait(END_SECONDS)
