@@ -31,7 +31,8 @@ START_SECONDS = 900.0
 def prompts(count: int, size: int) -> list[list[int]]:
     """Pieces of recorded books, in tokens."""
     tokens = np.load(BOOKS, allow_pickle=False)["token_ids"].reshape(-1)
-    return [tokens[1000 * each : 1000 * each + size].tolist() for each in range(count)]
+    step = len(tokens) // count
+    return [tokens[each * step : each * step + size].tolist() for each in range(count)]
 
 
 def completions(client: Client, given: Sequence[list[int]], policy: str, tokens: int) -> list[list[int]]:
