@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resident-layers",
         type=layers,
         metavar="N|auto|all",
-        help="layers that stay in memory; the others are read from the disk in every forward (default: auto, all "
-        "that fit)",
+        help="layers that stay in memory; the others are fetched in every forward, from the disk or, to a GPU, "
+        "from the host's memory (default: auto, all that fit)",
     )
     parser.add_argument(
         "--layer-cache",

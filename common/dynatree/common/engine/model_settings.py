@@ -31,7 +31,7 @@ class ModelSettings:
         chooses_tokens: Whether the model is a target, whose generation_config is adopted or refused. A draft only
             guesses, so its generation_config does not matter.
         threads: Of the CPU; None: torch's choice.
-        resident_layers: That stay in memory; the others are streamed from the disk. None: all, if they fit.
+        resident_layers: That stay in memory; the others are streamed. None: all, if they fit.
         layer_cache: The folder of layer caches; None: the user's.
         tensor_parallel: Devices over which every layer is cut.
     """

@@ -12,14 +12,14 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dynatree.common.engine.model_fingerprint import sums_of
 from dynatree.common.engine.streaming.checkpoint import Checkpoint
@@ -48,7 +48,11 @@ def default_folder() -> Path:
 
 
 def cached_layers(
-    root: Path, checkpoint: Checkpoint, layout: str, layers: int, build: Callable[[int], nn.Module]
+    root: Path,
+    checkpoint: Checkpoint,
+    layout: str,
+    layers: int,
+    build: Callable[[int, Mapping[str, Tensor]], nn.Module],
 ) -> list[CachedLayer]:
     """The files of a checkpoint's layers; they are written where there are none.
 
@@ -57,7 +61,7 @@ def cached_layers(
         checkpoint: Whose layers they are.
         layout: A name of how the tensors are laid out.
         layers: Their number.
-        build: Makes a layer, with its tensors laid out, from the checkpoint.
+        build: Makes a layer, with its tensors laid out, of the checkpoint's.
 
     Raises:
         StartupError: The disk is full or fails, or the table of a cache cannot be read.
@@ -70,18 +74,20 @@ def cached_layers(
         return _write(folder, checkpoint, layers, build)
 
 
-def _write(folder: Path, checkpoint: Checkpoint, layers: int, build: Callable[[int], nn.Module]) -> list[CachedLayer]:
+def _write(
+    folder: Path, checkpoint: Checkpoint, layers: int, build: Callable[[int, Mapping[str, Tensor]], nn.Module]
+) -> list[CachedLayer]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     written = []
     for layer in range(layers):
-        module = build(layer)
-        tensors = tensors_of(module)
+        given = checkpoint.layer(layer)
+        tensors = tensors_of(build(layer, given))
         size = sum(tensor.nbytes for tensor in tensors.values())
         if layer == 0:
             _check_room(folder, layers * size)
             log.info("%s: writing the layer cache, %.1f GB, once", checkpoint.name, layers * size / 1e9)
-        sums = {key: sums_of(tensor) for key, tensor in checkpoint.layer(layer).items()}
+        sums = {key: sums_of(tensor) for key, tensor in given.items()}
         written.append(CachedLayer(write_layer(folder / f"layer-{layer:03}.bin", tensors), sums))
     table = {"layers": [_row(each) for each in written]}
     unfinished = folder / f"{_TABLE}.new"

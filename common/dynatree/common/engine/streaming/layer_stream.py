@@ -7,15 +7,13 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from dynatree.common.engine.streaming.layer_file import PAGE, PIECE, LayerFile, sum_of
-from dynatree.common.engine.streaming.stream import SLOTS
+from dynatree.common.engine.streaming.stream import SLOTS, Stream
 from dynatree.common.errors import StartupError
 
 log = logging.getLogger(__name__)
@@ -28,11 +26,10 @@ class LayerStreamError(RuntimeError):
     """A layer's file cannot be read, or is not what was written."""
 
 
-class LayerStream:
+class LayerStream(Stream):
     """Reads layers from the disk into slots in memory.
 
     Attributes:
-        bytes: Of all layers: what a forward reads.
         read_bytes: That were read so far.
         read_seconds: That reading them took.
         read_cpu_seconds: Of the CPU's cores, that reading and comparing them took.
@@ -48,25 +45,21 @@ class LayerStream:
         self._files = files
         size = max(each.size for each in files)
         self._memory = [mmap.mmap(-1, size) for _ in range(min(slots, len(files)))]
-        self._tensors = [torch.frombuffer(memory, dtype=torch.uint8) for memory in self._memory]
+        super().__init__(
+            sum(each.size for each in files), [torch.frombuffer(memory, dtype=torch.uint8) for memory in self._memory]
+        )
         self._changed = threading.Condition()
         self._held: list[int | None] = [None] * len(self._memory)  # of each slot: the layer that it holds
         self._next = 0  # the layer that is read next
         self._turn = 0  # counts the times that reading began anew
         self._error: Exception | None = None
         self._closed = False
-        self.bytes = sum(each.size for each in files)
         self.read_bytes = 0
         self.read_seconds = 0.0
         self.read_cpu_seconds = 0.0
-        self._paused = False
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="layer-reader")
         self._thread = threading.Thread(target=self._run, name="layer-stream", daemon=True)
         self._thread.start()
-
-    def memory(self, layer: int) -> Tensor:
-        """Where a layer lies while it may be computed, uint8."""
-        return self._tensors[layer % len(self._tensors)]
 
     def wait(self, layer: int) -> None:
         """Until a layer is in memory.
@@ -107,17 +100,6 @@ class LayerStream:
     def sweep_cpu_seconds(self) -> float:
         """Of the CPU's cores, that reading all layers takes from what computes meanwhile."""
         return self.bytes * self.read_cpu_seconds / self.read_bytes if self.read_bytes else 0.0
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Nobody waits, and nothing is read: forwards compute with whatever lies in the slots, to be timed."""
-        self.wait(0)
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-            self.release(0)
 
     def check(self) -> None:
         """Read every layer once, and so compare it with what was written.

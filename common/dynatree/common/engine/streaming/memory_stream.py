@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from dynatree.common.engine.streaming.layer_file import Place, places_of
-from dynatree.common.engine.streaming.stream import SLOTS
+from dynatree.common.engine.streaming.stream import SLOTS, Stream
 
 
 def blob_of(tensors: Mapping[str, Tensor], pinned: bool) -> tuple[Tensor, Mapping[str, Place]]:
@@ -27,14 +26,11 @@ def blob_of(tensors: Mapping[str, Tensor], pinned: bool) -> tuple[Tensor, Mappin
     return blob, places
 
 
-class MemoryStream:
+class MemoryStream(Stream):
     """Copies layers into slots on a device.
 
     On a GPU the host waits for nothing: copies have a CUDA stream of their own, and events order them with what
     computes. On a CPU, which only tests use, a copy is made at once.
-
-    Attributes:
-        bytes: Of all layers.
     """
 
     def __init__(self, blobs: Sequence[Tensor], device: torch.device, slots: int = SLOTS) -> None:
@@ -48,13 +44,11 @@ class MemoryStream:
         self._blobs = blobs
         size = max(blob.numel() for blob in blobs)
         count = min(slots, len(blobs))
-        self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
+        slot_memory = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
+        super().__init__(sum(blob.numel() for blob in blobs), slot_memory)
         self._order = _CudaOrder(device, count) if device.type == "cuda" else _HostOrder()
         self._held: list[int | None] = [None] * count  # of each slot: the layer that it holds, or that is under way
         self._next = 0  # the layer that is copied next
-        self._paused = False
-        self._device = device
-        self.bytes = sum(blob.numel() for blob in blobs)
         self._sweep_seconds = 0.0
 
     @property
@@ -66,10 +60,6 @@ class MemoryStream:
     def sweep_cpu_seconds(self) -> float:
         """None: a GPU copies by itself."""
         return 0.0
-
-    def memory(self, layer: int) -> Tensor:
-        """Where a layer lies while it may be computed, uint8."""
-        return self._slots[layer % len(self._slots)]
 
     def wait(self, layer: int) -> None:
         """Have what is computed from here on come behind the layer's copy."""
@@ -92,17 +82,6 @@ class MemoryStream:
         self._order.computed(slot)
         self._held[slot] = None
         self._copy()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Nobody waits, and nothing is copied."""
-        self.wait(0)
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-            self.release(0)
 
     def check(self) -> None:
         """Copy every layer twice, and note the time of the second round: the first finds cold memory."""

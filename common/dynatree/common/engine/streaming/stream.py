@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
 SLOTS = 2  # layers where they are computed: one that computes, one that comes
 
 
-class Stream(Protocol):
+class Stream(ABC):
     """Brings layers in their order, over and over, into a few slots.
 
     Layer `i` always lies in the same slot, `i % slots`, so that what computes it can point there. Whoever computes
@@ -20,19 +21,32 @@ class Stream(Protocol):
         bytes: Of all layers: what a forward brings.
     """
 
-    bytes: int
+    def __init__(self, size: int, slots: Sequence[Tensor]) -> None:
+        """Know the slots.
+
+        Args:
+            size: Bytes of all layers.
+            slots: Each uint8, and as large as the largest layer.
+        """
+        self.bytes = size
+        self._slots = slots
+        self._paused = False
 
     @property
+    @abstractmethod
     def sweep_seconds(self) -> float:
-        """That bringing all layers takes."""
+        """That bringing all layers takes, by what was brought so far."""
 
     @property
+    @abstractmethod
     def sweep_cpu_seconds(self) -> float:
         """Of the CPU's cores, that bringing all layers takes from what computes meanwhile."""
 
     def memory(self, layer: int) -> Tensor:
         """Where a layer lies while it may be computed, uint8."""
+        return self._slots[layer % len(self._slots)]
 
+    @abstractmethod
     def wait(self, layer: int) -> None:
         """Until a layer is there.
 
@@ -40,18 +54,29 @@ class Stream(Protocol):
             LayerStreamError: It cannot be read.
         """
 
+    @abstractmethod
     def release(self, layer: int) -> None:
         """A layer is computed: another may take its slot."""
 
-    def paused(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
         """Nobody waits, and nothing comes: forwards compute with whatever lies in the slots, to be timed."""
+        self.wait(0)
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+            self.release(0)
 
+    @abstractmethod
     def check(self) -> None:
-        """Bring every layer once.
+        """Bring every layer, and so learn what a sweep takes.
 
         Raises:
             StartupError: One cannot be read, or is not what was written.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Bring no more."""

@@ -127,10 +127,10 @@ def load_streamed(
     checkpoint = Checkpoint(folder, name, model, prefix)
     native = is_native(device, model.dtype)
 
-    def build(index: int) -> nn.Module:
+    def build(index: int, given: Mapping[str, Tensor]) -> nn.Module:
         layer = copy.deepcopy(layers[index])
         try:
-            fill(layer, checkpoint.layer(index))
+            fill(layer, given)
         except KeyError as error:
             raise StartupError(f"model {name}: its checkpoint lacks {error} of layer {index}") from error
         if native:
@@ -143,10 +143,11 @@ def load_streamed(
     if cache is None:
         blobs = []
         for index in range(resident, len(layers)):
-            blob, where = blob_of(tensors_of(build(index)), pinned=device.type == "cuda")
+            given = checkpoint.layer(index)
+            blob, where = blob_of(tensors_of(build(index, given)), pinned=device.type == "cuda")
             blobs.append(blob)
             places.append(where)
-            sums |= {f"{prefix}.{index}.{key}": sums_of(each) for key, each in checkpoint.layer(index).items()}
+            sums |= {f"{prefix}.{index}.{key}": sums_of(each) for key, each in given.items()}
         stream = MemoryStream(blobs, device)
     else:
         cached = cached_layers(cache, checkpoint, "panels" if native else "rows", len(layers), build)
