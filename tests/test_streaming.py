@@ -189,20 +189,59 @@ def test_as_many_layers_stay_as_fit(llama: Path, tmp_path: Path, monkeypatch: py
     plan = LayerPlan(layers=10, layer_bytes=100, other_bytes=50)
     assert [plan.resident(free) for free in (1050, 1049, 851, 350, 250, 0)] == [10, 7, 6, 1, 0, 0]
     size = (llama / "model.safetensors").stat().st_size
-    monkeypatch.setattr(choice, "free_memory", lambda device: int(0.9 * size / choice.WEIGHTS_SHARE))
+    monkeypatch.setattr(choice, "free_memory", lambda device: int(0.9 * size / choice.WHOLE_SHARE))
     engine = load(llama, tmp_path / "cache", None)
     assert stream_of(engine).read_bytes > 0
     stream_of(engine).close()
-    monkeypatch.setattr(choice, "free_memory", lambda device: int(1.1 * size / choice.WEIGHTS_SHARE))
+    monkeypatch.setattr(choice, "free_memory", lambda device: int(1.1 * size / choice.WHOLE_SHARE))
     assert load(llama, tmp_path / "none", None).info.fingerprint == engine.info.fingerprint
     assert not (tmp_path / "none").exists()
+
+
+def test_what_fits_is_known_by_the_dtype_that_is_served(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the files' size: a checkpoint of float32 takes half as much in bfloat16."""
+    size = (llama / "model.safetensors").stat().st_size
+    monkeypatch.setattr(choice, "free_memory", lambda device: int(0.75 * size / choice.WHOLE_SHARE))
+    assert load(llama, tmp_path / "none", None, dtype="bfloat16").stream is None
+    engine = load(llama, tmp_path / "cache", None, dtype="float32")
+    stream_of(engine).close()
+
+
+@pytest.mark.parametrize("resident", ["0", "None"])
+def test_a_model_of_the_hub_is_streamed_as_a_folder_is(llama: Path, tmp_path: Path, resident: str) -> None:
+    """From the hub client's own cache, in a process of its own, which reads where that is at import."""
+    hub = tmp_path / "hub" / "models--someone--model"
+    (hub / "refs").mkdir(parents=True)
+    (hub / "refs" / "main").write_text("1" * 40)
+    shutil.copytree(llama, hub / "snapshots" / ("1" * 40))
+    code = (
+        "import sys; from pathlib import Path; from dynatree.common.engine import ModelSettings, load_engine\n"
+        "from dynatree.common.engine.streaming import choice\n"
+        "choice.free_memory = lambda device: int(sys.argv[1])\n"
+        f"settings = ModelSettings('someone/model', sessions=1, resident_layers={resident}, layer_cache=Path(sys.argv[2]))\n"
+        "engine = load_engine(settings)\n"
+        "print(engine.info.fingerprint, engine.stream.bytes > 0)\n"
+        "engine.stream.close()"
+    )
+    free = int(0.9 * (llama / "model.safetensors").stat().st_size / choice.WHOLE_SHARE)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(free), str(tmp_path / "cache")],
+        env=os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    whole = load(llama, tmp_path / "cache", LAYERS)
+    assert done.stdout.split() == [whole.info.fingerprint, "True"], done.stderr
 
 
 def test_room_is_left_for_the_keys_and_values_of_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A service that chooses its layers itself starts, whatever the context."""
     model = save_random_model(tmp_path / "model", "llama", 4, num_hidden_layers=12)
     weights = (model / "model.safetensors").stat().st_size
-    free = int(0.95 * weights / choice.WEIGHTS_SHARE)
+    free = int(0.95 * weights / choice.WHOLE_SHARE)
     monkeypatch.setattr(choice, "free_memory", lambda device: free)
     kept = {}
     for slots in (1, 4096):

@@ -13,14 +13,17 @@ from dynatree.common.engine.arena import KVShape
 from dynatree.common.engine.kv_budget import CPU_SHARE, GPU_SHARE, free_memory
 from dynatree.common.engine.model_settings import DTYPES, ModelSettings
 from dynatree.common.engine.streaming.layer_cache import default_folder
+from dynatree.common.engine.streaming.layout import bytes_of
 from dynatree.common.engine.streaming.streamed_model import StreamedModel, load_streamed, plan_of, skeleton
 from dynatree.common.errors import StartupError
 
 log = logging.getLogger(__name__)
 
-# of the free memory; keys and values need some of the rest
+# of the free memory. A target that is nearly too large is better kept whole, with few keys and values: what is
+# streamed takes seconds a step. Once layers are streamed, some more of them cost little, and room is worth more.
+WHOLE_SHARE = 0.85
 WEIGHTS_SHARE = 0.7
-GPU_WEIGHTS_SHARE = 0.9  # nothing else runs there
+GPU_WEIGHTS_SHARE = 0.9  # for both; nothing else runs there
 
 
 def streamed_model(settings: ModelSettings, config: PretrainedConfig, device: str, name: str) -> StreamedModel | None:
@@ -36,17 +39,16 @@ def streamed_model(settings: ModelSettings, config: PretrainedConfig, device: st
         if asked is not None:
             raise StartupError(f"layers are streamed to a CPU or a CUDA GPU, and the device is {device}")
         return None
-    free = free_memory(where)
-    room = None if free is None else int((WEIGHTS_SHARE if where.type == "cpu" else GPU_WEIGHTS_SHARE) * free)
-    if asked is None and (room is None or sum(each.stat().st_size for each in folder.glob("*.safetensors")) <= room):
-        return None
     dtype = DTYPES.get(settings.dtype) or getattr(config, "dtype", None) or torch.float32
     model = skeleton(config, dtype)
+    free = free_memory(where)
+    if asked is None and (free is None or bytes_of(model) <= _share(where, WHOLE_SHARE) * free):
+        return None
     plan = plan_of(model)
-    fitting = plan.layers if room is None or free is None else plan.resident(room)
-    if fitting < plan.layers and free is not None:
-        share = CPU_SHARE if where.type == "cpu" else GPU_SHARE
-        fitting = min(fitting, plan.resident(free - int(_session_bytes(settings, config, dtype) / share)))
+    fitting = plan.layers
+    if free is not None:
+        room = _session_bytes(settings, config, dtype) / (CPU_SHARE if where.type == "cpu" else GPU_SHARE)
+        fitting = plan.resident(int(min(_share(where, WEIGHTS_SHARE) * free, free - room)))
     resident = fitting if asked is None else min(asked, plan.layers)
     if resident == plan.layers:
         return None
@@ -58,7 +60,9 @@ def streamed_model(settings: ModelSettings, config: PretrainedConfig, device: st
     source = cache or "the host's memory"
     log.info("%s: %d of %d layers stay in memory, the others are streamed from %s", name, resident, plan.layers, source)
     if not folder.is_dir():
-        folder = Path(snapshot_download(settings.model, allow_patterns=["*.safetensors", "*.json"]))
+        # without other forms of the same weights, as some repositories have them
+        patterns = {"allow_patterns": ["*.safetensors", "*.json"], "ignore_patterns": ["*/*", "consolidated*"]}
+        folder = Path(snapshot_download(settings.model, **patterns))
     loaded = load_streamed(model, folder, name, resident, where, cache)
     if (folder / "generation_config.json").exists():
         loaded.model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -68,6 +72,10 @@ def streamed_model(settings: ModelSettings, config: PretrainedConfig, device: st
         loaded.turns.stream.close()
         raise
     return loaded
+
+
+def _share(device: torch.device, of_cpu: float) -> float:
+    return of_cpu if device.type == "cpu" else GPU_WEIGHTS_SHARE
 
 
 def _from_memory(device: torch.device) -> bool:
