@@ -220,8 +220,8 @@ def test_a_model_of_the_hub_is_streamed_as_a_folder_is(llama: Path, tmp_path: Pa
         "import sys; from pathlib import Path; from dynatree.common.engine import ModelSettings, load_engine\n"
         "from dynatree.common.engine.streaming import choice\n"
         "choice.free_memory = lambda device: int(sys.argv[1])\n"
-        f"settings = ModelSettings('someone/model', sessions=1, resident_layers={resident}, layer_cache=Path(sys.argv[2]))\n"
-        "engine = load_engine(settings)\n"
+        f"settings = dict(sessions=1, resident_layers={resident}, layer_cache=Path(sys.argv[2]))\n"
+        "engine = load_engine(ModelSettings('someone/model', **settings))\n"
         "print(engine.info.fingerprint, engine.stream.bytes > 0)\n"
         "engine.stream.close()"
     )
