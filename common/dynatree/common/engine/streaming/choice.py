@@ -60,9 +60,8 @@ def streamed_model(settings: ModelSettings, config: PretrainedConfig, device: st
     source = cache or "the host's memory"
     log.info("%s: %d of %d layers stay in memory, the others are streamed from %s", name, resident, plan.layers, source)
     if not folder.is_dir():
-        # without other forms of the same weights, as some repositories have them
-        patterns = {"allow_patterns": ["*.safetensors", "*.json"], "ignore_patterns": ["*/*", "consolidated*"]}
-        folder = Path(snapshot_download(settings.model, **patterns))
+        wanted, others = ["*.safetensors", "*.json"], ["*/*", "consolidated*"]  # some hold the weights in other forms too
+        folder = Path(snapshot_download(settings.model, allow_patterns=wanted, ignore_patterns=others))
     loaded = load_streamed(model, folder, name, resident, where, cache)
     if (folder / "generation_config.json").exists():
         loaded.model.generation_config = GenerationConfig.from_pretrained(folder)
