@@ -60,7 +60,7 @@ def streamed_model(settings: ModelSettings, config: PretrainedConfig, device: st
     source = cache or "the host's memory"
     log.info("%s: %d of %d layers stay in memory, the others are streamed from %s", name, resident, plan.layers, source)
     if not folder.is_dir():
-        wanted, others = ["*.safetensors", "*.json"], ["*/*", "consolidated*"]  # some hold the weights in other forms too
+        wanted, others = ["*.safetensors", "*.json"], ["*/*", "consolidated*"]  # the same weights in other forms
         folder = Path(snapshot_download(settings.model, allow_patterns=wanted, ignore_patterns=others))
     loaded = load_streamed(model, folder, name, resident, where, cache)
     if (folder / "generation_config.json").exists():
