@@ -355,6 +355,8 @@ WRONG = [
     [*VERIFY, "--max-context", "1"],
     [*VERIFY, "--listen", "localhost"],
     [*VERIFY, "--max-tree-nodes", "many"],
+    [*VERIFY, "--resident-layers", "few"],
+    [*VERIFY, "--layer-cache", ""],
     [*DRAFT, "--dtype", "x"],
     [*DRAFT, "--verify", "http://localhost:50052"],
     [*DRAFT, "--policy", "nope"],

@@ -17,6 +17,7 @@ from dynatree.cli.reference import Reference
 from dynatree.client import Client
 from dynatree.common import embedded
 from dynatree.common.embedded.grow import SHAPES, GrownShape, GrownWeights, grow, grown_config
+from dynatree.common.embedded.grow import main as grow_command
 from dynatree.common.embedded.train import tokens_per_round
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
@@ -89,6 +90,20 @@ def test_a_model_that_does_not_widen_to_a_shape_is_refused(tmp_path):
     with pytest.raises(ValueError, match="320 wide does not grow to 640 with 4 heads"):
         grow(GrownShape(embedded.target_path(), 640, 4, 4, 2048), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_nothing_that_is_there_is_grown_over(tmp_path, capsys):
+    (tmp_path / "model.safetensors").write_bytes(b"precious")
+    for out in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(SystemExit) as ended:
+            grow_command(["pythia-70m", str(out)])
+        assert ended.value.code == 2
+        assert "is there already; expected a new folder, or an empty one" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
+    with pytest.raises(SystemExit) as ended:
+        grow_command(["pythia-70m", "/proc/none"])
+    assert ended.value.code == 1
+    assert "/proc/none cannot be written: " in capsys.readouterr().err
 
 
 GROWING = """

@@ -10,15 +10,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from model_zoo import ARCHITECTURES, save_random_model
+from processes import service
+from safetensors.torch import load_file, save_file
 
+from dynatree.client import Client
+from dynatree.common import embedded
 from dynatree.common.engine import Engine, ModelSettings, Segment, ancestor_mask, load_engine, timing
-from dynatree.common.engine.streaming import choice, layer_file, layer_stream
+from dynatree.common.engine.streaming import choice, layer_cache, layer_file, layer_stream
 from dynatree.common.engine.streaming.layer_file import LayerFile, write_layer
 from dynatree.common.engine.streaming.layer_stream import LayerStream, LayerStreamError
 from dynatree.common.engine.streaming.memory_stream import MemoryStream
@@ -126,11 +131,17 @@ def test_services_that_start_at_once_write_a_cache_once(llama: Path, tmp_path: P
         (lambda folder: _shorten(folder / "layer-001.bin"), "layer-001.bin of the layer cache has .* bytes"),
         (
             lambda folder: _change(folder / "layer-002.bin"),
-            "a streamed layer cannot be read: layer 2: its file .* is not what",
+            "[0-9a-f]{16}/layer-002.bin of the layer cache is not what was written; stop the service, remove [0-9a-f]",
         ),
         (lambda folder: (folder / "layer-000.bin").unlink(), "layer-000.bin of the layer cache has 0 bytes"),
-        (lambda folder: (folder / "layers.json").write_text("{"), "the layer cache's table cannot be read"),
-        (lambda folder: (folder / "layers.json").write_text('{"layers": [{}]}'), "table cannot be read"),
+        (
+            lambda folder: (folder / "layers.json").write_text("{"),
+            "the table of the layer cache cannot be read; stop the service",
+        ),
+        (
+            lambda folder: (folder / "layers.json").write_text('{"layers": [{}]}'),
+            "the table of the layer cache cannot be read",
+        ),
     ],
 )
 def test_a_cache_that_was_harmed_is_refused(llama: Path, tmp_path: Path, harm: Any, message: str) -> None:
@@ -155,11 +166,51 @@ def _change(path: Path) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
+def test_a_written_cache_is_read_without_its_lock(llama: Path, tmp_path: Path) -> None:
+    """As on a file system that is read-only."""
+    stream_of(load(llama, tmp_path / "cache", 0)).close()
+    [lock] = (tmp_path / "cache").glob("*.lock")
+    lock.unlink()
+    lock.mkdir()  # cannot be opened, by root neither
+    stream_of(load(llama, tmp_path / "cache", 0)).close()
+
+
+def test_a_start_that_fails_leaves_a_written_cache_alone(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another service may be reading it."""
+    stream_of(load(llama, tmp_path / "cache", 0)).close()
+    before = sorted((tmp_path / "cache").glob("*/*"))
+
+    def failing(folder: Path) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(layer_cache, "_read_table", failing)
+    with pytest.raises(StartupError, match="the layer cache cannot be written or read: Too many open files; expected"):
+        load(llama, tmp_path / "cache", 0)
+    assert len(before) == 4
+    assert sorted((tmp_path / "cache").glob("*/*")) == before
+
+
+def test_another_checkpoint_of_equal_size_and_time_is_not_taken_for_the_first(llama: Path, tmp_path: Path) -> None:
+    """As copies and images make them, which keep times or have one time for all files."""
+    stream_of(load(llama, tmp_path / "cache", 0)).close()
+    path = llama / "model.safetensors"
+    before, tensors = path.stat(), load_file(path)
+    tensors["model.layers.2.mlp.down_proj.weight"] += 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    streamed = load(llama, tmp_path / "cache", 0)
+    assert streamed.info.fingerprint == load(llama, tmp_path / "cache", LAYERS).info.fingerprint
+    stream_of(streamed).close()
+
+
 def test_a_full_disk_is_told_before_anything_is_written(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 1000})())
-    with pytest.raises(StartupError, match=r"the layer cache takes .* GB, and its disk has 0.0 GB left"):
+    with pytest.raises(StartupError, match=r"the layer cache needs 0\.27 GB, .* its disk has 0\.00 GB left"):
         load(llama, tmp_path / "cache", 0)
 
 
@@ -369,7 +420,7 @@ def test_a_file_that_goes_bad_fails_the_forward_and_is_tried_again(files: list[L
     for layer in (1, 2):
         stream.wait(layer)
         stream.release(layer)
-    with pytest.raises(LayerStreamError, match="layer 3: its file in the layer cache is cut short"):
+    with pytest.raises(LayerStreamError, match=r"3.bin of the layer cache is cut short"):
         stream.wait(3)
     files[3].path.write_bytes(data)
     for layer in range(5):
@@ -389,7 +440,7 @@ def test_nothing_writes_to_a_slot_behind_a_failure(tmp_path: Path, monkeypatch: 
 
     def slowly(descriptor: int, memory: Any, start: int, *arguments: Any) -> float:
         if start == 0:
-            raise OSError("no luck")
+            raise OSError(5, "no luck")
         reading.append(start)
         time.sleep(0.1)
         seconds = read(descriptor, memory, start, *arguments)
@@ -398,7 +449,7 @@ def test_nothing_writes_to_a_slot_behind_a_failure(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(layer_stream, "_read_piece", slowly)
     stream = LayerStream([file], 1)
-    with pytest.raises(LayerStreamError, match="layer 0: no luck"):
+    with pytest.raises(LayerStreamError, match=r"0.bin of the layer cache cannot be read: no luck"):
         stream.wait(0)
     assert reading == []
     stream.close()
@@ -408,10 +459,67 @@ def test_a_file_that_changes_fails_the_forward(disk: LayerStream, files: list[La
     """A disk that returns other bytes must give no other token."""
     data = files[3].path.read_bytes()
     files[3].path.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
-    with pytest.raises(LayerStreamError, match="layer 3: its file in the layer cache is not what was written"):
+    with pytest.raises(LayerStreamError, match=r"3.bin of the layer cache is not what was written"):
         _sweep(disk, times=2)  # it may have been read already
     files[3].path.write_bytes(data)
     _sweep(disk)
+
+
+def test_a_piece_that_fails_once_is_read_once_more(
+    files: list[LayerFile], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = [OSError(5, "Input/output error")]
+    read = layer_stream._read_piece
+
+    def once(*arguments: Any) -> float:
+        if failures:
+            raise failures.pop()
+        return read(*arguments)
+
+    monkeypatch.setattr(layer_stream, "_read_piece", once)
+    stream = LayerStream(files, 2)
+    _sweep(stream)
+    assert "0.bin of the layer cache cannot be read: Input/output error; it is read once more" in caplog.text
+    stream.close()
+
+
+def test_an_interpreter_that_ends_leaves_nobody_waiting(files: list[LayerFile]) -> None:
+    """It starts no threads any more; what waits for a layer must hear so, or the process would stay."""
+    stream = LayerStream(files, 2)
+    stream.wait(1)
+    stream._pool.shutdown()
+    with pytest.raises(LayerStreamError, match="cannot schedule new futures"):
+        _sweep(stream, times=2)
+    stream.close()
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_service_whose_layer_goes_bad_ends(tmp_path: Path, missing: bool) -> None:
+    """One that answered every completion with an error would draw them all. After a start they go on."""
+    target, cache = embedded.target_path(), tmp_path / "cache"
+    verifying = ("verify", "--target-model", str(target), "--resident-layers", "1", "--layer-cache", str(cache))
+    with service(tmp_path, "verify", *verifying) as (verify, process, log):
+        [file] = cache.glob("*/layer-002.bin")
+        drafting = ("draft", "--draft-model", "embedded", "--verify", verify)
+        with service(tmp_path, "draft", *drafting) as (draft, _, __), Client(draft) as client:
+            expected = client.generate("The sea", max_new_tokens=24).token_ids
+            if missing:
+                file.rename(tmp_path / "away")
+            else:
+                _change(file)
+            with ThreadPoolExecutor(1) as pool:
+                completing = pool.submit(client.generate, "The sea", max_new_tokens=24)
+                assert process.wait(60) == 70
+                assert f"{file.parent.name}/layer-002.bin of the layer cache" in log.read_text()
+                assert not completing.done()
+                if missing:
+                    (tmp_path / "away").rename(file)
+                else:
+                    _change(file)
+                with service(tmp_path, "verify", *verifying):
+                    completion = completing.result(60)
+            assert completion.token_ids == expected
+            assert completion.stats.resumes == 1
 
 
 def _sweep(stream: LayerStream, times: int = 1) -> None:

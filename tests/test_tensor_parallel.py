@@ -142,8 +142,11 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, monkeypatch
         load_engine(ModelSettings(str(model), tensor_parallel=2, device="cuda:1"))
     with pytest.raises(StartupError, match="there is no model at"):
         load_engine(ModelSettings(str(tmp_path / "nope"), tensor_parallel=2))
-    with pytest.raises(StartupError, match="--tensor-parallel and --resident-layers do not go together"):
-        load_engine(ModelSettings(str(model), tensor_parallel=2, resident_layers=1))
+    for layers in (0, 1):
+        with pytest.raises(StartupError, match="--tensor-parallel and --resident-layers do not go together"):
+            load_engine(ModelSettings(str(model), tensor_parallel=2, resident_layers=layers))
+    with pytest.raises(StartupError, match="--tensor-parallel and --layer-cache do not go together"):
+        load_engine(ModelSettings(str(model), tensor_parallel=2, layer_cache=tmp_path))
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(StartupError, match=r"install dynatree\[parallel\]"):
         load_engine(ModelSettings(str(model), tensor_parallel=2))

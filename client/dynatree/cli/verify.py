@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--layer-cache",
-        type=Path,
+        type=folder,
         metavar="FOLDER",
         help="where such layers are written once, laid out for this machine (default: the user's cache folder)",
     )
@@ -47,7 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def layers(text: str) -> int | None:
     """An argparse type: a whole number of at least 0, `all`, or None for `auto`."""
-    return None if text == "auto" else ALL_LAYERS if text == "all" else not_negative(text)
+    try:
+        return None if text == "auto" else ALL_LAYERS if text == "all" else not_negative(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, auto or all") from error
+
+
+def folder(text: str) -> Path:
+    """An argparse type: a path that is not empty, as that of an unset variable is."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
 
 
 def rows_or_auto(text: str) -> int | None:
@@ -55,7 +65,6 @@ def rows_or_auto(text: str) -> int | None:
     return None if text == "auto" else positive(text)
 
 
-layers.__name__ = "number of layers"
 rows_or_auto.__name__ = "whole number"  # argparse names the type in its message
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
@@ -136,6 +137,7 @@ def _write(weights: GrownWeights, out: Path, max_shard_size: int | str) -> None:
     split = split_torch_state_dict_into_shards(sizes, max_shard_size=max_shard_size)
     for file, names in split.filename_to_tensors.items():
         save_file({name: weights.make(name) for name in names}, out / file, metadata={"format": "pt"})
+        (out / file).chmod(0o644)  # save_file lets nobody else read it, and a container's user may be another
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -172,12 +174,21 @@ def _pad_vocabulary(name: str, weight: Tensor, vocab_size: int) -> Tensor:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Grow one shape."""
-    parser = argparse.ArgumentParser(description="Widen the embedded pair to Pythia's shapes.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m dynatree.common.embedded.grow",
+        description="Widen the embedded pair to Pythia's shapes.",
+        allow_abbrev=False,
+    )
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("out", type=Path, help="folder that receives the model")
     parser.add_argument("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16")
     options = parser.parse_args(arguments)
-    grow(SHAPES[options.shape], options.out, getattr(torch, options.dtype))
+    if options.out.exists() and not (options.out.is_dir() and not any(options.out.iterdir())):
+        parser.error(f"{options.out} is there already; expected a new folder, or an empty one")
+    try:
+        grow(SHAPES[options.shape], options.out, getattr(torch, options.dtype))
+    except (OSError, SafetensorError) as error:
+        parser.exit(1, f"{parser.prog}: error: {options.out} cannot be written: {error}\n")
 
 
 if __name__ == "__main__":

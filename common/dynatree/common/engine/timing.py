@@ -45,7 +45,7 @@ def measure_forwards(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
     sweep = engine.stream.sweep_seconds
     with engine.stream.paused():
         computing = _measured(engine, max_rows)
-    log.info("%s: %.1f GB of layers are read in %.1f s", engine.info.name, engine.stream.bytes / 1e9, sweep)
+    log.info("%s: %.2f GB of layers are read in %.2f s", engine.info.name, engine.stream.bytes / 1e9, sweep)
     taken = engine.stream.sweep_cpu_seconds / torch.get_num_threads()
     return tuple(ForwardCost(each.rows, max(each.seconds + taken, sweep)) for each in _continued(computing, max_rows))
 

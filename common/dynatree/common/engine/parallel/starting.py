@@ -32,8 +32,13 @@ def started_ranks(settings: ModelSettings, name: str) -> Ranks:
     size = settings.tensor_parallel
     if find_spec("accelerate") is None:
         raise StartupError("--tensor-parallel needs the package accelerate; install dynatree[parallel]")
-    for option, value in (("--resident-layers", settings.resident_layers), ("--fixed-rows", settings.fixed_rows)):
-        if value:
+    others = (
+        ("--resident-layers", settings.resident_layers is not None),
+        ("--layer-cache", settings.layer_cache is not None),
+        ("--fixed-rows", bool(settings.fixed_rows)),
+    )
+    for option, given in others:
+        if given:
             raise StartupError(f"--tensor-parallel and {option} do not go together")
     if settings.device not in ("auto", "cpu", "cuda"):
         raise StartupError(f"--tensor-parallel takes the first devices of a machine, and --device is {settings.device}")

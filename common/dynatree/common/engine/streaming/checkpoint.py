@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from safetensors import safe_open
@@ -17,6 +18,8 @@ from dynatree.common.errors import StartupError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_SAMPLES = 16  # of each tensor
+_SAMPLE_BYTES = 512
 
 
 class Checkpoint:
@@ -24,7 +27,6 @@ class Checkpoint:
 
     Attributes:
         name: For messages.
-        identity: Changes with the files and the dtype.
     """
 
     def __init__(self, folder: Path, name: str, model: PreTrainedModel, prefix: str) -> None:
@@ -53,9 +55,19 @@ class Checkpoint:
             raise StartupError(f"model {name}: layers are streamed from safetensors files, and it has none") from error
         named = _names_in(model, files)
         self._files = {ours: (files[theirs], theirs) for theirs, ours in named.items()}
-        stats = [(each, (folder / each).stat()) for each in sorted(set(files.values()))]
-        parts = [str(model.dtype), *(f"{each} {stat.st_size} {stat.st_mtime_ns}" for each, stat in stats)]
-        self.identity = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def identity(self) -> str:
+        """What changes with the dtype, and with the files: their names, sizes, times, and samples of every tensor.
+
+        Times alone are not enough: archives, images and copies keep or unify them.
+        """
+        parts = hashlib.sha256(str(self._dtype).encode())
+        for name in sorted({file for file, _ in self._files.values()}):
+            stat = (self._folder / name).stat()
+            parts.update(f"\n{name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+            for sample in _samples(self._folder / name):
+                parts.update(sample)
+        return parts.hexdigest()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -85,6 +97,20 @@ class Checkpoint:
         prefix = f"{self._prefix}.{layer}."
         names = [name for name in self._files if name.startswith(prefix)]
         return {name.removeprefix(prefix): tensor for name, tensor in self.read(names).items()}
+
+
+def _samples(path: Path) -> Iterator[bytes]:
+    """A safetensors file's header, and bytes of each of its tensors, from its first to its last."""
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        size = int.from_bytes(file.read(8), "little")
+        header = file.read(size)
+        yield header
+        for tensor in json.loads(header).values():
+            begin, end = tensor.get("data_offsets", (0, 0))  # metadata have none
+            for sample in range(_SAMPLES):
+                at = begin + (end - begin - _SAMPLE_BYTES) * sample // (_SAMPLES - 1)
+                yield os.pread(file.fileno(), min(_SAMPLE_BYTES, end - begin), 8 + size + max(at, begin))
 
 
 def _names_in(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from dynatree.common.engine.model_fingerprint import sums_of
 from dynatree.common.engine.streaming.checkpoint import Checkpoint
-from dynatree.common.engine.streaming.layer_file import LayerFile, Place, write_layer
+from dynatree.common.engine.streaming.layer_file import LayerFile, Place, named, remedy, write_layer
 from dynatree.common.engine.streaming.layout import tensors_of
 from dynatree.common.errors import StartupError
 
@@ -66,12 +66,19 @@ def cached_layers(
     Raises:
         StartupError: The disk is full or fails, or the table of a cache cannot be read.
     """
-    name = hashlib.sha256(f"{_FORMAT} {layout} {checkpoint.identity}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(f"{_FORMAT} {layout} {checkpoint.identity()}".encode()).hexdigest()[:16]
     folder = root / name
-    with _explained(folder), _alone(folder):
-        if (folder / _TABLE).exists():
-            return _read_table(folder)
-        return _write(folder, checkpoint, layers, build)
+    try:
+        if not (folder / _TABLE).exists():  # one that is written is read without the lock: its disk may be read-only
+            with _alone(folder):
+                if not (folder / _TABLE).exists():
+                    return _write(folder, checkpoint, layers, build)
+        return _read_table(folder)
+    except OSError as error:
+        raise StartupError(
+            f"the layer cache cannot be written or read: {error.strerror or error}; expected a folder that can be "
+            f"written, by --layer-cache"
+        ) from error
 
 
 def _write(
@@ -79,29 +86,41 @@ def _write(
 ) -> list[CachedLayer]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    written = []
-    for layer in range(layers):
-        given = checkpoint.layer(layer)
-        tensors = tensors_of(build(layer, given))
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        if layer == 0:
-            _check_room(folder, layers * size)
-            log.info("%s: writing the layer cache, %.1f GB, once", checkpoint.name, layers * size / 1e9)
-        sums = {key: sums_of(tensor) for key, tensor in given.items()}
-        written.append(CachedLayer(write_layer(folder / f"layer-{layer:03}.bin", tensors), sums))
-    table = {"layers": [_row(each) for each in written]}
-    unfinished = folder / f"{_TABLE}.new"
-    unfinished.write_text(json.dumps(table))
-    unfinished.replace(folder / _TABLE)
+    try:
+        written = [_write_layer(folder, layer, layers, checkpoint, build) for layer in range(layers)]
+        table = {"layers": [_row(each) for each in written]}
+        unfinished = folder / f"{_TABLE}.new"
+        unfinished.write_text(json.dumps(table))
+        unfinished.replace(folder / _TABLE)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return written
+
+
+def _write_layer(
+    folder: Path,
+    layer: int,
+    layers: int,
+    checkpoint: Checkpoint,
+    build: Callable[[int, Mapping[str, Tensor]], nn.Module],
+) -> CachedLayer:
+    given = checkpoint.layer(layer)
+    tensors = tensors_of(build(layer, given))
+    if layer == 0:
+        size = layers * sum(tensor.nbytes for tensor in tensors.values())
+        _check_room(folder, size)
+        log.info("%s: writing the layer cache %s, %.2f GB, once", checkpoint.name, folder, size / 1e9)
+    sums = {key: sums_of(tensor) for key, tensor in given.items()}
+    return CachedLayer(write_layer(folder / f"layer-{layer:03}.bin", tensors), sums)
 
 
 def _check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed + _SPARE:
         raise StartupError(
-            f"the layer cache takes {needed / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB left; expected another "
-            f"--layer-cache, or --resident-layers all"
+            f"the layer cache needs {(needed + _SPARE) / 1e9:.2f} GB, of which {_SPARE / 1e9:.2f} GB stay free, and "
+            f"its disk has {free / 1e9:.2f} GB left; expected another --layer-cache, or --resident-layers all"
         )
 
 
@@ -125,15 +144,12 @@ def _read_table(folder: Path) -> list[CachedLayer]:
             path = folder / f"layer-{layer:03}.bin"
             cached.append(CachedLayer(LayerFile(path, row["size"], tuple(row["pieces"]), places), row["sums"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StartupError(
-            "the layer cache's table cannot be read; remove the cache, and it is written anew"
-        ) from error
+        raise StartupError(f"the table of the layer cache cannot be read; {remedy(folder / _TABLE)}") from error
     for each in cached:
         size = each.file.path.stat().st_size if each.file.path.exists() else 0
         if size != each.file.size:
             raise StartupError(
-                f"{each.file.path.name} of the layer cache has {size} bytes, and {each.file.size} were written; remove "
-                f"the cache, and it is written anew"
+                f"{named(each.file.path)} has {size} bytes, and {each.file.size} were written; {remedy(each.file.path)}"
             )
     return cached
 
@@ -143,14 +159,9 @@ def _alone(folder: Path) -> Iterator[None]:
     """While no other service writes this cache; one that comes meanwhile waits, and finds it written."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("waiting for another service, which writes the layer cache %s", folder)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-@contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        shutil.rmtree(folder, ignore_errors=not (folder / _TABLE).exists())
-        raise StartupError(f"the layer cache cannot be written or read: {error.strerror or error}") from error

@@ -51,6 +51,16 @@ class LayerFile:
     places: Mapping[str, Place]
 
 
+def named(path: Path) -> str:
+    """A cache's file for messages, which name no other folders of the machine."""
+    return f"{path.parent.name}/{path.name} of the layer cache"
+
+
+def remedy(path: Path) -> str:
+    """What to do about a cache's file that is not what was written, for messages."""
+    return f"stop the service, remove {path.parent.name} from the layer cache, and the next start writes it anew"
+
+
 def places_of(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Place], int]:
     """Where tensors lie one after the other, each at a line of the caches, and the bytes of all, in whole pages."""
     places: dict[str, Place] = {}

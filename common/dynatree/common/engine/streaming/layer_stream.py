@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 import torch
 
-from dynatree.common.engine.streaming.layer_file import PAGE, PIECE, LayerFile, sum_of
+from dynatree.common.engine.streaming.layer_file import PAGE, PIECE, LayerFile, named, remedy, sum_of
 from dynatree.common.engine.streaming.stream import SLOTS, Stream
 from dynatree.common.errors import StartupError
+from dynatree.common.tokenizer import first_line
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +26,10 @@ _SLOW = 10.0  # seconds that a layer takes before the log says so
 
 class LayerStreamError(RuntimeError):
     """A layer's file cannot be read, or is not what was written."""
+
+
+class _HarmedError(Exception):
+    """What a file is instead of what was written."""
 
 
 class LayerStream(Stream):
@@ -65,7 +71,7 @@ class LayerStream(Stream):
         """Until a layer is in memory.
 
         Raises:
-            LayerStreamError: It cannot be read.
+            LayerStreamError: It cannot be read, and once more neither.
         """
         slot = layer % len(self._held)
         if self._paused:
@@ -73,16 +79,20 @@ class LayerStream(Stream):
         with self._changed:
             if self._held[slot] == layer:
                 return
-            # a forward was broken off, or a layer could not be read: it is tried once more
+            # a forward was broken off, or the layer could not be read ahead
             if self._held[slot] is not None or self._next != layer or self._error is not None:
                 self._restart(layer)
-            waited = 0.0
-            while self._held[slot] != layer and self._error is None:
-                if not self._changed.wait(_SLOW):
+            waited, again = 0.0, True
+            while self._held[slot] != layer:
+                if self._error is not None:
+                    if not again:
+                        raise LayerStreamError(str(self._error)) from self._error
+                    log.warning("%s; it is read once more", self._error)
+                    again = False
+                    self._restart(layer)
+                elif not self._changed.wait(_SLOW):
                     waited += _SLOW
                     log.warning("layer %d has been awaited for %.0f s: the disk is slow", layer, waited)
-            if self._error is not None:
-                raise LayerStreamError(str(self._error)) from self._error
 
     def release(self, layer: int) -> None:
         """A layer is computed: its slot may be read over."""
@@ -112,7 +122,7 @@ class LayerStream(Stream):
                 self.wait(layer)
                 self.release(layer)
         except LayerStreamError as error:
-            raise StartupError(f"a streamed layer cannot be read: {error}") from error
+            raise StartupError(str(error)) from error
 
     def close(self) -> None:
         """End the reader."""
@@ -154,7 +164,7 @@ class LayerStream(Stream):
         file, memory = self._files[layer], self._memory[layer % len(self._memory)]
         began = time.perf_counter()
         try:
-            descriptor = _open(file)
+            descriptor = _open(file.path)
             try:
                 pieces = [
                     self._pool.submit(_read_piece, descriptor, memory, start, min(start + PIECE, file.size), expected)
@@ -164,22 +174,25 @@ class LayerStream(Stream):
             finally:
                 os.close(descriptor)
             cpu_seconds = sum(piece.result() for piece in pieces)
-        except OSError as error:
-            return OSError(f"layer {layer}: {error.strerror or error}")
+        except _HarmedError as error:
+            return OSError(f"{named(file.path)} {error}; {remedy(file.path)}")
+        except Exception as error:  # whatever it is: those who wait for the layer must learn of it
+            why = getattr(error, "strerror", None) or first_line(error)
+            return OSError(f"{named(file.path)} cannot be read: {why}")
         self.read_bytes += file.size
         self.read_seconds += time.perf_counter() - began
         self.read_cpu_seconds += cpu_seconds
         return None
 
 
-def _open(file: LayerFile) -> int:
+def _open(path: Path) -> int:
     """A descriptor that reads past the page cache, which a model larger than the memory would only empty."""
     try:
-        return os.open(file.path, os.O_RDONLY | os.O_DIRECT)
+        return os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError as error:
         if isinstance(error, FileNotFoundError):
             raise
-        return os.open(file.path, os.O_RDONLY)  # the file system knows no other way
+        return os.open(path, os.O_RDONLY)  # the file system knows no other way
 
 
 def _read_piece(descriptor: int, memory: mmap.mmap, start: int, stop: int, expected: int) -> float:
@@ -188,10 +201,10 @@ def _read_piece(descriptor: int, memory: mmap.mmap, start: int, stop: int, expec
     while start < stop:
         count = os.preadv(descriptor, [view[start:stop]], start)
         if count == 0:
-            raise OSError("its file in the layer cache is cut short")
+            raise _HarmedError("is cut short")
         start += count
         if start < stop and start % PAGE:
-            raise OSError("its file in the layer cache was read in part")
+            raise _HarmedError("was read in part")
     if sum_of(view[begin:stop]) != expected:
-        raise OSError("its file in the layer cache is not what was written; remove the cache, and it is written anew")
+        raise _HarmedError("is not what was written")
     return time.thread_time() - began
