@@ -73,7 +73,7 @@ class LayerStream(Stream):
         Raises:
             LayerStreamError: It cannot be read, and once more neither.
         """
-        slot = layer % len(self._held)
+        slot, file = layer % len(self._held), self._files[layer]
         if self._paused:
             return
         with self._changed:
@@ -87,12 +87,12 @@ class LayerStream(Stream):
                 if self._error is not None:
                     if not again:
                         raise LayerStreamError(str(self._error)) from self._error
-                    log.warning("%s; it is read once more", self._error)
+                    log.warning("read once more: %s", self._error)
                     again = False
                     self._restart(layer)
                 elif not self._changed.wait(_SLOW):
                     waited += _SLOW
-                    log.warning("layer %d has been awaited for %.0f s: the disk is slow", layer, waited)
+                    log.warning("%s has been awaited for %.0f s: the disk is slow", named(file.path), waited)
 
     def release(self, layer: int) -> None:
         """A layer is computed: its slot may be read over."""
