@@ -520,7 +520,6 @@ def test_a_service_whose_layer_goes_bad_ends(tmp_path: Path, missing: bool) -> N
                 with service(tmp_path, "verify", *verifying):
                     completion = completing.result(60)
             assert completion.token_ids == expected
-            assert completion.stats.resumes == 1
 
 
 def _sweep(stream: LayerStream, times: int = 1) -> None:

@@ -12,6 +12,7 @@ from dynatree.common.errors import StartupError
 
 CPU_SHARE = 0.5  # of the memory that is free once the weights are loaded; other programs run beside a service
 GPU_SHARE = 0.85
+_RUNNING = 1 << 28  # bytes of files that are in use all the time: the interpreter and its libraries
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 
@@ -92,15 +93,16 @@ def _group_free() -> int | None:
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
     """Control groups of this process that may limit its memory, and what their files are called.
 
-    Those of version 2, then of version 1; of each this process's own, and what a container sees as the root.
+    Those of version 2, then of version 1; of each this process's own, and what a container sees as the root. The last
+    name is what the names of sums over subgroups begin with.
     """
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:
         lines = []
     own = {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
-    second = ("memory.max", "memory.current", "inactive_file")
-    first = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    second = ("memory.max", "memory.current", "")
+    first = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
     yield _CGROUP / own.get("", ""), second
     yield _CGROUP, second
     yield _CGROUP / "memory" / own.get("memory", ""), first
@@ -108,14 +110,16 @@ def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
 
 
 def _left(folder: Path, names: tuple[str, str, str]) -> int | None:
-    limit_name, held_name, inactive_name = names
+    limit_name, held_name, prefix = names
     try:
         limit = (folder / limit_name).read_text().strip()
         held = int((folder / held_name).read_text())
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
-    return None if limit == "max" else max(int(limit) - held + int(statistics.get(inactive_name, 0)), 0)
+    inactive, active = (int(statistics.get(f"{prefix}{each}_file", 0)) for each in ("inactive", "active"))
+    dropped = inactive + max(active - _RUNNING, 0)
+    return None if limit == "max" else max(int(limit) - held + dropped, 0)
 
 
 def _gib(size: int) -> str:

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 WHOLE_SHARE = 0.85
 WEIGHTS_SHARE = 0.7
 GPU_WEIGHTS_SHARE = 0.9  # for both; nothing else runs there
+_LOADED_SHARE = 0.97  # loading leaves some in use besides weights
 
 
 def streamed_model(settings: ModelSettings, config: PretrainedConfig, device: str, name: str) -> StreamedModel | None:
@@ -48,7 +49,7 @@ def streamed_model(settings: ModelSettings, config: PretrainedConfig, device: st
     fitting = plan.layers
     if free is not None:
         room = _session_bytes(settings, config, dtype) / (CPU_SHARE if where.type == "cpu" else GPU_SHARE)
-        fitting = plan.resident(int(min(_share(where, WEIGHTS_SHARE) * free, free - room)))
+        fitting = plan.resident(int(min(_share(where, WEIGHTS_SHARE) * free, _LOADED_SHARE * free - room)))
     resident = fitting if asked is None else min(asked, plan.layers)
     if resident == plan.layers:
         return None
