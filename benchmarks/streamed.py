@@ -153,7 +153,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--plain-tokens", type=int, default=8, help="of plain decoding, whose every step is alike")
+    parser.add_argument("--plain-tokens", type=int, default=64, help="fewer will do: each step is alike")
     parser.add_argument("--offloaded-steps", type=int, default=3)
     parser.add_argument("--nodes", type=int, nargs="*", default=[1, 15, 31, 63, 95, 127, 191, 255, 383, 511])
     options = parser.parse_args()
