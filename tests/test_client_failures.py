@@ -43,6 +43,7 @@ from dynatree.client import (
     ServerError,
     ServerUnavailableError,
 )
+from dynatree.client._base import BaseClient, Deadline
 from dynatree.v1 import tree_pb2
 
 ERRORS = {code: ServerError for code in grpc.StatusCode if code is not grpc.StatusCode.OK} | {
@@ -211,7 +212,14 @@ def test_the_client_has_a_timeout_for_all_calls(service: FakeDraftService) -> No
 
 
 @pytest.mark.parametrize("limits", [{"connect_timeout": 0.3}, {"timeout": 0.3}], ids=lambda limits: next(iter(limits)))
-def test_nobody_at_the_address(tmp_path: Path, limits: dict[str, float]) -> None:
+def test_nobody_at_the_address(tmp_path: Path, limits: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the seconds that the caller set, also where the wait begins late, as on a busy machine."""
+
+    def begin(client: BaseClient, timeout: float | None) -> Deadline:
+        deadline = deadline_of(client, timeout)
+        time.sleep(0.02)
+        return deadline
+
     async def run() -> None:
         async with AsyncClient(address, **limits) as client:
             await client.generate("Once")
@@ -220,6 +228,8 @@ def test_nobody_at_the_address(tmp_path: Path, limits: dict[str, float]) -> None
         with Client(address, **limits) as client:
             client.generate("Once")
 
+    deadline_of = BaseClient._deadline
+    monkeypatch.setattr(BaseClient, "_deadline", begin)
     address = f"unix:{tmp_path}/nobody.sock"
     for attempt in (call, lambda: asyncio.run(run())):
         with pytest.raises(ServerUnavailableError, match=f"{address} within 0.3 s") as caught:

@@ -16,7 +16,6 @@ from dynatree.client._base import (
     VOCABULARY_REQUEST,
     BaseClient,
     ClientSettings,
-    ConnectWait,
     Deadline,
     cause_of,
     draft_stub,
@@ -279,7 +278,7 @@ class AsyncClient(BaseClient):
         deadline = self._deadline(timeout)
         stubs = self._stubs()
         if not self._connected:
-            wait = ConnectWait(self._connect_limit(deadline), len(stubs))
+            wait = self._connect_wait(deadline, len(stubs))
             for server, seconds in wait:
                 stub = stubs[server]
                 try:

@@ -171,17 +171,16 @@ class BaseClient:
             raise RuntimeError("the client is closed")
         return Deadline(self._timeout if timeout is None else _seconds("timeout", timeout))
 
-    def _connect_limit(self, deadline: "Deadline") -> float:
-        """The longest wait for the server, in seconds, in a call with this deadline."""
-        remaining = deadline.remaining()
-        return self._connect_timeout if remaining is None else min(self._connect_timeout, remaining)
+    def _connect_wait(self, deadline: "Deadline", servers: int) -> "ConnectWait":
+        """The wait for one of so many servers, in a call that has just got this deadline."""
+        return ConnectWait(self._connect_timeout, deadline, servers)
 
     def _check_answer(self, error: grpc.RpcError, limit: float, cause: str = "") -> None:
         """Accept that the first question to the server failed, if the server answered: somebody serves there.
 
         Args:
             error: how it failed.
-            limit: seconds that were waited.
+            limit: seconds that the caller allowed.
             cause: why no connection came about, where that is known.
 
         Raises:
@@ -189,7 +188,7 @@ class BaseClient:
             RequestCancelledError: the client was closed.
         """
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            details = f"no draft service answered at {self._address} within {limit:.2g} s{cause and f': {cause}'}"
+            details = f"no draft service answered at {self._address} within {limit:g} s{cause and f': {cause}'}"
             raise ServerUnavailableError(grpc.StatusCode.UNAVAILABLE, details) from None
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             raise error_from_rpc(error, self._address) from error
@@ -199,6 +198,7 @@ class Deadline:
     """When a call must be done; `seconds` from now, None for never."""
 
     def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
         self._at = None if seconds is None else time.monotonic() + seconds
 
     def remaining(self) -> float | None:
@@ -207,12 +207,17 @@ class Deadline:
 
 
 class ConnectWait:
-    """The wait for the first server that answers: which is asked next, and for how long."""
+    """The wait for the first server that answers: which is asked next, and for how long.
 
-    def __init__(self, limit: float, servers: int) -> None:
-        self.limit = limit
+    `limit` is the number of seconds that the caller set, which errors name: the client's `connect_timeout`, or the
+    call's timeout where that is shorter.
+    """
+
+    def __init__(self, connect_timeout: float, deadline: Deadline, servers: int) -> None:
+        remaining = deadline.remaining()
+        self.limit = connect_timeout if deadline.seconds is None else min(connect_timeout, deadline.seconds)
         self._servers = servers
-        self._until = time.monotonic() + limit
+        self._until = time.monotonic() + (connect_timeout if remaining is None else min(connect_timeout, remaining))
 
     def __iter__(self) -> Iterator[tuple[int, float]]:
         for server in cycle(range(self._servers)):

@@ -18,7 +18,6 @@ from dynatree.client._base import (
     VOCABULARY_REQUEST,
     BaseClient,
     ClientSettings,
-    ConnectWait,
     Deadline,
     cause_of,
     draft_stub,
@@ -296,7 +295,7 @@ class Client(BaseClient):
         """Wait for a server at the first call; the call's deadline, which contains the wait."""
         deadline = self._deadline(timeout)
         if not self._connected:
-            wait = ConnectWait(self._connect_limit(deadline), len(self._stubs))
+            wait = self._connect_wait(deadline, len(self._stubs))
             for server, seconds in wait:
                 # Not grpc.channel_ready_future: its thread outlives it, and fails loudly if the client is closed then.
                 stub = self._stubs[server]
