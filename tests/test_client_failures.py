@@ -249,7 +249,7 @@ def test_a_server_that_starts_late_is_found(tmp_path: Path) -> None:
 
 
 def test_a_server_that_goes_away(tmp_path: Path) -> None:
-    with Client(f"unix:{tmp_path}/draft.sock") as client:
+    with Client(f"unix:{tmp_path}/draft.sock", connect_timeout=2) as client:
         with serving(tmp_path):
             client.generate("Once")
         with pytest.raises(ServerUnavailableError, match="draft"):

@@ -163,6 +163,7 @@ def test_other_tensors_are_refused(changed, message):
         fill_noise(**tensors, stream=0)
 
 
+@pytest.mark.long
 def test_services_start_without_triton():
     """It is not installed everywhere."""
     code = "import sys; sys.modules['triton'] = None; import dynatree.verify.serve_target, dynatree.draft.serve_draft"

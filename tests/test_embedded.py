@@ -121,6 +121,7 @@ print(before, peak.read()["own"])
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
 def test_growing_needs_the_memory_of_a_file_not_of_a_model(tmp_path):
     """The peak is Linux's VmHWM: `ru_maxrss` of a child begins with its parent's.

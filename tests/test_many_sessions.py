@@ -21,7 +21,7 @@ from dynatree.draft.policies import policy_names, residual_policies
 from dynatree.v1 import verify_pb2, verify_pb2_grpc
 from dynatree.verify import serve_target
 
-FAMILIES = ("gpt_neox", "llama", "gpt2")
+FAMILIES = ("gpt_neox", pytest.param("llama", marks=pytest.mark.long), "gpt2")  # with a native forward, and without
 SESSIONS = 6
 
 

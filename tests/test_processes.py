@@ -89,7 +89,10 @@ class Pair:
         self._start = start
         self._arguments = {
             "verify": ["--target-model", str(models[0]), "--listen", self.verify],
-            "draft": ["--draft-model", str(models[1]), "--verify", self.verify, "--listen", self.draft],
+            "draft": [
+                *("--draft-model", str(models[1]), "--verify", self.verify, "--listen", self.draft),
+                *("--resume-timeout", "5"),  # a lost session has the only place so long
+            ],
         }
 
     def run(self):

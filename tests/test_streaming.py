@@ -120,8 +120,8 @@ def test_services_that_start_at_once_write_a_cache_once(llama: Path, tmp_path: P
         "engine.stream.close()"
     )
     command = [sys.executable, "-c", code, str(llama), str(tmp_path / "cache")]
-    processes = [subprocess.Popen(command) for _ in range(3)]
-    assert [process.wait(120) for process in processes] == [0, 0, 0]
+    processes = [subprocess.Popen(command) for _ in range(2)]
+    assert [process.wait(120) for process in processes] == [0, 0]
     [folder] = (tmp_path / "cache").glob("*/")
     assert len(list(folder.iterdir())) == 3 + 1
 
@@ -261,7 +261,7 @@ def test_what_fits_is_known_by_the_dtype_that_is_served(
     stream_of(engine).close()
 
 
-@pytest.mark.parametrize("resident", ["0", "None"])
+@pytest.mark.parametrize("resident", [pytest.param("0", marks=pytest.mark.long), "None"])
 def test_a_model_of_the_hub_is_streamed_as_a_folder_is(llama: Path, tmp_path: Path, resident: str) -> None:
     """From the hub client's own cache, in a process of its own, which reads where that is at import."""
     hub = tmp_path / "hub" / "models--someone--model"
@@ -494,7 +494,7 @@ def test_an_interpreter_that_ends_leaves_nobody_waiting(files: list[LayerFile]) 
     stream.close()
 
 
-@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("missing", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_service_whose_layer_goes_bad_ends(tmp_path: Path, missing: bool) -> None:
     """One that answered every completion with an error would draw them all. After a start they go on."""
     target, cache = embedded.target_path(), tmp_path / "cache"
