@@ -94,6 +94,19 @@ def test_one_command_serves_and_leaves_nothing(tmp_path: Path, number: signal.Si
         assert not {name for name in left if name.startswith("dynatree-")}
 
 
+def test_a_target_larger_than_the_memory(tmp_path: Path) -> None:
+    """Its layers are streamed from a cache, and its trees may be larger than usual ones."""
+    large = ("--resident-layers", "1", "--layer-cache", str(tmp_path / "cache"), "--max-tree-nodes", "300")
+    grpc_address = f"unix:{tmp_path}/grpc.sock"
+    with serving(tmp_path, "--http", "127.0.0.1:0", "--grpc", grpc_address, *large) as serve:
+        serve.wait_for(r"Try\s+(curl .*)")
+        assert len(list((tmp_path / "cache").glob("*/layer-*.bin"))) > 1
+        with Client(grpc_address) as client:
+            policy = {"policy": "dyspec", "policy_settings": {"max_nodes": 300}}
+            stats = client.generate("Once", max_new_tokens=30, ignore_eos=True, **policy).stats
+            assert stats.nodes_per_round > 256
+
+
 def test_when_a_service_ends_everything_does(tmp_path: Path) -> None:
     with serving(tmp_path, "--http", "127.0.0.1:0") as serve:
         serve.wait_for(r"Try\s+(curl .*)")

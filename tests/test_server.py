@@ -7,6 +7,7 @@ import grpc
 import pytest
 from refusals import said
 
+from dynatree.common.engine.parallel.ranks import RankError
 from dynatree.common.errors import DeviceFailedError
 from dynatree.common.server import LAST_WORDS_SECONDS, Server
 from dynatree.common.service_process import run_service
@@ -108,6 +109,7 @@ class AcceleratorError(RuntimeError):
     [
         (AcceleratorError("CUDA error: device-side assert triggered"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+        (RankError("the ranks of the model are no longer in step"), True),
         (ValueError("of another kind"), False),
         (MemoryError(), False),
     ],

@@ -99,6 +99,68 @@ def test_followers_end_when_the_service_is_killed(tmp_path: Path) -> None:
             time.sleep(0.1)
 
 
+FORWARDS = """
+import os, signal, sys
+from dynatree.common.engine import ModelSettings, load_engine
+from dynatree.common.engine.parallel import ranks
+from dynatree.common.engine.segment import Segment
+
+ranks.STANDSTILL_SECONDS = 4.0
+engine = load_engine(ModelSettings(sys.argv[1], sessions=1, device="cpu", tensor_parallel=2))
+kv = engine.arena.reserve(20)
+
+
+def forward():
+    return engine.forward([Segment(kv, 0, range(5, 14), range(9))])[0]
+
+
+assert forward().equal(forward())
+"""
+FAILING = """
+def fail(*_):
+    handle.remove()
+    raise MemoryError("no memory")
+
+
+handle = engine.model.model.layers[1].register_forward_pre_hook(fail)
+for attempt in (forward, forward, lambda: engine.arena.copy(kv, kv, 5), lambda: engine.arena.move(kv, [3], 2)):
+    try:
+        attempt()
+    except ranks.RankError as error:
+        print(error)
+"""
+STANDING_STILL = """
+from subprocess import check_output
+
+[follower] = check_output(["pgrep", "-P", f"{os.getpid()}", "-f", "follower"], text=True).split()
+print(follower, flush=True)
+os.kill(int(follower), signal.SIGSTOP)
+forward()
+"""
+
+
+def run_forwards(tmp_path: Path, then: str) -> subprocess.CompletedProcess[str]:
+    """A process that leads two ranks, with a fault."""
+    target = save_random_model(tmp_path / "target", "llama", seed=1)
+    command = [sys.executable, "-c", FORWARDS + then, str(target)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.long
+def test_ranks_that_are_out_of_step_compute_nothing_more(tmp_path: Path) -> None:
+    """The next forward's sums would be added to those of the one that failed on one rank."""
+    done = run_forwards(tmp_path, FAILING)
+    assert done.stdout.splitlines() == ["the ranks of the model are no longer in step: no memory"] * 4, done
+
+
+@pytest.mark.long
+def test_a_rank_that_stands_still_ends_the_process_with_a_line(tmp_path: Path) -> None:
+    done = run_forwards(tmp_path, STANDING_STILL)
+    assert done.returncode == EX_SOFTWARE
+    assert "dynatree: a rank of the model stands still for 4 s, so the service ends" in done.stderr.splitlines()
+    assert not is_running(int(done.stdout))
+
+
 @pytest.mark.parametrize(
     ("family", "size", "message"),
     [

@@ -14,12 +14,19 @@ from typing import TYPE_CHECKING, Any
 from dynatree.cli.arguments import DTYPES
 from dynatree.cli.draft import add_default_policy_arguments
 from dynatree.cli.gateway import add_http_arguments
-from dynatree.cli.service_arguments import add_capacity_arguments, add_context_argument, network_address
+from dynatree.cli.service_arguments import (
+    add_capacity_arguments,
+    add_context_argument,
+    add_tree_argument,
+    network_address,
+)
+from dynatree.cli.verify import add_placement_arguments
+from dynatree.common.limits import ALL_LAYERS
 
 if TYPE_CHECKING:
     from dynatree.cli.service_pair import ServicePair
 
-START_SECONDS = 600.0  # for both models to load
+START_SECONDS = 3600.0  # for both models to load; a target that is streamed is first written to the layer cache
 LOOK_SECONDS = 0.5  # between two looks whether the services run
 _CURL_PROMPT = "Once upon a time"
 
@@ -46,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_default_policy_arguments(parser)
     add_capacity_arguments(parser)
     add_context_argument(parser)
+    add_tree_argument(parser)
+    add_placement_arguments(parser)
     parser.add_argument(
         "--token-file",
         type=Path,
@@ -68,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     from dynatree.gateway.serve_gateway import GatewaySettings, serve
 
     configure_logging(options.log_format)
-    arrangement = Arrangement(options.grpc, draft=_draft_options(options), shown=True)
+    arrangement = Arrangement(options.grpc, _verify_options(options), _draft_options(options), shown=True)
     try:
         security = SecuritySettings(options.tls_cert, options.tls_key, insecure=options.insecure)
         security.check_plain(options.listen)  # before models are loaded
@@ -104,8 +113,15 @@ def _options(options: argparse.Namespace) -> list[str]:
     """What both services are told."""
     told = ["--max-sessions", str(options.max_sessions), "--queue", str(options.queue)]
     told += ["--dtype", options.dtype, "--device", options.device, "--log-format", options.log_format]
-    told += ["--grace", str(options.grace)]
+    told += ["--grace", str(options.grace), "--max-tree-nodes", str(options.max_tree_nodes)]
     return told if options.max_context is None else [*told, "--max-context", str(options.max_context)]
+
+
+def _verify_options(options: argparse.Namespace) -> list[str]:
+    """What the verify service is told besides."""
+    layers = {None: "auto", ALL_LAYERS: "all"}.get(options.resident_layers, str(options.resident_layers))
+    told = ["--resident-layers", layers, "--tensor-parallel", str(options.tensor_parallel)]
+    return told if options.layer_cache is None else [*told, "--layer-cache", str(options.layer_cache)]
 
 
 def _draft_options(options: argparse.Namespace) -> list[str]:

@@ -114,6 +114,17 @@ def add_context_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_tree_argument(parser: argparse.ArgumentParser) -> None:
+    """The largest tree."""
+    parser.add_argument(
+        "--max-tree-nodes",
+        type=tree_nodes,
+        default=MAX_TREE_NODES,
+        metavar="N",
+        help="of the largest tree; the lower of both services' numbers counts (default: %(default)s)",
+    )
+
+
 def add_process_arguments(parser: argparse.ArgumentParser) -> None:
     """How a process that serves writes its log, and how it ends."""
     parser.add_argument(
@@ -143,13 +154,7 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
         metavar="N",
         help="CPU threads of the model (default: torch's choice, of a draft the fewest that are as fast)",
     )
-    parser.add_argument(
-        "--max-tree-nodes",
-        type=tree_nodes,
-        default=MAX_TREE_NODES,
-        metavar="N",
-        help="of the largest tree; the lower of both services' numbers counts (default: %(default)s)",
-    )
+    add_tree_argument(parser)
     parser.add_argument(
         "--fixed-rows",
         type=fixed_rows,

@@ -23,6 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most tokens of one pass over the trees of all sessions; with fewer than --max-sessions they take turns "
         "(default: auto)",
     )
+    add_placement_arguments(parser)
+
+
+def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the target's layers are, if one device does not hold them."""
     parser.add_argument(
         "--resident-layers",
         type=layers,

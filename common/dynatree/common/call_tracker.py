@@ -212,12 +212,12 @@ def _decoded(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | 
 def is_poison(error: BaseException | None) -> bool:
     """Whether an error of the device, or what it led to, leaves this process without that device.
 
-    CUDA's errors stick. A streamed layer that cannot be read has been tried twice: a service that answered every call
-    with that would draw calls, since it always has the fewest. Running out of memory does not. By name, since the
-    package of the wire does not import torch.
+    CUDA's errors stick. A streamed layer that cannot be read has been tried twice, and ranks that are out of step stay
+    so: a service that answered every call with that would draw calls, since it always has the fewest. Running out of
+    memory does not. By name, since the package of the wire does not import torch.
     """
     while error is not None:
-        if type(error).__name__ in ("AcceleratorError", "LayerStreamError") or "CUDA error" in str(error):
+        if type(error).__name__ in ("AcceleratorError", "LayerStreamError", "RankError") or "CUDA error" in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False

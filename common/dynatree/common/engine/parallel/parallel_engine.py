@@ -48,9 +48,14 @@ class ParallelRunner:
         self._ranks = ranks
 
     def run(self, segments: Sequence[Segment]) -> list[Tensor]:
-        """As `Runner.run`."""
-        self._ranks.say(Forward(segments))
-        return self._runner.run(segments)
+        """As `Runner.run`.
+
+        Raises:
+            RankError: The ranks are no longer in step.
+        """
+        with self._ranks.in_step():
+            self._ranks.say(Forward(segments))
+            return self._runner.run(segments)
 
 
 class ParallelArena(KVArena):
@@ -62,13 +67,15 @@ class ParallelArena(KVArena):
 
     def move(self, kv: KVRange, sources: Sequence[int], start: int) -> None:
         """As `KVArena.move`."""
-        self._ranks.say(KVMove(kv, list(sources), start))
-        super().move(kv, sources, start)
+        with self._ranks.in_step():
+            self._ranks.say(KVMove(kv, list(sources), start))
+            super().move(kv, sources, start)
 
     def copy(self, source: KVRange, target: KVRange, stop: int) -> None:
         """As `KVArena.copy`."""
-        self._ranks.say(Copy(source, target, stop))
-        super().copy(source, target, stop)
+        with self._ranks.in_step():
+            self._ranks.say(Copy(source, target, stop))
+            super().copy(source, target, stop)
 
 
 @torch.inference_mode()
@@ -76,10 +83,13 @@ def follow(engine: Engine, ranks: Ranks) -> None:
     """Do what rank 0 says, until it is gone.
 
     Raises:
-        RuntimeError: It is.
+        RuntimeError: It could not be done.
     """
     while True:
-        said = ranks.told()
+        try:
+            said = ranks.told()
+        except RuntimeError:
+            return
         if isinstance(said, Forward):
             engine.runner.run(said.segments)
         elif isinstance(said, KVMove):

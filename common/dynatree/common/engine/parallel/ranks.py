@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,12 @@ from dynatree.common.logs import announce
 
 _FOREVER = timedelta(days=365)  # a follower waits for as long as nobody asks the service
 _START = timedelta(minutes=10)
+STANDSTILL_SECONDS = 600.0  # of a forward, after which a rank is thought to stand still
 _LOOPBACK = "lo"
+
+
+class RankError(RuntimeError):
+    """The ranks are no longer in step; no message of theirs can be trusted to belong to the same forward."""
 
 
 class Ranks:
@@ -55,6 +62,43 @@ class Ranks:
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=_START)
         # what is said of work goes over its own group, on which followers wait for long
         self._saying = dist.new_group(backend="gloo", timeout=_FOREVER)
+        self._failure: Exception | None = None
+        self._began: float | None = None  # what all ranks do now
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """What all ranks do; on rank 0.
+
+        Where it fails on one of them, the others stand somewhere in the middle of it. The next forward's sums would be
+        added to those of this one, so there is no next one.
+
+        Raises:
+            RankError: It failed, or something before it did.
+        """
+        if self._failure is None:
+            self._began = time.monotonic()
+            try:
+                yield
+                return
+            except Exception as error:
+                self._failure = error
+            finally:
+                self._began = None
+        raise RankError(f"the ranks of the model are no longer in step: {self._failure}") from self._failure
+
+    def watch(self, on_standstill: Callable[[], None]) -> None:
+        """Have another thread call `on_standstill` when what all ranks do takes `STANDSTILL_SECONDS`; on rank 0.
+
+        The time limits of the back ends do not do: transformers sums over groups of its own.
+        """
+        limit = STANDSTILL_SECONDS
+
+        def look() -> None:
+            while (began := self._began) is None or time.monotonic() - began < limit:
+                time.sleep(min(1.0, limit / 4))
+            on_standstill()
+
+        threading.Thread(target=look, daemon=True).start()
 
     def say(self, words: Any) -> None:
         """Tell all followers; on rank 0."""
@@ -126,6 +170,14 @@ def end_process(rank: int, status: int) -> None:
     """A follower has died: nothing can be computed any more, and a supervisor starts the service anew."""
     how = f"signal {-status}" if status < 0 else f"status {status}"
     announce(f"dynatree: rank {rank} of the model has died ({how}), so the service ends")
+    os._exit(EX_SOFTWARE)
+
+
+def end_standstill(followers: Followers) -> None:
+    """A forward does not end: nor do the calls that wait for it, so the service ends without them."""
+    # before the forward fails, since torch takes standard error for itself while it shows an exception
+    announce(f"dynatree: a rank of the model stands still for {STANDSTILL_SECONDS:g} s, so the service ends")
+    followers.end()
     os._exit(EX_SOFTWARE)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -15,7 +16,7 @@ from dynatree.common.engine.engine import Engine
 from dynatree.common.engine.explained import explained
 from dynatree.common.engine.model_settings import ModelSettings
 from dynatree.common.engine.parallel.parallel_engine import ParallelRunner, Plain
-from dynatree.common.engine.parallel.ranks import Followers, Ranks, check_plan, end_process
+from dynatree.common.engine.parallel.ranks import Followers, Ranks, check_plan, end_process, end_standstill
 from dynatree.common.engine.support import check_outputs, plain_logits
 from dynatree.common.errors import StartupError
 from dynatree.common.tokenizer import check_folder, first_line
@@ -60,7 +61,9 @@ def started_ranks(settings: ModelSettings, name: str) -> Ranks:
     log.info("%s: every layer is cut over %d %s", name, size, where)
     followers = Followers(size, replace(settings, threads=threads), end_process)
     atexit.register(followers.end)
-    return Ranks(0, size, followers.store)
+    ranks = Ranks(0, size, followers.store)
+    ranks.watch(partial(end_standstill, followers))
+    return ranks
 
 
 def leading(engine: Engine, ranks: Ranks) -> Engine:
