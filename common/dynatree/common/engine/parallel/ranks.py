@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from dynatree.common.errors import EX_SOFTWARE, StartupError
 from dynatree.common.logs import announce
+from dynatree.common.tokenizer import first_line
 
 _FOREVER = timedelta(days=365)  # a follower waits for as long as nobody asks the service
 _START = timedelta(minutes=10)
@@ -84,7 +85,8 @@ class Ranks:
                 self._failure = error
             finally:
                 self._began = None
-        raise RankError(f"the ranks of the model are no longer in step: {self._failure}") from self._failure
+        reason = first_line(self._failure)
+        raise RankError(f"the ranks of the model are no longer in step: {reason}") from self._failure
 
     def watch(self, on_standstill: Callable[[], None]) -> None:
         """Have another thread call `on_standstill` when what all ranks do takes `STANDSTILL_SECONDS`; on rank 0.

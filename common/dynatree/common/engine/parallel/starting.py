@@ -74,8 +74,9 @@ def leading(engine: Engine, ranks: Ranks) -> Engine:
     """
 
     def plain(model: PreTrainedModel) -> Tensor:
-        ranks.say(Plain())
-        return plain_logits(model)
+        with ranks.in_step():
+            ranks.say(Plain())
+            return plain_logits(model)
 
     engine = replace(engine, runner=ParallelRunner(engine.runner, ranks))
     check_outputs(engine, plain)
