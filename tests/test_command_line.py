@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -355,6 +356,7 @@ WRONG = [
     [*VERIFY, "--max-context", "1"],
     [*VERIFY, "--listen", "localhost"],
     [*VERIFY, "--max-tree-nodes", "many"],
+    [*VERIFY, "--fixed-rows", "many"],
     [*VERIFY, "--resident-layers", "few"],
     [*VERIFY, "--layer-cache", ""],
     [*DRAFT, "--dtype", "x"],
@@ -424,6 +426,12 @@ def test_generate_needs_no_package_of_the_services(answers: list[tuple[int, list
 def test_help_needs_no_grpc_but_where_it_lists_the_policies(answers: list[tuple[int, list[str]]]) -> None:
     for (line, status), (_, modules) in zip(STATUSES, answers, strict=True):
         assert status or line[0] == "draft" or "grpc" not in modules
+
+
+@pytest.mark.parametrize("option", ["--max-tree-nodes", "--fixed-rows", "--max-context", "--max-sessions"])
+def test_a_value_of_another_kind_is_told_in_words(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    assert main([*VERIFY, option, "many"]) == 2
+    assert re.search(r"invalid whole numbers? value: 'many'", capsys.readouterr().err)
 
 
 def test_choices_are_what_the_services_take() -> None:

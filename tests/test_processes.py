@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from model_zoo import save_random_model
+from processes import is_running, wait_until
 from transformers import PreTrainedTokenizerFast
 
 from dynatree.cli.main import main
@@ -418,21 +419,6 @@ def own_terminal():
     """As a shell starts what runs in the foreground: a process group that heeds interrupts."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def is_running(process):
-    """Whether it is there and has not ended; an orphan may wait for its new parent to notice."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_signal_that_comes_while_a_service_starts_leaves_none_behind(monkeypatch):

@@ -14,6 +14,7 @@ from pathlib import Path
 import processes
 import pytest
 from model_zoo import save_noisy_copy, save_random_model
+from processes import is_running, wait_until
 
 from dynatree.client import Client
 from dynatree.common.engine import ModelSettings, load_engine
@@ -35,14 +36,6 @@ def children(process: subprocess.Popen[bytes]) -> list[int]:
     """The processes that follow."""
     listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
     return [int(each) for each in listed.split()]
-
-
-def is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return b"Z" not in Path(f"/proc/{process}/stat").read_bytes().split(b")")[-1].split()[0]
 
 
 @pytest.mark.long
@@ -87,16 +80,31 @@ def test_a_rank_that_dies_ends_the_service_with_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_followers_end_when_the_service_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("delay", [0.0, 1.0, 3.0, None])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_followers_end_with_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delay: float | None, number: signal.Signals
+) -> None:
+    """Whenever that is: so many seconds after they were started, before they have met; or once all serve (None)."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     target = save_random_model(tmp_path / "target", "llama", seed=1)
-    with service(tmp_path, "verify", "verify", "--target-model", str(target), "--tensor-parallel", "2") as started:
-        _, process, _ = started
+    arguments = ("verify", "--target-model", str(target), "--tensor-parallel", "2", "--threads", "1")
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        address = f"unix:{tmp_path}/verify.sock"
+        command = [sys.executable, "-m", "dynatree.cli.main", *arguments, "--listen", address]
+        process = subprocess.Popen(command, stderr=output)
+    try:
+        wait_until(lambda: children(process) and (delay is not None or "dynatree verify:" in log.read_text()))
+        time.sleep(delay or 0.0)
         [follower] = children(process)
-        process.kill()
-        deadline = time.monotonic() + 20
-        while is_running(follower):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+    finally:
+        process.send_signal(number)
+    process.wait(20)
+    wait_until(lambda: not is_running(follower), 3.0)
+    assert "Traceback" not in log.read_text()
+    assert "rank 1" not in log.read_text()
+    assert list(tmp_path.glob("dynatree-ranks-*")) == []
 
 
 FORWARDS = """
@@ -105,7 +113,7 @@ from dynatree.common.engine import ModelSettings, load_engine
 from dynatree.common.engine.parallel import ranks
 from dynatree.common.engine.segment import Segment
 
-ranks.STANDSTILL_SECONDS = 4.0
+ranks.SLOW_SECONDS, ranks.STANDSTILL_SECONDS = 2.0, 4.0
 engine = load_engine(ModelSettings(sys.argv[1], sessions=1, device="cpu", tensor_parallel=2))
 kv = engine.arena.reserve(20)
 
@@ -132,7 +140,7 @@ for attempt in (forward, forward, lambda: engine.arena.copy(kv, kv, 5), lambda: 
 STANDING_STILL = """
 from subprocess import check_output
 
-[follower] = check_output(["pgrep", "-P", f"{os.getpid()}", "-f", "follower"], text=True).split()
+[follower] = check_output(["pgrep", "-P", f"{os.getpid()}", "-f", "rank_process"], text=True).split()
 print(follower, flush=True)
 os.kill(int(follower), signal.SIGSTOP)
 forward()
@@ -157,7 +165,9 @@ def test_ranks_that_are_out_of_step_compute_nothing_more(tmp_path: Path) -> None
 def test_a_rank_that_stands_still_ends_the_process_with_a_line(tmp_path: Path) -> None:
     done = run_forwards(tmp_path, STANDING_STILL)
     assert done.returncode == EX_SOFTWARE
-    assert "dynatree: a rank of the model stands still for 4 s, so the service ends" in done.stderr.splitlines()
+    lines = done.stderr.splitlines()
+    assert "a forward has taken 2 s; a rank of the model may stand still" in lines
+    assert "dynatree: a rank of the model stands still for 4 s, so the service ends" in lines
     assert not is_running(int(done.stdout))
 
 

@@ -60,6 +60,12 @@ def tree_nodes(text: str) -> int:
     return number
 
 
+# argparse names the types in its messages
+context.__name__ = tree_nodes.__name__ = positive.__name__
+fixed_rows.__name__ = f"{positive.__name__}s"
+seconds.__name__ = some_seconds.__name__ = "number of seconds"
+
+
 def network_address(text: str) -> str:
     """An argparse type: `host:port` or `unix:PATH`."""
     try:

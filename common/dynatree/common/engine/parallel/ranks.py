@@ -6,6 +6,7 @@ meet through a file in a private folder and speak over the loopback interface: n
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import shutil
@@ -27,9 +28,12 @@ from dynatree.common.errors import EX_SOFTWARE, StartupError
 from dynatree.common.logs import announce
 from dynatree.common.tokenizer import first_line
 
+log = logging.getLogger(__name__)
+
 _FOREVER = timedelta(days=365)  # a follower waits for as long as nobody asks the service
 _START = timedelta(minutes=10)
-STANDSTILL_SECONDS = 600.0  # of a forward, after which a rank is thought to stand still
+SLOW_SECONDS = 30.0  # of a forward, after which the log says so
+STANDSTILL_SECONDS = 600.0  # after which a rank is thought to stand still
 _LOOPBACK = "lo"
 
 
@@ -91,12 +95,16 @@ class Ranks:
     def watch(self, on_standstill: Callable[[], None]) -> None:
         """Have another thread call `on_standstill` when what all ranks do takes `STANDSTILL_SECONDS`; on rank 0.
 
-        The time limits of the back ends do not do: transformers sums over groups of its own.
+        The log tells of it earlier. The back ends' own limits do not do: transformers sums over groups of its own.
         """
-        limit = STANDSTILL_SECONDS
+        slow, limit = SLOW_SECONDS, STANDSTILL_SECONDS
 
         def look() -> None:
+            told = None
             while (began := self._began) is None or time.monotonic() - began < limit:
+                if began is not None and began != told and time.monotonic() - began > slow:
+                    told = began
+                    log.warning("a forward has taken %g s; a rank of the model may stand still", slow)
                 time.sleep(min(1.0, limit / 4))
             on_standstill()
 
@@ -129,7 +137,7 @@ class Followers:
 
     Args:
         size: Processes, rank 0 included.
-        words: What they need to load the model, for `follower.main`.
+        words: What they need to load the model, for `rank_process.main`.
         on_death: Called from another thread, with its rank and status, when one ends by itself.
     """
 
@@ -140,7 +148,7 @@ class Followers:
         self._ending = False
         self._processes = []
         for rank in range(1, size):
-            command = [sys.executable, "-m", "dynatree.common.engine.follower"]
+            command = [sys.executable, "-m", "dynatree.common.rank_process"]
             process = subprocess.Popen(
                 [*command, str(rank), str(size), str(self.store)],
                 stdin=subprocess.PIPE,
@@ -148,8 +156,8 @@ class Followers:
                 start_new_session=True,  # Ctrl-C is for rank 0, which ends the others
             )
             assert process.stdin is not None
-            process.stdin.write(pickle.dumps(words))
-            process.stdin.close()
+            process.stdin.write(pickle.dumps(pickle.dumps(words)))
+            process.stdin.flush()  # not closed: a follower ends when it is
             self._processes.append(process)
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
 

@@ -76,8 +76,8 @@ def cached_layers(
         return _read_table(folder)
     except OSError as error:
         raise StartupError(
-            f"the layer cache cannot be written or read: {error.strerror or error}; expected a folder that can be "
-            f"written, by --layer-cache"
+            f"the layer cache at {root} cannot be written or read: {error.strerror or error}; expected a folder that "
+            f"can be written, by --layer-cache"
         ) from error
 
 

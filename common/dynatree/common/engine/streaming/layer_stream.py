@@ -81,6 +81,8 @@ class LayerStream(Stream):
                 return
             # a forward was broken off, or the layer could not be read ahead
             if self._held[slot] is not None or self._next != layer or self._error is not None:
+                if self._error is not None:
+                    log.warning("read once more: %s", self._error)
                 self._restart(layer)
             waited, again = 0.0, True
             while self._held[slot] != layer:
