@@ -11,13 +11,18 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc._cython import cygrpc
 from grpc_proxy import VERIFY, GrpcProxy, Hook, ProxyLoop, forward_all
 from model_zoo import save_random_model
 from services import Services, running_services
 
 from dynatree.client import Client, Completion, ServerUnavailableError
 from dynatree.common import healthcheck
+from dynatree.common.errors import PeerUnavailableError, ServiceError
+from dynatree.common.messages import Commit
+from dynatree.common.tree import TokenTree
 from dynatree.draft.target_session import PATIENCE
+from dynatree.draft.verify_client import VerifySession
 from dynatree.v1 import draft_pb2, draft_pb2_grpc, tree_pb2, verify_pb2, verify_pb2_grpc
 
 PROMPT = list(range(20, 40))
@@ -107,6 +112,44 @@ def test_the_first_message_says_what_is_needed_to_resume(stub: draft_pb2_grpc.Dr
 
 
 # The verify service
+
+
+class FailingWrites:
+    """A call of gRPC's whose writes fail, as one does that comes between a peer's end and the news of it."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    async def send_serialized_message(self, message: bytes) -> None:
+        raise cygrpc.InternalError("Failed 'execute_batch'")
+
+
+def test_a_write_that_fails_before_the_status_is_known(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call then gets a status of gRPC's own, INTERNAL, which would be a client's last word."""
+    sessions: list[VerifySession] = []
+    errors: list[type[ServiceError]] = []
+
+    async def verify(session: VerifySession, tree: TokenTree, last: Commit) -> Commit:
+        sessions.append(session)
+        if len(sessions) == 3:
+            session._call._cython_call = FailingWrites(session._call._cython_call)
+        try:
+            return await usual(session, tree, last)
+        except ServiceError as error:
+            errors.append(type(error))
+            raise
+
+    with Client(services.draft_address, resume=False) as client:
+        whole = client.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids
+        usual = VerifySession.verify
+        monkeypatch.setattr(VerifySession, "verify", verify)
+        completion = client.generate(PROMPT, max_new_tokens=12, ignore_eos=True, policy="linear")
+    assert completion.token_ids == whole
+    assert completion.stats.resumes == 1
+    assert errors == [PeerUnavailableError]
 
 
 def opened(services: Services, **changes: Any) -> verify_pb2.SessionOpened:

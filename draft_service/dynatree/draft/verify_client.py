@@ -47,6 +47,11 @@ PASSED_ON = {
 }
 
 
+# The statuses that gRPC gives a call without a word of the peer's.
+_GRPCS_OWN = (
+    (grpc.StatusCode.CANCELLED, "CANCELLED"),
+    (grpc.StatusCode.INTERNAL, "Internal error from Core"),
+)
 # The codes with which a service answers that may answer otherwise a moment later.
 PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
@@ -231,5 +236,9 @@ def translated(code: grpc.StatusCode, details: str | None, metadata: Any = (), o
 
 
 def was_dropped(code: grpc.StatusCode, details: str | None) -> bool:
-    """Whether gRPC's core dropped a call: at random, without a word, while a thousand wait to be taken up."""
-    return code is grpc.StatusCode.CANCELLED and details == "CANCELLED"
+    """Whether gRPC ended a call, and not the peer.
+
+    Its core drops calls at random, without a word, while a thousand wait to be taken up. Its asyncio layer makes up a
+    status if a write fails: the peer is gone, and its own status has not been read yet.
+    """
+    return (code, details) in _GRPCS_OWN
