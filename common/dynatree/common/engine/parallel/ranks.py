@@ -68,7 +68,7 @@ class Ranks:
         # what is said of work goes over its own group, on which followers wait for long
         self._saying = dist.new_group(backend="gloo", timeout=_FOREVER)
         self._failure: Exception | None = None
-        self._began: float | None = None  # what all ranks do now
+        self._began: float | None = None  # of what all ranks do now, by the monotonic clock
 
     @contextmanager
     def in_step(self) -> Iterator[None]:

@@ -81,15 +81,12 @@ class LayerStream(Stream):
                 return
             # a forward was broken off, or the layer could not be read ahead
             if self._held[slot] is not None or self._next != layer or self._error is not None:
-                if self._error is not None:
-                    log.warning("read once more: %s", self._error)
                 self._restart(layer)
             waited, again = 0.0, True
             while self._held[slot] != layer:
                 if self._error is not None:
                     if not again:
                         raise LayerStreamError(str(self._error)) from self._error
-                    log.warning("read once more: %s", self._error)
                     again = False
                     self._restart(layer)
                 elif not self._changed.wait(_SLOW):
@@ -135,6 +132,8 @@ class LayerStream(Stream):
         self._pool.shutdown()
 
     def _restart(self, layer: int) -> None:
+        if self._error is not None:
+            log.warning("read once more: %s", self._error)
         self._held = [None] * len(self._held)
         self._next = layer
         self._error = None
