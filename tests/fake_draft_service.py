@@ -146,6 +146,7 @@ class FakeDraftService(draft_pb2_grpc.DraftServiceServicer):
             draft=tree_pb2.ModelInfo(name="small", parameters=7, context_length=64),
             target=tree_pb2.ModelInfo(name="large", architecture="GPTNeoXForCausalLM", vocab_size=50_304),
             policies=["dynatree", "linear"],
+            chat_template=True,
         )
 
 

@@ -118,7 +118,7 @@ def test_model_info(client: Client, service: FakeDraftService) -> None:
 
     info = client.model_info()
     assert (info.draft.name, info.draft.parameters, info.target.vocab_size) == ("small", 7, 50_304)
-    assert info.policies == ("dynatree", "linear")
+    assert (info.policies, info.chat_template) == (("dynatree", "linear"), True)
     assert asyncio.run(run()) == info
 
 

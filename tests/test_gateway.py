@@ -260,6 +260,8 @@ def test_chats_are_completed_by_their_template(chatty: tuple[openai.OpenAI, Clie
     client, grpc_client, target = chatty
     options: dict[str, Any] = {"model": "target", "messages": CHAT, "max_completion_tokens": 12, "n": 2, "seed": 4}
 
+    [model] = client.models.list().data
+    assert (model.model_extra or {})["chat_template"] is True
     text = AutoTokenizer.from_pretrained(target).apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     first = grpc_client.generate(text, max_new_tokens=12, n=2, temperature=1.0, seed=4)
     expected = {each.index: (each.text, each.finish_reason) for each in (first, *first.alternatives)}

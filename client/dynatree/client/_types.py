@@ -399,11 +399,13 @@ class ServiceInfo:
         draft: the small model, which proposes.
         target: the large model, whose output every completion is.
         policies: the names that a request's `policy` may have; the first is the default.
+        chat_template: whether the tokenizer has one, so that prompts may be chats.
     """
 
     draft: ModelInfo
     target: ModelInfo
     policies: tuple[str, ...]
+    chat_template: bool
 
     @classmethod
     def from_pb(cls, response: draft_pb2.DraftServiceGetModelInfoResponse) -> Self:
@@ -412,4 +414,5 @@ class ServiceInfo:
             draft=ModelInfo.from_pb(response.draft),
             target=ModelInfo.from_pb(response.target),
             policies=tuple(response.policies),
+            chat_template=response.chat_template,
         )

@@ -213,6 +213,7 @@ def _model(info: ServiceInfo) -> Json:
         "max_model_len": info.target.context_length,
         "draft_model": info.draft.name,
         "policies": list(info.policies),
+        "chat_template": info.chat_template,
     }
 
 

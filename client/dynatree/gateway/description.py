@@ -49,6 +49,7 @@ class Model(_Object):
     max_model_len: int
     draft_model: str
     policies: list[str]
+    chat_template: bool
 
 
 class ModelList(_Object):

@@ -33,6 +33,11 @@ class PromptEncoder:
         longest_first = sorted(specials, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first))) if specials else None
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chats can be made tokens of."""
+        return bool(self._tokenizer.chat_template)
+
     def text(self, text: str, *, special_tokens: bool) -> tuple[int, ...]:
         """The tokens of a text, with those that the tokenizer adds at its beginning or end."""
         return tuple(self._tokenizer(text, verbose=False, split_special_tokens=not special_tokens)["input_ids"])
@@ -45,7 +50,7 @@ class PromptEncoder:
         """
         if not messages:
             raise InvalidArgumentError("the chat has no messages; expected at least one")
-        if not self._tokenizer.chat_template:
+        if not self.has_chat_template:
             raise InvalidArgumentError("the tokenizer has no chat template: expected a prompt of text or token ids")
         hidden: dict[str, str] = {}  # what looks like a special token, by what stands for it in the template's text
         said = [vars(each) for each in messages]

@@ -94,6 +94,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             draft=model_info_to_pb(self._backend.engine.info),
             target=model_info_to_pb(self._backend.replicas.target.info),
             policies=[default, *others],
+            chat_template=self._encoder.has_chat_template,
         )
 
     async def GetVocabulary(  # noqa: N802

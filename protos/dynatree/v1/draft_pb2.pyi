@@ -22,14 +22,16 @@ class DraftServiceGetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DraftServiceGetModelInfoResponse(_message.Message):
-    __slots__ = ("draft", "target", "policies")
+    __slots__ = ("draft", "target", "policies", "chat_template")
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     POLICIES_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     draft: _tree_pb2.ModelInfo
     target: _tree_pb2.ModelInfo
     policies: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, draft: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., target: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., policies: _Optional[_Iterable[str]] = ...) -> None: ...
+    chat_template: bool
+    def __init__(self, draft: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., target: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., policies: _Optional[_Iterable[str]] = ..., chat_template: bool = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("text", "token_ids", "chat", "max_new_tokens", "sampling", "stop", "ignore_eos", "policy", "stop_token_ids", "log_probs", "n", "trace", "queue_position", "resume", "special_tokens", "top_log_probs", "prompt_log_probs")
