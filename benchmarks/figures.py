@@ -10,7 +10,7 @@ import gzip
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -44,6 +44,7 @@ NAMES = {
     "dynatree": "policy `dynatree`",
 }
 
+LLAMA_CPP = "llama.cpp"
 NAMES_OF_TREES = {"random": "random", "dyspec": "DySpec's"}
 
 # Outside of cog's blocks these may not stand in a document: measured rates, times, ratios.
@@ -78,7 +79,7 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> str:
 
 def name_of(label: str) -> str:
     """A method as tables call it."""
-    return NAMES.get(label, label if label.startswith("llama.cpp") else f"`{label}`")
+    return NAMES.get(label, label if label.startswith(LLAMA_CPP) else f"`{label}`")
 
 
 def texts() -> dict[str, str]:
@@ -87,26 +88,60 @@ def texts() -> dict[str, str]:
 
 
 def headline() -> str:
-    """README's table: the default policy beside plain decoding and transformers, by text."""
+    """README's table: the default policy beside plain decoding, transformers and llama.cpp, on the texts of both."""
     rows = []
-    for name, text in texts().items():
-        rows.append(
-            {
-                "text": text,
-                "transformers": figure(rate(name, "transformers"), 1),
-                "assisted": figure(rate(name, "transformers assisted"), 1),
-                "plain": figure(rate(name, PLAIN.label), 1),
-                "**DynaTree**": f"**{figure(rate(name, 'throughput'), 1)}**",
-                "x transformers": figure(rate(name, "throughput", "transformers"), 1),
-                "x plain": figure(rate(name, "throughput", PLAIN.label), 1),
-            }
-        )
+    for label in ("transformers", "transformers assisted", LLAMA_CPP, best_drafting(), PLAIN.label, "throughput"):
+        row = {"method": name_of(label)}
+        for name in llama_cpp_texts():
+            file = f"llama-cpp-{name}" if label.startswith(LLAMA_CPP) else name
+            row[f"{TEXTS[name]}, tokens/s"] = f"{rate(file, label).median:.1f}"
+            row[f"x plain, {TEXTS[name]}"] = figure(rate(file, label, PLAIN.label), 1)
+        rows.append(row)
     return markdown(rows)
 
 
-def span(over: str, *labels: str) -> str:
-    """The lowest and the highest of the texts' ratios of the default policy."""
-    found = [rate(name, label, over).median for name in texts() for label in labels or ("throughput",)]
+def llama_cpp_texts() -> list[str]:
+    """The texts on which llama.cpp was measured."""
+    return [name for name in texts() if f"llama-cpp-{name}" in results()]
+
+
+@cache
+def best_drafting() -> str:
+    """The fastest of llama.cpp's drafting lengths, by the sum of its medians over the texts."""
+    found = [cells(runs(f"llama-cpp-{name}"), "rate") for name in llama_cpp_texts()]
+    return max(
+        (label for label in found[0] if label.startswith(f"{LLAMA_CPP}, drafting")),
+        key=lambda label: sum(each[label].median for each in found),
+    )
+
+
+def headline_conditions() -> str:
+    """How many prompts stand behind README's table, and what llama.cpp's drafting is the best of."""
+    first, second = llama_cpp_texts()
+    prompts, beside = rate(first, "throughput"), rate(f"llama-cpp-{first}", "throughput")
+    labels = runs(f"llama-cpp-{first}")["label"].unique()
+    lengths = [label.rpartition(" ")[2] for label in labels if "drafting" in label]
+    again = " and ".join(f"{rate(f'llama-cpp-{name}', 'throughput').median:.1f}" for name in (first, second))
+    return (
+        f"Medians over {prompts.prompts} prompts a text; llama.cpp over {beside.prompts}, in a run of its own in "
+        f"16 bits, in which DynaTree gave {again} tokens/s. Its drafting is the best of {', '.join(lengths)} tokens."
+    )
+
+
+def headline_summary() -> str:
+    """The range of the texts' median ratios of the default policy: to its own plain decoding, and to the others'."""
+    beside = [f"llama-cpp-{name}" for name in llama_cpp_texts()]
+    return (
+        f"Over {len(texts())} texts DynaTree gives {span(PLAIN.label, texts())} times the tokens/s of its own plain "
+        f"decoding and {span('transformers', texts())} times those of transformers' `generate()`; over "
+        f"{len(beside)} texts {span(LLAMA_CPP, beside)} times those of llama.cpp without a draft, and "
+        f"{span(best_drafting(), beside)} times those of llama.cpp with the same draft."
+    )
+
+
+def span(over: str, names: Iterable[str]) -> str:
+    """The lowest and the highest of the files' ratios of the default policy."""
+    found = [rate(name, "throughput", over).median for name in names]
     return f"{min(found):.1f} to {max(found):.1f}"
 
 
