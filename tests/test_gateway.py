@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import requests
-from gateways import KEY, Gateway, running_gateway
+from gateways import Gateway
 from gateways import client_fixture as client_fixture
 from gateways import gateway_fixture as gateway_fixture
 from gateways import grpc_client_fixture as grpc_client_fixture
 from gateways import model_fixture as model_fixture
-from model_zoo import save_noisy_copy, save_random_model
 from openai.types import Completion as OpenAICompletion
-from services import running_services
-from transformers import AutoTokenizer
 
 from dynatree.client import Client
 
@@ -228,91 +223,6 @@ def test_a_stream_tells_its_rounds(gateway: Gateway, grpc_client: Client) -> Non
     assert all(choice["text"] == "" for choice in choices if "trace" in choice)
 
 
-# Chats
-
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
-CHAT: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who <|endoftext|> are you?"}]
-
-
-@pytest.fixture(scope="module", name="chatty")
-def chatty_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[openai.OpenAI, Client, Path]]:
-    """A pair whose tokenizer has a chat template, a gateway before it, and clients of both."""
-    folder = tmp_path_factory.mktemp("chat")
-    target = save_random_model(folder / "target", "llama", seed=3)
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(target)
-    draft = save_noisy_copy(folder / "draft", target, seed=4)
-    with (
-        running_services(folder, target, draft) as services,
-        running_gateway(services.draft_address) as gateway,
-        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=KEY, max_retries=0) as client,
-        Client(services.draft_address) as grpc_client,
-    ):
-        yield client, grpc_client, target
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_chats_are_completed_by_their_template(chatty: tuple[openai.OpenAI, Client, Path], stream: bool) -> None:
-    client, grpc_client, target = chatty
-    options: dict[str, Any] = {"model": "target", "messages": CHAT, "max_completion_tokens": 12, "n": 2, "seed": 4}
-
-    [model] = client.models.list().data
-    assert (model.model_extra or {})["chat_template"] is True
-    text = AutoTokenizer.from_pretrained(target).apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
-    first = grpc_client.generate(text, max_new_tokens=12, n=2, temperature=1.0, seed=4)
-    expected = {each.index: (each.text, each.finish_reason) for each in (first, *first.alternatives)}
-    if not stream:
-        answer = client.chat.completions.create(**options)
-        assert {each.index: (each.message.content, each.finish_reason) for each in answer.choices} == expected
-        assert {each.message.role for each in answer.choices} == {"assistant"}
-        return
-    texts = {0: "", 1: ""}
-    reasons: dict[int, str] = {}
-    roles: list[str | None] = []
-    for chunk in client.chat.completions.create(**options, stream=True):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
-            roles += [choice.delta.role] if choice.delta.role else []
-            if choice.finish_reason:
-                reasons[choice.index] = choice.finish_reason
-    assert {index: (texts[index], reasons[index]) for index in texts} == expected
-    assert roles == ["assistant", "assistant"]
-
-
-def test_chats_have_log_probs(chatty: tuple[openai.OpenAI, Client, Path]) -> None:
-    client, grpc_client, _ = chatty
-
-    answer = client.chat.completions.create(
-        model="target", messages=CHAT, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2
-    )
-
-    expected = grpc_client.generate(CHAT, max_new_tokens=6, top_log_probs=2)
-    content = answer.choices[0].logprobs.content  # type: ignore[union-attr]
-    assert content is not None
-    assert [each.logprob for each in content] == list(expected.log_probs)
-    assert b"".join(bytes(each.bytes or ()) for each in content).decode(errors="replace") == expected.text
-    assert [[top.logprob for top in each.top_logprobs] for each in content] == [
-        [value for _, value in likeliest] for likeliest in expected.top_log_probs
-    ]
-
-
-def test_parts_of_text_are_one_message(chatty: tuple[openai.OpenAI, Client, Path]) -> None:
-    client, _, _ = chatty
-    parts: Any = [{"role": "user", "content": [{"type": "text", "text": "Who "}, {"type": "text", "text": "is it?"}]}]
-    whole: Any = [{"role": "user", "content": "Who is it?"}]
-
-    answers = [
-        client.chat.completions.create(model="target", messages=messages, max_tokens=8, temperature=0)
-        for messages in (parts, whole)
-    ]
-
-    assert answers[0].choices == answers[1].choices
-
-
 def test_a_tokenizer_without_a_template_has_no_chats(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.BadRequestError, match="no chat template"):
-        client.chat.completions.create(model=model, messages=CHAT)
+        client.chat.completions.create(model=model, messages=[{"role": "user", "content": "Who are you?"}])

@@ -14,16 +14,20 @@ from gateways import gateway_fixture as gateway_fixture
 from gateways import grpc_client_fixture as grpc_client_fixture
 from gateways import model_fixture as model_fixture
 
-CHAT: Any = [{"role": "user", "content": "Who are you?"}]
-
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "a field that is not here": ({"prompt": "a", "tools": []}, "tools", "tools is not supported"),
+    "a field that is not here": ({"prompt": "a", "suffix": "b"}, "suffix", "suffix is not supported"),
+    "a deep field that is not here": ({"prompt": "a", "stream_options": {"x": 1}}, "stream_options.x", "not supported"),
+    "another format": (
+        {"prompt": "a", "response_format": {"type": "json_object"}},
+        "response_format.type",
+        "response_format.type json_object is not supported",
+    ),
     "a value that is not here": ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "less than or equal"),
     "a type": ({"prompt": "a", "max_tokens": "7"}, "max_tokens", "integer"),
     "a range": ({"prompt": "a", "top_p": 0}, "top_p", "greater than 0"),
     "no prompt": ({}, "prompt", "required"),
     "an empty prompt": ({"prompt": []}, "prompt", "at least 1"),
-    "a prompt of both": ({"prompt": ["a", 1]}, "prompt", "valid"),
+    "a prompt of both": ({"prompt": ["a", 1]}, "prompt.1", "valid string"),
     "no tokens": ({"prompt": "a", "max_tokens": 0}, "", "needs echo"),
     "a temperature above the limit": ({"prompt": "a", "temperature": 500}, "temperature", "or equal to 100"),
     "a seed of more than 64 bits": ({"prompt": "a", "seed": 2**64}, "seed", "less than"),
@@ -106,12 +110,53 @@ def test_a_body_that_is_not_called_json_is_refused(gateway: Gateway) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "invalid_content_type")
 
 
-def test_null_is_as_good_as_nothing(client: openai.OpenAI, model: str) -> None:
-    answer = client.completions.create(
-        model=model, prompt="a", max_tokens=2, stop=None, extra_body={"tools": None, "suffix": None}
-    )
+USER: Any = {"role": "user", "content": "Who are you?"}
+CALL: Any = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+IMAGE: Any = {"type": "image_url", "image_url": {"url": "data:,"}}
 
-    assert len(answer.choices) == 1
+CHATS_REFUSED: dict[str, tuple[list[Any], dict[str, Any], str, str]] = {
+    "a tool": ([USER], {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "is not supported"),
+    "an effort": ([USER], {"reasoning_effort": "high"}, "reasoning_effort", "is not supported"),
+    "a sound": ([USER], {"modalities": ["text", "audio"]}, "modalities", "is not supported"),
+    "the prompt's log-probabilities": ([USER], {"prompt_logprobs": 0}, "prompt_logprobs", "is not supported"),
+    "special tokens": ([USER], {"skip_special_tokens": False}, "skip_special_tokens", "is not supported"),
+    "a template's switch": ([USER], {"chat_template_kwargs": {"a": False}}, "chat_template_kwargs", "not supported"),
+    "a call": (
+        [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}],
+        {},
+        "messages.1.tool_calls",
+        "not",
+    ),
+    "a tool's answer": (
+        [USER, {"role": "tool", "content": "", "tool_call_id": "1"}],
+        {},
+        "messages.1.tool_call_id",
+        "",
+    ),
+    "an image": (
+        [USER, {"role": "user", "content": [IMAGE]}],
+        {},
+        "messages.1.content.0.type",
+        "image_url is not supp",
+    ),
+    "a number": ([USER, USER, {"role": "user", "content": 5}], {}, "messages.2.content", "valid string"),
+    "no content": ([USER, {"role": "user", "content": None}], {}, "messages.1", "needs content"),
+    "no role": ([USER, {"content": "a"}], {}, "messages.1.role", "required"),
+    "no message": ([USER, 5], {}, "messages.1", "should be an object"),
+    "no text": ([USER, {"role": "user", "content": [{"type": "text"}]}], {}, "messages.1.content.0.text", "required"),
+}
+
+
+@pytest.mark.parametrize("name", CHATS_REFUSED)
+def test_what_would_change_a_chats_answer_is_refused_by_its_full_name(gateway: Gateway, name: str) -> None:
+    messages, fields, param, words = CHATS_REFUSED[name]
+
+    answer = requests.post(f"{gateway.url}/v1/chat/completions", json={"messages": messages, **fields}, timeout=60)
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert error["message"].startswith(param)
+    assert words in error["message"]
 
 
 def test_a_model_that_is_not_served_is_not_found(client: openai.OpenAI, model: str) -> None:

@@ -33,7 +33,7 @@ class Answer(Protocol):
     ) -> Json:
         """The log-probabilities of the next tokens of a choice."""
 
-    def chunk(self, choices: list[Json], usage: Json | None = None) -> Json:
+    def chunk(self, choices: list[Json]) -> Json:
         """A stream's chunk."""
 
     def whole(self, choices: list[Json], usage: Json) -> Json:
@@ -57,10 +57,9 @@ class _Named:
             raise ValueError("an answer without log-probabilities was made without the tokens' texts")
         return self._token_texts
 
-    def chunk(self, choices: list[Json], usage: Json | None = None) -> Json:
+    def chunk(self, choices: list[Json]) -> Json:
         """A stream's chunk."""
-        chunk = {**self._fields, "object": self.chunk_object, "choices": choices}
-        return chunk if usage is None else {**chunk, "usage": usage}
+        return {**self._fields, "object": self.chunk_object, "choices": choices}
 
     def whole(self, choices: list[Json], usage: Json) -> Json:
         """The whole answer."""
@@ -165,6 +164,15 @@ def _finite(log_prob: float) -> float:
     return max(log_prob, LOWEST_LOG_PROB)
 
 
+def tokens_used(prompt_tokens: int, new_tokens: int) -> Json:
+    """The part of a usage that is known at any time."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new_tokens,
+        "total_tokens": prompt_tokens + new_tokens,
+    }
+
+
 def usage_of(completions: Sequence[Completion], seconds: float, *, scores_only: bool = False) -> Json:
     """What some completions cost, each with its alternatives; the prompt's tokens count once for each prompt.
 
@@ -181,9 +189,7 @@ def usage_of(completions: Sequence[Completion], seconds: float, *, scores_only: 
     accepted = sum(each.draft_n_accepted for each in stats)
     committed = sum(each.tokens_per_round * each.rounds for each in stats)
     return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": new_tokens,
-        "total_tokens": prompt_tokens + new_tokens,
+        **tokens_used(prompt_tokens, new_tokens),
         "prompt_tokens_details": {"cached_tokens": sum(each.stats.cached_tokens for each in completions)},
         "speculative_decoding": {
             "mean_acceptance_length": committed / rounds if rounds else 0.0,

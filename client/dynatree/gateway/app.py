@@ -100,6 +100,7 @@ class Gateway:
             echo=bool(body.echo),
             scores_only=body.scores_only,
             usage=body.include_usage,
+            running_usage=body.running_usage,
         )
         return self._answer(body, prompts, TextAnswer(info.target.name, texts), wanted, texts, metadata)
 
@@ -114,6 +115,7 @@ class Gateway:
             token_ids=bool(body.return_token_ids),
             trace=bool(body.trace),
             usage=body.include_usage,
+            running_usage=body.running_usage,
         )
         answer = ChatAnswer(info.target.name, texts, body.completions)
         return self._answer(body, [body.chat], answer, wanted, texts, metadata)
@@ -140,7 +142,7 @@ class Gateway:
         metadata: Metadata,
     ) -> Response:
         """The answer, whole or as it comes."""
-        principal = (("dynatree-principal", body.user),) if body.user else ()
+        principal = (("dynatree-principal", body.principal),) if body.principal else ()
         options = body.options()
         streams = [self._client.stream(prompt, metadata=metadata + principal, **options) for prompt in prompts]
         texted = [prompt if isinstance(prompt, str) else None for prompt in prompts]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from dynatree.gateway.errors import ApiError, client_went
@@ -37,9 +38,13 @@ async def read_body(request: Request, model: type[Body]) -> Body:
     except ClientDisconnect:
         raise client_went() from None
     try:
-        return model.model_validate_json(body)
+        fields = from_json(body)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    try:
+        return model.model_validate(fields)
     except ValidationError as error:
-        raise ApiError.of_body(error) from None
+        raise ApiError.of_body(error, fields) from None
 
 
 def _too_large() -> ApiError:

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from dynatree.client import DynaTreeError, ServerBusyError
 
@@ -60,19 +61,24 @@ class ApiError(Exception):
         return cls(status, message, type_, code=code, headers=headers)
 
     @classmethod
-    def of_body(cls, error: ValidationError) -> ApiError:
-        """What is wrong with a body: the first of it, by the name of its field."""
-        found = error.errors(include_url=False)
-        first = found[0]
-        path = [str(each) for each in first["loc"]]
-        if first["type"] == "json_invalid":
-            return cls(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
+    def of_body(cls, error: ValidationError, body: Any) -> ApiError:
+        """What is wrong with a body: the first field that is, by its full name."""
+        found = [(_path(each, body), each) for each in error.errors(include_url=False)]
+        top = found[0][0][:1]
+        # a value that may have several forms has an error for each; the form that it got furthest in is meant
+        found = [(path, each) for path, each in found if path[:1] == top]
+        path, first = max(found, key=lambda item: (len(item[0]), [part for part in item[0] if isinstance(part, int)]))
+        name = ".".join(map(str, path))
         if first["type"] == "extra_forbidden":
-            return cls(400, f"{'.'.join(path)} is not supported", param=path[0], code="unsupported_parameter")
-        reasons = [each["msg"].removeprefix("Value error, ") for each in found if each["loc"][:1] == first["loc"][:1]]
-        reason = ", or ".join(dict.fromkeys(reasons))  # of a field that has several forms, each says why not
-        message = f"{path[0]}: {reason}" if path else reason
-        return cls(400, message, param=path[0] if path else None, code="invalid_value")
+            return cls(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+        if first["type"] == "literal_error":
+            message = (
+                f"{name} {str(first['input'])[:LONGEST_PARAM]} is not supported; expected {first['ctx']['expected']}"
+            )
+            return cls(400, message, param=name, code="unsupported_value")
+        reasons = [_reason(each) for where, each in found if where == path]
+        reason = ", or ".join(dict.fromkeys(reasons))
+        return cls(400, f"{name}: {reason}" if path else reason, param=name or None, code="invalid_value")
 
     def body(self) -> dict[str, Any]:
         """The object that a client gets; what it quotes of the request is cut."""
@@ -80,6 +86,23 @@ class ApiError(Exception):
         return {
             "error": {"message": self.message[:LONGEST_MESSAGE], "type": self.type, "param": param, "code": self.code}
         }
+
+
+def _reason(error: ErrorDetails) -> str:
+    return "Input should be an object" if error["type"] == "model_type" else error["msg"].removeprefix("Value error, ")
+
+
+def _path(error: ErrorDetails, body: Any) -> tuple[int | str, ...]:
+    """The place in the body of what is wrong, without the forms of a value that pydantic tried."""
+    path: list[int | str] = []
+    for place, part in enumerate(error["loc"], 1):
+        item = isinstance(body, list) and isinstance(part, int) and part < len(body)
+        field = isinstance(body, dict) and part in body
+        if item or field:
+            body = body[part]
+        if item or field or (error["type"] == "missing" and place == len(error["loc"])):
+            path.append(part)
+    return tuple(path)
 
 
 def client_went() -> ApiError:

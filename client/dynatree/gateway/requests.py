@@ -1,22 +1,24 @@
 """The bodies of requests: fields that clients of OpenAI's API send, and this project's own.
 
-A field that is not here is refused by its name, unless it is null. One that is here only so that clients may say its
-neutral value has no other.
+A field that is not here is refused by its name, unless it has no effect (no_effect.py).
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from dynatree.client import GenerateOptions, Message
+from dynatree.gateway.no_effect import Body
 
 MAX_PROMPTS = 128
 MAX_STOP_STRINGS = 16
 MAX_BIASES = 1024
 MAX_MESSAGES = 4096  # of a chat: thousands of tokens at least
 MAX_PARTS = 1024  # of a message
+LONGEST_PRINCIPAL = 256  # characters, of what the services take
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI has it
 
 _TokenId = Annotated[int, Field(ge=0, lt=2**32)]
@@ -29,15 +31,30 @@ _Setting = float | Annotated[list[float], Field(max_length=1024, fail_fast=True)
 _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
-class StreamOptions(BaseModel):
-    """What a stream says besides the text."""
+def _without_nulls(body: Any) -> Any:
+    """An object whose names are the caller's own, without those that are null."""
+    return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+
+class StreamOptions(Body):
+    """What a stream says besides the text.
+
+    Attributes:
+        include_usage: The usage, in a last chunk.
+        continuous_usage_stats: With `include_usage`, the usage so far in each chunk.
+    """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
-class CompletionOptions(BaseModel):
+class TextFormat(Body):
+    """The one format that answers have."""
+
+    type: Literal["text"] = "text"
+
+
+class CompletionOptions(Body):
     """What both kinds of request have in common.
 
     Attributes:
@@ -46,12 +63,11 @@ class CompletionOptions(BaseModel):
         top_k: Keep the k likeliest tokens; 0 and -1 keep all.
         repetition_penalty: As the target's generation_config says, unless it is said.
         user: On whose behalf: where the draft service asks nobody for a token, users take turns.
+        response_format: Text, as there is no other.
         policy: How trees are grown; the draft service's own policy unless it is said.
         trace: Whether a stream tells each round.
         return_token_ids: Whether choices have `token_ids`, and the first `prompt_token_ids`.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -61,26 +77,23 @@ class CompletionOptions(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logit_bias: Annotated[dict[_BiasedId, _Bias], Field(max_length=MAX_BIASES)] | None = None
-    user: Annotated[str, Field(max_length=256, pattern=r"^[ -~]*$")] | None = None
+    logit_bias: (
+        Annotated[dict[_BiasedId, _Bias], Field(max_length=MAX_BIASES), BeforeValidator(_without_nulls)] | None
+    ) = None
+    user: str | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=64)] | None = None
     policy: str | None = None
-    policy_settings: Annotated[dict[str, _Setting], Field(max_length=64)] | None = None
+    policy_settings: Annotated[dict[str, _Setting], Field(max_length=64), BeforeValidator(_without_nulls)] | None = None
     scheme: Literal["gumbel", "independent", "residual"] | None = None
     trace: bool | None = None
     return_token_ids: bool | None = None
     frequency_penalty: _Zero | None = None
     presence_penalty: _Zero | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, body: Any) -> Any:
-        """Null is as good as nothing, for fields that are not here too."""
-        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+    response_format: TextFormat | None = None
 
     @property
     def completions(self) -> int:
@@ -91,6 +104,19 @@ class CompletionOptions(BaseModel):
     def include_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def running_usage(self) -> bool:
+        """Whether each of a stream's chunks has the usage so far."""
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def principal(self) -> str:
+        """The user as gRPC's metadata can carry the name; "" for nobody."""
+        user = self.user or ""
+        if user.isascii() and user.isprintable() and len(user) <= LONGEST_PRINCIPAL:
+            return user
+        return hashlib.sha256(user.encode()).hexdigest()
 
     def common_options(self) -> GenerateOptions:
         """The options of the client library that both kinds of request share."""
@@ -170,35 +196,31 @@ class CompletionRequest(CompletionOptions):
         )
 
 
-class TextPart(BaseModel):
+class TextPart(Body):
     """A piece of a message's content; there is only text."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):
-    """One message of a chat."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
+class ChatMessage(Body):
+    """One message of a chat; an assistant's may have no content."""
 
     role: _Text
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    name: str | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of the role {self.role[:32]!r} needs content")
+        return self
 
     @property
     def text(self) -> str:
         """The content, in one piece."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-
-class TextFormat(BaseModel):
-    """The one format that answers have."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    type: Literal["text"]
+        content = self.content or ""
+        return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class ChatRequest(CompletionOptions):
@@ -209,7 +231,6 @@ class ChatRequest(CompletionOptions):
         max_tokens: The older name of `max_completion_tokens`; until the end of sequence unless one is said.
         logprobs: Whether choices have log-probabilities.
         top_logprobs: How many of the likeliest tokens each place names.
-        response_format: Text, as there is no other.
     """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -217,11 +238,10 @@ class ChatRequest(CompletionOptions):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**32)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: TextFormat | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs")
         return self
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from dynatree.client import AsyncCompletionStream, Chunk, Completion
-from dynatree.gateway.answers import Answer, Json, TopLogProbs, trace_of, usage_of
+from dynatree.gateway.answers import Answer, Json, TopLogProbs, tokens_used, trace_of, usage_of
 from dynatree.gateway.token_texts import TokenTexts
 
 AT_ONCE = 8  # prompts of one request
@@ -26,7 +26,8 @@ class Wanted:
         trace: The rounds; then a stream tells of tokens whose text is still to come, too.
         echo: The prompts, with their log-probabilities where those are wanted.
         scores_only: Nothing but the prompts.
-        usage: A stream's last chunk with what it cost.
+        usage: A stream's last chunk with what it cost; the others have null.
+        running_usage: In each of a stream's chunks, how many tokens there were so far.
     """
 
     completions: int = 1
@@ -36,6 +37,7 @@ class Wanted:
     echo: bool = False
     scores_only: bool = False
     usage: bool = False
+    running_usage: bool = False
 
 
 class Work:
@@ -63,6 +65,7 @@ class Work:
         self._wanted = wanted
         self._texts = texts
         self._began = time.perf_counter()
+        self._new_tokens = 0  # that came
 
     async def whole(self) -> Json:
         """The whole answer, when everything has come.
@@ -89,6 +92,7 @@ class Work:
         begun: set[int] = set()
         async with aclosing(self._chunks()) as chunks:
             async for place, chunk in chunks:
+                self._new_tokens += len(chunk.token_ids)
                 if not begun:  # not before something came: until then a failure is a status of its own
                     for choice in self._answer.begin():
                         yield self._chunk([choice])
@@ -103,10 +107,17 @@ class Work:
                 index = place * self._wanted.completions + completion.index
                 yield self._chunk([self._answer.delta(index, "", None, completion.finish_reason)])
         if self._wanted.usage:
-            yield self._answer.chunk([], self._usage())
+            yield {**self._answer.chunk([]), "usage": self._usage()}
 
     def _chunk(self, choices: list[Json]) -> Json:
-        return self._answer.chunk(choices)
+        chunk = self._answer.chunk(choices)
+        return {**chunk, "usage": self._running_usage()} if self._wanted.usage else chunk
+
+    def _running_usage(self) -> Json | None:
+        if not self._wanted.running_usage:
+            return None
+        prompt_tokens = sum(len(stream.prompt_ids) for stream in self._streams)
+        return tokens_used(prompt_tokens, 0 if self._wanted.scores_only else self._new_tokens)
 
     def _usage(self) -> Json:
         completions = [stream.completion for stream in self._streams]

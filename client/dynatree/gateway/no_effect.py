@@ -1,0 +1,85 @@
+"""Fields of a request that cannot change its answer.
+
+Clients send the whole of OpenAI's API at its defaults, and answers of the server as messages of the next request. So a
+field that has no effect is as good as one that is left out, at every depth, whether this server knows it or not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+# Labels, hints and permissions: whatever they say, the answer is the same.
+LABELS = frozenset(
+    (
+        *("metadata", "request_id", "safety_identifier", "service_tier", "store"),
+        *("cache_control", "prompt_cache_breakpoint", "prompt_cache_key", "prompt_cache_options"),
+        *("prompt_cache_retention", "prediction", "include_obfuscation", "spaces_between_special_tokens"),
+        "parallel_tool_calls",
+    )
+)
+# What says nothing in a field that this server does not know, beside null and what is empty.
+_NOTHING: tuple[Any, ...] = (False, 0, "none", "auto")
+# The fields for which that is something else.
+_OWN: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (True,),
+    "best_of": (1,),
+    "detokenize": (True,),
+    "enable_thinking": (),  # templates read it, and false is for some not the default
+    "include_reasoning": (True,),
+    "length_penalty": (1,),
+    "logprobs": (False,),
+    "max_new_tokens": (),
+    "modalities": (["text"],),
+    "model": ("",),
+    "n": (1,),
+    "n_predict": (-1,),
+    "prompt_logprobs": (),  # 0 asks for the prompt's own tokens
+    "reasoning_effort": ("none", "medium"),  # OpenAI's default
+    "repeat_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "stop": ("",),
+    "think": (),
+    "truncate_prompt_tokens": (-1,),
+    "typical_p": (1,),
+    "verbosity": ("medium",),  # OpenAI's default
+}
+
+
+class Body(BaseModel):
+    """An object of a request's body: a field that it does not have is refused by its name, unless it has no effect."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _what_has_effect(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if not has_no_effect(name, value, name in cls.model_fields)}
+
+
+def has_no_effect(name: str, value: Any, known: bool) -> bool:
+    """Whether a field is as good as left out.
+
+    Args:
+        name: The field's.
+        value: Of the field.
+        known: Whether the object has the field: what its value means is then the object's to say, but for null.
+    """
+    if value is None or _is_one_of(value, _OWN.get(name, () if known else _NOTHING)):
+        return True
+    return not known and (name in LABELS or _is_empty(value))
+
+
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    """Equal to one of them, where true is not 1."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values)
+
+
+def _is_empty(value: Any) -> bool:
+    """A text, a list or an object without anything in it; of an object the fields may be null or empty."""
+    if isinstance(value, dict):
+        return all(each is None or _is_empty(each) for each in value.values())
+    return value in ("", [])
