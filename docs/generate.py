@@ -43,8 +43,14 @@ COMMAND_LINE = """\
 This page lists every subcommand of `dynatree`, and every option, as the installed program knows them. `--help` after a
 subcommand prints the same; `dynatree --version` prints the version. Option names are written out in full.
 
-The exit status is 0 for success, 1 for a failure, 2 for a wrong command line, and 130 for an interrupt. A failure
-is one line on standard error.
+| exit status | meaning |
+| --- | --- |
+| 0 | success |
+| 1 | a failure, told in one line on standard error |
+| 2 | a wrong command line |
+| 70 | a service whose device, streamed layer or parallel process has failed; a supervisor should restart it |
+| 130 | an interrupt (Ctrl-C) |
+| 141 | nobody reads the output any more, as behind `head` |
 """
 
 
