@@ -7,9 +7,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dynatree.common import embedded
-from dynatree.draft.detokenizer import REPLACEMENT, Detokenizer, SpaceCleaner
+from dynatree.draft.detokenizer import Detokenizer, SpaceCleaner
 from dynatree.draft.generation import TextStream
 from dynatree.draft.stop_strings import StopStrings
+from dynatree.draft.vocabulary import REPLACEMENT
 
 TOKENIZER = AutoTokenizer.from_pretrained(embedded.target_path())
 
@@ -93,31 +94,6 @@ def test_a_broken_byte_in_the_middle_does_not_hold_text_back():
     token_ids = [*broken, *TOKENIZER(" and then the rest")["input_ids"]]
     detokenizer = Detokenizer(TOKENIZER, ())
     assert "".join(detokenizer.push([token]) for token in token_ids).endswith(" and then the rest")
-
-
-BYTES = [token_id for token, token_id in sorted(TOKENIZER.get_vocab().items()) if len(token) == 1]
-
-
-@settings(deadline=None)
-@given(st.lists(st.sampled_from(BYTES), max_size=120), st.integers(1, 5))
-def test_bytes_that_may_form_no_characters_join_to_the_whole(token_ids, size):
-    whole = TOKENIZER.decode(token_ids, skip_special_tokens=True)
-    assert "".join(pieces(token_ids, size=size)) == whole
-
-
-def test_bytes_that_never_form_characters_are_decoded_once():
-    """The window moves on, so that a long run of them takes no longer a token than a short one."""
-    continuation = TOKENIZER("é")["input_ids"][-1]
-    detokenizer = Detokenizer(TOKENIZER, ())
-    text = "".join(detokenizer.push([continuation]) for _ in range(500))
-    assert len(text) > 450
-    assert set(text) == {REPLACEMENT}
-    assert len(detokenizer._window) < 100
-    assert text + detokenizer.flush() == TOKENIZER.decode([continuation] * 500)
-
-
-def test_special_tokens_have_no_text():
-    assert "".join(pieces([0, *TOKENIZER("x")["input_ids"], 0])) == "x"
 
 
 def run(stops, parts):

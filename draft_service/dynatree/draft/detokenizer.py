@@ -2,81 +2,78 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-CONTEXT_TOKENS = 6
-OPEN_TOKENS = 16  # of pending text that are kept back: more than a character has
-# Text that `clean_up_tokenization` changes: it has spaces before punctuation and before English contractions.
-_UNCLEAN = "a . b , c ? d ! e ' f do n't I 'm it 's we 've you 're"
+from dynatree.draft.vocabulary import cleans_up, vocabulary_of
+
 # The characters that stand before the last one in any of the strings that `clean_up_tokenization` replaces.
 _MAY_GO_ON = " 'nvr"
 
 
 class Detokenizer:
-    """Decodes a completion piece by piece.
+    """Decodes a text token by token.
 
-    Each piece is the difference between decoding a short window with and without the new tokens, so that tokenizers
-    whose text depends on neighbours (leading spaces, byte fallback) give what decoding everything at once would give.
+    Every token adds bytes (`Vocabulary`), and an incremental UTF-8 decoder makes characters of them. So the text is a
+    function of the prompt and the ids, however they come.
 
-    Invariant: the pieces join to what `tokenizer.decode(ids, skip_special_tokens=True)` gives for the completion, with
-    the tokenizer's own `clean_up_tokenization_spaces`. Behind a prompt the text is the prompt's continuation: the space
-    that some tokenizers drop at the start of a text is kept.
+    Invariants:
+        - Where `tokenizer.decode(ids, skip_special_tokens=True)` has no replacement character, the pieces join to it,
+          with the tokenizer's own `clean_up_tokenization_spaces`. Behind a prompt the text is the prompt's
+          continuation: the space that some tokenizers drop at the start of a text is kept.
+        - Bytes that form no character become U+FFFD as Unicode recommends (chapter 3.9, as Python's "replace" does):
+          one for each longest beginning of a character. Every complete character is right. A byte-level tokenizer
+          decodes in this way too; byte fallback would turn a run of bytes with an invalid one in it into one U+FFFD for
+          each byte, its complete characters included.
+
+    Args:
+        tokenizer: The tokenizer.
+        prompt_ids: What the text goes on from; a character that is open at its end is not mended.
+        special_tokens: Whether the text has the names of special tokens.
+
+    Attributes:
+        offset: Where the last token that was pushed begins in the text, in characters. One that goes on with a
+            character begins where that does.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._window = list(prompt_ids[-CONTEXT_TOKENS:])
-        if self._decode(self._window).endswith(REPLACEMENT):
-            self._window = []  # the prompt ends inside a character, which the completion's own bytes cannot mend
-        self._emitted = len(self._window)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], *, special_tokens: bool = False
+    ) -> None:
+        self._vocabulary = vocabulary_of(tokenizer, special_tokens=special_tokens)
+        self._context = self._vocabulary.behind(prompt_ids)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._clean = SpaceCleaner(tokenizer.clean_up_tokenization) if cleans_up(tokenizer) else None
+        self._characters = 0  # emitted
+        self.offset = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; empty while a character is still open."""
-        self._window.extend(token_ids)
-        text = self._pending()
-        text = self._take_certain(text) if text.endswith(REPLACEMENT) else self._take(text)
-        return text if self._clean is None else self._clean.push(text)
+        return "".join([self._push(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
-        """The rest, with replacement characters where bytes form no character."""
-        text = self._take(self._pending())
+        """The rest, with a replacement character for bytes that form none."""
+        text = self._utf8.decode(b"", final=True)
         return text if self._clean is None else self._clean.push(text) + self._clean.flush()
 
-    def _pending(self) -> str:
-        before = self._decode(self._window[: self._emitted])
-        return self._decode(self._window)[len(before) :]
-
-    def _take(self, text: str) -> str:
-        if text:
-            self._window = self._window[self._emitted :]
-            self._emitted = len(self._window)
+    def _push(self, token_id: int) -> str:
+        data, self._context = self._vocabulary.added(self._context, token_id)
+        text = self._broken_by(data[:1])
+        self.offset = self._characters + len(text) + (0 if self._clean is None else len(self._clean.held))
+        text += self._utf8.decode(data)
+        if self._clean is not None:
+            text = self._clean.push(text)
+        self._characters += len(text)
         return text
 
-    def _take_certain(self, text: str) -> str:
-        """Of text that ends inside a character, what no further token can change; nothing while little is pending.
-
-        A character has at most four bytes, and so at most four tokens. Without this, text whose bytes never form
-        characters would be decoded from its beginning with every token.
-        """
-        certain = len(self._window) - OPEN_TOKENS
-        if certain - self._emitted < OPEN_TOKENS:
-            return ""
-        before = self._decode(self._window[: self._emitted])
-        prefix = self._decode(self._window[:certain])[len(before) :]
-        if not text.startswith(prefix):
-            return ""
-        self._window = self._window[self._emitted :]
-        self._emitted = certain - self._emitted
-        return prefix
-
-    def _decode(self, token_ids: list[int]) -> str:
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+    def _broken_by(self, byte: bytes) -> str:
+        """What becomes of a character that is open where the next byte does not go on with it."""
+        try:
+            codecs.utf_8_decode(self._utf8.getstate()[0] + byte, "strict", False)
+        except UnicodeDecodeError:
+            return self._utf8.decode(b"", final=True)
+        return ""
 
 
 class SpaceCleaner:
@@ -85,31 +82,23 @@ class SpaceCleaner:
     The clean-up only removes spaces, by replacing fixed strings one after the other. A character that is in none of
     them, or only at the end, separates what comes before it from what comes after: the text is cleaned up to and with
     the last such character, and the rest is held back.
+
+    Attributes:
+        held: What is held back.
     """
 
     def __init__(self, clean_up: Callable[[str], str]) -> None:
         self._clean_up = clean_up
-        self._held = ""
+        self.held = ""
 
     def push(self, text: str) -> str:
         """The cleaned text that is certain by now."""
-        text = self._held + text
+        text = self.held + text
         certain = len(text.rstrip(_MAY_GO_ON))
-        self._held = text[certain:]
+        self.held = text[certain:]
         return self._clean_up(text[:certain])
 
     def flush(self) -> str:
         """The rest."""
-        text, self._held = self._held, ""
+        text, self.held = self.held, ""
         return self._clean_up(text)
-
-
-def cleans_up(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether `decode` removes spaces before punctuation unless it is told not to; found by trying.
-
-    The tokenizer's setting alone does not tell: transformers ignores it for BPE tokenizers.
-    """
-    if not tokenizer.clean_up_tokenization_spaces:
-        return False
-    ids = tokenizer(_UNCLEAN, verbose=False)["input_ids"]
-    return bool(tokenizer.decode(ids) != tokenizer.decode(ids, clean_up_tokenization_spaces=False))
