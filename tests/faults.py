@@ -46,7 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "gumbel": {"temperature": 0.8, "seed": 11},
     "residual": {"temperature": 0.8, "seed": 12, "scheme": "residual"},
-    "penalties": {"repetition_penalty": 1.3, "logit_bias": {11: -4.0, 262: 3.0}},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {11: -4.0, 262: 3.0}},
     "stop strings": {"stop": ["the", "qqq"], "max_new_tokens": 80},
     "n = 2": {"temperature": 0.9, "seed": 13, "n": 2},
     "log-probabilities": {"top_log_probs": 3, "prompt_log_probs": True, "temperature": 0.6, "seed": 14},

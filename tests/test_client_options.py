@@ -20,6 +20,7 @@ def test_defaults_leave_optional_fields_out(client: Client, service: FakeDraftSe
     sampling = request.sampling
     assert not any(sampling.HasField(name) for name in ("top_p", "seed", "repetition_penalty"))
     assert (sampling.min_p, sampling.scheme, len(sampling.logit_bias)) == (0.0, 0, 0)
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (0.0, 0.0)
     assert (request.n, request.log_probs, request.trace, len(request.stop_token_ids)) == (1, False, False, 0)
     assert (request.top_log_probs, request.prompt_log_probs) == (0, False)
 
@@ -33,6 +34,8 @@ def test_every_option_reaches_the_server(client: Client, service: FakeDraftServi
         top_p=0.75,
         min_p=0.25,
         repetition_penalty=1.5,
+        frequency_penalty=-0.75,
+        presence_penalty=2,
         logit_bias={0: -2, 2**32 - 1: 0.5},
         seed=2**64 - 1,
         scheme="residual",
@@ -52,6 +55,7 @@ def test_every_option_reaches_the_server(client: Client, service: FakeDraftServi
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed) == (0.5, 3, 0.75, 2**64 - 1)
     assert (sampling.min_p, sampling.repetition_penalty) == (0.25, 1.5)
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (-0.75, 2.0)
     assert dict(sampling.logit_bias) == {0: -2.0, 2**32 - 1: 0.5}
     assert sampling.scheme == tree_pb2.SAMPLING_SCHEME_RESIDUAL
     assert (list(request.stop), request.ignore_eos) == (["a", "b"], True)
@@ -126,6 +130,8 @@ def test_every_scheme_of_the_protocol_can_be_asked_for() -> None:
         ("Once", {"top_p": 10**400}, "top_p"),
         ("Once", {"min_p": 1e-60}, "min_p 1e-60 is too small"),
         ("Once", {"repetition_penalty": 1e-60}, "repetition_penalty 1e-60 is too small"),
+        ("Once", {"frequency_penalty": -1e-60}, "frequency_penalty -1e-60 is too small"),
+        ("Once", {"presence_penalty": 1e-60}, "presence_penalty 1e-60 is too small"),
         ("Once", {"logit_bias": {-1: 1.0}}, "logit_bias: a token id"),
         ("Once", {"logit_bias": {2**32: 1.0}}, "logit_bias: a token id"),
         ("Once", {"logit_bias": {1: 10**400}}, "logit_bias"),
@@ -160,6 +166,8 @@ def test_values_that_cannot_be_sent(client: Client, prompt: Any, options: dict[s
         ("Once", {"trace": "file"}),
         ("Once", {"min_p": None}),
         ("Once", {"repetition_penalty": "much"}),
+        ("Once", {"frequency_penalty": None}),
+        ("Once", {"presence_penalty": "much"}),
         ("Once", {"logit_bias": [(1, 2.0)]}),
         ("Once", {"logit_bias": {"1": 2.0}}),
         ("Once", {"logit_bias": {1: "2"}}),

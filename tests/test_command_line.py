@@ -88,14 +88,16 @@ def test_every_option_reaches_the_server(service: FakeDraftService) -> None:
     options = "--max-new-tokens 7 --temperature 0.5 --top-k 3 --top-p 0.75 --seed 9 --stop a --stop b --ignore-eos"
     policy = "--policy linear --set depth=8 --set widths=1,1,3 --timeout 30"
     new = "--min-p 0.25 --repetition-penalty 1.5 --logit-bias 5=-2 --logit-bias 6=0.5 --scheme independent"
+    counted = "--frequency-penalty -0.5 --presence-penalty 1.25"
     ends = "--stop-token-id 4 --stop-token-id 8"
-    words = " ".join((options, policy, new, ends)).split()
+    words = " ".join((options, policy, new, counted, ends)).split()
     assert main(["generate", "Once", "--server", service.address, *words]) == 0
     (request,) = service.requests
     assert (request.text, request.max_new_tokens, list(request.stop)) == ("Once", 7, ["a", "b"])
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed) == (0.5, 3, 0.75, 9)
     assert (sampling.min_p, sampling.repetition_penalty) == (0.25, 1.5)
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (-0.5, 1.25)
     assert dict(sampling.logit_bias) == {5: -2.0, 6: 0.5}
     assert sampling.scheme == tree_pb2.SAMPLING_SCHEME_INDEPENDENT
     assert list(request.stop_token_ids) == [4, 8]

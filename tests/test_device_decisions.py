@@ -103,7 +103,7 @@ def test_a_pass_that_the_device_decides_is_that_of_the_host(folder: Path, sampli
     engines = [load(folder / "target", rows) for rows in ((), (ROWS,))]
     verifiers = [Verifier(engine, 64) for engine in engines]
     prompt = generator.choices(range(2, 2048), k=70)
-    options = [sampling, Sampling(temperature=0.7, top_k=5), Sampling(repetition_penalty=1.3)]
+    options = [sampling, Sampling(temperature=0.7, top_k=5), Sampling(frequency_penalty=1.3)]
     sessions = [
         [verifier.open(SessionRequest(tuple(prompt), 150, frozenset(), each)) for each in options]
         for verifier in verifiers

@@ -40,6 +40,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"temperature": 1.0, "top_p": 0.9, "seed": 3, "top_k": 40, "min_p": 0.02},
     ),
     "penalty": ({"temperature": 0, "extra_body": {"repetition_penalty": 1.3}}, {"repetition_penalty": 1.3}),
+    "counts": ({"temperature": 0, "frequency_penalty": 1.5}, {"frequency_penalty": 1.5}),
+    "presence": ({"temperature": 0, "presence_penalty": 1.5}, {"presence_penalty": 1.5}),
     "bias": ({"temperature": 0, "logit_bias": {"32": 4, "11": -5.5}}, {"logit_bias": {32: 4, 11: -5.5}}),
     "stop": ({"temperature": 0, "stop": "the"}, {"stop": "the"}),
     "stops": ({"temperature": 0, "stop": ["\n", ","]}, {"stop": ["\n", ","]}),

@@ -154,7 +154,7 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(pair):
     "options",
     [
         {"temperature": 0.0},
-        {"temperature": 0.0, "repetition_penalty": 1.5, "logit_bias": {9: 1.5}},
+        {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {9: 1.5}},
         {"top_k": 30, "top_p": 0.8, "min_p": 0.05},
         {"scheme": "independent", **FEW},
         {"scheme": "residual", "repetition_penalty": 1.3, **FEW},

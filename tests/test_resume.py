@@ -30,6 +30,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "gumbel": {"sampling": tree_pb2.SamplingOptions(temperature=0.9, seed=5)},
     "penalty": {"sampling": tree_pb2.SamplingOptions(repetition_penalty=1.4)},
+    "counts": {
+        "sampling": tree_pb2.SamplingOptions(frequency_penalty=1.5, logit_bias=dict.fromkeys(range(50, 54), 9.0))
+    },
     "stop string": {"stop": ["e"]},
     "log_probs": {"log_probs": True},
     "top_log_probs": {"top_log_probs": 3, "prompt_log_probs": True},
@@ -234,6 +237,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "greedy": {},
     "gumbel": {"temperature": 0.9, "seed": 5},
     "penalty": {"repetition_penalty": 1.4},
+    "counts": {"frequency_penalty": 1.5, "logit_bias": dict.fromkeys(range(50, 54), 9.0)},
     "stop string": {"stop": ["e"], "max_new_tokens": 40},
     "log_probs": {"log_probs": True},
     "prompt_log_probs": {"top_log_probs": 3, "prompt_log_probs": True},

@@ -112,7 +112,15 @@ def test_the_arena_equals_a_fresh_prefill_after_every_round(engines, prompt, tre
         verifier.close(session)
 
 
-@pytest.mark.parametrize("accepting", [True, False], ids=["draft=target", "hostile draft"])
+@pytest.mark.parametrize(
+    ("accepting", "sampling"),
+    [
+        (True, Sampling()),
+        (True, Sampling(frequency_penalty=1.5, presence_penalty=0.5, logit_bias=dict.fromkeys(range(90, 94), 20.0))),
+        (False, Sampling()),
+    ],
+    ids=["draft=target", "draft=target, counts", "hostile draft"],
+)
 @pytest.mark.parametrize(
     ("policy", "options"),
     [
@@ -121,14 +129,16 @@ def test_the_arena_equals_a_fresh_prefill_after_every_round(engines, prompt, tre
         ("dynatree", {"tau": 0, "rho_stop": 1e-9, "rho_deep": 1e-6}),
     ],
 )
-def test_the_drafts_rows_are_the_committed_tokens(engines, accepting, policy, options):
+def test_the_drafts_rows_are_the_committed_tokens(engines, accepting, sampling, policy, options):
     target, hostile, same = engines
     draft = same if accepting else hostile
     verifier, drafter = Verifier(target, 256), Drafter(EngineDraftModel(draft), 256)
     policy = create_policy(policy, options)
-    prompt = random.Random(7).choices(range(2, 2048), k=9)
-    session, verdict = opened(verifier, SessionRequest(tuple(prompt), 60, frozenset(), Sampling()))
-    drafting = drafter.open(prompt, Sampling(), 2048)
+    prompt = random.Random(7).choices(range(90, 94) if sampling.counts_generated else range(2, 2048), k=9)
+    generated = 4  # of the prompt, by a session that was lost
+    request = SessionRequest(tuple(prompt), 60, frozenset(), sampling, generated=generated)
+    session, verdict = opened(verifier, request)
+    drafting = drafter.open(prompt, sampling, 2048, generated=generated)
     drafter.read(drafting, policy)
     drafter.commit(drafting, verdict.token_ids)
     committed = [*prompt, *verdict.token_ids]

@@ -1,6 +1,7 @@
 """Seeded samples through both services are those of plain decoding, and those of transformers' own processors."""
 
 import random
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -10,6 +11,7 @@ from services import running_services
 from steady_times import steady_times
 from transformers import (
     AutoModelForCausalLM,
+    LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -35,12 +37,13 @@ SETTINGS |= dict.fromkeys(("dyspec", "dyspec-threshold", "opt-tree", "sequoia"),
 # text of four tokens: it looks up well, and leaves the draft a fair chance with noise of its own
 FEW = range(100, 104)
 FEW_ONLY = {"logit_bias": {token: 12.0 + token % 2 for token in FEW}}
+COUNTED = ("frequency_penalty", "presence_penalty")
 EXTRAS = (
     {},
     {"top_k": 20},
     {"min_p": 0.2},
     FEW_ONLY,
-    {"repetition_penalty": 1.3, **FEW_ONLY},
+    {"frequency_penalty": 1.5, "presence_penalty": -0.5, "repetition_penalty": 1.3, **FEW_ONLY},
     {"repetition_penalty": 1.3, "logit_bias": {7: 3.0, 2047: -1000.0}, "top_k": 50, "min_p": 0.02},
 )
 FEW_CASES = slice(3, 6)  # those of the last three extras
@@ -156,12 +159,27 @@ def test_residual_sampling_repeats_itself(pair, policy):
     assert pair.completion(prompt, policy, scheme="residual", **other).token_ids != first.token_ids
 
 
+class CountPenalties(LogitsProcessor):
+    """OpenAI's frequency and presence penalties, which count the tokens behind the prompt."""
+
+    def __init__(self, prompt, frequency_penalty=0.0, presence_penalty=0.0):
+        self.prompt_tokens, self.frequency, self.presence = len(prompt), frequency_penalty, presence_penalty
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        for token, count in Counter(input_ids[0, self.prompt_tokens :].tolist()).items():
+            scores[0, token] -= self.frequency * count
+            scores[0, token] -= self.presence
+        return scores
+
+
 def reference(model, prompt, *, temperature, seed, top_k=0, top_p=None, min_p=0.0, repetition_penalty=1.0, **others):
     """The whole sequence through the model for every token, transformers' processors, and the noise."""
     processors = LogitsProcessorList()
     if "logit_bias" in others:
         processors.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in others["logit_bias"].items()}))
     processors.append(RepetitionPenaltyLogitsProcessor(repetition_penalty))
+    processors.append(CountPenalties(prompt, **{name: others[name] for name in COUNTED if name in others}))
     processors.append(TemperatureLogitsWarper(temperature))
     if top_k:
         processors.append(TopKLogitsWarper(top_k))
@@ -196,18 +214,18 @@ def test_plain_samples_are_those_of_transformers_processors_with_the_noise(pair,
         {"repetition_penalty": 0.8},
         {"logit_bias": {7: 0.5, 9: 1.5, 2047: -1000.0}},
         {"repetition_penalty": 2.0, "logit_bias": dict.fromkeys(FEW, 4.0)},
+        {"frequency_penalty": 0.7},
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": -0.3, "presence_penalty": 0.9, "repetition_penalty": 1.1},
     ],
-    ids=["penalty", "reward", "bias", "both"],
+    ids=["penalty", "reward", "bias", "both", "frequency", "presence", "all penalties"],
 )
-def test_greedy_with_penalty_and_bias_is_that_of_generate(pair, extra):
-    theirs = {name: value for name, value in extra.items() if name != "logit_bias"}
-    if "logit_bias" in extra:
-        theirs["sequence_bias"] = {(token,): bias for token, bias in extra["logit_bias"].items()}
+def test_greedy_with_penalties_and_bias_is_that_of_generate(pair, extra):
     accepted = {"linear": 0, "fixed": 0}
     effect = False
     for seed in range(3):
         prompt = random.Random(seed).choices(range(2, VOCAB_SIZE), k=1 + 6 * seed)
-        expected = greedy(pair.model, prompt, **theirs)
+        expected = greedy(pair.model, prompt, **extra)
         effect |= expected != greedy(pair.model, prompt)
         for policy, settings in (("linear", {"depth": 6}), ("fixed", {"depth": 3, "breadth": 4, "tau": 0})):
             completion = pair.completion(prompt, policy, policy_settings=settings, max_new_tokens=30, **extra)
@@ -217,11 +235,27 @@ def test_greedy_with_penalty_and_bias_is_that_of_generate(pair, extra):
     assert min(accepted.values()) > 0 or not pair.close
 
 
+@pytest.mark.parametrize("policy", residual_policies())
+def test_residual_sampling_counts_each_nodes_own_path(pair, policy):
+    """Its draws depend on the trees; at so low a temperature they are the argmax, so the tokens are those of greedy."""
+    accepted = 0
+    for extra in ({"frequency_penalty": 1.5, **FEW_ONLY}, {"presence_penalty": 0.8, **FEW_ONLY}):
+        prompt = random.Random(policy).choices(FEW, k=7)
+        options = {"temperature": 1e-6, "seed": 3, "scheme": "residual", "max_new_tokens": 30}
+        completion = pair.completion(prompt, policy, **options, **extra)
+        assert completion.token_ids == greedy(pair.model, prompt, **extra)
+        accepted += completion.stats.draft_n_accepted
+    assert (accepted > 0) == (policy != PLAIN)
+
+
 def greedy(model, prompt, **options):
     """What `generate()` makes of it."""
+    counted = CountPenalties(prompt, **{name: options.pop(name) for name in COUNTED if name in options})
+    if "logit_bias" in options:
+        options["sequence_bias"] = {(token,): bias for token, bias in options.pop("logit_bias").items()}
+    options |= {"do_sample": False, "max_new_tokens": 30, "pad_token_id": 0, "logits_processor": [counted]}
     ids = torch.tensor([prompt])
-    mask = torch.ones_like(ids)
-    output = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=30, pad_token_id=0, **options)
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     return tuple(output[0, len(prompt) :].tolist())
 
 

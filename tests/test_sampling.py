@@ -1,5 +1,7 @@
 """Choosing tokens: greedy ties, truncation as in transformers, noise that depends on seed and position alone."""
 
+from collections import Counter
+
 import pytest
 import torch
 from transformers import (
@@ -104,11 +106,12 @@ def test_a_penalty_that_overflows_leaves_finite_logits(temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("counted", [{}, {"frequency_penalty": 0.75}, {"presence_penalty": -1.5}])
 @pytest.mark.parametrize("penalty", [1.0, 1.3, 0.5])
 @pytest.mark.parametrize("bias", [{}, {3: 2.5, 49: -1000.0}])
-def test_bias_and_penalty_are_those_of_transformers(bias, penalty, temperature):
+def test_bias_and_penalties_are_those_of_transformers_and_openai(bias, penalty, counted, temperature):
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 3
-    shared, own = [3, 7, 7], [[], [9], [49, 3]]
+    shared, own, generated = [3, 7, 7, 9, 7, 7], [[], [9, 9], [49, 3]], 3
     expected = logits
     if bias:
         expected = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})(
@@ -118,8 +121,13 @@ def test_bias_and_penalty_are_those_of_transformers(bias, penalty, temperature):
         processor = RepetitionPenaltyLogitsProcessor(penalty)
         rows = [torch.tensor([[*shared, *tokens]]) for tokens in own]
         expected = torch.cat([processor(row, expected[i : i + 1]) for i, row in enumerate(rows)])
-    sampling = Sampling(temperature=temperature, repetition_penalty=penalty, logit_bias=bias)
-    assert torch.equal(adjusted(logits, sampling, Histories(shared, own)), expected)
+    expected = expected.clone()
+    for row, tokens in enumerate(own):
+        for token, count in Counter(shared[-generated:] + tokens).items():
+            expected[row, token] -= counted.get("frequency_penalty", 0.0) * count
+            expected[row, token] -= counted.get("presence_penalty", 0.0)
+    sampling = Sampling(temperature=temperature, repetition_penalty=penalty, logit_bias=bias, **counted)
+    assert torch.equal(adjusted(logits, sampling, Histories(shared, own, generated)), expected)
     before = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 3
     assert torch.equal(logits, before), "the model's logits stay as they are"
 
@@ -127,11 +135,21 @@ def test_bias_and_penalty_are_those_of_transformers(bias, penalty, temperature):
 def test_what_a_smaller_vocabulary_lacks_is_passed_over():
     """The draft's logits may be cut below tokens that the target has."""
     logits = torch.randn(2, 10, generator=torch.Generator().manual_seed(1))
-    cut = Sampling(repetition_penalty=2.0, logit_bias={4: 1.0, 30: 5.0})
-    whole = Sampling(repetition_penalty=2.0, logit_bias={4: 1.0})
+    penalties = {"repetition_penalty": 2.0, "frequency_penalty": 1.0}
+    cut = Sampling(logit_bias={4: 1.0, 30: 5.0}, **penalties)
+    whole = Sampling(logit_bias={4: 1.0}, **penalties)
     assert torch.equal(
-        adjusted(logits, cut, Histories([2, 40], [[], [11, 5]])), adjusted(logits, whole, Histories([2], [[], [5]]))
+        adjusted(logits, cut, Histories([2, 40], [[], [11, 5]], generated=2)),
+        adjusted(logits, whole, Histories([2], [[], [5]], generated=1)),
     )
+
+
+@pytest.mark.parametrize("penalty", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
+def test_a_penalty_that_changes_nothing_is_plain(penalty):
+    """Such choices are made by the device, in one graph with the forward."""
+    nothing = 1.0 if penalty == "repetition_penalty" else -0.0
+    assert Sampling(**{penalty: nothing}).is_plain
+    assert not Sampling(**{penalty: 0.5}).is_plain
 
 
 def test_options_survive_the_wire():
@@ -141,6 +159,8 @@ def test_options_survive_the_wire():
         top_p=0.25,
         min_p=0.125,
         repetition_penalty=1.5,
+        frequency_penalty=-0.5,
+        presence_penalty=2.0,
         logit_bias={5: -1.5, 0: 1000.0},
         seed=2**64 - 1,
         scheme=Scheme.RESIDUAL,
@@ -168,6 +188,8 @@ def test_the_smallest_temperatures_are_greedy(temperature):
         ({"seed": 2**64}, "seed is"),
         ({"min_p": 1.5}, r"min_p is 1.5, expected a number in \[0, 1\]"),
         ({"repetition_penalty": 0.0}, r"repetition_penalty is 0, expected a number in \(0, 100\]"),
+        ({"frequency_penalty": 2.5}, r"frequency_penalty is 2.5, expected a number in \[-2, 2\]"),
+        ({"presence_penalty": float("nan")}, r"presence_penalty is nan, expected a number in \[-2, 2\]"),
         ({"logit_bias": {4: float("nan")}}, r"logit_bias\[4\] is nan"),
         ({"logit_bias": dict.fromkeys(range(1025), 0.0)}, "logit_bias has 1025 entries"),
     ],

@@ -51,6 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="above 1: tokens that were there before get less likely (default: as the target's generation_config says)",
     )
     parser.add_argument(
+        "--frequency-penalty",
+        type=float,
+        metavar="F",
+        default=0.0,
+        help="subtracted from a token's logit as often as the completion has the token; -2 to 2 (default: 0)",
+    )
+    parser.add_argument(
+        "--presence-penalty",
+        type=float,
+        metavar="F",
+        default=0.0,
+        help="subtracted once from the logit of each token that the completion has; -2 to 2 (default: 0)",
+    )
+    parser.add_argument(
         "--logit-bias",
         type=_bias,
         action=Keyed,
@@ -163,6 +177,8 @@ def _request(options: argparse.Namespace) -> GenerateOptions:
         top_p=options.top_p,
         min_p=options.min_p,
         repetition_penalty=options.repetition_penalty,
+        frequency_penalty=options.frequency_penalty,
+        presence_penalty=options.presence_penalty,
         logit_bias=options.logit_bias,
         seed=options.seed,
         scheme=options.scheme,

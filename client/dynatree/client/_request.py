@@ -53,6 +53,10 @@ class GenerateOptions(TypedDict, total=False):
             all.
         repetition_penalty: above 1, tokens of the prompt and of the text so far get less likely; in (0, 100], 1
             changes nothing. None (the default) is what the target's generation_config says, 1 where it says nothing.
+        frequency_penalty: subtracted from a token's logit as often as the completion has the token so far; in [-2, 2],
+            0 (the default) changes nothing.
+        presence_penalty: subtracted once from the logit of each token that the completion has so far; in [-2, 2], 0
+            (the default) changes nothing.
         logit_bias: what is added to the logits of these token ids, in [-1000, 1000].
         seed: in [0, 2**64); the same seed gives the same tokens, but for "residual". None (the default) is a random
             one.
@@ -84,6 +88,8 @@ class GenerateOptions(TypedDict, total=False):
     top_p: float | None
     min_p: float
     repetition_penalty: float | None
+    frequency_penalty: float
+    presence_penalty: float
     logit_bias: Mapping[int, float] | None
     seed: int | None
     scheme: SamplingScheme | None
@@ -110,6 +116,8 @@ def build_request(
     top_p: float | None = None,
     min_p: float = 0.0,
     repetition_penalty: float | None = None,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
     logit_bias: Mapping[int, float] | None = None,
     seed: int | None = None,
     scheme: SamplingScheme | None = None,
@@ -143,6 +151,8 @@ def build_request(
         seed=None if seed is None else _integer("seed", seed, _UINT64_MAX),
         min_p=_number("min_p", min_p),
         repetition_penalty=None if repetition_penalty is None else _number("repetition_penalty", repetition_penalty),
+        frequency_penalty=_number("frequency_penalty", frequency_penalty),
+        presence_penalty=_number("presence_penalty", presence_penalty),
         logit_bias=_logit_bias(logit_bias),
         scheme=None if scheme is None else _scheme(scheme),
     )
@@ -152,6 +162,8 @@ def build_request(
         ("temperature", temperature, sampling.temperature),
         ("min_p", min_p, sampling.min_p),
         ("repetition_penalty", repetition_penalty, sampling.repetition_penalty),
+        ("frequency_penalty", frequency_penalty, sampling.frequency_penalty),
+        ("presence_penalty", presence_penalty, sampling.presence_penalty),
     ):
         if value and not sent:
             _refuse(f"{name} {value!r} is too small to be told from 0")

@@ -28,7 +28,7 @@ _StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 _Bias = Annotated[float, Field(ge=-1000, le=1000)]
 _BiasedId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 _Setting = float | Annotated[list[float], Field(max_length=1024, fail_fast=True)]
-_Zero = Annotated[float, Field(ge=0, le=0)]
+_CountPenalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 def _without_nulls(body: Any) -> Any:
@@ -77,6 +77,8 @@ class CompletionOptions(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    frequency_penalty: _CountPenalty | None = None
+    presence_penalty: _CountPenalty | None = None
     logit_bias: (
         Annotated[dict[_BiasedId, _Bias], Field(max_length=MAX_BIASES), BeforeValidator(_without_nulls)] | None
     ) = None
@@ -91,8 +93,6 @@ class CompletionOptions(Body):
     scheme: Literal["gumbel", "independent", "residual"] | None = None
     trace: bool | None = None
     return_token_ids: bool | None = None
-    frequency_penalty: _Zero | None = None
-    presence_penalty: _Zero | None = None
     response_format: TextFormat | None = None
 
     @property
@@ -126,6 +126,8 @@ class CompletionOptions(Body):
             top_k=max(self.top_k or 0, 0),
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
             seed=None if self.seed is None else self.seed % 2**64,
             scheme=self.scheme,

@@ -1,21 +1,24 @@
 """How the next token is chosen from logits: greedy, or an exact seeded sample.
 
-Logits go through the logit bias, the repetition penalty, temperature, top-k, top-p and min-p, in this order and by the
-rules of transformers' processors. What comes out is maximised: as it is when greedy, and otherwise with Gumbel noise
-added. The noise is counter-based and keyed by (seed, position): the token at a position is
-`argmax(processed_logits + gumbel(seed, position))`, an exact sample of the processed distribution. It depends on
-nothing but the logits, the seed and the position, so any draft, tree or batch gives the same tokens
-(drafter-invariant coupling, Daliri et al. 2024).
+Logits go through the logit bias, the repetition, frequency and presence penalties, temperature, top-k, top-p and min-p,
+in this order: the frequency and presence penalties as OpenAI has them, all else by the rules of transformers'
+processors. What comes out is maximised: as it is when greedy, and otherwise with Gumbel noise added. The noise is
+counter-based and keyed by (seed, position): the token at a position is `argmax(processed_logits + gumbel(seed,
+position))`, an exact sample of the processed distribution. It depends on nothing but the logits, the tokens before it,
+the seed and the position, so any draft, tree or batch gives the same tokens (drafter-invariant coupling, Daliri et al.
+2024).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +27,8 @@ from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.gumbel import Stream, gumbel
 
 MAX_TEMPERATURE = 100.0
-MAX_PENALTY = 100.0
+MAX_PENALTY = 100.0  # of repetition
+MAX_COUNT_PENALTY = 2.0  # of frequency and presence, as OpenAI has it
 MAX_BIAS = 1000.0
 MAX_BIASES = 1024
 
@@ -50,6 +54,8 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     seed: int = 0
     scheme: Scheme = Scheme.GUMBEL
@@ -60,6 +66,9 @@ class Sampling:
         _check("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "[0, 1]")
         penalty = self.repetition_penalty
         _check("repetition_penalty", penalty, 0.0 < penalty <= MAX_PENALTY, f"(0, {MAX_PENALTY:g}]")
+        for name in ("frequency_penalty", "presence_penalty"):
+            penalty = getattr(self, name)
+            _check(name, penalty, abs(penalty) <= MAX_COUNT_PENALTY, f"[{-MAX_COUNT_PENALTY:g}, {MAX_COUNT_PENALTY:g}]")
         if self.top_k < 0:
             raise InvalidArgumentError(f"top_k is {self.top_k}, expected 0 (off) or a positive number")
         if not 0 <= self.seed < 2**64:
@@ -91,7 +100,12 @@ class Sampling:
     @property
     def needs_history(self) -> bool:
         """Whether the choice depends on which tokens came before."""
-        return self.repetition_penalty != 1.0
+        return self.repetition_penalty != 1.0 or self.counts_generated
+
+    @property
+    def counts_generated(self) -> bool:
+        """Whether the choice depends on how often tokens were generated."""
+        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     def check_tokens(self, vocab_size: int) -> None:
         """Refuse a bias of a token that the model does not have.
@@ -118,37 +132,61 @@ def check_biases(count: int) -> None:
 
 @dataclass(frozen=True)
 class Histories:
-    """The tokens before each row's choice: those that all rows share, and each row's own after them."""
+    """The tokens before each row's choice: those that all rows share, and each row's own after them.
+
+    The last `generated` of the shared ones, and all of a row's own, are the completion's; the others are the prompt's.
+    """
 
     shared: Sequence[int]
     own: Sequence[Sequence[int]]
+    generated: int = 0
 
-    def seen(self, vocab_size: int, device: torch.device) -> Tensor:
-        """Which tokens came before each row's choice: bool `[rows, vocab_size]`."""
-        common = torch.zeros(vocab_size, dtype=torch.bool)
-        common[[token for token in self.shared if token < vocab_size]] = True
-        seen = common.repeat(len(self.own), 1)
-        for row, tokens in enumerate(self.own):
-            seen[row, [token for token in tokens if token < vocab_size]] = True
-        return seen.to(device)
+    def tokens(self, vocab_size: int) -> list[int]:
+        """The tokens of the vocabulary that came before any row's choice, by their ids."""
+        return sorted({token for tokens in (self.shared, *self.own) for token in tokens if token < vocab_size})
+
+    def counts(self, tokens: Sequence[int], *, prompt: bool) -> Tensor:
+        """How often each of `tokens` came before each row's choice, in the prompt or not: float32 `[rows, tokens]`."""
+        shared = Counter(self.shared if prompt else self.shared[len(self.shared) - self.generated :])
+        counts = np.tile(np.array([shared[token] for token in tokens], dtype=np.float32), (len(self.own), 1))
+        columns = {token: column for column, token in enumerate(tokens)}
+        for row, own in enumerate(self.own):
+            for token in own:
+                if token in columns:
+                    counts[row, columns[token]] += 1
+        return torch.from_numpy(counts)
 
 
 def adjusted(logits: Tensor, sampling: Sampling, histories: Histories | None = None) -> Tensor:
-    """Logits `[rows, vocabulary]` after the bias and the repetition penalty: what greedy decoding maximises.
+    """Logits `[rows, vocabulary]` after the bias and the penalties: what greedy decoding maximises.
 
-    The penalty divides positive logits of seen tokens and multiplies negative ones (Keskar et al. 2019, section 4.1).
+    The repetition penalty divides positive logits of tokens that came before and multiplies negative ones (Keskar et
+    al. 2019, section 4.1). The other two are subtracted: frequency as often as a token was generated, presence once.
     """
+    if not sampling.logit_bias and not sampling.needs_history:
+        return logits
+    logits = logits.to(torch.float32, copy=True)  # as generate() processes them
     if sampling.logit_bias:
         bias = {token: value for token, value in sampling.logit_bias.items() if token < logits.shape[-1]}
-        logits = logits.float().clone()  # in float32, as generate() processes them
         logits[:, list(bias)] += torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)
     if sampling.needs_history:
-        assert histories is not None, "a repetition penalty needs the tokens before each choice"
-        logits = logits.float()
-        seen = histories.seen(logits.shape[-1], logits.device)
+        assert histories is not None, "a penalty needs the tokens before each choice"
+        tokens = histories.tokens(logits.shape[-1])
+        columns = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+        logits[:, columns] = _penalised(logits[:, columns], sampling, histories, tokens)
+    return logits
+
+
+def _penalised(logits: Tensor, sampling: Sampling, histories: Histories, tokens: Sequence[int]) -> Tensor:
+    """The logits of some tokens `[rows, tokens]` after the penalties."""
+    if sampling.repetition_penalty != 1.0:
+        seen = histories.counts(tokens, prompt=True).to(logits.device) > 0
         penalised = torch.where(logits < 0, logits * sampling.repetition_penalty, logits / sampling.repetition_penalty)
         most = torch.finfo(logits.dtype).max  # a small penalty overflows, and two infinities have no difference
         logits = torch.where(seen, penalised.clamp(-most, most), logits)
+    if sampling.counts_generated:
+        counts = histories.counts(tokens, prompt=False).to(logits.device)
+        logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
     return logits
 
 

@@ -209,7 +209,7 @@ def _propose(session: DraftSession, tree: GrowingTree, nodes: Sequence[int], log
     histories = None
     if sampling.needs_history:
         paths = [[above.token for above in reversed(tree.path(node))] for node in nodes]
-        histories = Histories(session.committed, paths)
+        histories = Histories(session.committed, paths, session.generated)
     positions = [len(session.committed) + tree.depth(node) for node in nodes]
     if sampling.residual:
         drawn = _draw(adjusted(logits, sampling, histories), positions, sampling, session.rounds, breadth)

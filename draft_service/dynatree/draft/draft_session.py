@@ -22,6 +22,7 @@ class DraftSession:
     Attributes:
         vocab_size: Tokens that may be proposed.
         principal: On whose behalf.
+        generated: Committed tokens that are not the prompt's.
         rounds: Commits so far.
         levels: That the last tree had, the root's included; as many may be read at once for the next.
     """
@@ -31,6 +32,7 @@ class DraftSession:
     sampling: Sampling
     vocab_size: int
     principal: str = ""
+    generated: int = 0
     num_cached: int = 0
     num_used: int = 0
     rounds: int = 0
@@ -56,6 +58,7 @@ class DraftSession:
         start = self.num_cached
         path, node = self._follow(token_ids)
         self.committed.extend(token_ids)
+        self.generated += len(token_ids)
         self.rounds += 1
         if self.sampling.residual:  # draws that shaped one tree are not fresh in the next, so the root is read anew
             path, node = path[: len(token_ids) - 1], None

@@ -109,15 +109,17 @@ class Drafter:
         vocab_size: int,
         limit: int | None = None,
         principal: str = "",
+        generated: int = 0,
     ) -> DraftSession:
         """Reserve a range of the arena; nothing is read yet.
 
         Args:
-            prompt_ids: The prompt.
+            prompt_ids: The prompt, and behind it what a completion that goes on has.
             sampling: How the target chooses.
             vocab_size: Bounds the tokens that may be proposed.
             limit: Most tokens of the session, prompt included; None: the context.
             principal: Whose earlier sessions it may go on from.
+            generated: How many of `prompt_ids`, at their end, the completion has.
 
         Raises:
             ServiceBusyError: Too few slots are free.
@@ -127,7 +129,9 @@ class Drafter:
         kv, cached = self._model.reserve(slots, readable, principal)
         if kv is None:
             raise ServiceBusyError("the draft service's KV cache is full; try again later")
-        return DraftSession(kv, list(prompt_ids), sampling, vocab_size, principal, num_cached=cached, num_used=cached)
+        return DraftSession(
+            kv, list(prompt_ids), sampling, vocab_size, principal, generated, num_cached=cached, num_used=cached
+        )
 
     def close(self, session: DraftSession) -> None:
         """Give the session's range back."""

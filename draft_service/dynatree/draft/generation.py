@@ -201,6 +201,7 @@ class Generation:
             request.target.vocab_size,
             request.limit,
             request.principal,
+            len(request.received.token_ids),
         )
         open_session = _open_session(request, backend.engine.info)
         metadata = ((REQUEST_ID, request.request_id), *request.span.metadata) if request.request_id else ()

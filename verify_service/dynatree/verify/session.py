@@ -117,6 +117,11 @@ class Session:
         return len(self.committed)
 
     @property
+    def generated(self) -> int:
+        """Committed tokens that are not the prompt's; those of a completion that goes on count from its beginning."""
+        return self.request.generated + self.length - len(self.request.prompt_ids)
+
+    @property
     def pending(self) -> int:
         """The last committed token."""
         return self.committed[-1]

@@ -233,7 +233,8 @@ def _histories(session: Session, tree: TokenTree, nodes: Iterable[int]) -> Histo
     """The tokens before the choice after each node, where the options ask for them."""
     if not session.request.sampling.needs_history:
         return None
-    return Histories(session.committed, [[tree.token_ids[n] for n in tree.path(node)] for node in nodes])
+    own = [[tree.token_ids[n] for n in tree.path(node)] for node in nodes]
+    return Histories(session.committed, own, session.generated)
 
 
 def _keep_log_probs(session: Session, logits: Tensor) -> None:
