@@ -332,7 +332,7 @@ def operated(name: str) -> dict[str, Any]:
 
 
 def faults() -> str:
-    """What became of completions under faults, and how long they took to go on, by who failed and how."""
+    """What became of completions under faults, and how long they took to resume, by who failed and how."""
     runs = DataFrame(operated("faults")["runs"])
     rows = []
     for (who, how), each in runs[runs["happened"]].groupby(["who", "how"], sort=False):
@@ -343,7 +343,7 @@ def faults() -> str:
                 "how": how,
                 "completions": str(len(each)),
                 "with other output": str(len(each) - each["same"].sum()),
-                "time to go on, s: median": f"{max(middle, 0.0):.1f}",
+                "time to resume, s: median": f"{max(middle, 0.0):.1f}",
                 "p99": f"{late:.1f}",
             }
         )
@@ -353,7 +353,7 @@ def faults() -> str:
 def operation_costs() -> str:
     """By how much TLS, tokens, metrics, traces and logs together slow completions down."""
     rows = []
-    for name, pair in (("cost-2.8b", "2.8B shape"), ("cost-embedded", "shipped pair")):
+    for name, pair in (("cost-2.8b", "2.8B shape"), ("cost-embedded", "bundled pair")):
         runs = DataFrame(operated(name)["runs"])
         for policy, each in runs.groupby("policy", sort=False):
             low, middle, high = (100 * (1 - each["on"] / each["off"])).quantile([0.25, 0.5, 0.75])
@@ -372,7 +372,7 @@ def operation_costs() -> str:
 def gateway_costs() -> str:
     """How much later the first token and the last come through the gateway than through the gRPC client."""
     rows = []
-    for name, pair in (("gateway-2.8b", "2.8B shape"), ("gateway-embedded", "shipped pair")):
+    for name, pair in (("gateway-2.8b", "2.8B shape"), ("gateway-embedded", "bundled pair")):
         report = operated(name)
         runs = json_normalize(report["runs"])
         later = 1000 * (runs["http.first"] - runs["grpc.first"])

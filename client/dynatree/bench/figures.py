@@ -1,6 +1,6 @@
 """The figures of runs, each with its one definition: what tables, plots and documents show.
 
-A rate is the new tokens of one completion / its wall-clock seconds at the client, the prompt's forward included. A cell
+A rate is the new tokens of one completion / its wall-clock seconds at the client, prefill included. A cell
 is the median over prompts; a prompt's own figure is the median over its repetitions. A ratio is the median over prompts
 of the ratio on the same prompt, in the same repetition. Beside a cell stand the range over prompts and their number.
 """
@@ -24,7 +24,7 @@ K = TypeVar("K", bound=Hashable)
 TRANSFORMERS = "transformers"  # the label of its plain `generate`
 SIXTEEN_BIT = ("bfloat16", "float16")
 DEFINITION = (
-    "A rate is new tokens / wall-clock seconds of one completion, the prompt's forward included. A cell is the median "
+    "A rate is new tokens / wall-clock seconds of one completion, prefill included. A cell is the median "
     "over prompts, a ratio the median over prompts of the ratio on the same prompt; in brackets the range over prompts."
 )
 
