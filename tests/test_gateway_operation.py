@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import ssl
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -59,6 +61,7 @@ def test_keys_are_the_draft_services_tokens(tmp_path: Path) -> None:
             answer = requests.request("POST" if send else "GET", f"{url}/{path}", timeout=60, **send)
             assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
             assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert "Authorization: Bearer" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("shown", ["", "Bearer ", "Basic dTpw"])
@@ -83,8 +86,37 @@ def test_a_gateway_without_services_says_so_and_names_no_address(tmp_path: Path)
 def test_health_and_metrics(gateway: Gateway) -> None:
     assert requests.get(f"{gateway.url}/health", timeout=60).json() == {"status": "ok"}
     requests.get(f"{gateway.url}/v1/models", timeout=60)
-    figures = requests.get(f"{gateway.url}/metrics", timeout=60).text
-    assert 'dynatree_gateway_requests_total{code="200",route="/v1/models"}' in figures
+    requests.get(f"{gateway.url}/v1/models/", timeout=60)
+    assert 'dynatree_gateway_requests_total{code="200",route="/v1/models"} 2.0' in figures_of(gateway)
+
+
+def figures_of(gateway: Gateway) -> str:
+    return requests.get(f"{gateway.url}/metrics", timeout=60).text
+
+
+def counts(gateway: Gateway, route: str) -> dict[str, float]:
+    """How many times of requests of a route were observed, by the histogram's name."""
+    found = re.findall(rf'dynatree_gateway_(\w+)_seconds_count{{route="{route}"}} (.*)', figures_of(gateway))
+    return {name: float(count) for name, count in found}
+
+
+def test_only_what_was_measured_is_observed(embedded_services: EmbeddedServices) -> None:
+    """A refusal and an answer that nobody waited for have no time to the first byte, nor to the last."""
+    route = "/v1/completions"
+    with running_gateway(embedded_services.draft_address) as gateway:
+        url = gateway.url + route
+        assert requests.post(url, json={"prompt": "a", "tools": [1]}, timeout=60).status_code == 400
+        with pytest.raises(requests.Timeout):
+            requests.post(url, json={"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "n": 9}, timeout=0.3)
+        assert wait_for(lambda: "status=499" in gateway.log)
+        assert counts(gateway, route) == {}
+        assert requests.post(url, json={"prompt": "a", "max_tokens": 1}, timeout=60).status_code == 200
+        assert counts(gateway, route) == {"time_to_first_byte": 1, "e2e_request_latency": 1}
+        body = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "n": 9, "stream": True}
+        with requests.post(url, json=body, stream=True, timeout=60) as answer:
+            next(answer.iter_lines())
+        assert wait_for(lambda: counts(gateway, route) == {"time_to_first_byte": 2, "e2e_request_latency": 1})
+        assert "dynatree_gateway_num_requests_running 0.0" in figures_of(gateway)  # the one that asks is none
 
 
 def test_answers_name_their_requests(gateway: Gateway) -> None:
@@ -106,6 +138,9 @@ def test_pages_of_other_origins_may_call_only_where_they_are_named(
     with running_gateway(embedded_services.draft_address, "--cors", "https://example.org") as open_gateway:
         answer = requests.get(f"{open_gateway.url}/health", headers=headers, timeout=60)
         assert answer.headers["Access-Control-Allow-Origin"] == "https://example.org"
+        asks = {"Origin": "https://example.com", "Access-Control-Request-Method": "POST"}
+        refused = requests.options(f"{open_gateway.url}/v1/completions", headers=asks, timeout=60)
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, "Disallowed CORS origin")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -123,8 +158,7 @@ def test_a_client_that_goes_away_cancels_its_completion(tmp_path: Path, stream: 
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
             assert wait_for(lambda: not services.idle)
         assert wait_for(lambda: services.idle)
-        figures = requests.get(f"{gateway.url}/metrics", timeout=60).text
-        assert "dynatree_gateway_num_requests_running 1.0" in figures  # the one that asks
+        assert wait_for(lambda: "dynatree_gateway_num_requests_running 0.0" in figures_of(gateway))
 
 
 def test_a_client_that_leaves_in_the_midst_of_its_body_is_no_failure(gateway: Gateway) -> None:
@@ -158,6 +192,37 @@ def test_a_stop_tells_the_requests_that_it_cuts(embedded_services: EmbeddedServi
                 *_, last = [line for line in lines if line]
             assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "service_unavailable"
             assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, "service_unavailable")
+        gateway.process.wait(20)
+    assert "Traceback" not in gateway.log
+
+
+def test_a_stop_tells_requests_that_are_not_yet_at_the_model(tmp_path: Path) -> None:
+    """One whose body is still read, and those that wait for a draft service."""
+    head = "POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\nContent-Length: 99"
+    with running_gateway(f"unix:{tmp_path}/nobody.sock", "--grace", "1") as gateway, ThreadPoolExecutor(4) as threads:
+        host, port = gateway.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(f"{head}\r\n\r\nhalf".encode())
+            asked: list[tuple[str, dict[str, Any] | None]] = [
+                ("models", None),
+                ("completions", {"prompt": "a"}),
+                ("completions", {"prompt": "a", "stream": True}),
+                ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ]
+            answers = [
+                threads.submit(requests.request, "POST" if body else "GET", f"{gateway.url}/v1/{path}", json=body)
+                for path, body in asked
+            ]
+            assert wait_for(lambda: f"dynatree_gateway_num_requests_running {len(asked) + 1}.0" in figures_of(gateway))
+            gateway.process.terminate()
+            cut = connection.makefile("rb").read().decode()
+            assert cut.startswith("HTTP/1.1 503")
+            assert "x-request-id" in cut
+            assert '"code":"service_unavailable"' in cut
+            for each in answers:
+                answer = each.result()
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "service_unavailable")
+                assert answer.headers["X-Request-Id"]
         gateway.process.wait(20)
     assert "Traceback" not in gateway.log
 

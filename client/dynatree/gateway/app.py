@@ -9,6 +9,7 @@ from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -25,7 +26,7 @@ from dynatree.gateway.front import Front
 from dynatree.gateway.metrics import GatewayMetrics
 from dynatree.gateway.models import Metadata, Models
 from dynatree.gateway.requests import ChatRequest, CompletionRequest
-from dynatree.gateway.responses import as_events, error_response, whole
+from dynatree.gateway.responses import UntilStopped, as_events, error_response, whole
 from dynatree.gateway.token_texts import TokenTexts
 from dynatree.gateway.work import Wanted, Work
 from dynatree.pages import Page
@@ -177,10 +178,10 @@ def build_app(client: AsyncClient, registry: CollectorRegistry, page: Page, orig
         Route("/openapi.json", gateway.describe),
         Route("/", gateway.live_page),
     ]
-    cors = Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
+    cors = Middleware(_Origins, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     app = Starlette(
         routes=routes,
-        middleware=[cors] if origins else [],
+        middleware=[*([cors] if origins else []), Middleware(UntilStopped)],
         exception_handlers={
             ApiError: _api_error,
             DynaTreeError: _service_error,
@@ -192,6 +193,18 @@ def build_app(client: AsyncClient, registry: CollectorRegistry, page: Page, orig
     app.router.redirect_slashes = False
     front = Front(app, GatewayMetrics(registry), {route.path for route in routes})
     return front
+
+
+class _Origins(CORSMiddleware):
+    """Answers browsers that ask whether a page may call; a refusal has the body of every error."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """The answer to a question."""
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        headers = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
+        return error_response(ApiError(response.status_code, bytes(response.body).decode(), headers=headers))
 
 
 def _metadata(request: Request) -> Metadata:

@@ -35,6 +35,12 @@ CLIENT_WENT = 499  # as others call it
 LONGEST_MESSAGE = 1000  # characters
 LONGEST_PARAM = 100
 _UNREACHABLE = "the draft service, or every verify service behind it, is out of reach; try again later"
+# What is said instead of the service's own words, which name an address, or gRPC's metadata.
+_WORDS = {
+    grpc.StatusCode.UNAVAILABLE: _UNREACHABLE,
+    grpc.StatusCode.UNIMPLEMENTED: _UNREACHABLE,
+    grpc.StatusCode.UNAUTHENTICATED: "no known API key; expected the header `Authorization: Bearer KEY`",
+}
 
 
 @dataclass
@@ -56,9 +62,7 @@ class ApiError(Exception):
         if isinstance(error, ServerBusyError) and error.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
         log.info("a request failed", extra={"fields": {"request_id": error.request_id, "error": str(error)}})
-        names_address = error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED)
-        message = _UNREACHABLE if names_address else str(error)
-        return cls(status, message, type_, code=code, headers=headers)
+        return cls(status, _WORDS.get(error.code, str(error)), type_, code=code, headers=headers)
 
     @classmethod
     def of_body(cls, error: ValidationError, body: Any) -> ApiError:

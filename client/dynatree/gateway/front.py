@@ -8,15 +8,17 @@ import re
 import time
 import uuid
 from collections.abc import Collection
+from dataclasses import replace
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynatree.gateway.errors import CLIENT_WENT
-from dynatree.gateway.metrics import GatewayMetrics
+from dynatree.gateway.metrics import GatewayMetrics, Times
 
 log = logging.getLogger(__name__)
 
 REQUEST_ID = b"x-request-id"
+WATCHING = frozenset(("/health", "/metrics"))  # the routes of those that watch: no requests that run, nor lines of logs
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,64}")
 
 
@@ -50,16 +52,23 @@ class Front:
         shown = headers.get(REQUEST_ID, b"")
         name = shown if _REQUEST_ID.fullmatch(shown) else uuid.uuid4().hex.encode()
         scope.setdefault("state", {})["request_id"] = name.decode()
-        status, first_byte = CLIENT_WENT, 0.0
+        scope["path"] = scope["path"].rstrip("/") or "/"
+        route = scope["path"] if scope["path"] in self._routes else "other"
+        watches = route in WATCHING
+        status, times = CLIENT_WENT, Times()
 
         async def send_named(message: Message) -> None:
-            nonlocal status, first_byte
+            nonlocal status, times
+            passed = time.perf_counter() - began
             if message["type"] == "http.response.start":
-                status, first_byte = message["status"], time.perf_counter() - began
+                status, times = message["status"], Times(first_byte=passed)
                 message["headers"] = [*message["headers"], (REQUEST_ID, name), (b"x-content-type-options", b"nosniff")]
+            elif message["type"] == "http.response.body" and not message.get("more_body", False):
+                times = replace(times, last_byte=passed)
             await send(message)
 
-        self._metrics.open.inc()
+        if not watches:
+            self._metrics.open.inc()
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
@@ -67,10 +76,9 @@ class Front:
             await self._app(scope, receive, send_named)
         finally:
             self._open.discard(task)
-            self._metrics.open.dec()
             seconds = time.perf_counter() - began
-            route = scope["path"] if scope["path"] in self._routes else "other"
-            self._metrics.answered(route, status, first_byte, seconds)
-            if route not in ("/health", "/metrics"):
+            self._metrics.answered(route, status, times)
+            if not watches:
+                self._metrics.open.dec()
                 fields = {"request_id": name.decode(), "route": route, "status": status, "seconds": seconds}
                 log.info("request", extra={"fields": fields})

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from dynatree.common.metrics import LATENCY_BUCKETS
 
+_REFUSED = 400  # the lowest status of an answer that is an error
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds from a request's head to its answer's first byte and to its last; None for one that was not sent."""
+
+    first_byte: float | None = None
+    last_byte: float | None = None
+
 
 class GatewayMetrics:
-    """Counts requests by route and status, and their time to the first byte and to the last."""
+    """Counts requests by route and status, and the times of those that were answered; errors have none."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str) -> Histogram:
@@ -21,8 +33,9 @@ class GatewayMetrics:
         self._first = histogram("time_to_first_byte_seconds", "From a request's head to its answer's first byte.")
         self._whole = histogram("e2e_request_latency_seconds", "From a request's head to its answer's last byte.")
 
-    def answered(self, route: str, status: int, first_byte: float, seconds: float) -> None:
-        """A request has ended; times are seconds from its head."""
+    def answered(self, route: str, status: int, times: Times) -> None:
+        """A request has ended."""
         self._requests.labels(route, str(status)).inc()
-        self._first.labels(route).observe(first_byte)
-        self._whole.labels(route).observe(seconds)
+        for histogram, seconds in ((self._first, times.first_byte), (self._whole, times.last_byte)):
+            if seconds is not None and status < _REFUSED:
+                histogram.labels(route).observe(seconds)

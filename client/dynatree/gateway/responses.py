@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynatree.client import DynaTreeError
 from dynatree.gateway.answers import Json
@@ -65,7 +65,7 @@ class Telling:
         if not self._begun:
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             self._begun = True
-        await self._send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": not last})
+        await self._send(_event(data, last=last))
 
     async def fail(self, error: ApiError) -> None:
         """Tell an error: as a status of its own before the first event, and behind it as the last event."""
@@ -75,8 +75,42 @@ class Telling:
             await self.respond(error_response(error))
 
 
+def _event(data: str, *, last: bool) -> Message:
+    return {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": not last}
+
+
+class UntilStopped:
+    """Around every phase of a request, from its body to its last byte: one that the gateway's stop cuts short is told.
+
+    The server cancels the task of each request that is still open when it has waited long enough.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        begun = as_events = ended = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun, as_events, ended
+            if message["type"] == "http.response.start":
+                begun, as_events = True, message["headers"] is _HEADERS
+            elif message["type"] == "http.response.body":
+                ended = not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if not begun:
+                await error_response(stopping())(scope, receive, send)
+            elif as_events and not ended:
+                await send(_event(json.dumps(stopping().body()), last=True))
+
+
 class _WhileWanted(Response):
-    """Tells until the client goes away; nobody gets the rest then. One that the gateway's stop cuts short is told."""
+    """Tells until the client goes away; nobody gets the rest then."""
 
     def __init__(self, tell: Callable[[Telling], Awaitable[None]]) -> None:
         self.background = None
@@ -89,10 +123,6 @@ class _WhileWanted(Response):
         gone = asyncio.ensure_future(_gone(receive))
         try:
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # the gateway stops, and has waited long enough
-            await _end(work)
-            await telling.fail(stopping())
-            return
         finally:
             gone.cancel()
             await _end(work)
