@@ -64,6 +64,38 @@ def test_keys_are_the_draft_services_tokens(tmp_path: Path) -> None:
             assert "Authorization: Bearer" in answer.json()["error"]["message"]
 
 
+def test_a_gateway_has_a_key_and_names_of_its_own(
+    embedded_services: EmbeddedServices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYNATREE_API_KEY", "sesame")
+    names = ("--served-model-name", "gpt-4o", "org/own")
+    with running_gateway(embedded_services.draft_address, *names) as gateway:
+        assert "sesame" not in str(gateway.process.args)
+        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="sesame", max_retries=0) as client:
+            assert [each.id for each in client.models.list()] == list(names[1:])
+            assert {(each.model_extra or {})["root"] for each in client.models.list()} == {"embedded-target"}
+            for name in names[1:]:
+                assert client.models.retrieve(name).id == name
+                assert client.completions.create(model=name, prompt="a", max_tokens=1).model == "gpt-4o"
+            with pytest.raises(openai.NotFoundError, match="'gpt-4o' and 'org/own' are"):
+                client.completions.create(model="embedded-target", prompt="a")
+        body = {"prompt": "a", "max_tokens": 1}
+        for shown in ("", "Bearer ", "Bearer wrong", "sesame", "Basic sesame"):
+            for answer in (
+                requests.post(f"{gateway.url}/v1/completions", json=body, headers={"Authorization": shown}, timeout=60),
+                requests.get(f"{gateway.url}/v1/models", headers={"Authorization": shown}, timeout=60),
+            ):
+                assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+                assert answer.headers["WWW-Authenticate"] == "Bearer"
+        assert requests.get(f"{gateway.url}/health", timeout=60).status_code == 200
+
+
+def test_a_key_of_the_gateways_own_does_not_guard_grpc(capsys: pytest.CaptureFixture[str]) -> None:
+    models = ["--target-model", "embedded", "--draft-model", "embedded"]
+    assert main(["serve", *models, "--api-key", "sesame", "--grpc", "localhost:0"]) == 1
+    assert "for HTTP alone" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("shown", ["", "Bearer ", "Basic dTpw"])
 def test_what_is_no_key_is_as_good_as_none(gateway: Gateway, shown: str) -> None:
     """lm-eval shows an empty key when it was given none."""

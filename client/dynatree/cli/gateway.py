@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import re
 from pathlib import Path
 
 from dynatree.cli.arguments import add_channel_arguments
@@ -43,10 +45,25 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=some_seconds, metavar="SECONDS", help="the longest that a request may take; default: no limit"
     )
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="what the model is called over HTTP, by one name or several; answers have the first (default: its own)",
+    )
     add_process_arguments(parser)
     group = parser.add_argument_group("security of HTTP", "the certificate is read anew when it is replaced")
     group.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain, PEM: HTTPS")
     group.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM")
+    group.add_argument(
+        "--api-key",
+        type=_key,
+        default=os.environ.get("DYNATREE_API_KEY") or None,
+        metavar="KEY",
+        help="what requests must show as a bearer token; the process list shows it, unlike DYNATREE_API_KEY in the "
+        "environment",
+    )
     group.add_argument(
         "--cors",
         action="append",
@@ -59,6 +76,12 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="plain connections with other machines too; without it they need TLS",
     )
+
+
+def _key(text: str) -> str:
+    if not re.fullmatch(r"[!-~]{1,4096}", text):
+        raise argparse.ArgumentTypeError("expected 1 to 4096 printable ASCII characters without spaces")
+    return text
 
 
 def run(options: argparse.Namespace) -> int:
@@ -82,6 +105,8 @@ def run(options: argparse.Namespace) -> int:
             {name: getattr(options, name) for name in names},
             options.cors,
             options.grace,
+            options.served_model_name,
+            options.api_key,
         )
         asyncio.run(
             serve(settings, lambda address: announce(f"dynatree gateway: {options.server} as HTTP on {address}"))

@@ -77,6 +77,10 @@ def run(options: argparse.Namespace) -> int:
     from dynatree.gateway.serve_gateway import GatewaySettings, serve
 
     configure_logging(options.log_format)
+    if options.api_key and (options.grpc or options.token_file):
+        raise SystemExit(
+            "--api-key is for HTTP alone; expected --token-file FILE, whose tokens are API keys, without it"
+        )
     arrangement = Arrangement(options.grpc, _verify_options(options), _draft_options(options), shown=True)
     try:
         security = SecuritySettings(options.tls_cert, options.tls_key, insecure=options.insecure)
@@ -85,7 +89,14 @@ def run(options: argparse.Namespace) -> int:
             options.target_model, options.draft_model, _options(options), START_SECONDS, arrangement
         ) as pair:
             settings = GatewaySettings(
-                pair.address, options.listen, security, {"timeout": options.timeout}, options.cors, options.grace
+                pair.address,
+                options.listen,
+                security,
+                {"timeout": options.timeout},
+                options.cors,
+                options.grace,
+                options.served_model_name,
+                options.api_key,
             )
             serving = serve(settings, lambda url: announce(_welcome(url, pair, options)))
             ended = asyncio.run(_until_one_ends(serving, pair))
@@ -148,7 +159,7 @@ def _welcome(url: str, pair: ServicePair, options: argparse.Namespace) -> str:
         path = url.removeprefix("unix:")
         lines = ["", f"  HTTP   unix:{path}"]
         words[1:2] = ["--unix-socket", path, "http://localhost/v1/completions"]
-    if options.token_file is not None:
+    if options.token_file is not None or options.api_key is not None:
         words += ["-H", "Authorization: Bearer TOKEN"]
     lines += [f"  Try    {shlex.join(words)}", "  Stop   Ctrl-C", ""]
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ from dynatree.client import AsyncClient, DynaTreeError, Prompt, ServiceInfo
 from dynatree.gateway.answers import Answer, ChatAnswer, Json, TextAnswer
 from dynatree.gateway.bodies import read_body
 from dynatree.gateway.description import description
-from dynatree.gateway.errors import ApiError
+from dynatree.gateway.errors import ApiError, unauthorized
 from dynatree.gateway.front import Front
 from dynatree.gateway.metrics import GatewayMetrics
 from dynatree.gateway.models import Metadata, Models
@@ -43,10 +44,16 @@ class Gateway:
         client: Of the draft service.
         registry: What is counted.
         page: What is at the root.
+        names: Of the model; none for the target's own.
+        key: What requests must show; None leaves it to the draft service what they must.
     """
 
-    def __init__(self, client: AsyncClient, registry: CollectorRegistry, page: Page) -> None:
+    def __init__(
+        self, client: AsyncClient, registry: CollectorRegistry, page: Page, names: Sequence[str], key: str | None
+    ) -> None:
         self._client = client
+        self._names = names
+        self._key = key
         self._registry = registry
         self._page = page
         self._models = Models(client)
@@ -77,18 +84,20 @@ class Gateway:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
     async def list_models(self, request: Request) -> Response:
-        """The model that is served."""
-        return JSONResponse({"object": "list", "data": [_model(await self._models.now(_metadata(request)))]})
+        """The model that is served, by each of its names."""
+        info = await self._models.now(self._metadata(request))
+        return JSONResponse({"object": "list", "data": [_model(name, info) for name in self._names_of(info)]})
 
     async def one_model(self, request: Request) -> Response:
         """The model of a name."""
-        info = await self._models.now(_metadata(request))
-        _check_model(request.path_params["model"], info)
-        return JSONResponse(_model(info))
+        info = await self._models.now(self._metadata(request))
+        name = request.path_params["model"]
+        self._check_model(name, info)
+        return JSONResponse(_model(name, info))
 
     async def completions(self, request: Request) -> Response:
         """Complete one prompt or several."""
-        body, metadata = await read_body(request, CompletionRequest), _metadata(request)
+        metadata, body = self._metadata(request), await read_body(request, CompletionRequest)
         info = await self._served(body.model, metadata)
         prompts = body.prompts
         decodes = body.echo and not all(isinstance(prompt, str) for prompt in prompts)
@@ -103,11 +112,11 @@ class Gateway:
             usage=body.include_usage,
             running_usage=body.running_usage,
         )
-        return self._answer(body, prompts, TextAnswer(info.target.name, texts), wanted, texts, metadata)
+        return self._answer(body, prompts, TextAnswer(self._names_of(info)[0], texts), wanted, texts, metadata)
 
     async def chat(self, request: Request) -> Response:
         """Answer a chat."""
-        body, metadata = await read_body(request, ChatRequest), _metadata(request)
+        metadata, body = self._metadata(request), await read_body(request, ChatRequest)
         info = await self._served(body.model, metadata)
         texts = await self._models.texts(metadata) if body.logprobs else None
         wanted = Wanted(
@@ -118,7 +127,7 @@ class Gateway:
             usage=body.include_usage,
             running_usage=body.running_usage,
         )
-        answer = ChatAnswer(info.target.name, texts, body.completions)
+        answer = ChatAnswer(self._names_of(info)[0], texts, body.completions)
         return self._answer(body, [body.chat], answer, wanted, texts, metadata)
 
     async def _served(self, name: str | None, metadata: Metadata) -> ServiceInfo:
@@ -128,10 +137,35 @@ class Gateway:
             ApiError: It is not, as the draft service says now to whoever asks.
         """
         info = await self._models.lately(metadata)
-        if name is not None and name != info.target.name:
+        if name is not None and name not in self._names_of(info):
             info = await self._models.now(metadata)
-            _check_model(name, info)
+            self._check_model(name, info)
         return info
+
+    def _names_of(self, info: ServiceInfo) -> Sequence[str]:
+        return self._names or (info.target.name,)
+
+    def _check_model(self, name: str, info: ServiceInfo) -> None:
+        names = self._names_of(info)
+        if name not in names:
+            served = " and ".join(map(repr, names))
+            message = f"the model {name!r} is not served; {served} {'is' if len(names) == 1 else 'are'}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _metadata(self, request: Request) -> Metadata:
+        """What the draft service is shown of a request: its name, and the API key, which is the draft service's token.
+
+        What is no key is not shown, an empty one as clients send that were given none among it.
+
+        Raises:
+            ApiError: The gateway has a key of its own, and the request does not show it.
+        """
+        named = ("x-request-id", request.state.request_id)
+        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+        token = shown if scheme.lower() == "bearer" and _TOKEN.fullmatch(shown) else ""
+        if self._key is not None and not hmac.compare_digest(token, self._key):
+            raise unauthorized()
+        return (named, ("authorization", f"Bearer {token}")) if token else (named,)
 
     def _answer(
         self,
@@ -151,7 +185,15 @@ class Gateway:
         return as_events(work.events()) if body.stream else whole(work.whole)
 
 
-def build_app(client: AsyncClient, registry: CollectorRegistry, page: Page, origins: Sequence[str] = ()) -> Front:
+def build_app(
+    client: AsyncClient,
+    registry: CollectorRegistry,
+    page: Page,
+    *,
+    origins: Sequence[str] = (),
+    names: Sequence[str] = (),
+    key: str | None = None,
+) -> Front:
     """The application; it closes the client when it ends.
 
     Args:
@@ -159,6 +201,8 @@ def build_app(client: AsyncClient, registry: CollectorRegistry, page: Page, orig
         registry: What is counted.
         page: What is at the root.
         origins: Whose pages may call, as browsers name them; "*" is everybody's.
+        names: Of the model; none for the target's own.
+        key: What requests must show; None leaves it to the draft service what they must.
     """
 
     @asynccontextmanager
@@ -167,7 +211,7 @@ def build_app(client: AsyncClient, registry: CollectorRegistry, page: Page, orig
             yield
             await front.told(LAST_WORDS_SECONDS)
 
-    gateway = Gateway(client, registry, page)
+    gateway = Gateway(client, registry, page, names, key)
     routes = [
         Route("/v1/completions", gateway.completions, methods=["POST"]),
         Route("/v1/chat/completions", gateway.chat, methods=["POST"]),
@@ -207,35 +251,18 @@ class _Origins(CORSMiddleware):
         return error_response(ApiError(response.status_code, bytes(response.body).decode(), headers=headers))
 
 
-def _metadata(request: Request) -> Metadata:
-    """What the draft service is shown of a request: its name, and the API key, which is the draft service's token.
-
-    What is no key is not shown, an empty one as clients send that were given none among it.
-    """
-    named = ("x-request-id", request.state.request_id)
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not _TOKEN.fullmatch(token):
-        return (named,)
-    return named, ("authorization", f"Bearer {token}")
-
-
-def _model(info: ServiceInfo) -> Json:
+def _model(name: str, info: ServiceInfo) -> Json:
     return {
-        "id": info.target.name,
+        "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "dynatree",
+        "root": info.target.name,
         "max_model_len": info.target.context_length,
         "draft_model": info.draft.name,
         "policies": list(info.policies),
         "chat_template": info.chat_template,
     }
-
-
-def _check_model(name: str | None, info: ServiceInfo) -> None:
-    if name is not None and name != info.target.name:
-        message = f"the model {name!r} is not served; {info.target.name!r} is"
-        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 async def _api_error(_: Request, error: Any) -> Response:

@@ -40,12 +40,13 @@ class Health(_Object):
 
 
 class Model(_Object):
-    """A model that is served; the first of its policies is the default."""
+    """A model that is served; `root` is the target's own name, and the first of its policies is the default."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
     max_model_len: int
     draft_model: str
     policies: list[str]
@@ -53,7 +54,7 @@ class Model(_Object):
 
 
 class ModelList(_Object):
-    """The models that are served: one."""
+    """The model that is served, by each of its names."""
 
     object: Literal["list"]
     data: list[Model]
@@ -170,7 +171,7 @@ class ChatCompletion(_Object):
 
 _REASONS = {
     400: "The request is wrong; the error names the field.",
-    401: "The API key is no token of the draft service.",
+    401: "The API key is not the gateway's, or no token of the draft service.",
     403: "The draft service does not let the key's owner do this.",
     404: "The model is not served.",
     413: "The body is too long.",

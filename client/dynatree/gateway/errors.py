@@ -35,11 +35,13 @@ CLIENT_WENT = 499  # as others call it
 LONGEST_MESSAGE = 1000  # characters
 LONGEST_PARAM = 100
 _UNREACHABLE = "the draft service, or every verify service behind it, is out of reach; try again later"
+_ASK_FOR_KEY = {"WWW-Authenticate": "Bearer"}
+_NO_KEY = "no known API key; expected the header `Authorization: Bearer KEY`"
 # What is said instead of the service's own words, which name an address, or gRPC's metadata.
 _WORDS = {
     grpc.StatusCode.UNAVAILABLE: _UNREACHABLE,
     grpc.StatusCode.UNIMPLEMENTED: _UNREACHABLE,
-    grpc.StatusCode.UNAUTHENTICATED: "no known API key; expected the header `Authorization: Bearer KEY`",
+    grpc.StatusCode.UNAUTHENTICATED: _NO_KEY,
 }
 
 
@@ -58,7 +60,7 @@ class ApiError(Exception):
     def of(cls, error: DynaTreeError) -> ApiError:
         """What a failure of the draft service is to a client."""
         status, type_, code = _STATUSES.get(error.code, (500, "server_error", "server_error"))
-        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        headers = dict(_ASK_FOR_KEY) if status == 401 else {}
         if isinstance(error, ServerBusyError) and error.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
         log.info("a request failed", extra={"fields": {"request_id": error.request_id, "error": str(error)}})
@@ -107,6 +109,11 @@ def _path(error: ErrorDetails, body: Any) -> tuple[int | str, ...]:
         if item or field or (error["type"] == "missing" and place == len(error["loc"])):
             path.append(part)
     return tuple(path)
+
+
+def unauthorized() -> ApiError:
+    """The answer to a request that does not show the gateway's own key."""
+    return ApiError(401, _NO_KEY, "authentication_error", code="invalid_api_key", headers=_ASK_FOR_KEY)
 
 
 def client_went() -> ApiError:

@@ -41,6 +41,8 @@ class GatewaySettings:
         client: Settings of the client of the draft service.
         origins: Whose pages may call.
         grace: Seconds that open requests get at a stop.
+        names: Of the model; none for the target's own.
+        api_key: What requests must show; None leaves it to the draft service what they must.
     """
 
     server: str
@@ -49,6 +51,8 @@ class GatewaySettings:
     client: dict[str, Any] = field(default_factory=dict)
     origins: Sequence[str] = ()
     grace: float = 10.0
+    names: Sequence[str] = ()
+    api_key: str | None = None
 
 
 async def serve(settings: GatewaySettings, started: Callable[[str], object]) -> None:
@@ -66,7 +70,14 @@ async def serve(settings: GatewaySettings, started: Callable[[str], object]) -> 
         raise StartupError(str(error)) from error
     except OSError as error:
         raise StartupError(f"TLS cannot be used: {Path(error.filename or '').name}: {error.strerror}") from error
-    app = build_app(client, new_registry(), live_page(), settings.origins)
+    app = build_app(
+        client,
+        new_registry(),
+        live_page(),
+        origins=settings.origins,
+        names=settings.names,
+        key=settings.api_key,
+    )
     config = uvicorn.Config(
         app,
         log_config=None,
