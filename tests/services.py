@@ -79,6 +79,8 @@ def running_services(
     prefix_cache: bool = True,
     batch_rows: int = AUTO_ROWS,
     kv_tokens: int | None = None,
+    target_context: int | None = None,
+    draft_context: int | None = None,
     max_tree_nodes: int = MAX_TREE_NODES,
     ahead: bool = False,
     fixed_rows: tuple[int, ...] | None = None,
@@ -97,12 +99,24 @@ def running_services(
     """
     shared = {"dtype": dtype, "sessions": sessions, "fixed_rows": fixed_rows}
     target = load_engine(
-        ModelSettings(str(target_model), speculative_slots=max_tree_nodes, kv_tokens=kv_tokens, **shared)
+        ModelSettings(
+            str(target_model),
+            speculative_slots=max_tree_nodes,
+            kv_tokens=kv_tokens,
+            max_context=target_context,
+            **shared,
+        )
     )
     verify_limits = VerifyLimits(sessions, queue, max_tree_nodes, batch_rows, idle_seconds, prefix_cache)
     draft_limits = DraftLimits(sessions, queue, idle_seconds, prefix_cache, resume_seconds, quota)
     draft = load_engine(
-        ModelSettings(str(draft_model), speculative_slots=2 * MAX_TREE_NODES, chooses_tokens=False, **shared)
+        ModelSettings(
+            str(draft_model),
+            speculative_slots=2 * MAX_TREE_NODES,
+            chooses_tokens=False,
+            max_context=draft_context,
+            **shared,
+        )
     )
     threads = ModelThread("verify-model"), ModelThread("draft-model")
     operations = Operation(verify_security, tracing=tracing), Operation(security, tracing=tracing)

@@ -5,6 +5,7 @@ and draft distributions are in test_bad_options.py, with these fixtures.
 """
 
 import asyncio
+import itertools
 import threading
 import time
 
@@ -18,7 +19,7 @@ from dynatree.client import AsyncClient, Client, InvalidRequestError
 from dynatree.common.errors import RoundInFlightError
 from dynatree.common.wire import model_info_to_pb
 from dynatree.draft.prompts import PromptEncoder
-from dynatree.v1 import tree_pb2, verify_pb2, verify_pb2_grpc
+from dynatree.v1 import draft_pb2, draft_pb2_grpc, tree_pb2, verify_pb2, verify_pb2_grpc
 from dynatree.verify import service as verify_service
 
 PROMPT = [5, 6, 7]
@@ -100,9 +101,9 @@ def refusal(stub, *requests):
             Code.INVALID_ARGUMENT,
             r"prompt_ids[1] is 2048, the model's vocabulary is [0, 2048)",
         ),
-        ({"prompt_ids": [5] * CONTEXT}, Code.OUT_OF_RANGE, f"the prompt has {CONTEXT} tokens"),
+        ({"prompt_ids": [5] * CONTEXT}, Code.OUT_OF_RANGE, f"({CONTEXT} in the prompt, 20 in"),
         ({"max_new_tokens": 0}, Code.INVALID_ARGUMENT, "max_new_tokens is 0, expected at least 1"),
-        ({"max_new_tokens": CONTEXT}, Code.OUT_OF_RANGE, f"ask for at most {CONTEXT - 3}"),
+        ({"max_new_tokens": CONTEXT}, Code.OUT_OF_RANGE, f"requested {CONTEXT + 3} tokens"),
         ({"sampling": tree_pb2.SamplingOptions(temperature=-1)}, Code.INVALID_ARGUMENT, "temperature is -1"),
         ({"sampling": tree_pb2.SamplingOptions(temperature=float("nan"))}, Code.INVALID_ARGUMENT, "temperature is nan"),
         ({"sampling": tree_pb2.SamplingOptions(top_p=0)}, Code.INVALID_ARGUMENT, "top_p is 0"),
@@ -237,10 +238,8 @@ def test_more_sessions_than_there_are_wait_for_their_turn(services, client):
         ([], {}, Code.INVALID_ARGUMENT, "the prompt is empty"),
         ([2048], {}, Code.INVALID_ARGUMENT, r"token_ids\[0\] is 2048"),
         (PROMPT, {"max_new_tokens": 0}, Code.INVALID_ARGUMENT, "max_new_tokens is 0"),
-        (PROMPT, {"max_new_tokens": CONTEXT}, Code.OUT_OF_RANGE, "ask for at most"),
-        # beyond the draft's context, which is shorter than the target's
-        (PROMPT, {"max_new_tokens": CONTEXT - 40}, Code.OUT_OF_RANGE, "draft"),
-        ([5] * CONTEXT, {}, Code.OUT_OF_RANGE, "target takes at most"),
+        (PROMPT, {"max_new_tokens": CONTEXT}, Code.OUT_OF_RANGE, f"maximum context length is {CONTEXT} tokens"),
+        ([5] * CONTEXT, {}, Code.OUT_OF_RANGE, f"{CONTEXT} in the prompt"),
         (PROMPT, {"temperature": -1.0}, Code.INVALID_ARGUMENT, "temperature is -1"),
         (PROMPT, {"top_p": 2.0}, Code.INVALID_ARGUMENT, "top_p is 2"),
         (PROMPT, {"policy": "medusa"}, Code.INVALID_ARGUMENT, "expected one of autoregressive, dynatree"),
@@ -315,19 +314,39 @@ def test_padding_ids_are_never_proposed(tmp_path):
         assert completion.stats.draft_n > 0
 
 
-@pytest.mark.parametrize("policy", ["linear", "dynatree", "hybrid"])
+@pytest.mark.parametrize("policy", ["linear", "dynatree", "hybrid", "ngram", "throughput"])
 def test_an_id_that_only_the_target_has_is_served(tmp_path, policy):
-    """The target may choose padding that a smaller draft has no embedding for, of itself or by the client's bias."""
+    """The target may choose padding that a smaller draft has no embedding for, and a prompt, or what goes on, have it.
+
+    What the draft guesses behind such an id does not matter: the tokens are the target's own.
+    """
     target = save_random_model(tmp_path / "target", "gpt_neox", seed=1, vocab_size=2304)
     draft = save_random_model(tmp_path / "draft", "llama", seed=2)
-    forced = {"logit_bias": {2303: 1000.0}}
-    sampled = {"temperature": 1.0, "seed": 3}
+    options = [
+        {"logit_bias": {2303: 1000.0}},
+        {"temperature": 1.0, "seed": 3},
+        {"repetition_penalty": 1.3, "logit_bias": dict.fromkeys(range(2048, 2304), 10.0)},
+    ]
     with running_services(tmp_path, target, draft) as services, Client(services.draft_address) as client:
-        for options in (forced, sampled):
-            plain = client.generate(PROMPT, max_new_tokens=30, policy="autoregressive", ignore_eos=True, **options)
+        for prompt, asked in itertools.product((PROMPT, [2303, 5, 2050, 2303, 5]), options):
+            plain = client.generate(prompt, max_new_tokens=30, policy="autoregressive", ignore_eos=True, **asked)
             assert max(plain.token_ids) >= 2048
-            completion = client.generate(PROMPT, max_new_tokens=30, policy=policy, ignore_eos=True, **options)
+            completion = client.generate(prompt, max_new_tokens=30, policy=policy, ignore_eos=True, **asked)
             assert completion.token_ids == plain.token_ids
+            more = client.generate([*prompt, *plain.token_ids[:20]], max_new_tokens=10, policy=policy, ignore_eos=True)
+            assert len(more.token_ids) == 10
+        with grpc.insecure_channel(services.draft_address) as channel:
+            stub = draft_pb2_grpc.DraftServiceStub(channel)
+            asked = draft_pb2.GenerateRequest(
+                token_ids=draft_pb2.TokenIds(ids=prompt), max_new_tokens=30, ignore_eos=True, policy={"name": policy}
+            )
+            whole = [token for each in stub.Generate(asked) for token in each.token_ids]
+            asked.sampling.logit_bias[2303] = 1000.0
+            asked.resume.token_ids[:] = [2303] * 12
+            rest = [token for each in stub.Generate(asked) for token in each.token_ids]
+            assert (len(whole), rest) == (30, [2303] * 18)
+        with pytest.raises(InvalidRequestError, match=r"token_ids\[1\] is 2304, the model's vocabulary is \[0, 2304\)"):
+            client.generate([5, 2304])
 
 
 def test_a_tree_never_passes_what_the_verify_service_takes(tmp_path):

@@ -270,3 +270,21 @@ def test_completions_are_prompts_of_the_next_request(chatty: Chatty) -> None:
     longer = create(prompt="It was", **options | {"max_tokens": 8}).choices[0].text
     assert first.text + create(prompt=ids, **options).choices[0].text == longer
     assert create(prompt=first.text or "a", **options).choices
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "param"),
+    [
+        (200, {}, "messages"),
+        (200, {"max_tokens": 5}, "messages"),
+        (3, {"max_completion_tokens": 155}, "max_completion_tokens"),
+        (3, {"max_tokens": 155}, "max_tokens"),
+    ],
+)
+def test_a_chat_that_does_not_fit_the_context(chatty: Chatty, words: int, options: dict[str, Any], param: str) -> None:
+    messages: Any = [{"role": "user", "content": " the" * words}]
+    message = "This model's maximum context length is 160 tokens"
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match=message) as refused:
+            chatty.openai.chat.completions.create(model="target", messages=messages, stream=stream, **options)
+        assert (refused.value.code, refused.value.param) == ("context_length_exceeded", param)

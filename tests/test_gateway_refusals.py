@@ -34,7 +34,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a seed of more than 64 bits": ({"prompt": "a", "seed": 2**64}, "seed", "less than"),
     "best of more": ({"prompt": "a", "best_of": 3}, "", "best_of is not n"),
     "a token outside the vocabulary": ({"prompt": [99999]}, "", "vocabulary"),
-    "a prompt past the context": ({"prompt": [7] * 2100}, "", "at most 2048 fit"),
     "an unknown policy": ({"prompt": "a", "policy": "magic"}, "", "magic"),
 }
 
@@ -48,6 +47,33 @@ def test_what_is_wrong_is_refused_by_name(gateway: Gateway, name: str) -> None:
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["param"] or "") == (400, "invalid_request_error", param)
     assert words in error["message"]
+
+
+TOO_LONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "ids": ("completions", {"prompt": [7] * 2048}, "prompt"),
+    "ids with the usual length": ("completions", {"prompt": [7] * 2040}, "prompt"),
+    "ids and a length": ("completions", {"prompt": [7] * 2040, "max_tokens": 9}, "max_tokens"),
+    "ids that no length helps": ("completions", {"prompt": [7] * 2048, "max_tokens": 9}, "prompt"),
+    "one of several": ("completions", {"prompt": [[7], [7] * 2100]}, "prompt"),
+    "text": ("completions", {"prompt": " the" * 2100}, "prompt"),
+    "text of megabytes": ("completions", {"prompt": " the" * 500_000, "max_tokens": 3}, "prompt"),
+    "scores": ("completions", {"prompt": " the" * 2100, "max_tokens": 0, "echo": True, "logprobs": 0}, "prompt"),
+    "a stream": ("completions", {"prompt": " the" * 2100, "stream": True}, "prompt"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_what_does_not_fit_the_context_is_told_in_the_words_that_clients_look_for(gateway: Gateway, name: str) -> None:
+    path, body, param = TOO_LONG[name]
+
+    answer = requests.post(f"{gateway.url}/v1/{path}", json=body, timeout=60)
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert error["message"].startswith("This model's maximum context length is 2048 tokens. However, you requested ")
+    assert "embedded-target" in error["message"]
+    assert "max_new_tokens" not in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@
 
     DynaTreeError
     ├── InvalidRequestError      change the request
+    │   └── ContextLengthError   it does not fit the target's context
     ├── AuthenticationError      show another token or certificate
     ├── ModelMismatchError       the draft and the target cannot work together
     ├── ServerBusyError          try again later
@@ -26,6 +27,7 @@ from dynatree.client._base import ClientSettings
 from dynatree.client._client import Client, CompletionStream
 from dynatree.client._errors import (
     AuthenticationError,
+    ContextLengthError,
     DeadlineExceededError,
     DynaTreeError,
     InvalidRequestError,
@@ -56,6 +58,7 @@ __all__ = [
     "ClientSettings",
     "Completion",
     "CompletionStream",
+    "ContextLengthError",
     "DeadlineExceededError",
     "DynaTreeError",
     "FinishReason",

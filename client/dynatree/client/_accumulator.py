@@ -164,6 +164,8 @@ class Accumulator:
         rest.resume.token_ids[:] = [token_id for chunk in chunks for token_id in chunk.token_ids]
         rest.resume.characters = sum(len(chunk.text) for chunk in chunks)
         mine = self._started.get(len(self._last), started)
+        if mine.max_new_tokens:  # it ends where it would have ended, however long the context is elsewhere
+            rest.max_new_tokens = mine.max_new_tokens
         rest.resume.target_fingerprint = mine.target_fingerprint
         rest.resume.round = max((chunk.trace.round + 1 for chunk in chunks if chunk.trace), default=0)
         return rest

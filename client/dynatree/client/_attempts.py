@@ -5,6 +5,7 @@ import time
 import grpc
 
 _UNAVAILABLE, _BUSY = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
+_TOO_LONG = grpc.StatusCode.OUT_OF_RANGE
 _REFUSED = (_BUSY, grpc.StatusCode.FAILED_PRECONDITION)  # by one server; another may take it
 _FAILED = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 1.0  # seconds, between rounds over all servers
@@ -51,9 +52,11 @@ class Attempts:
             self._broken += 1
             if self._broken > 1 or not self._begun:
                 return None  # it may be the request
+        elif self._begun and code in (_BUSY, _TOO_LONG):
+            pass  # a server took it, and one with as much room, or as long a context, may be back
         elif code in _REFUSED:
             self._refusals += 1
-            if self._refusals >= self._servers and not (self._begun and code is _BUSY):
+            if self._refusals >= self._servers:
                 return None
         elif code is not _UNAVAILABLE:
             return None

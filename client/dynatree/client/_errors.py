@@ -4,6 +4,7 @@
 
     DynaTreeError                what every other error here is
     ├── InvalidRequestError      INVALID_ARGUMENT, OUT_OF_RANGE: change the request
+    │   └── ContextLengthError   it does not fit the target's context: shorten the prompt, or ask for fewer tokens
     ├── AuthenticationError      UNAUTHENTICATED, PERMISSION_DENIED: show another token or certificate
     ├── ModelMismatchError       FAILED_PRECONDITION: the draft and the target cannot work together
     ├── ServerBusyError          RESOURCE_EXHAUSTED: try again later
@@ -48,9 +49,21 @@ class DynaTreeError(Exception):
 
 
 class InvalidRequestError(DynaTreeError):
-    """The request itself is wrong: a value out of range, or a prompt that does not fit the models' contexts."""
+    """The request itself is wrong: a value out of range, or a prompt that does not fit the target's context."""
 
     summary = "invalid request"
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt, or the prompt with its new tokens, does not fit the target's context.
+
+    Attributes:
+        context_length: the target's context, in tokens.
+        prompt_tokens: tokens of the prompt, at least.
+    """
+
+    context_length: int = 0
+    prompt_tokens: int = 0
 
 
 class AuthenticationError(DynaTreeError):
@@ -128,10 +141,14 @@ def error_from_rpc(
         details = f"{address}: {details}"
     if code is grpc.StatusCode.UNIMPLEMENTED:
         details = f"what answers at {address} is not a draft service: {details}"
-    failure = _ERROR_OF_CODE.get(code, ServerError)(code, details, text=text, token_ids=token_ids)
+    context_length, prompt_tokens = _trailing(error, "context-length"), _trailing(error, "prompt-tokens")
+    kind = ContextLengthError if context_length and prompt_tokens else _ERROR_OF_CODE.get(code, ServerError)
+    failure = kind(code, details, text=text, token_ids=token_ids)
     failure.request_id = _trailing(error, "x-request-id")
     if isinstance(failure, ServerBusyError):
         failure.retry_after = retry_after(error)
+    if isinstance(failure, ContextLengthError):
+        failure.context_length, failure.prompt_tokens = int(context_length), int(prompt_tokens)
     return failure
 
 

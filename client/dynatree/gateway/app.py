@@ -182,7 +182,7 @@ class Gateway:
         streams = [self._client.stream(prompt, metadata=metadata + principal, **options) for prompt in prompts]
         texted = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         work = Work(streams, texted, answer, wanted, texts)
-        return as_events(work.events()) if body.stream else whole(work.whole)
+        return as_events(work.events(), body.fields) if body.stream else whole(work.whole, body.fields)
 
 
 def build_app(

@@ -12,7 +12,7 @@ import grpc
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from dynatree.client import DynaTreeError, ServerBusyError
+from dynatree.client import ContextLengthError, DynaTreeError, ServerBusyError
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,14 @@ _WORDS = {
 }
 
 
+@dataclass(frozen=True)
+class LengthFields:
+    """What a request calls its prompt, and the number of new tokens; None where it names no number."""
+
+    prompt: str
+    new_tokens: str | None
+
+
 @dataclass
 class ApiError(Exception):
     """A request that is answered with an error."""
@@ -57,13 +65,17 @@ class ApiError(Exception):
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, error: DynaTreeError) -> ApiError:
-        """What a failure of the draft service is to a client."""
+    def of(cls, error: DynaTreeError, fields: LengthFields | None = None) -> ApiError:
+        """What a failure of the draft service is to a client; `fields` of the request, where it has a length."""
         status, type_, code = _STATUSES.get(error.code, (500, "server_error", "server_error"))
         headers = dict(_ASK_FOR_KEY) if status == 401 else {}
         if isinstance(error, ServerBusyError) and error.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
         log.info("a request failed", extra={"fields": {"request_id": error.request_id, "error": str(error)}})
+        if isinstance(error, ContextLengthError) and fields is not None:
+            too_long = error.prompt_tokens >= error.context_length or fields.new_tokens is None
+            param = fields.prompt if too_long else fields.new_tokens
+            return cls(status, error.details, type_, param=param, code=code)
         return cls(status, _WORDS.get(error.code, str(error)), type_, code=code, headers=headers)
 
     @classmethod

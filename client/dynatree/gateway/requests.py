@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from dynatree.client import GenerateOptions, Message
+from dynatree.gateway.errors import LengthFields
 from dynatree.gateway.no_effect import Body
 
 MAX_PROMPTS = 128
@@ -181,6 +182,11 @@ class CompletionRequest(CompletionOptions):
         return list(self.prompt)
 
     @property
+    def fields(self) -> LengthFields:
+        """What its prompt and its length are called."""
+        return LengthFields("prompt", None if self.max_tokens is None else "max_tokens")
+
+    @property
     def scores_only(self) -> bool:
         """Whether the prompt is all that is asked about."""
         return self.max_tokens == 0
@@ -246,6 +252,12 @@ class ChatRequest(CompletionOptions):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs")
         return self
+
+    @property
+    def fields(self) -> LengthFields:
+        """What its prompt and its length are called."""
+        named = [name for name in ("max_completion_tokens", "max_tokens") if getattr(self, name) is not None]
+        return LengthFields("messages", next(iter(named), None))
 
     @property
     def chat(self) -> list[Message]:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynatree.client import DynaTreeError
 from dynatree.gateway.answers import Json
-from dynatree.gateway.errors import ApiError, stopping
+from dynatree.gateway.errors import ApiError, LengthFields, stopping
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -26,17 +26,17 @@ def error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, dict(error.headers))
 
 
-def whole(work: Callable[[], Awaitable[Json]]) -> Response:
-    """One JSON object, when it is there."""
+def whole(work: Callable[[], Awaitable[Json]], fields: LengthFields) -> Response:
+    """One JSON object, when it is there; `fields` of the request, for its errors."""
 
     async def tell(telling: Telling) -> None:
         await telling.respond(JSONResponse(await work()))
 
-    return _WhileWanted(tell)
+    return _WhileWanted(tell, fields)
 
 
-def as_events(events: AsyncGenerator[Json]) -> Response:
-    """Events as they come, and `[DONE]` behind them."""
+def as_events(events: AsyncGenerator[Json], fields: LengthFields) -> Response:
+    """Events as they come, and `[DONE]` behind them; `fields` of the request, for its errors."""
 
     async def tell(telling: Telling) -> None:
         async with aclosing(events):
@@ -44,7 +44,7 @@ def as_events(events: AsyncGenerator[Json]) -> Response:
                 await telling.event(json.dumps(event, ensure_ascii=False, separators=(",", ":")))
         await telling.event("[DONE]", last=True)
 
-    return _WhileWanted(tell)
+    return _WhileWanted(tell, fields)
 
 
 class Telling:
@@ -112,9 +112,10 @@ class UntilStopped:
 class _WhileWanted(Response):
     """Tells until the client goes away; nobody gets the rest then."""
 
-    def __init__(self, tell: Callable[[Telling], Awaitable[None]]) -> None:
+    def __init__(self, tell: Callable[[Telling], Awaitable[None]], fields: LengthFields) -> None:
         self.background = None
         self._tell = tell
+        self._fields = fields
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
@@ -133,7 +134,7 @@ class _WhileWanted(Response):
         try:
             await self._tell(telling)
         except DynaTreeError as error:
-            await telling.fail(ApiError.of(error))
+            await telling.fail(ApiError.of(error, self._fields))
 
 
 async def _end(work: asyncio.Future[None]) -> None:

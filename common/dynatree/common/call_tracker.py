@@ -13,8 +13,14 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 
-from dynatree.common.errors import IdleSessionError, ServiceBusyError, ServiceError, UnauthenticatedError
-from dynatree.common.grpc_options import REQUEST_ID, RETRY_AFTER
+from dynatree.common.errors import (
+    ContextLengthError,
+    IdleSessionError,
+    ServiceBusyError,
+    ServiceError,
+    UnauthenticatedError,
+)
+from dynatree.common.grpc_options import CONTEXT_LENGTH, PROMPT_TOKENS, REQUEST_ID, RETRY_AFTER
 from dynatree.common.limits import IDLE_SECONDS
 from dynatree.common.security import LOCAL, Authentication
 
@@ -230,10 +236,13 @@ def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
 
 
 def _trailing_metadata(error: ServiceError) -> Metadata:
-    """When to try again, where that is known."""
-    if not isinstance(error, ServiceBusyError) or error.retry_after is None:
-        return ()
-    return ((RETRY_AFTER, str(max(1, round(1e3 * error.retry_after)))),)
+    """What a client need not read out of the message."""
+    match error:
+        case ServiceBusyError(retry_after=float() | int() as seconds):
+            return ((RETRY_AFTER, str(max(1, round(1e3 * seconds)))),)
+        case ContextLengthError():
+            return ((CONTEXT_LENGTH, str(error.context_length)), (PROMPT_TOKENS, str(error.prompt_tokens)))
+    return ()
 
 
 def _retrieve_exception(writing: asyncio.Future[None]) -> None:

@@ -2,7 +2,8 @@
 
     ServiceError
     ├── InvalidArgumentError      the request is malformed            INVALID_ARGUMENT
-    ├── OutOfRangeError           it does not fit a model's context   OUT_OF_RANGE
+    ├── OutOfRangeError           it is longer than can be            OUT_OF_RANGE
+    │   └── ContextLengthError    than the target's context
     ├── FailedPreconditionError   the two sides disagree              FAILED_PRECONDITION
     ├── RoundInFlightError        two rounds at once on one session   ABORTED
     ├── UnauthenticatedError      nobody who is known                 UNAUTHENTICATED
@@ -34,9 +35,23 @@ class InvalidArgumentError(ServiceError):
 
 
 class OutOfRangeError(ServiceError):
-    """The prompt, or the prompt with its new tokens, does not fit a model's context."""
+    """Something in the request is longer than it can be."""
 
     code = "OUT_OF_RANGE"
+
+
+class ContextLengthError(OutOfRangeError):
+    """The prompt, or the prompt with its new tokens, does not fit the target's context.
+
+    Attributes:
+        context_length: The target's, in tokens.
+        prompt_tokens: Tokens of the prompt, at least.
+    """
+
+    def __init__(self, message: str, *, context_length: int, prompt_tokens: int) -> None:
+        super().__init__(message)
+        self.context_length = context_length
+        self.prompt_tokens = prompt_tokens
 
 
 class FailedPreconditionError(ServiceError):

@@ -2,6 +2,7 @@
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 RETRY_AFTER = "retry-after-ms"  # trailing metadata of RESOURCE_EXHAUSTED
+CONTEXT_LENGTH, PROMPT_TOKENS = "context-length", "prompt-tokens"  # trailing metadata where these do not fit those
 PRINCIPAL = "dynatree-principal"  # metadata of a request: on whose behalf it is made
 REQUEST_ID = "x-request-id"  # metadata of a request: its name in logs; trailing metadata of its error
 MAX_METADATA_BYTES = 16 * 1024

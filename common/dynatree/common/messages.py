@@ -42,6 +42,16 @@ class OpenSession:
     top_log_probs: int = 0
     prompt_log_probs: bool = False
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, without those that were generated."""
+        return len(self.prompt_ids) - self.generated
+
+    @property
+    def least_context(self) -> int:
+        """Tokens that the target's context must have for it."""
+        return max(self.prompt_tokens + (self.max_new_tokens or 1), len(self.prompt_ids))
+
 
 @dataclass(frozen=True)
 class VerifyTimings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynatree.common.errors import FailedPreconditionError, InvalidArgumentError, OutOfRangeError
+from dynatree.common.errors import ContextLengthError, FailedPreconditionError, InvalidArgumentError
 
 # Rows of the forwards that are measured and told apart. The time of a forward steps up at multiples of the tiles of
 # matrix kernels, which have 4, 6, 8 or 16 rows; below 6 each number stands for itself, since most sampled trees are
@@ -69,26 +69,35 @@ class ModelInfo:
         return (*named, self.dtype, self.vocab_size, self.tokenizer_fingerprint)
 
 
-def token_limit(prompt_tokens: int, max_new_tokens: int | None, model: ModelInfo) -> int:
-    """Tokens, prompt included, at which a session on `model` finishes.
+def token_limit(prompt_tokens: int, max_new_tokens: int | None, target: ModelInfo, *, at_least: bool = False) -> int:
+    """Tokens, prompt included, at which a completion of `target` finishes: the one check of a request's length.
+
+    Clients look for the words of its message, which are OpenAI's.
+
+    Args:
+        prompt_tokens: Tokens of the prompt.
+        max_new_tokens: That are asked for; None: as many as fit, which are one at least.
+        target: The model whose context counts; the draft's limits nothing but the drafting.
+        at_least: Whether the prompt may have more tokens than that.
 
     Raises:
         InvalidArgumentError: `max_new_tokens` is 0.
-        OutOfRangeError: They do not fit the context.
+        ContextLengthError: They do not fit the context.
     """
     if max_new_tokens == 0:
         raise InvalidArgumentError("max_new_tokens is 0, expected at least 1")
-    context = model.context_length
-    if prompt_tokens >= context:
-        raise OutOfRangeError(f"the prompt has {prompt_tokens} tokens; {model.name} takes at most {context - 1}")
-    if max_new_tokens is None:
-        return context
-    if prompt_tokens + max_new_tokens > context:
-        raise OutOfRangeError(
-            f"{prompt_tokens} prompt tokens and {max_new_tokens} new ones pass the {context} tokens of {model.name}'s "
-            f"context; ask for at most {context - prompt_tokens}, or leave max_new_tokens out to stop at the limit"
+    context = target.context_length
+    new_tokens = 1 if max_new_tokens is None else max_new_tokens
+    if prompt_tokens + new_tokens > context:
+        more = "at least " if at_least else ""
+        raise ContextLengthError(
+            f"This model's maximum context length is {context} tokens. However, you requested "
+            f"{more}{prompt_tokens + new_tokens} tokens ({more}{prompt_tokens} in the prompt, {new_tokens} in the "
+            f"completion). Please reduce the length of the prompt or of the completion. The model is {target.name}.",
+            context_length=context,
+            prompt_tokens=prompt_tokens,
         )
-    return prompt_tokens + max_new_tokens
+    return context if max_new_tokens is None else prompt_tokens + max_new_tokens
 
 
 def check_same_tokenizer(draft: ModelInfo, target: ModelInfo) -> None:

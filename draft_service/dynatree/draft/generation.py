@@ -105,6 +105,11 @@ class GenerationRequest:
             return self.target.info.context_length
         return len(self.prompt_ids) + self.max_new_tokens
 
+    @property
+    def least_context(self) -> int:
+        """Tokens that the target's context must have for it."""
+        return len(self.prompt_ids) + (self.max_new_tokens or 1)
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -227,6 +232,11 @@ class Generation:
     def fingerprint(self) -> str:
         """Of the target that makes the completion."""
         return self._opened.target.fingerprint
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens after which the completion ends, wherever it goes on."""
+        return self._limit - len(self._request.prompt_ids)
 
     @property
     def prompt_log_probs(self) -> tuple[float, ...]:

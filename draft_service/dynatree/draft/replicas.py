@@ -60,10 +60,9 @@ class Replicas:
 
     @property
     def target(self) -> Target:
-        """The target of one that serves, or that served last."""
-        for replica in self._replicas.values():
-            if replica.ready:
-                self._last = replica.target
+        """The target with the longest context of those that serve, or that served last."""
+        targets = [replica.target for replica in self._replicas.values() if replica.ready and replica.target]
+        self._last = max(targets, key=lambda target: target.info.context_length, default=self._last)
         assert self._last is not None, "start() waits for a target"
         return self._last
 
@@ -107,19 +106,26 @@ class Replicas:
         for replica in self._replicas.values():
             replica.draft_with(draft_for)
 
-    def choose(self, like: ModelInfo | None = None, avoid: Collection[Replica] = ()) -> Replica | None:
-        """A ready service with the fewest sessions, and with the tokens of `like`; None where there is none."""
+    def choose(self, like: ModelInfo | None = None, avoid: Collection[Replica] = (), needed: int = 0) -> Replica | None:
+        """A ready service with the fewest sessions, the tokens of `like`, and a context of at least `needed` tokens.
+
+        None where there is none.
+        """
         usable = [
             replica
             for replica in self._replicas.values()
             if replica.ready
             and replica not in avoid
-            and (like is None or (replica.target is not None and replica.target.info.same_tokens(like)))
+            and replica.target is not None
+            and (like is None or replica.target.info.same_tokens(like))
+            and replica.target.info.context_length >= needed
         ]
         return min(usable, key=lambda replica: (replica.sessions, random.random()), default=None)
 
-    def first(self, fingerprint: str = "") -> Replica:
+    def first(self, fingerprint: str = "", needed: int = 0) -> Replica:
         """As `choose`, for a request that comes in; where there is a fingerprint, its target must have it.
+
+        One with a shorter context is taken where there is no other: it says itself what does not fit.
 
         Raises:
             PeerUnavailableError: None serves.
@@ -134,7 +140,7 @@ class Replicas:
                     f"the completion began on a target with fingerprint {fingerprint[:12]}, and goes on only there; "
                     f"the verify services that are ready have {infos[0].name}, {infos[0].fingerprint[:12]}"
                 )
-        replica = self.choose(like)
+        replica = self.choose(like, needed=needed) or self.choose(like)
         if replica is None:
             mismatches = [replica.mismatch for replica in self.all if replica.mismatch]
             if mismatches:
@@ -179,7 +185,7 @@ class Replicas:
                 found |= dict.fromkeys(await _resolved(address), name)
             else:
                 found[address] = None
-        for address in found.keys() - self._replicas.keys():
+        for address in [each for each in found if each not in self._replicas]:
             connect = partial(VerifyClient, address, self._connector, found[address])
             replica = Replica(address, connect, self._draft_for, self._notify)
             self._replicas[address] = replica

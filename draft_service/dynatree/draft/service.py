@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -16,7 +17,7 @@ from dynatree.common.errors import InvalidArgumentError, OutOfRangeError, PeerFa
 from dynatree.common.grpc_options import PRINCIPAL
 from dynatree.common.limits import MAX_PRINCIPAL_LENGTH, MAX_STOP_TOKENS
 from dynatree.common.log_probs import check_log_probs
-from dynatree.common.model_info import token_limit
+from dynatree.common.model_info import ModelInfo, token_limit
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.sampling import Sampling
 from dynatree.common.tracing import NOTHING as NO_SPAN
@@ -126,16 +127,15 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     ) -> AsyncGenerator[draft_pb2.GenerateResponse]:
         count = _count(request)
         _check_stop(request.stop, request.stop_token_ids)
-        prompt_ids = await self._prompt_ids(request)
-        first, received = _received(request, count, self._backend.replicas.target.info.context_length)
+        target = self._backend.replicas.target
+        prompt_ids = await self._prompt_ids(request, target.info)
+        first, received = _received(request, count, target.info.context_length)
         seed = request.sampling.seed if request.sampling.HasField("seed") else secrets.randbits(63)
         principal = _principal(context)
-        replicas = self._backend.replicas
         # for the first completion, and with its first token: who has that has them
         prompt_log_probs = request.prompt_log_probs and first == 0 and not received.token_ids
-        checked = self._checked(
-            request, prompt_ids, seed, principal, replicas.target, prompt_log_probs=prompt_log_probs
-        )
+        checked = self._checked(request, prompt_ids, seed, principal, target, prompt_log_probs=prompt_log_probs)
+        needed = max(checked.least_context, len(prompt_ids) + len(received.token_ids))
         slots = self._backend.drafter.slots(checked.limit)
         async with self._admission.queued(principal, slots, context.time_remaining()) as turn:
             with span.child("queue"):
@@ -150,7 +150,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                 with span.child("completion", index=index) as completing:
                     new_request = partial(new_request, request_id=context.request_id, span=completing)
                     async with (
-                        self._opened(new_request, fingerprint, context.time_remaining()) as generation,
+                        self._opened(new_request, fingerprint, needed, context.time_remaining()) as generation,
                         aclosing(generation.rounds()) as events,
                     ):
                         generation.waited(turn.queue_seconds if index == first else 0.0)
@@ -158,6 +158,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                             seed=0 if checked.sampling.greedy else seed,
                             prompt_ids=() if request.WhichOneof("prompt") == "token_ids" else prompt_ids,
                             target_fingerprint=generation.fingerprint,
+                            max_new_tokens=generation.max_new_tokens,
                             prompt_log_probs=generation.prompt_log_probs,
                             prompt_top_log_probs=top_log_probs_to_pb(generation.prompt_top_log_probs),
                         )
@@ -208,16 +209,18 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
 
     @asynccontextmanager
     async def _opened(
-        self, new_request: Callable[[Target], GenerationRequest], fingerprint: str, timeout: float | None
+        self, new_request: Callable[[Target], GenerationRequest], fingerprint: str, needed: int, timeout: float | None
     ) -> AsyncIterator[Generation]:
         """An open completion, whose request was made for the target that its verify service has now.
+
+        It needs a context of at least `needed` tokens.
 
         Raises:
             FailedPreconditionError: There is a fingerprint, and no verify service that is ready has it.
             ServiceError: No verify service is ready, or they failed or refused.
         """
         for _ in range(TARGET_CHANGES):
-            replica = self._backend.replicas.first(fingerprint)
+            replica = self._backend.replicas.first(fingerprint, needed)
             assert replica.target is not None
             async with AsyncExitStack() as stack:
                 opening = Generation.open(new_request(replica.target), self._backend, replica, timeout)
@@ -246,11 +249,9 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         Raises:
             ServiceError: It asks for what there is not.
         """
-        new_tokens = message.max_new_tokens if message.HasField("max_new_tokens") else None
-        if new_tokens is not None:
-            token_limit(len(prompt_ids), new_tokens, self._backend.engine.info)
-        check_token_ids(prompt_ids, self._backend.engine.info.vocab_size, "token_ids")
-        check_token_ids(received.token_ids, self._backend.engine.info.vocab_size, "resume.token_ids")
+        token_limit(len(prompt_ids), _new_tokens(message), target.info)
+        check_token_ids(prompt_ids, target.info.vocab_size, "token_ids")
+        check_token_ids(received.token_ids, target.info.vocab_size, "resume.token_ids")
         check_log_probs(message.top_log_probs, len(prompt_ids) if prompt_log_probs else 0)
         penalty = target.info.repetition_penalty
         sampling = replace(sampling_from_pb(message.sampling, default_seed=seed, default_penalty=penalty), seed=seed)
@@ -264,7 +265,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             )
         request = GenerationRequest(
             prompt_ids=prompt_ids,
-            max_new_tokens=new_tokens,
+            max_new_tokens=_new_tokens(message),
             sampling=sampling,
             stop=tuple(message.stop),
             stop_token_ids=tuple(message.stop_token_ids),
@@ -291,33 +292,27 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         name = self._default_policy.name
         return name if not sampling.residual or name in residual_policies() else RESIDUAL_POLICY
 
-    async def _prompt_ids(self, message: draft_pb2.GenerateRequest) -> tuple[int, ...]:
+    async def _prompt_ids(self, message: draft_pb2.GenerateRequest, target: ModelInfo) -> tuple[int, ...]:
+        """The prompt's tokens; one that cannot fit the target's context for certain is refused before it is copied."""
         kind = message.WhichOneof("prompt")
         if kind is None:
             raise InvalidArgumentError("the request has no prompt; expected the field `text`, `token_ids` or `chat`")
-        infos = self._backend.engine.info, self._backend.replicas.target.info
-        longest = max(info.context_length for info in infos)  # checked before anything is copied
         if kind == "token_ids":
-            if len(message.token_ids.ids) > longest:
-                raise OutOfRangeError(f"the prompt has {len(message.token_ids.ids)} tokens; at most {longest} fit")
+            token_limit(len(message.token_ids.ids), _new_tokens(message), target)
             prompt_ids = tuple(message.token_ids.ids)
         else:
-            prompt_ids = await self._encoded(message, longest)
+            prompt_ids = await self._encoded(message, target)
         if not prompt_ids:
             raise InvalidArgumentError("the prompt is empty; expected at least one token")
+        token_limit(len(prompt_ids), _new_tokens(message), target)
         return prompt_ids
 
-    async def _encoded(self, message: draft_pb2.GenerateRequest, longest: int) -> tuple[int, ...]:
-        """The tokens of a prompt of text, or of a chat, that cannot be longer than `longest` tokens for certain."""
+    async def _encoded(self, message: draft_pb2.GenerateRequest, target: ModelInfo) -> tuple[int, ...]:
+        """The tokens of a prompt of text, or of a chat."""
         messages = [Message(each.role, each.content) for each in message.chat.messages]
         characters = len(message.text) + sum(len(each.role) + len(each.content) for each in messages)
-        if characters > longest * self._longest_token:
-            raise OutOfRangeError(
-                f"the prompt has {characters} characters; at most {longest} tokens fit, "
-                f"of at most {self._longest_token} characters each"
-            )
-        if len(messages) > longest:
-            raise OutOfRangeError(f"the chat has {len(messages)} messages; at most {longest} tokens fit")
+        least = max(math.ceil(characters / self._longest_token), len(messages))
+        token_limit(least, None, target, at_least=True)
         if message.HasField("chat"):
             encode = partial(self._encoder.chat, messages)
         else:
@@ -333,6 +328,10 @@ def _principal(context: Context) -> str:
     if not isinstance(named, str) or len(named) > MAX_PRINCIPAL_LENGTH:
         raise InvalidArgumentError(f"{PRINCIPAL} is longer than {MAX_PRINCIPAL_LENGTH} characters")
     return named
+
+
+def _new_tokens(message: draft_pb2.GenerateRequest) -> int | None:
+    return message.max_new_tokens if message.HasField("max_new_tokens") else None
 
 
 def _count(message: draft_pb2.GenerateRequest) -> int:

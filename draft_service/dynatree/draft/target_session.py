@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self, TypeVar
@@ -155,6 +155,8 @@ class TargetSession:
             opened = await self._again(failure)
         if opened.target.context_length != like.context_length:
             raise TargetChangedError
+        if self._request.max_new_tokens is None:  # it ends where it would have ended here, wherever it goes on
+            self._request = replace(self._request, max_new_tokens=like.context_length - self._request.prompt_tokens)
         self._committed.extend(opened.commit.token_ids)
         return opened
 
@@ -169,7 +171,7 @@ class TargetSession:
         assert self._stream is not None
         sent = time.monotonic()
         try:
-            if self._replica.ready or self._replicas.choose(self._like, [self._replica]) is None:
+            if self._replica.ready or self._other([self._replica]) is None:
                 commit = await self._patiently(self._stream.verify(tree, last), self._patience.stuck)
                 self._replica.observe(time.monotonic() - sent)
             else:
@@ -213,7 +215,7 @@ class TargetSession:
             until = min(until, self._until)
         avoid = {self._replica}
         while (left := until - time.monotonic()) > 0:
-            replica = self._replicas.choose(self._like, avoid)
+            replica = self._other(avoid)
             if replica is None:
                 if isinstance(failure, ServiceBusyError) and not self._request.generated:
                     break
@@ -224,16 +226,19 @@ class TargetSession:
                 return await self._open_on(replica)
             except (ServiceBusyError, PeerUnavailableError) as error:
                 failure = error
-            except (OutOfRangeError, FailedPreconditionError) as error:
+            except (OutOfRangeError, FailedPreconditionError):
                 if not self._request.generated:
-                    raise
-                failure = error  # another one took it; this one has a smaller context, or another target by now
+                    raise  # else another one took it: this one has a shorter context, or another target by now
             except PeerFailedError as error:
                 if isinstance(failure, PeerFailedError):
                     raise  # two failed one after the other: it may be the request
                 failure = error
             avoid.add(replica)
         raise failure
+
+    def _other(self, avoid: Collection[Replica]) -> Replica | None:
+        """Another service that can have the session; None where there is none."""
+        return self._replicas.choose(self._like, avoid, self._request.least_context)
 
     async def _open_on(self, replica: Replica) -> SessionOpened:
         self._leave()

@@ -158,18 +158,20 @@ class GenerateResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., completion: _Optional[_Union[Completion, _Mapping]] = ..., log_probs: _Optional[_Iterable[float]] = ..., index: _Optional[int] = ..., trace: _Optional[_Union[RoundTrace, _Mapping]] = ..., queue_position: _Optional[int] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., top_log_probs: _Optional[_Union[_tree_pb2.TopLogProbs, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("seed", "prompt_ids", "target_fingerprint", "prompt_log_probs", "prompt_top_log_probs")
+    __slots__ = ("seed", "prompt_ids", "target_fingerprint", "prompt_log_probs", "prompt_top_log_probs", "max_new_tokens")
     SEED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOP_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     seed: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     target_fingerprint: str
     prompt_log_probs: _containers.RepeatedScalarFieldContainer[float]
     prompt_top_log_probs: _tree_pb2.TopLogProbs
-    def __init__(self, seed: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., target_fingerprint: _Optional[str] = ..., prompt_log_probs: _Optional[_Iterable[float]] = ..., prompt_top_log_probs: _Optional[_Union[_tree_pb2.TopLogProbs, _Mapping]] = ...) -> None: ...
+    max_new_tokens: int
+    def __init__(self, seed: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., target_fingerprint: _Optional[str] = ..., prompt_log_probs: _Optional[_Iterable[float]] = ..., prompt_top_log_probs: _Optional[_Union[_tree_pb2.TopLogProbs, _Mapping]] = ..., max_new_tokens: _Optional[int] = ...) -> None: ...
 
 class RoundTrace(_message.Message):
     __slots__ = ("round", "base_length", "token_ids", "parents", "probabilities", "texts", "accepted_nodes", "committed_ids", "committed_texts", "parameters", "draft_seconds", "verify_seconds")

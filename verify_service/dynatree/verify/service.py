@@ -18,6 +18,7 @@ from dynatree.common.call_tracker import Call
 from dynatree.common.errors import IdleSessionError, InvalidArgumentError, OutOfRangeError, RoundInFlightError
 from dynatree.common.limits import IDLE_SECONDS, MAX_PRINCIPAL_LENGTH, MAX_STOP_TOKENS
 from dynatree.common.messages import Commit, SessionOpened, VerifyTimings
+from dynatree.common.model_info import token_limit
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.shared_cores import SharedCores, ShortWaits
 from dynatree.common.tracing import OFF, Span, Tracing
@@ -149,6 +150,10 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         if message.WhichOneof("request") != "open":
             raise InvalidArgumentError("the first request of a stream opens the session; expected the field `open`")
         target = self._verifier.target
+        prompt_tokens = len(message.open.prompt_ids) - message.open.generated
+        token_limit(
+            prompt_tokens, message.open.max_new_tokens if message.open.HasField("max_new_tokens") else None, target
+        )
         for name, ids, most in (  # before they are copied
             ("prompt_ids", message.open.prompt_ids, target.context_length),
             ("stop_token_ids", message.open.stop_token_ids, MAX_STOP_TOKENS),

@@ -46,22 +46,23 @@ class SessionRequest:
         Raises:
             FailedPreconditionError: The draft's tokenizer is not the target's.
             InvalidArgumentError: No prompt, a token outside the vocabulary, or too many log-probabilities.
-            OutOfRangeError: The prompt with its new tokens does not fit the target's context.
+            OutOfRangeError: The prompt with its new tokens does not fit the target's context, or what was generated
+                does not fit them.
         """
         check_same_tokenizer(request.draft, target)
         if not request.prompt_ids:
             raise InvalidArgumentError("prompt_ids is empty; a session needs at least one prompt token")
-        prompt_tokens = len(request.prompt_ids) - request.generated
+        prompt_tokens = request.prompt_tokens
         if prompt_tokens < 1:
             raise InvalidArgumentError(
                 f"generated is {request.generated}, expected less than the {len(request.prompt_ids)} prompt_ids"
             )
+        limit = token_limit(prompt_tokens, request.max_new_tokens, target)
         if request.prompt_log_probs and request.generated:
             raise InvalidArgumentError(
                 f"generated is {request.generated}, and a session that goes on has no prompt_log_probs"
             )
         check_log_probs(request.top_log_probs, prompt_tokens if request.prompt_log_probs else 0)
-        limit = token_limit(prompt_tokens, request.max_new_tokens, target)
         if len(request.prompt_ids) > limit:
             raise OutOfRangeError(
                 f"generated is {request.generated}, past the limit of {limit - prompt_tokens} new tokens"
