@@ -37,6 +37,7 @@ class FakeGateway:
         own_text: a token's text by itself, which a trace has.
         delay: seconds before each round; plain decoding takes as long for a token.
         key: what a caller must show, if anything.
+        chat_template: whether the model has one.
         refuse: the status and the message that every completion gets instead.
         fail_after: rounds after which the stream says that it failed.
         url: where it listens.
@@ -48,6 +49,7 @@ class FakeGateway:
     own_text: Callable[[str], str] = str
     delay: float = 0.02
     key: str | None = None
+    chat_template: bool = False
     refuse: tuple[int, str] | None = None
     fail_after: int | None = None
     url: str = ""
@@ -58,7 +60,16 @@ class FakeGateway:
         """The one pair."""
         model = {"id": "org/large", "object": "model", "created": 0, "owned_by": "dynatree", "max_model_len": 2048}
         policies = ["throughput", "autoregressive", "dynatree"]
-        return {"object": "list", "data": [model | {"draft_model": "org/small", "policies": policies}]}
+        model |= {"draft_model": "org/small", "policies": policies, "chat_template": self.chat_template}
+        return {"object": "list", "data": [model]}
+
+    def chat(self, request: Event) -> Iterator[Event]:
+        """The events of an answer: those of a completion, in other words."""
+        yield {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
+        for event in self.completion(request):
+            for choice in event.get("choices", ()):
+                choice["delta"] = {"content": choice.pop("text")}
+            yield event
 
     def completion(self, request: Event) -> Iterator[Event]:
         """The events of a completion."""
@@ -140,6 +151,7 @@ def serving(gateway: FakeGateway, port: int = 0) -> Iterator[FakeGateway]:
             if not self._may():
                 return
             gateway.requests.append(request)
+            answer = gateway.chat if self.path == "/v1/chat/completions" else gateway.completion
             if gateway.refuse is not None:
                 status, message = gateway.refuse
                 self._answer(status, json.dumps(_error(message, "invalid_request_error")))
@@ -148,7 +160,7 @@ def serving(gateway: FakeGateway, port: int = 0) -> Iterator[FakeGateway]:
             self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
             try:
-                for event in gateway.completion(request):
+                for event in answer(request):
                     self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
                 self.wfile.write(b"data: [DONE]\n\n")
             except ConnectionError:

@@ -125,7 +125,6 @@ def test_it_names_the_models_and_their_policies(page: Page, gateway: FakeGateway
     pair = model(gateway)
     expect(page.locator("h1")).to_have_text(f"DynaTree {pair['id']}, drafted by {pair['draft_model']}")
     assert texts(page, "#policy option") == pair["policies"]
-    expect(page.locator("#results")).to_be_hidden()
 
 
 @pytest.mark.long
@@ -155,11 +154,174 @@ def test_a_completion_is_shown_with_its_rounds(page: Page, gateway: FakeGateway)
     assert status(page).text_content() == (
         f"{committed + 1} tokens in {len(rounds)} rounds. It reached the limit of tokens."
     )
-    assert texts(page, "figcaption b")[:3] == [
-        "Acceptance (accepted / drafted)",
-        "Nodes per round",
-        "Committed tokens per round",
-    ]
+    assert texts(page, "#charts b") == ["Tokens per round", "Speed (tokens/s)", "Tree size (nodes)", "Acceptance (%)"]
+    assert texts(page, "#controller-charts b") == ["Base depth D₀ (levels)"]
+    expect(page.locator("#controller-charts")).to_be_hidden()
+
+
+@pytest.mark.long
+def test_it_begins_with_an_example_that_can_be_run(page: Page, gateway: FakeGateway) -> None:
+    expect(page.locator("#lead")).to_contain_text("drafts a tree")
+    expect(page.locator("#example-note")).to_be_visible()
+    expect(page.locator("#tree .node.accepted").first).to_be_visible()
+    expect(page.locator("#speed")).to_be_hidden()
+    page.get_by_role("button", name="Generate").click()
+    finish(page)
+    example = page.get_by_label("Prompt").input_value()
+    assert gateway.requests[0]["prompt"] == example != ""
+    assert (page.locator("#text").text_content() or "").startswith(example + "".join(gateway.tokens[:9]))
+    expect(page.locator("#lead")).to_be_hidden()
+    expect(page.locator("#example-note")).to_be_hidden()
+    expect(page.locator("#speed")).to_be_visible()
+
+
+@pytest.mark.long
+def test_the_example_is_back_where_nothing_came(page: Page, gateway: FakeGateway) -> None:
+    gateway.refuse = (400, "no")
+    generate(page)
+    expect(page.get_by_role("alert")).to_have_text("no")
+    expect(page.locator("#example-note")).to_be_visible()
+    assert page.locator("#facts").text_content() != "waiting for the first round"
+
+
+def send(page: Page, message: str) -> None:
+    page.get_by_label("Message").fill(message)
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=60_000)
+
+
+@pytest.mark.long
+def test_a_chat_has_turns_and_each_its_rounds(page: Page, gateway: FakeGateway) -> None:
+    gateway.chat_template = True
+    page.reload()
+    page.get_by_label("Max tokens").fill("24")
+    send(page, "")
+    example = page.locator("#text .user").text_content()
+    answer = "".join(gateway.tokens[:24])
+    count = page.locator("#shown").text_content()
+    gateway.tokens = gateway.tokens[::-1]
+    second = "".join(gateway.tokens[:24])
+    send(page, "And <b>then</b>?")
+
+    said = [{"role": "user", "content": example}]
+    said_next = [*said, {"role": "assistant", "content": answer}, {"role": "user", "content": "And <b>then</b>?"}]
+    assert [request["messages"] for request in gateway.requests] == [said, said_next]
+    assert not any("prompt" in request for request in gateway.requests)
+    assert texts(page, "#text .user") == [example, "And <b>then</b>?"]
+    assert texts(page, "#text .assistant") == [answer]
+    shown = (page.locator("#text").text_content() or "").replace("↵\n", "\n")
+    assert shown == f"{example}{answer}And <b>then</b>?{second}"
+    assert page.get_by_label("Message").input_value() == ""
+
+    page.get_by_label("Turn").select_option("1")
+    assert page.locator("#text .assistant").count() == 0
+    page.locator("#slider").press("End")
+    assert page.locator("#shown").text_content() == count
+    assert (page.locator("#text").text_content() or "").replace("↵\n", "\n") == f"{example}{answer}"
+    page.get_by_role("button", name="Measure plain decoding").click()
+    expect(page.locator("#comparison")).to_have_text(re.compile("speed of plain decoding"))
+    assert gateway.requests[-1]["messages"] == said
+
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator("#example-note")).to_be_visible()
+    send(page, "Hello")
+    assert gateway.requests[-1]["messages"] == [{"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.long
+def test_an_answer_that_is_stopped_or_fails_is_a_turn_only_with_text(page: Page, gateway: FakeGateway) -> None:
+    gateway.chat_template = True
+    page.reload()
+    gateway.refuse = (400, "no")
+    send(page, "One")
+    expect(page.get_by_role("alert")).to_have_text("no")
+    assert page.get_by_label("Message").input_value() == "One"
+    gateway.refuse, gateway.fail_after = None, 2
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_role("alert")).to_have_text("the verify service was lost")
+    gateway.fail_after = None
+    send(page, "Two")
+    roles = [[message["role"] for message in request["messages"]] for request in gateway.requests]
+    assert roles == [["user"], ["user"], ["user", "assistant", "user"]]
+    assert texts(page, "#text .user") == ["One", "Two"]
+
+
+@pytest.mark.long
+def test_the_tree_stays_until_the_next_one_begins(page: Page, gateway: FakeGateway) -> None:
+    """In every frame from the second request on, a whole tree is to be seen."""
+    gateway.delay = 0.1
+    generate(page)
+    finish(page)
+    page.evaluate("""() => {
+        globalThis.faintest = 1; globalThis.frames = 0; globalThis.fewest = 1e9
+        requestAnimationFrame(function frame() {
+            const nodes = [...document.querySelectorAll("#tree .node")]
+            fewest = Math.min(fewest, nodes.length)
+            faintest = Math.min(faintest, ...nodes.map((node) => Number(getComputedStyle(node).opacity)))
+            frames += 1
+            requestAnimationFrame(frame)
+        })
+    }""")
+    generate(page)
+    finish(page)
+    assert page.evaluate("frames") > 20
+    assert page.evaluate("fewest") > 1
+    assert page.evaluate("faintest") >= 0.2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_label_is_cut(browser: Browser, gateway: FakeGateway, width: int) -> None:
+    """Of any number, and of a tree that is wider than its panel, whose columns are shown whole."""
+    numbers = [0.0933, 0.0737, 0.00123456, -0.00123456, 1.23456e-7, 98765.4321, 1.23456e12, -1.23456e-9, 0, 1 / 3]
+    made = gateway.completion
+
+    def completion(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for event in made(request):
+            for trace in (choice.get("trace") for choice in event.get("choices", ())):
+                if trace:
+                    trace["parameters"] = {
+                        f"value_{each}": number * (1 + trace["round"]) for each, number in enumerate(numbers)
+                    }
+            yield event
+
+    gateway.completion = completion  # type: ignore[method-assign]
+    page = browser.new_page(viewport={"width": width, "height": 844})
+    page.goto(gateway.url)
+    generate(page, limit=len(gateway.tokens))
+    finish(page)
+    page.locator("#controller summary").click()
+    cut = page.locator(".chart").evaluate_all("""all => all.flatMap(chart => [...chart.querySelectorAll("text")].filter(
+        text => { const {x, width} = text.getBBox(); return x < 0 || x + width > chart.viewBox.baseVal.width }
+    ).map(text => text.textContent))""")
+    assert cut == []
+    assert page.locator(".chart").count() == 4 + len(numbers)
+    for position in range(int(page.locator("#slider").get_attribute("max") or 0)):
+        move_to(page, position)
+        assert page.locator("#tree-panel").evaluate("""panel => {
+            const {left, right} = panel.getBoundingClientRect()
+            const cut = [...panel.querySelectorAll(".node > :is(.box, text)")].filter(each => {
+                const box = each.getBoundingClientRect()
+                return box.left < left && box.right > left
+            })
+            const ends = [...panel.querySelectorAll(".node.bonus > .box")]
+            return cut.length === 0 && ends.every(each => each.getBoundingClientRect().right <= right)
+        }""")
+    page.close()
+
+
+@pytest.mark.long
+def test_a_telephone_shows_it_in_three_screens(browser: Browser, gateway: FakeGateway) -> None:
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto(gateway.url)
+    generate(page, prompt="It was a bright cold morning, and the captain stood on deck and looked\nat the sea.")
+    finish(page)
+    page.get_by_role("button", name="Measure plain decoding").click()
+    expect(page.locator("#comparison")).to_have_text(re.compile("speed of plain decoding"))
+    prompt = page.get_by_label("Prompt")
+    assert prompt.evaluate("box => box.scrollHeight <= box.clientHeight")  # all its lines
+    assert page.evaluate("document.documentElement.scrollHeight") <= 3 * 844
+    page.close()
 
 
 @pytest.mark.long
@@ -351,7 +513,6 @@ def test_a_key_is_asked_for_when_the_server_wants_one(page: Page, gateway: FakeG
     key.fill("secret")
     key.press("Enter")
     expect(page.locator("h1")).to_contain_text("org/large")
-    expect(page.locator("#results")).to_be_visible()
     finish(page)
     expect(page.get_by_role("alert")).to_have_text("")
     assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0

@@ -190,6 +190,14 @@ def marker_places(page: Page) -> list[str | None]:
     return [rule.get_attribute("x1") for rule in page.locator(".marker line").all()]
 
 
+def captions(page: Page) -> list[str]:
+    """What each chart says of the round: its own figure, and that of the last ten."""
+    series = page.locator("figcaption div").evaluate_all(
+        "all => all.map(each => [...each.children].map(span => span.textContent.split(': ').at(-1)).join(', '))"
+    )
+    return list(series)
+
+
 @pytest.mark.long
 def test_a_round_is_drawn(show: Callable[[list[Round]], Page]) -> None:
     page = show(TRACE)
@@ -209,14 +217,9 @@ def test_a_round_is_drawn(show: Callable[[list[Round]], Page]) -> None:
     ]
     assert page.locator("#tree .edge").count() == 5
     assert texts(page, "#text mark") == [" old", " man", " r0"]
-    assert texts(page, "figcaption b") == [
-        "Acceptance (accepted / drafted)",
-        "Nodes per round",
-        "Committed tokens per round",
-        "D_0 (base_depth)",
-        "tau_h (tau_high)",
-    ]
-    assert texts(page, "figcaption div") == ["─ round 0.5 ━ mean of 10: 0.5", "4", "3", "5", "0.9"]
+    assert texts(page, "#charts b") == ["Tokens per round", "Speed (tokens/s)", "Tree size (nodes)", "Acceptance (%)"]
+    assert texts(page, "#controller-charts b") == ["Base depth D₀ (levels)", "Confidence threshold τₕ"]
+    assert captions(page) == ["3, 3", "125", "4, 4", "50, 50", "5", "0.9"]
     assert not page.locator("#completion").is_visible()
 
 
@@ -249,9 +252,9 @@ def test_the_slider_changes_everything(show: Callable[[list[Round]], Page]) -> N
     assert labels(page, "root") == ["␣old man r0 •"]
     assert labels(page, "accepted") + labels(page, "drafted") == []
     assert labels(page, "bonus") == ["␣r1"]
-    assert page.locator("#text").text_content() == "⟨12 earlier tokens⟩ old man r0 r1"
+    assert page.locator("#text").text_content() == "⟨prompt and first token: 12 tokens⟩ old man r0 r1"
     assert texts(page, "#text mark.bonus") == [" r1"]
-    assert texts(page, "figcaption div") == ["─ round – ━ mean of 10: 0.5", "0", "1", "6", "0.9"]
+    assert captions(page) == ["1, 2", "83.3", "0, 2", "–, 50", "6", "0.9"]
 
     page.locator("#slider").press("ArrowRight")
     places.append(marker_places(page))
@@ -260,11 +263,11 @@ def test_the_slider_changes_everything(show: Callable[[list[Round]], Page]) -> N
     assert labels(page, "accepted") == ["↵"]
     assert labels(page, "drafted") == ["␣old", "s", "␣man"]
     assert labels(page, "bonus") == []
-    assert page.locator("#text").text_content() == "⟨12 earlier tokens⟩ old man r0 r1↵\n"
+    assert page.locator("#text").text_content() == "⟨prompt and first token: 12 tokens⟩ old man r0 r1↵\n"
     assert texts(page, "#text mark.accepted") == ["↵\n"]
-    assert texts(page, "figcaption div") == ["─ round 0.25 ━ mean of 10: 0.375", "4", "1", "7", "0.9"]
+    assert captions(page) == ["1, 1.67", "69.4", "4, 2.67", "25, 37.5", "7", "0.9"]
 
-    assert places == [["38"] * 5, ["165"] * 5, ["292"] * 5]
+    assert places == [["38"] * 6, ["165"] * 6, ["292"] * 6]
     page.locator("#slider").press("ArrowLeft")
     assert marker_places(page) == places[1]
 
@@ -312,9 +315,10 @@ def test_completions_are_chosen(show: Callable[[list[Round]], Page]) -> None:
     assert page.locator("#shown").text_content() == "round 4 (1 of 2)"
     assert "Completion 7: rounds 2 · tokens 4" in (page.locator("#completion-totals").text_content() or "")
     assert page.locator("#text").text_content() == "⟨24 earlier tokens⟩ old man r4"
-    assert texts(page, "figcaption b")[3:] == ["constructor"]
-    assert texts(page, "figcaption div")[3:] == ["–"]
-    assert page.locator(".chart").nth(3).locator(".marker circle").is_hidden()
+    assert texts(page, "#controller-charts b") == ["constructor"]
+    assert captions(page)[4:] == ["–"]
+    page.locator("#controller summary").click()
+    assert page.locator("#controller .chart").locator(".marker circle").is_hidden()
 
 
 @pytest.mark.long
@@ -333,7 +337,7 @@ def test_texts_stay_texts(show: Callable[[list[Round]], Page]) -> None:
         f"“{HOSTILE[:-1]}\\u{{2028}}” · token 5 · probability 0 · path 0 · accepted"
     )
     assert texts(page, "#text mark") == [HOSTILE] * 3
-    assert texts(page, "figcaption b")[3:5] == [HOSTILE, "__proto__"]
+    assert {HOSTILE, "__proto__"} < set(texts(page, "#controller-charts b"))
     assert page.locator("img").count() == 0
     assert page.title() == "trace.jsonl – DynaTree trace"
 

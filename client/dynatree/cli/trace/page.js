@@ -5,14 +5,16 @@ for (const round of trace.rounds) round.pieces = round.committed_texts;
 const completions = Map.groupBy(trace.rounds, (round) => round.index);
 const view = new RoundView();
 
+// A trace holds no text before its first round: the prompt's and that of the first token, which the prefill chose.
+const before = ({ round, base_length }) =>
+  round === 0 ? `prompt and first token: ${base_length} tokens` : quantity(base_length, "earlier token");
+
 function chooseCompletion(index) {
   const rounds = completions.get(index);
   const summary = totals(rounds).map(([name, value]) => `${name} ${value}`);
   byId("completion-totals").textContent = `Completion ${index}: ${summary.join(" · ")}`;
-  // One height for all rounds, that of the tallest tree, so that nothing below it jumps.
-  byId("tree-panel").style.height = `min(${Math.max(...rounds.map(heightOf)) + 16}px, 62vh)`;
-  const earlier = html("span", { class: "earlier" }, `⟨${quantity(rounds[0].base_length, "earlier token")}⟩`);
-  view.open({ rounds, textBefore: "", tail: "" }, earlier);
+  const earlier = html("span", { class: "earlier" }, `⟨${before(rounds[0])}⟩`);
+  view.open({ rounds, textBefore: "", first: "", tail: "" }, earlier);
 }
 
 function start() {

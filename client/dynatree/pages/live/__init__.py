@@ -15,5 +15,9 @@ _ADMITS = "; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'no
 def live_page() -> Page:
     """The page and its policy, which the server sends as the header Content-Security-Policy."""
     return build_page(
-        files(__package__), "live.html", styles=["live.css"], scripts=["completion.js", "live.js"], admits=_ADMITS
+        files(__package__),
+        "live.html",
+        styles=["live.css"],
+        scripts=["completion.js", "example.js", "live.js"],
+        admits=_ADMITS,
     )

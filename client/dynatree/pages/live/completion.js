@@ -21,7 +21,7 @@ function unreachable(error) {
   throw error.name === "AbortError" ? error : new ServerError(0, { message: "the server cannot be reached" });
 }
 
-// The events of a completion, up to [DONE].
+// The events of a completion, or of a chat's next answer, up to [DONE].
 async function* stream(request, key, signal) {
   const options = {
     method: "POST",
@@ -29,7 +29,7 @@ async function* stream(request, key, signal) {
     body: JSON.stringify({ ...request, stream: true, stream_options: { include_usage: true }, trace: true }),
     signal,
   };
-  const response = await ask("/v1/completions", key, options);
+  const response = await ask(request.messages ? "/v1/chat/completions" : "/v1/completions", key, options);
   for await (const line of lines(response.body)) {
     if (!line.startsWith("data:")) continue; // a comment, or the empty line that ends an event
     const data = line.slice("data:".length).trim();
@@ -72,10 +72,12 @@ class Completion {
     this.#usage = usage ?? this.#usage;
     if (!choice) return;
     this.finishReason = choice.finish_reason ?? this.finishReason;
-    if (choice.text || choice.finish_reason === null) this.#arrive(choice);
+    if (choice.delta?.role) return; // a chat's stream says first who speaks
+    const text = choice.text ?? choice.delta.content ?? "";
+    if (text || choice.finish_reason === null) this.#arrive(text, choice.trace);
   }
 
-  #arrive({ text, trace }) {
+  #arrive(text, trace) {
     this.#lastArrival = performance.now();
     if (this.#firstArrival === null) {
       this.#firstArrival = this.#lastArrival;
@@ -92,8 +94,14 @@ class Completion {
     return this.first + this.rounds.flatMap(({ pieces }) => pieces).join("") + this.tail;
   }
 
+  // The text before the first round, as far as it is known: a chat's template is the server's.
   get textBefore() {
-    return this.request.prompt + this.first;
+    return (this.request.prompt ?? "") + this.first;
+  }
+
+  // What a chat has said when this answer is whole, or is left as it is.
+  get messages() {
+    return [...this.request.messages, { role: "assistant", content: this.text }];
   }
 
   // So far by the rounds, in the end by the server.

@@ -1,4 +1,5 @@
-// The live page: a form, one completion at a time round by round, and its speed beside plain decoding's.
+// The live page: a form, one completion at a time round by round, and its speed beside plain decoding's. Where the model
+// has a chat template, the completions are the turns of a chat.
 
 const PLAIN = "autoregressive";
 const PACE = 700; // milliseconds that a tree is shown before the next, so that it is seen to grow
@@ -8,6 +9,7 @@ const ENDINGS = { stop: "The model ended it.", length: "It reached the limit of 
 const view = new RoundView();
 let model = null;
 let shown = null; // the completion whose rounds are shown
+let turns = []; // the completions of the chat so far
 let plain = null; // the same request by plain decoding, once it is measured
 let running = null; // an AbortController while the server is asked
 
@@ -19,11 +21,30 @@ async function loadModel() {
   byId("model").textContent = model.draft_model ? `${model.id}, drafted by ${model.draft_model}` : model.id;
   byId("policy").replaceChildren(...model.policies.map((name) => html("option", { value: name }, name)));
   byId("max-tokens").max = model.max_model_len;
+  byId("prompt-label").textContent = isChat() ? "Message" : "Prompt";
+  byId("generate").textContent = isChat() ? "Send" : "Generate";
+  byId("text-heading").textContent = isChat() ? "Chat" : "Committed text";
+  invite();
+}
+
+const isChat = () => model?.chat_template === true;
+
+// What the empty box asks for; the first prompt may be the example.
+function invite() {
+  const prompt = byId("prompt");
+  prompt.required = turns.length > 0;
+  prompt.placeholder = turns.length > 0 ? "Reply …" : isChat() ? EXAMPLES.chat : EXAMPLES.text;
+}
+
+// The prompt, or the message behind those of the chat.
+function said(text) {
+  if (!isChat()) return { prompt: text };
+  return { messages: [...(turns.at(-1)?.messages ?? []), { role: "user", content: text }] };
 }
 
 const requestOfForm = () => ({
   model: model.id,
-  prompt: byId("prompt").value,
+  ...said(byId("prompt").value),
   max_tokens: byId("max-tokens").valueAsNumber,
   temperature: byId("temperature").valueAsNumber,
   seed: byId("seed").valueAsNumber,
@@ -59,6 +80,7 @@ function drawRunning() {
   byId(hides).hidden = true;
   byId(comes).hidden = false;
   byId("measure").disabled = isRunning || shown?.finishReason == null;
+  byId("turn").disabled = byId("new-chat").disabled = isRunning;
   if (moves) byId(comes).focus();
   byId("text").setAttribute("aria-busy", isRunning);
   byId("shown").setAttribute("aria-live", isRunning ? "off" : "polite");
@@ -91,15 +113,21 @@ async function receive(completion, signal) {
 
 // -- A completion, and its rounds
 
-let opening = null; // the element of the text before the first round
 let drawnEvents = 0;
 let advancedAt = -Infinity; // the time of the frame that drew the newest tree
 
 async function generate(signal) {
   if (model === null) await loadModel();
+  byId("prompt").value ||= byId("prompt").placeholder;
   open(new Completion(requestOfForm()));
   say("Generating …");
-  await receive(shown, signal);
+  try {
+    await receive(shown, signal);
+  } finally {
+    if (isChat() && shown.text) keepTurn();
+    if (shown.events === 0 && isExample()) showExample();
+    else endExample();
+  }
   const made = `${quantity(shown.tokens, "token")} in ${quantity(shown.rounds.length, "round")}.`;
   say(`${made} ${ENDINGS[shown.finishReason] ?? ""}`);
 }
@@ -109,9 +137,7 @@ function open(completion) {
   plain = null;
   drawnEvents = 0;
   advancedAt = -Infinity;
-  opening = html("span", { class: "bonus" });
-  view.open(shown, html("span", { class: "earlier" }, shown.request.prompt), opening);
-  byId("results").hidden = false;
+  view.open(shown, ...beforeOf(shown.request));
   byId("plain-rate").hidden = shown.request.policy === PLAIN;
   byId("shown-rate").querySelector("dt").textContent = shown.request.policy;
   byId("comparison").textContent = "";
@@ -119,12 +145,48 @@ function open(completion) {
   drawRates();
 }
 
+// What stands before a completion: the prompt, or what the chat has said.
+function beforeOf({ prompt, messages }) {
+  if (!messages) return [html("span", { class: "earlier" }, prompt)];
+  return messages.map(({ role, content }) => html("div", { class: role }, content));
+}
+
+// -- The turns of a chat
+
+function keepTurn() {
+  turns.push(shown);
+  byId("prompt").value = "";
+  drawTurns();
+}
+
+function drawTurns() {
+  byId("turn").replaceChildren(...turns.map((_, index) => html("option", { value: index }, String(index + 1))));
+  byId("turn").value = turns.length - 1;
+  byId("chat-controls").hidden = turns.length === 0;
+  invite();
+}
+
+function showTurn({ target }) {
+  open(turns[target.value]);
+  drawRunning();
+}
+
+function startChat() {
+  turns = [];
+  drawTurns();
+  say("");
+  complain("");
+  showExample();
+  byId("prompt").focus();
+}
+
+// -- Drawing it
+
 // Text and figures come with every frame. Trees and charts come at a pace at which they can be seen.
 function drawShown(now) {
   if (shown === null || (shown.events === drawnEvents && !view.isBehind)) return;
   if (shown.events !== drawnEvents) {
-    // A text that is set lays out all that follows it.
-    if (opening.textContent !== shown.first) opening.textContent = shown.first;
+    document.body.classList.toggle("example", isExample() && shown.rounds.length === 0 && shown.finishReason === null);
     view.extend();
     drawFigures();
     drawRates();
@@ -186,6 +248,19 @@ function drawRate(row, completion, greatest) {
 
 // -- The page
 
+const isExample = () => document.body.classList.contains("example");
+
+function endExample() {
+  document.body.classList.remove("example");
+  view.close();
+}
+
+function showExample() {
+  shown = null;
+  document.body.classList.add("example");
+  view.open(EXAMPLE, html("span", { class: "earlier" }, EXAMPLE.textBefore));
+}
+
 function submit(event) {
   event.preventDefault();
   if (running === null) run(generate, drawShown);
@@ -196,9 +271,15 @@ function start() {
   byId("stop").addEventListener("click", () => running?.abort());
   byId("measure").addEventListener("click", () => run(measure, drawRates));
   byId("key").addEventListener("change", () => loadModel().then(() => complain(""), fail));
+  byId("turn").addEventListener("change", showTurn);
+  byId("new-chat").addEventListener("click", startChat);
   byId("prompt").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("form").requestSubmit();
+    if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+    event.preventDefault();
+    byId("form").requestSubmit();
   });
+  showExample();
+  invite();
   loadModel().catch(fail);
 }
 

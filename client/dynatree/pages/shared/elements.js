@@ -15,3 +15,16 @@ function element(namespace, tag, attributes, children) {
 // Terms and their figures, for a description list.
 const definitions = (pairs) =>
   pairs.map(([name, value]) => html("div", {}, html("dt", {}, name), html("dd", {}, String(value))));
+
+const narrow = matchMedia("(max-width: 600px)"); // a telephone, as in the style
+
+const LABEL_FONT = "10px system-ui, sans-serif"; // of the charts
+const NODE_FONT = "bold 13px ui-monospace, monospace"; // at its widest
+
+const ruler = document.createElement("canvas").getContext("2d");
+
+// Pixels of a text in a font.
+function widthOf(text, font) {
+  ruler.font = font;
+  return ruler.measureText(text).width;
+}

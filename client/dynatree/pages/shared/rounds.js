@@ -1,7 +1,8 @@
 // One completion, round by round: a slider, and the text, the tree and the charts at the round where it stands.
 //
 // A completion has `rounds` (as a trace has them, and each with the `pieces` of text that its tokens are), `textBefore`
-// the first round, and a `tail` of text that no round holds. All may grow while it is shown.
+// the first round, which ends with its `first` token, and a `tail` of text that no round holds. All may grow while it is
+// shown.
 
 class RoundView {
   #completion;
@@ -25,14 +26,24 @@ class RoundView {
     });
   }
 
-  // Shows a completion from its first round. `opening` are the elements of its text that stand before.
+  // Shows a completion from its first round. `opening` are the elements of its text that stand before. One that has no
+  // round yet leaves the tree and the charts as they are, dimmed, until it has.
   open(completion, ...opening) {
     this.#completion = completion;
     this.#charted = 0;
     this.#text.open(...opening);
+    const waits = completion.rounds.length === 0;
+    byId("rounds").classList.toggle("waiting", waits);
+    if (waits) this.#tree.wait();
+    this.goTo(0);
+  }
+
+  // The completion ended; where it has no round, nothing is left of another's.
+  close() {
+    if (this.#completion.rounds.length > 0) return;
+    byId("rounds").classList.remove("waiting");
     this.#tree.clear();
     this.#charts.clear();
-    this.goTo(0);
   }
 
   // The reader's choice.
@@ -72,9 +83,9 @@ class RoundView {
   }
 
   #drawText() {
-    const { rounds, tail } = this.#completion;
+    const { first, rounds, tail } = this.#completion;
     const end = this.#following ? this.#last : this.#position;
-    this.#text.show(rounds, this.#position, end, this.#following ? tail : "");
+    this.#text.show(first, rounds, this.#position, end, this.#following ? tail : "");
     this.#drawPlace();
   }
 
@@ -97,12 +108,13 @@ class RoundView {
       this.#charts.draw(this.#completion.rounds);
       this.#charted = this.#completion.rounds.length;
     }
-    this.#charts.mark(this.#position);
+    if (this.#charted > 0) this.#charts.mark(this.#position);
   }
 
   #drawTree(grows) {
     const round = this.#completion.rounds[this.#position];
     if (!round) return;
+    byId("rounds").classList.remove("waiting");
     const before = this.#completion.rounds.slice(0, this.#position).flatMap(({ pieces }) => pieces);
     this.#tree.draw(round, this.#completion.textBefore + before.join(""), grows);
   }

@@ -4,18 +4,22 @@ class CommittedText {
   #panel = byId("text");
   #passages = []; // the rounds that are shown, as elements
   #marked = null; // the position of the round that is marked
+  #first = html("span", { class: "bonus" });
   #tail = html("span", {});
 
-  // Begins anew behind `opening`, what stands before the first round.
+  // Begins anew behind `opening`.
   open(...opening) {
     this.#passages = [];
     this.#marked = null;
     this.#tail.textContent = "";
-    this.#panel.replaceChildren(...opening, this.#tail);
+    this.#panel.replaceChildren(...opening, this.#first, this.#tail);
   }
 
-  // Shows rounds up to `end`, marks the one at `position`, and shows `tail`, text that belongs to no round, behind all.
-  show(rounds, position, end, tail) {
+  // Shows rounds up to `end` and marks the one at `position`. `first` and `tail` stand before and behind all, as text that
+  // belongs to no round.
+  show(first, rounds, position, end, tail) {
+    // A text that is set lays out all that follows it.
+    if (this.#first.textContent !== first) this.#first.textContent = first;
     while (this.#passages.length > end + 1) this.#passages.pop().remove();
     const added = rounds.slice(this.#passages.length, end + 1).map((round) => html("span", {}, ...runs(round)));
     this.#tail.before(...added);

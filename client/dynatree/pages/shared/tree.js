@@ -5,19 +5,17 @@ const ROOT = -1;
 const ROW = 30;
 const BOX = 22;
 const PADDING = 8;
-const GAP = 30;
 const MARGIN = 14;
 const LABEL_LENGTH = 18;
+const gap = () => (narrow.matches ? 16 : 30);
+const rootLength = () => (narrow.matches ? 8 : LABEL_LENGTH);
 const GROWTH_MILLISECONDS = 240; // of a whole tree, where it is seen to grow
-
-const ruler = document.createElement("canvas").getContext("2d");
-ruler.font = "bold 13px ui-monospace, monospace";
 
 // The root of a round's tree. Nodes have kind, label, title, parent, children, depth and path (probability).
 function treeOf(round, textBefore) {
   const root = {
     kind: "root",
-    label: `${cut(visible(textBefore.slice(-4 * LABEL_LENGTH)), -LABEL_LENGTH) || "…"} •`,
+    label: `${lastWords(visible(textBefore.slice(-4 * LABEL_LENGTH)), rootLength()) || "…"} •`,
     title: "root: the last committed token",
     children: [],
     depth: 0,
@@ -63,25 +61,19 @@ function layOut(root) {
     const node = stack.pop();
     node.row = node.parent?.children[0] === node ? node.parent.row : rows++;
     node.y = MARGIN + ROW * (node.row + 0.5);
-    node.width = Math.ceil(ruler.measureText(node.label).width) + 2 * PADDING;
+    node.width = Math.ceil(widthOf(node.label, NODE_FONT)) + 2 * PADDING;
     nodes.push(node);
     stack.push(...[...node.children].reverse());
   }
   const widths = [];
   for (const node of nodes) widths[node.depth] = Math.max(widths[node.depth] ?? 0, node.width);
   const starts = [MARGIN];
-  for (const width of widths) starts.push(starts.at(-1) + width + GAP);
+  for (const width of widths) starts.push(starts.at(-1) + width + gap());
   for (const node of nodes) {
-    node.x = node.kind === "root" ? starts[1] - GAP - node.width : starts[node.depth];
-    node.columnEnd = starts[node.depth + 1] - GAP;
+    node.x = node.kind === "root" ? starts[1] - gap() - node.width : starts[node.depth];
+    node.columnEnd = starts[node.depth + 1] - gap();
   }
-  return { nodes, width: starts.at(-1) - GAP + MARGIN, height: 2 * MARGIN + ROW * rows };
-}
-
-// The height of a round's tree, before it is laid out: a row for each leaf, and at most one for the target's own token.
-function heightOf(round) {
-  const leaves = 1 + round.token_ids.length - new Set(round.parents.filter((parent) => parent !== ROOT)).size;
-  return 2 * MARGIN + ROW * leaves;
+  return { nodes, width: starts.at(-1) - gap() + MARGIN, height: 2 * MARGIN + ROW * rows };
 }
 
 function edge(node) {
@@ -141,6 +133,12 @@ class TreeView {
     byId("facts").textContent = byId("detail").textContent = "";
   }
 
+  // What is drawn stays until the first tree of the next completion.
+  wait() {
+    byId("facts").textContent = "waiting for the first round";
+    byId("detail").textContent = "";
+  }
+
   // `grows`: the tree is seen to grow, level by level, and then to be accepted.
   draw(round, textBefore, grows) {
     const { nodes, width, height } = layOut(treeOf(round, textBefore));
@@ -150,7 +148,6 @@ class TreeView {
     for (const node of nodes) node.drawn = box(node);
     this.#nodes = nodes;
     this.#tree.replaceChildren(...edges.map(edge), ...nodes.map((node) => node.drawn));
-    this.#tree.setAttribute("width", width);
     this.#tree.setAttribute("height", height);
     this.#tree.classList.toggle("growing", grows);
     this.#tree.style.setProperty("--depths", depth);
@@ -169,14 +166,18 @@ class TreeView {
       `verify ${milliseconds(round.verify_seconds)}`,
     ].join(" · ");
     byId("detail").textContent = "Point at a node, or reach the tree with Tab and walk it with the arrow keys.";
-    this.#scrollToAcceptedEnd();
+    this.#scrollToAcceptedEnd(width);
   }
 
-  // A large tree scrolls: its accepted path ends in view.
-  #scrollToAcceptedEnd() {
+  // A large tree scrolls: its accepted path ends in view, and no column is cut at the left.
+  #scrollToAcceptedEnd(width) {
     const end = this.#nodes.findLast(({ kind }) => kind === "bonus" || kind === "accepted") ?? this.#nodes[0];
     const { clientWidth, clientHeight } = this.#panel;
-    this.#panel.scrollTo(end.x + end.width + MARGIN - clientWidth, end.y - clientHeight / 2);
+    const least = end.x + end.width + MARGIN - clientWidth;
+    const columns = this.#nodes.map(({ x }) => x - MARGIN).filter((x) => x >= least);
+    const left = least > 0 ? Math.min(end.x - MARGIN, ...columns) : 0;
+    this.#tree.setAttribute("width", Math.max(width, left + clientWidth));
+    this.#panel.scrollTo(left, end.y - clientHeight / 2);
   }
 
   #describe(target) {

@@ -23,6 +23,12 @@ function cut(text, length) {
   return length > 0 ? `${characters.slice(0, length - 1).join("")}…` : `…${characters.slice(length + 1).join("")}`;
 }
 
+// The whole words among so many last characters; where there is no whole one, what there is.
+function lastWords(text, length) {
+  const end = cut(text, -length);
+  return end === text ? text : end.replace(/^…\S* (?=\S)/, "…");
+}
+
 function totals(rounds) {
   const tokens = sum(rounds.map((round) => round.committed_ids.length));
   const acceptance = share(
