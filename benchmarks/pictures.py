@@ -28,7 +28,7 @@ NODES = range(9, 15)  # of the tree that is drawn
 def main() -> None:
     """Write every picture."""
     OUT.mkdir(exist_ok=True)
-    plots.save(tree(traced_round()), OUT / "tree.svg")
+    plots.save(tree(*traced_round()), OUT / "tree.svg")
     plots.save(streamed(), OUT / "streamed.svg")
     if figures.results():
         plots.save(throughput(), OUT / "throughput.svg")
@@ -47,8 +47,8 @@ def streamed() -> Figure:
     return plots.lines("11.8B shape in 8 GiB: a round by its rows", "rows", "s", {"round": line}, reading)
 
 
-def traced_round() -> RoundTrace:
-    """The round, of a tree that branches, of which the longest path was accepted."""
+def traced_round() -> tuple[str, RoundTrace]:
+    """The round, of a tree that branches, of which the longest path was accepted; and the end of the text before it."""
     with service_pair("embedded", "embedded") as pair:
         settings = {"depth": 4.0, "breadth": 3.0, "tau": 0.04}
         completion = pair.client.generate(
@@ -57,11 +57,13 @@ def traced_round() -> RoundTrace:
     whole = [
         each for each in completion.trace if len(each.token_ids) in NODES and all(map(str.isprintable, each.texts))
     ]
-    return max(whole, key=lambda each: (0 < len(each.accepted_nodes) < len(each.token_ids), len(each.accepted_nodes)))
+    best = max(whole, key=lambda each: (0 < len(each.accepted_nodes) < len(each.token_ids), len(each.accepted_nodes)))
+    before = PROMPT + "".join(text for each in completion.trace[: best.round] for text in each.committed_texts)
+    return before, best
 
 
-def tree(traced: RoundTrace) -> Figure:
-    """A round's tree: what was accepted, what was not, and the target's own next token."""
+def tree(before: str, traced: RoundTrace) -> Figure:
+    """A round's tree: the end of the text before it, what was accepted, what was not, the target's own next token."""
     places = _places(traced.parents)
     accepted = set(traced.accepted_nodes)
     with matplotlib.rc_context(plots.STYLE):
@@ -70,20 +72,25 @@ def tree(traced: RoundTrace) -> Figure:
         axes.set_axis_off()
         for node, parent in enumerate(traced.parents):
             (x0, y0), (x1, y1) = places[parent], places[node]
-            colour, width = (plots.GREEN, 2.0) if node in accepted else (plots.RULE, 1.0)
+            colour, width = (plots.GREEN, 2.0) if node in accepted else (plots.MUTED, 0.7)
             axes.plot([x0, x1], [y0, y1], color=colour, linewidth=width, zorder=1)
         last = traced.accepted_nodes[-1] if accepted else -1
         x, y = places[last]
         if len(traced.committed_texts) > len(accepted):
             axes.plot([x, x + 1], [y, y - 0.75], color=plots.BLUE, linewidth=2.0, linestyle="--", zorder=1)
-            _label(axes, x + 1, y - 0.75, f"{traced.committed_texts[-1]!r}\nthe target's own", plots.BLUE)
-        _label(axes, *places[-1], "what is\ncommitted", plots.INK)
+            _label(axes, x + 1, y - 0.75, f"{_shown(traced.committed_texts[-1])}\nthe target's own", plots.BLUE)
+        _label(axes, *places[-1], f"…{_shown(before[-12:])}\ncommitted", plots.INK)
         for node, text in enumerate(traced.texts):
             colour = plots.GREEN if node in accepted else plots.MUTED
-            _label(axes, *places[node], f"{text!r}\n{traced.probabilities[node]:.2f}", colour)
+            _label(axes, *places[node], f"{_shown(text)}\n{traced.probabilities[node]:.2f}", colour)
         axes.set_xlim(-0.5, max(x for x, _ in places.values()) + 1.5)
         axes.invert_yaxis()
     return figure
+
+
+def _shown(text: str) -> str:
+    """A token's text, whose spaces and line breaks can be seen."""
+    return text.replace(" ", "␣").replace("\n", "↵")
 
 
 def _label(axes: matplotlib.axes.Axes, x: float, y: float, text: str, colour: str) -> None:

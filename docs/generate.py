@@ -294,10 +294,9 @@ def check_python_page(markdown: str) -> None:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose rows become blocks on a narrow screen; bars within its cells are escaped."""
+    """A table; bars within its cells are escaped."""
     lines = [head, ["---"] * len(head), *rows]
-    text = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
-    return f'<div class="stacked" markdown>\n\n{text}\n\n</div>'
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
 def marked(text: str) -> str:
