@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from dynatree.bench.measurements import EMBEDDED, MEASUREMENTS, Measurement
 from dynatree.bench.methods import BASELINES, SCHEMES, parse_method, parse_methods, parse_server
-from dynatree.cli.arguments import DTYPES
+from dynatree.cli.arguments import DTYPES, device
+from dynatree.cli.checks import check_pair
 
 T = TypeVar("T")
 
@@ -51,6 +52,9 @@ def run(options: argparse.Namespace) -> int:
     missing = [name for name in _EXTRA if find_spec(name) is None]
     if missing:  # said before hours of measuring whose tables could not be printed
         raise SystemExit(f"dynatree bench needs {', '.join(missing)}: install dynatree with its extra [bench]")
+    if hasattr(options, "target_model") and getattr(options, "server", None) is None:
+        check_pair(options.target_model, options.draft_model or EMBEDDED)
+
     from dynatree.bench.command import run
 
     return run(options)
@@ -86,7 +90,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 
 def _add_hardware(group: argparse._ActionsContainer) -> None:
     group.add_argument("--dtype", choices=["auto", *DTYPES], help="of both models (default: the checkpoint's own)")
-    group.add_argument("--device", help="torch device (default: a GPU if any)")
+    group.add_argument("--device", type=device, help="torch device (default: a GPU if any)")
     group.add_argument("--threads", type=_at_least(1), metavar="N", help="CPU threads of each model")
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -45,6 +45,13 @@ def not_negative(text: str) -> int:
 not_negative.__name__ = positive.__name__
 
 
+def device(text: str) -> str:
+    """An argparse type: `auto`, or what torch calls a device; whether there is such a one, torch knows."""
+    if not re.fullmatch(r"[a-z]+(:\d+)?", text) or text == "gpu":
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; expected auto, cpu, cuda or cuda:N")
+    return text
+
+
 class Keyed(argparse.Action):
     """Collects the (key, value) pairs that its type makes into a dict; a key given twice is an error."""
 
@@ -68,21 +75,6 @@ class Keyed(argparse.Action):
         setattr(namespace, self.dest, {**pairs, key: value})
 
 
-def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
-    """How a client reaches a server: TLS, certificate, token."""
-    group = add_channel_arguments(parser, "connection")
-    group.add_argument("--token-file", metavar="FILE", help="the token that is shown to the server, and nothing else")
-    group.add_argument(
-        "--insecure", action="store_true", help="show the token over a plain connection to another machine too"
-    )
-    group.add_argument(
-        "--no-resume",
-        dest="resume",
-        action="store_false",
-        help="fail when the server is lost, instead of going on at another one or when it is back",
-    )
-
-
 def add_channel_arguments(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
     """The certificates of a connection to a server; the group of options that they are in."""
     group = parser.add_argument_group(title)
@@ -90,25 +82,6 @@ def add_channel_arguments(parser: argparse.ArgumentParser, title: str) -> argpar
     group.add_argument("--cert", metavar="FILE", help="certificate chain that is shown to the server, PEM")
     group.add_argument("--key", metavar="FILE", help="its private key, PEM")
     return group
-
-
-def connection_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings of `dynatree.client.Client` from parsed options.
-
-    Raises:
-        SystemExit: The token cannot be read.
-    """
-    token = None
-    if options.token_file is not None:
-        try:
-            token = Path(options.token_file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no text"
-            raise SystemExit(f"cannot read {options.token_file}: {reason}") from None
-        if len(token.split()) != 1:
-            raise SystemExit(f"{options.token_file} is not one token and nothing else")
-    names = ("ca", "cert", "key", "insecure", "resume")
-    return {"token": token, **{name: getattr(options, name) for name in names}}
 
 
 def add_policy_settings(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dynatree.cli.arguments import DTYPES, add_policy_settings, positive
+from dynatree.cli.arguments import DTYPES, add_policy_settings, device, positive
+from dynatree.cli.checks import check_pair, check_policy
 
 PROMPTS = (
     "It was a dark and stormy night, and the captain",
@@ -39,12 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["auto", *DTYPES],
         help="of both, for the services and transformers (default: the checkpoint's own)",
     )
-    parser.add_argument("--device", default="auto", help="as for the services (default: a GPU if any)")
+    parser.add_argument("--device", type=device, default="auto", help="as for the services (default: a GPU if any)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare prompt after prompt; exit status 1 at the first divergence."""
+    """Compare prompt after prompt; exit status 1 at the first divergence.
+
+    Raises:
+        StartupError: The command line is wrong in a way that needs no model to tell.
+    """
     prompts = _prompts(options.prompts)
+    check_policy(options.policy, options.policy_settings)
+    check_pair(options.target_model, options.draft_model)
 
     from rich.progress import track
 

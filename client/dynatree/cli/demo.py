@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from dynatree.cli.arguments import DTYPES, add_policy_settings
+from dynatree.cli.checks import check_pair, check_policy
 
 if TYPE_CHECKING:
     from dynatree.client import Client, Completion
@@ -50,7 +51,14 @@ def _at_least_two(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show one completion, and compare it with plain decoding; 1 if the two differ."""
+    """Show one completion, and compare it with plain decoding; 1 if the two differ.
+
+    Raises:
+        StartupError: The command line is wrong in a way that needs no model to tell.
+    """
+    check_policy(options.policy, options.policy_settings)
+    check_pair(options.target_model, options.draft_model)
+
     from rich.console import Console
 
     from dynatree.cli.demo_tables import breakdown, summary

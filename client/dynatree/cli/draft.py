@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 
 from dynatree.cli.arguments import add_policy_settings, positive
+from dynatree.cli.checks import check_draft
 from dynatree.cli.service_arguments import add_service_arguments, network_addresses, seconds
-from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.limits import RESUME_SECONDS
-from dynatree.draft.policies import DEFAULT_POLICY, create_policy, policy_names
+from dynatree.draft.policies import DEFAULT_POLICY, policy_names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,12 +76,9 @@ def run(options: argparse.Namespace) -> int:
     """Serve until a signal.
 
     Raises:
-        SystemExit: The policy refuses a setting.
+        StartupError: The command line is wrong in a way that needs no model to tell.
     """
-    try:
-        create_policy(options.policy, options.policy_settings)
-    except InvalidArgumentError as error:
-        raise SystemExit(str(error)) from None
+    check_draft(options)
 
     from dynatree.draft.serve_draft import run
 

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from dynatree.cli.arguments import add_channel_arguments
+from dynatree.cli.checks import check_grpc
 from dynatree.cli.service_arguments import add_process_arguments, network_address, network_addresses, some_seconds
 
 
@@ -88,29 +89,26 @@ def run(options: argparse.Namespace) -> int:
     """Serve until a signal.
 
     Raises:
-        SystemExit: An address or a file cannot be used.
+        StartupError: An address or a file cannot be used.
     """
-    from dynatree.common.errors import StartupError
+    if options.ca is None:
+        check_grpc(options.server, "a draft service")
+
     from dynatree.common.logs import announce, configure_logging
     from dynatree.common.security import SecuritySettings
     from dynatree.gateway.serve_gateway import GatewaySettings, serve
 
     configure_logging(options.log_format)
     names = ("ca", "cert", "key", "insecure", "resume", "timeout")
-    try:
-        settings = GatewaySettings(
-            options.server,
-            options.listen,
-            SecuritySettings(options.tls_cert, options.tls_key, insecure=options.insecure),
-            {name: getattr(options, name) for name in names},
-            options.cors,
-            options.grace,
-            options.served_model_name,
-            options.api_key,
-        )
-        asyncio.run(
-            serve(settings, lambda address: announce(f"dynatree gateway: {options.server} as HTTP on {address}"))
-        )
-    except StartupError as error:
-        raise SystemExit(str(error)) from error
+    settings = GatewaySettings(
+        options.server,
+        options.listen,
+        SecuritySettings(options.tls_cert, options.tls_key, insecure=options.insecure),
+        {name: getattr(options, name) for name in names},
+        options.cors,
+        options.grace,
+        options.served_model_name,
+        options.api_key,
+    )
+    asyncio.run(serve(settings, lambda address: announce(f"dynatree gateway: {options.server} as HTTP on {address}")))
     return 0

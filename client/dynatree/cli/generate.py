@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from dynatree.cli.arguments import SCHEMES, Keyed, add_connection_arguments, add_policy_settings, connection_settings
+from dynatree.cli.arguments import SCHEMES, Keyed, add_policy_settings
+from dynatree.cli.connection import add_connection_arguments, connected
 
 if TYPE_CHECKING:
-    from dynatree.client import Chunk, Client, CompletionStream, GenerateOptions
+    from dynatree.client import Chunk, CompletionStream, GenerateOptions
 
 _STDIN = "-"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -24,12 +24,6 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input, as UTF-8")
-    parser.add_argument(
-        "--server",
-        metavar="ADDR[,ADDR...]",
-        default="localhost:50051",
-        help="host:port, unix:PATH or dns:///name:port; several take turns (default: %(default)s)",
-    )
     parser.add_argument(
         "--max-new-tokens",
         type=int,
@@ -105,7 +99,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policy", metavar="NAME", help="how trees are grown; default: the service's")
     add_policy_settings(parser)
-    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="give up after; default: never")
     parser.add_argument("--json", action="store_true", help="print one JSON object, with statistics, at the end")
     parser.add_argument("--log-probs", action="store_true", help="with --json: print the tokens' log-probabilities too")
     parser.add_argument(
@@ -143,7 +136,7 @@ def run(options: argparse.Namespace) -> int:
     _print_utf8()
     prompt = _read_stdin() if options.prompt == _STDIN else options.prompt
     with (
-        _client(options) as client,
+        connected(options) as client,
         _trace_file(options.trace) as write_trace,
         # Leaving the context on an interrupt cancels the request on the server.
         client.stream(prompt, **_request(options)) as stream,
@@ -154,17 +147,6 @@ def run(options: argparse.Namespace) -> int:
         else:
             _print_text(stream, chunks, headings=options.n > 1)
     return 0
-
-
-def _client(options: argparse.Namespace) -> Client:
-    from dynatree.client import Client
-
-    try:
-        return Client(options.server, timeout=options.timeout, **connection_settings(options))
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
-    except OSError as error:
-        raise SystemExit(f"cannot read {error.filename}: {error.strerror}") from None
 
 
 def _request(options: argparse.Namespace) -> GenerateOptions:
@@ -295,13 +277,3 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token_id), float(value)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID=VALUE with a token id and a number") from None
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not (seconds > 0 and math.isfinite(seconds)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return seconds

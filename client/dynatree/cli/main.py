@@ -1,8 +1,8 @@
 """The `dynatree` command: a table of subcommands, of which only the chosen one is imported.
 
 A subcommand is a module with `add_arguments(parser)` and `run(options) -> exit status`. For a failure that a user can
-expect, `run` raises `SystemExit("what is wrong")`, which is printed as one line. What takes time to import, above all
-torch, `run` imports once the arguments are right, so that help and mistakes are answered at once.
+expect, `run` raises `SystemExit("what is wrong")` or a `StartupError`, which is printed as one line. What takes time to
+import, above all torch, `run` imports once the arguments are right, so that help and mistakes are answered at once.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except SystemExit as exit_:
         status = _exit_status(exit_)
-    except _client_errors() as error:
+    except _expected_errors() as error:
         status = _fail(str(error))
     except KeyboardInterrupt:
         status = _INTERRUPTED
@@ -81,10 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _client_errors() -> tuple[type[Exception], ...]:
-    """The client library's errors; none before a command has imported it, and gRPC with it."""
-    client = sys.modules.get("dynatree.client")
-    return (client.DynaTreeError,) if client else ()
+def _expected_errors() -> tuple[type[Exception], ...]:
+    """Those of the client library and of services' starts, where a command has imported them."""
+    homes = (("dynatree.client", "DynaTreeError"), ("dynatree.common.errors", "StartupError"))
+    return tuple(getattr(sys.modules[module], name) for module, name in homes if module in sys.modules)
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -104,7 +104,7 @@ def _run(argv: Sequence[str]) -> int:
         words = (
             f"dynatree {name} needs the {'HTTP' if extra == 'gateway' else 'serving'} packages (no module {missing})"
         )
-        raise SystemExit(f"{words}: install DynaTree with its extra [{extra}]") from None
+        raise SystemExit(f"{words}: pip install 'dynatree[{extra}]'") from None
 
 
 def _load(name: str | None) -> Command | None:

@@ -11,7 +11,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynatree.cli.arguments import DTYPES
+from dynatree.cli.arguments import DTYPES, device
+from dynatree.cli.checks import check_serve
 from dynatree.cli.draft import add_default_policy_arguments
 from dynatree.cli.gateway import add_http_arguments
 from dynatree.cli.service_arguments import (
@@ -44,9 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the draft service is served too, without TLS: host:port or unix:PATH (default: nowhere)",
     )
     parser.add_argument(
-        "--device", default="auto", help="torch device of both models, or auto for a GPU if any (default: auto)"
+        "--device",
+        type=device,
+        default="auto",
+        help="torch device of both models, or auto for a GPU if any (default: auto)",
     )
-    parser.add_argument("--draft-device", metavar="DEVICE", help="of the draft model, where it has one of its own")
+    parser.add_argument(
+        "--draft-device", type=device, metavar="DEVICE", help="of the draft model, where it has one of its own"
+    )
     parser.add_argument(
         "--dtype", default="auto", choices=["auto", *DTYPES], help="of the weights (default: the checkpoints' own)"
     )
@@ -62,46 +68,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="lines principal:token; a request must show one of the tokens as its API key",
     )
     add_http_arguments(parser)
+    parser.set_defaults(fixed_rows=None)
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal, or until a service ends.
 
     Raises:
-        SystemExit: A service did not start, or ended; an address or a file cannot be used.
+        SystemExit: A service did not start, or ended.
+        StartupError: The command line is wrong in a way that needs no model to tell.
     """
+    check_serve(options)
+
     from dynatree.cli.service_pair import Arrangement, service_pair
-    from dynatree.common.errors import StartupError
     from dynatree.common.logs import announce, configure_logging
     from dynatree.common.security import SecuritySettings
     from dynatree.gateway.serve_gateway import GatewaySettings, serve
 
     configure_logging(options.log_format)
-    if options.api_key and (options.grpc or options.token_file):
-        raise SystemExit(
-            "--api-key is for HTTP alone; expected --token-file FILE, whose tokens are API keys, without it"
-        )
     arrangement = Arrangement(options.grpc, _verify_options(options), _draft_options(options), shown=True)
-    try:
-        security = SecuritySettings(options.tls_cert, options.tls_key, insecure=options.insecure)
-        security.check_plain(options.listen)  # before models are loaded
-        with service_pair(
-            options.target_model, options.draft_model, _options(options), START_SECONDS, arrangement
-        ) as pair:
-            settings = GatewaySettings(
-                pair.address,
-                options.listen,
-                security,
-                {"timeout": options.timeout},
-                options.cors,
-                options.grace,
-                options.served_model_name,
-                options.api_key,
-            )
-            serving = serve(settings, lambda url: announce(_welcome(url, pair, options)))
-            ended = asyncio.run(_until_one_ends(serving, pair))
-    except StartupError as error:
-        raise SystemExit(str(error)) from error
+    security = SecuritySettings(options.tls_cert, options.tls_key, insecure=options.insecure)
+    with service_pair(options.target_model, options.draft_model, _options(options), START_SECONDS, arrangement) as pair:
+        settings = GatewaySettings(
+            pair.address,
+            options.listen,
+            security,
+            {"timeout": options.timeout},
+            options.cors,
+            options.grace,
+            options.served_model_name,
+            options.api_key,
+        )
+        serving = serve(settings, lambda url: announce(_welcome(url, pair, options)))
+        ended = asyncio.run(_until_one_ends(serving, pair))
     if ended:
         raise SystemExit(f"the {ended} service has ended; everything was stopped")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dynatree.cli.arguments import DTYPES, not_negative, positive, threads
+from dynatree.cli.arguments import DTYPES, device, not_negative, positive, threads
 from dynatree.common.address import check_address, split_addresses
 from dynatree.common.limits import (
     IDLE_SECONDS,
@@ -150,7 +150,9 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
         metavar="ADDR",
         help="host:port or unix:PATH; port 0 takes a free one (default: %(default)s)",
     )
-    parser.add_argument("--device", default="auto", help="torch device, or auto for a GPU if any (default: auto)")
+    parser.add_argument(
+        "--device", type=device, default="auto", help="torch device, or auto for a GPU if any (default: auto)"
+    )
     parser.add_argument(
         "--dtype", default="auto", choices=["auto", *DTYPES], help="of the weights (default: the checkpoint's own)"
     )

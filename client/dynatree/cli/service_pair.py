@@ -21,6 +21,7 @@ from dynatree.cli.main import main
 from dynatree.client import AuthenticationError, Client, ServerUnavailableError
 
 STOP_SECONDS = 15.0
+_ERROR = b"dynatree: error: "
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT)  # exit statuses, without and with a handler
@@ -34,7 +35,7 @@ class Arrangement:
         address: Of the draft service; None: a private socket.
         verify: Options of the verify service alone.
         draft: Options of the draft service alone.
-        shown: Whether what they print is shown; else its last line is the reason if they do not start.
+        shown: Whether what they print is shown.
     """
 
     address: str | None = None
@@ -54,11 +55,11 @@ class ServicePair:
     draft_process: int
     verify_process: int
     address: str
-    _children: Mapping[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _children: Mapping[str, _Child] = field(default_factory=dict)
 
     def ended(self) -> str:
         """The name of a service that has ended; "" while both run."""
-        return next((name for name, process in self._children.items() if process.poll() is not None), "")
+        return next((name for name, child in self._children.items() if child.process.poll() is not None), "")
 
 
 @contextmanager
@@ -97,9 +98,8 @@ def service_pair(
             name: stack.enter_context(_child(folder, name, args, arrangement.shown)) for name, args in commands.items()
         }
         client = stack.enter_context(Client(draft, connect_timeout=1.0))
-        _wait(client, list(children.values()), start_timeout)
-        processes = {name: process for name, (process, _) in children.items()}
-        yield ServicePair(client, processes["draft"].pid, processes["verify"].pid, draft, processes)
+        _wait(client, children, start_timeout)
+        yield ServicePair(client, children["draft"].process.pid, children["verify"].process.pid, draft, children)
 
 
 @contextmanager
@@ -119,22 +119,53 @@ def _terminate(number: int, _: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
+@dataclass
+class _Child:
+    """A service as a child process, and what it says of its end: the last line that it wrote, or its error."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    shown: threading.Thread | None = None
+    error: str = ""
+
+    def show(self) -> None:
+        """Write its lines to standard error, but for its error, which is left to whoever started it."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if line.startswith(_ERROR):
+                self.error = line.removeprefix(_ERROR).decode(errors="replace").strip()
+            else:
+                sys.stderr.buffer.write(line)
+                sys.stderr.buffer.flush()
+
+    def reason(self) -> str:
+        """Why it has ended; "" where it did not say."""
+        if self.shown is not None:
+            self.shown.join()
+            return self.error
+        lines = self.log.read_bytes().strip().splitlines()
+        return lines[-1].removeprefix(_ERROR).decode(errors="replace") if lines else ""
+
+
 @contextmanager
-def _child(
-    folder: Path, name: str, arguments: Sequence[str], shown: bool
-) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+def _child(folder: Path, name: str, arguments: Sequence[str], shown: bool) -> Iterator[_Child]:
     log = folder / f"{name}.log"
     # Not a preexec_fn: between fork and exec gRPC's fork handlers can break the child of a process that has channels.
     command = [sys.executable, "-m", "dynatree.cli.service_pair", str(os.getpid()), name, *arguments]
-    process: subprocess.Popen[bytes] | None = None
+    child: _Child | None = None
     try:
         with log.open("wb") as output, _held_back(signal.SIGINT, signal.SIGTERM):
-            into = None if shown else output
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=into, stderr=into)
-        yield process, log
+            into = subprocess.PIPE if shown else output
+            child = _Child(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=into), log)
+            if shown:
+                child.shown = threading.Thread(target=child.show, name=f"{name}-log", daemon=True)
+                child.shown.start()
+        yield child
     finally:
-        if process is not None:
-            _end(process)
+        if child is not None:
+            _end(child.process)
+            if child.shown is not None:
+                child.shown.join()
 
 
 @contextmanager
@@ -171,14 +202,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _wait(client: Client, children: Sequence[tuple[subprocess.Popen[bytes], Path]], timeout: float) -> None:
+def _wait(client: Client, children: Mapping[str, _Child], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while True:
-        for process, log in children:
-            if process.poll() in _INTERRUPTED:  # a terminal interrupts the children too, and they may be first
+        for name, child in children.items():
+            status = child.process.poll()
+            if status in _INTERRUPTED:  # a terminal interrupts the children too, and they may be first
                 raise KeyboardInterrupt
-            if process.returncode is not None:
-                raise SystemExit(_last_line(log) or f"a service ended with exit status {process.returncode}")
+            if status is not None:
+                raise SystemExit(child.reason() or f"the {name} service has ended with exit status {status}")
         try:
             client.model_info()
             return
@@ -187,11 +219,6 @@ def _wait(client: Client, children: Sequence[tuple[subprocess.Popen[bytes], Path
         except ServerUnavailableError:
             if time.monotonic() > deadline:
                 raise SystemExit(f"the services did not start within {timeout:g} s") from None
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1].removeprefix("dynatree: error: ") if lines else ""
 
 
 if __name__ == "__main__":

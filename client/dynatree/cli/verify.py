@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from dynatree.cli.arguments import not_negative, positive
+from dynatree.cli.checks import check_verify
 from dynatree.cli.service_arguments import add_service_arguments
 from dynatree.common.limits import ALL_LAYERS
 
@@ -74,7 +75,13 @@ rows_or_auto.__name__ = "whole number"  # argparse names the type in its message
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal."""
+    """Serve until a signal.
+
+    Raises:
+        StartupError: The command line is wrong in a way that needs no model to tell.
+    """
+    check_verify(options)
+
     from dynatree.verify.serve_target import run
 
     return run(options)

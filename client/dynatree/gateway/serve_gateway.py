@@ -19,6 +19,7 @@ from dynatree.client import AsyncClient
 from dynatree.common.certificates import check_certificates
 from dynatree.common.errors import StartupError
 from dynatree.common.files import LOOK_SECONDS, Reloaded
+from dynatree.common.listening import cannot_listen
 from dynatree.common.metrics import new_registry
 from dynatree.common.security import SecuritySettings, is_local
 from dynatree.common.unix_socket import prepare_socket
@@ -169,8 +170,8 @@ def _listen(address: str) -> tuple[socket.socket, str]:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host.strip("[]"), int(port)))
         return listening, f"{host}:{listening.getsockname()[1]}"
-    except (OSError, ValueError, OverflowError) as error:
-        raise StartupError(f"cannot listen on {address}: {error}") from error
+    except OSError as error:
+        raise cannot_listen(address, error) from error
 
 
 def _reloaded_context(security: SecuritySettings) -> Reloaded[ssl.SSLContext] | None:

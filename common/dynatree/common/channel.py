@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +48,21 @@ class ChannelSettings:
 
 
 PLAIN = ChannelSettings()
+
+
+def channel_settings(options: argparse.Namespace) -> ChannelSettings:
+    """Settings from parsed options.
+
+    Raises:
+        StartupError: They contradict each other.
+    """
+    return ChannelSettings(
+        ca=options.verify_ca,
+        certificate=options.verify_cert,
+        key=options.verify_key,
+        token=options.verify_token_file,
+        insecure=options.insecure,
+    )
 
 
 class Connector:

@@ -9,8 +9,26 @@ from pathlib import Path
 
 import torch
 
+from dynatree.common.errors import StartupError
+
 HAS_TRITON = find_spec("triton") is not None  # the CUDA builds of torch bring it; importing it takes time
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # one for all containers of a running kernel
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that this machine, or this build of torch, does not have.
+
+    Raises:
+        StartupError: With the devices that there are.
+    """
+    here = ["cpu"]
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None:
+        here += [accelerator.type, *(f"{accelerator.type}:{each}" for each in range(torch.accelerator.device_count()))]
+    if name not in here:
+        raise StartupError(
+            f"--device is {name}, and the devices that torch {torch.__version__} finds here are: {', '.join(here)}"
+        )
 
 
 def device_id(device: torch.device) -> str:

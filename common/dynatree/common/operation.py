@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,23 @@ class OperationSettings:
     security: SecuritySettings = LOCAL
     metrics: str | None = None
     traces: str | None = None
+
+
+def operation_settings(options: argparse.Namespace) -> OperationSettings:
+    """Settings from parsed options.
+
+    Raises:
+        StartupError: They contradict each other.
+    """
+    security = SecuritySettings(
+        certificate=options.tls_cert,
+        key=options.tls_key,
+        client_ca=options.client_ca,
+        tokens=options.token_file,
+        insecure=options.insecure,
+        reflection=options.reflection == "on",
+    )
+    return OperationSettings(options.listen, options.grace, security, options.metrics, options.traces)
 
 
 @dataclass

@@ -11,10 +11,8 @@ from typing import Any
 
 from dynatree.common import embedded
 from dynatree.common.engine import ModelSettings
-from dynatree.common.errors import EX_SOFTWARE, DeviceFailedError, StartupError
+from dynatree.common.errors import EX_SOFTWARE, DeviceFailedError
 from dynatree.common.logs import announce, configure_logging
-from dynatree.common.operation import OperationSettings
-from dynatree.common.security import SecuritySettings
 
 
 def model_settings(
@@ -47,33 +45,14 @@ def model_settings(
     )
 
 
-def operation_settings(options: argparse.Namespace) -> OperationSettings:
-    """Settings from parsed options.
-
-    Raises:
-        StartupError: They contradict each other.
-    """
-    security = SecuritySettings(
-        certificate=options.tls_cert,
-        key=options.tls_key,
-        client_ca=options.client_ca,
-        tokens=options.token_file,
-        insecure=options.insecure,
-        reflection=options.reflection == "on",
-    )
-    return OperationSettings(options.listen, options.grace, security, options.metrics, options.traces)
-
-
 def run_service(serve: Callable[[], Coroutine[Any, Any, None]], log_format: str) -> int:
     """Run a service to its end.
 
-    A failure to start is one line and exit status 1; a device that has failed ends the process with status 70.
+    A device that has failed ends the process with status 70.
     """
     configure_logging(log_format)
     try:
         asyncio.run(serve())
-    except StartupError as error:
-        raise SystemExit(str(error)) from error
     except DeviceFailedError as error:
         announce(f"dynatree: {error}")
         os._exit(EX_SOFTWARE)  # what is left of the device's threads may never end

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dynatree.common.errors import StartupError
+from dynatree.common.model_files import check_path
 
 # Texts whose ids tell tokenizers apart. The fingerprint covers them: a change here changes every fingerprint.
 PROBES = (
@@ -51,23 +51,12 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     Raises:
         StartupError: There is none, or it cannot be read.
     """
-    check_folder(model)
+    check_path(model)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and its backends' own types here
         raise StartupError(f"no tokenizer could be loaded for model {model!r}: {first_line(error)}") from error
     return tokenizer
-
-
-def check_folder(model: str) -> None:
-    """Refuse a path at which nothing is, before it is taken for a name on the hub (`NAME` or `OWNER/NAME`).
-
-    Raises:
-        StartupError: Nothing is there.
-    """
-    path = Path(model)
-    if (path.is_absolute() or model.startswith((".", "~")) or len(path.parts) > 2) and not path.exists():
-        raise StartupError(f"there is no model at {model}")
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from dynatree.common import embedded
 from dynatree.common.address import split_addresses
 from dynatree.common.admission import NO_QUOTA, Admission, Quota
-from dynatree.common.channel import ChannelSettings, Connector
+from dynatree.common.channel import ChannelSettings, Connector, channel_settings
 from dynatree.common.engine import Engine, ModelSettings, choose_threads, load_engine, with_forward_costs
 from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_SESSIONS, MAX_TREE_NODES, RESUME_SECONDS
 from dynatree.common.logs import announce
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.model_thread import ModelThread
-from dynatree.common.operation import Operation, OperationSettings
+from dynatree.common.operation import Operation, OperationSettings, operation_settings
 from dynatree.common.prefix_cache import PrefixCache
 from dynatree.common.server import Server
-from dynatree.common.service_process import model_settings, operation_settings, run_service
+from dynatree.common.service_process import model_settings, run_service
 from dynatree.common.shared_cores import HalfTheThreads, SharedCores
 from dynatree.draft.draft_model import EngineDraftModel
 from dynatree.draft.drafter import Drafter
@@ -99,14 +99,7 @@ def verify_services(options: argparse.Namespace) -> VerifyServices:
     Raises:
         StartupError: The options contradict each other.
     """
-    channel = ChannelSettings(
-        ca=options.verify_ca,
-        certificate=options.verify_cert,
-        key=options.verify_key,
-        token=options.verify_token_file,
-        insecure=options.insecure,
-    )
-    return VerifyServices(options.verify, channel, options.verify_timeout, AHEAD[options.draft_ahead])
+    return VerifyServices(options.verify, channel_settings(options), options.verify_timeout, AHEAD[options.draft_ahead])
 
 
 async def serve(

@@ -11,10 +11,10 @@ from dynatree.common.engine import Engine, ModelSettings, load_engine
 from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_SESSIONS, MAX_TREE_NODES
 from dynatree.common.logs import announce
 from dynatree.common.model_thread import ModelThread
-from dynatree.common.operation import Operation, OperationSettings
+from dynatree.common.operation import Operation, OperationSettings, operation_settings
 from dynatree.common.prefix_cache import PrefixCache
 from dynatree.common.server import Server
-from dynatree.common.service_process import model_settings, operation_settings, run_service
+from dynatree.common.service_process import model_settings, run_service
 from dynatree.v1 import verify_pb2_grpc
 from dynatree.verify.metrics import VerifyMetrics
 from dynatree.verify.pass_costs import PassCosts

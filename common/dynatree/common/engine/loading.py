@@ -14,7 +14,8 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from dynatree.common import embedded
-from dynatree.common.device import device_id
+from dynatree.common.combinations import check_placement
+from dynatree.common.device import check_device, device_id
 from dynatree.common.engine.arena import KVArena, KVShape
 from dynatree.common.engine.attention import NAME, Attending, Batch
 from dynatree.common.engine.batch_invariance import KEY_BLOCK, is_batch_invariant, is_x86
@@ -45,8 +46,9 @@ from dynatree.common.engine.streaming.streamed_model import StreamedModel
 from dynatree.common.engine.support import check_config, check_family, check_outputs, record_kv_shape
 from dynatree.common.engine.timing import measure_forwards
 from dynatree.common.errors import StartupError
+from dynatree.common.model_files import check_path
 from dynatree.common.model_info import ModelInfo
-from dynatree.common.tokenizer import check_folder, fingerprint, first_line, load_tokenizer
+from dynatree.common.tokenizer import fingerprint, first_line, load_tokenizer
 from dynatree.common.version import version
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,9 @@ def load_engine(settings: ModelSettings, ranks: Ranks | None = None) -> Engine:
     Raises:
         StartupError: The model is missing or unsupported; one line says which and why.
     """
+    check_placement(settings)
+    if settings.device != "auto":
+        check_device(settings.device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new shape, and forwards have many
@@ -187,7 +192,7 @@ def _load_model(
     """A model, and how its layers are streamed if some are."""
     if settings.dtype not in {"auto", *DTYPES}:
         raise StartupError(f"dtype is {settings.dtype!r}, expected auto, {', '.join(DTYPES)}")
-    check_folder(settings.model)
+    check_path(settings.model)
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

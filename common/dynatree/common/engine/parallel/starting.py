@@ -6,7 +6,6 @@ import atexit
 import logging
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -19,7 +18,8 @@ from dynatree.common.engine.parallel.parallel_engine import ParallelRunner, Plai
 from dynatree.common.engine.parallel.ranks import Followers, Ranks, check_plan, end_process, end_standstill
 from dynatree.common.engine.support import check_outputs, plain_logits
 from dynatree.common.errors import StartupError
-from dynatree.common.tokenizer import check_folder, first_line
+from dynatree.common.model_files import check_path
+from dynatree.common.tokenizer import first_line
 
 log = logging.getLogger(__name__)
 
@@ -31,19 +31,7 @@ def started_ranks(settings: ModelSettings, name: str) -> Ranks:
         StartupError: It cannot be cut so.
     """
     size = settings.tensor_parallel
-    if find_spec("accelerate") is None:
-        raise StartupError("--tensor-parallel needs the package accelerate; install dynatree[parallel]")
-    others = (
-        ("--resident-layers", settings.resident_layers is not None),
-        ("--layer-cache", settings.layer_cache is not None),
-        ("--fixed-rows", bool(settings.fixed_rows)),
-    )
-    for option, given in others:
-        if given:
-            raise StartupError(f"--tensor-parallel and {option} do not go together")
-    if settings.device not in ("auto", "cpu", "cuda"):
-        raise StartupError(f"--tensor-parallel takes the first devices of a machine, and --device is {settings.device}")
-    check_folder(settings.model)
+    check_path(settings.model)
     try:
         config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False).get_text_config()
     except Exception as error:

@@ -1,0 +1,95 @@
+"""How a command reaches a draft service: the options, and the client that they make."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynatree.cli.arguments import add_channel_arguments
+from dynatree.cli.probe import failure
+
+if TYPE_CHECKING:
+    from dynatree.client import Client
+
+
+def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the server is, and how to reach it: TLS, certificate, token, patience."""
+    group = add_channel_arguments(parser, "connection")
+    group.add_argument(
+        "--server",
+        metavar="ADDR[,ADDR...]",
+        default="localhost:50051",
+        help="host:port, unix:PATH or dns:///name:port; several take turns (default: %(default)s)",
+    )
+    group.add_argument(
+        "--wait",
+        type=_seconds,
+        metavar="SECONDS",
+        help="wait so long for a server that is starting (default: fail where nobody listens)",
+    )
+    group.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="give up after; default: never")
+    group.add_argument("--token-file", metavar="FILE", help="the token that is shown to the server, and nothing else")
+    group.add_argument(
+        "--insecure", action="store_true", help="show the token over a plain connection to another machine too"
+    )
+    group.add_argument(
+        "--no-resume",
+        dest="resume",
+        action="store_false",
+        help="fail when the server is lost, instead of going on at another one or when it is back",
+    )
+
+
+def connected(options: argparse.Namespace) -> Client:
+    """The client of parsed options. Nobody at the address is said at once, unless `--wait` is given.
+
+    Raises:
+        SystemExit: The address, a file or the server cannot be used.
+    """
+    settings = _settings(options)
+
+    from dynatree.client import Client
+
+    if options.wait is not None:
+        settings["connect_timeout"] = options.wait
+    try:
+        client = Client(options.server, timeout=options.timeout, **settings)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    except OSError as error:
+        raise SystemExit(f"cannot read {error.filename}: {error.strerror}") from None
+    if options.wait is None and (reason := failure(options.server, plain=options.ca is None)):
+        client.close()
+        raise SystemExit(f"the server is unavailable: no draft service answers at {reason}")
+    return client
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings of `dynatree.client.Client` that are no times.
+
+    Raises:
+        SystemExit: The token cannot be read.
+    """
+    token = None
+    if options.token_file is not None:
+        try:
+            token = Path(options.token_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise SystemExit(f"cannot read {options.token_file}: {reason}") from None
+        if len(token.split()) != 1:
+            raise SystemExit(f"{options.token_file} is not one token and nothing else")
+    names = ("ca", "cert", "key", "insecure", "resume")
+    return {"token": token, **{name: getattr(options, name) for name in names}}
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (seconds > 0 and math.isfinite(seconds)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return seconds
