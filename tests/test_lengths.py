@@ -98,6 +98,27 @@ def test_no_policy_minds_the_end_of_the_drafts_context(clients: dict[int, Client
             assert completions[0].token_ids == completions[1].token_ids
 
 
+def test_past_the_drafts_context_nothing_is_kept_for_the_draft(
+    pairs: dict[int, Services], clients: dict[int, Client]
+) -> None:
+    arena = pairs[SHORT].draft.arena
+    for length, most in ((SHORT - 1, arena.size), (SHORT, 1), (SHORT + 1, 1)):
+        held = arena.free_slots
+        with clients[SHORT].stream(ids(length), ignore_eos=True) as stream:
+            next(stream)
+            assert 0 < held - arena.free_slots <= most
+        assert wait_for(lambda free=held: arena.free_slots >= free)
+
+
+def test_a_draft_with_a_shorter_context_is_named_at_the_start(
+    models: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_services(tmp_path, *models, target_context=CONTEXT, draft_context=CONTEXT):
+        assert "context" not in caplog.text
+    with running_services(tmp_path, *models, target_context=CONTEXT, draft_context=SHORT):
+        assert f"the draft's context of {SHORT} tokens is shorter than the target's of {CONTEXT}" in caplog.text
+
+
 def test_a_prompt_past_the_drafts_context_is_scored(clients: dict[int, Client]) -> None:
     asked: dict[str, Any] = {"max_new_tokens": 1, "prompt_log_probs": True, "top_log_probs": 2}
     for length in (SHORT + 1, CONTEXT - 1):

@@ -115,8 +115,8 @@ def add_context_argument(parser: argparse.ArgumentParser) -> None:
         "--max-context",
         type=context,
         metavar="N",
-        help="longest prompt and completion together, in tokens (default, and at most: the model's own); past the "
-        "draft service's, requests that name no length go on to the verify service's in plain steps",
+        help="longest prompt and completion together, in tokens (default, and at most: the model's own); beyond the "
+        "draft service's, completions go on to the verify service's without drafting",
     )
 
 

@@ -98,8 +98,10 @@ class Drafter:
         self._model = model
         self._max_tree_nodes = max_tree_nodes
 
-    def slots(self, limit: int) -> int:
+    def slots(self, prompt_tokens: int, limit: int) -> int:
         """Slots of a session of at most `limit` tokens, prompt included."""
+        if prompt_tokens >= self._model.context_length:
+            return 1  # nothing is ever drafted, so nothing is read
         return min(limit, self._model.context_length) + 2 * self._max_tree_nodes
 
     def open(
@@ -124,8 +126,8 @@ class Drafter:
         Raises:
             ServiceBusyError: Too few slots are free.
         """
-        slots = self.slots(self._model.context_length if limit is None else limit)
-        readable = prompt_ids[: self._model.context_length]
+        slots = self.slots(len(prompt_ids), self._model.context_length if limit is None else limit)
+        readable = prompt_ids if len(prompt_ids) < self._model.context_length else ()
         kv, cached = self._model.reserve(slots, readable, principal)
         if kv is None:
             raise ServiceBusyError("the draft service's KV cache is full; try again later")
@@ -139,7 +141,7 @@ class Drafter:
 
     def reading(self, session: DraftSession, policy: Policy) -> Growing[None]:
         """Read the committed tokens that are not cached yet: the prompt, while the target reads it too."""
-        if policy.breadth and session.num_cached < len(session.committed) <= self._model.context_length:
+        if policy.breadth and session.num_cached < len(session.committed) < self._model.context_length:
             yield from self._expanding(session, self.new_tree(session, 0, 0), [ROOT], policy.breadth)
 
     def growing(self, session: DraftSession, policy: Policy, max_depth: int, max_nodes: int) -> Growing[Growth]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ from dynatree.draft.service import SERVICE_NAME, DefaultPolicy, DraftService
 from dynatree.draft.shared_growth import SharedGrowth
 from dynatree.draft.target import Target
 from dynatree.v1 import draft_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 MEASURED_ROWS = 6  # a level of a tree has about so many
 AHEAD = {"auto": None, "on": True, "off": False}
@@ -168,5 +171,13 @@ async def start_draft(
     service = DraftService(backend, policy, admission, metrics, operation.tracing)
     draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]
     await server.start(address)
+    draft, target = engine.info, replicas.target.info
+    if draft.context_length < target.context_length:
+        log.warning(
+            "the draft's context of %d tokens is shorter than the target's of %d: beyond it, completions go on without "
+            "drafting",
+            draft.context_length,
+            target.context_length,
+        )
     replicas.follow(server.set_serving)
     return server

@@ -136,7 +136,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         prompt_log_probs = request.prompt_log_probs and first == 0 and not received.token_ids
         checked = self._checked(request, prompt_ids, seed, principal, target, prompt_log_probs=prompt_log_probs)
         needed = max(checked.least_context, len(prompt_ids) + len(received.token_ids))
-        slots = self._backend.drafter.slots(checked.limit)
+        slots = self._backend.drafter.slots(len(prompt_ids), checked.limit)
         async with self._admission.queued(principal, slots, context.time_remaining()) as turn:
             with span.child("queue"):
                 async for ahead in turn.positions():
