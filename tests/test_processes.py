@@ -40,6 +40,7 @@ def run_here(capsys):
     """What `run` does, in this process, which has torch already."""
 
     def ran(*arguments):
+        capsys.readouterr()  # what models that are saved say of their progress
         status = main(arguments)
         return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
 

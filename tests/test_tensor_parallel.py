@@ -220,5 +220,5 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, monkeypatch
     with pytest.raises(StartupError, match="--tensor-parallel and --layer-cache do not go together"):
         load_engine(ModelSettings(str(model), tensor_parallel=2, layer_cache=tmp_path))
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(StartupError, match=r"install dynatree\[parallel\]"):
+    with pytest.raises(StartupError, match=r"pip install 'dynatree\[parallel\]'"):
         load_engine(ModelSettings(str(model), tensor_parallel=2))
