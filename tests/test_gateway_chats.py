@@ -116,6 +116,78 @@ def test_parts_of_text_are_one_message(chatty: Chatty) -> None:
     assert answers[0].choices == answers[1].choices
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_last_message_may_go_on(chatty: Chatty, stream: bool) -> None:
+    """The tokens are those that a completion of the open text has; over gRPC too."""
+    chat: Any = [*CHAT, {"role": "assistant", "content": "I am"}]
+    fields = {"add_generation_prompt": False, "continue_final_message": True}
+    options: dict[str, Any] = {"model": "target", "messages": chat, "max_tokens": 8, "temperature": 0}
+    tokenizer = AutoTokenizer.from_pretrained(chatty.target)
+    text = tokenizer.apply_chat_template(chat, tokenize=False, **fields)
+    assert text.endswith("assistant: I am")
+    expected = chatty.grpc.generate(text, max_new_tokens=8).text
+
+    create = chatty.openai.chat.completions.create
+    if stream:
+        chunks = create(**options, stream=True, extra_body=fields)
+        told = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    else:
+        told = create(**options, extra_body=fields).choices[0].message.content or ""
+
+    assert told == expected == chatty.grpc.generate(chat, max_new_tokens=8, continue_final_message=True).text
+    assert told != create(**options).choices[0].message.content
+    for both in (True, False):
+        with pytest.raises(openai.BadRequestError, match="one is to be true"):
+            create(**options, extra_body=dict.fromkeys(fields, both))
+
+
+# Tokens
+
+
+def test_prompts_are_counted_as_they_are_completed(chatty: Chatty) -> None:
+    url, tokenizer = chatty.url, AutoTokenizer.from_pretrained(chatty.target)
+
+    def tokenized(**body: Any) -> Any:
+        return requests.post(f"{url}/tokenize", json=body, timeout=60).json()
+
+    for text in ("It was", "Zoë ☃ <|endoftext|>", ""):
+        told = tokenized(prompt=text, return_token_strs=True)
+        assert told["tokens"] == tokenizer(text, split_special_tokens=True)["input_ids"]
+        assert told["token_strs"] == tokenizer.convert_ids_to_tokens(told["tokens"])
+        assert (told["count"], told["max_model_len"]) == (len(told["tokens"]), 160)
+        again = requests.post(f"{url}/detokenize", json={"tokens": told["tokens"]}, timeout=60).json()
+        assert again == {"prompt": tokenizer.decode(told["tokens"])}
+        bare = tokenizer(text, split_special_tokens=True, add_special_tokens=False)["input_ids"]
+        assert tokenized(prompt=text, add_special_tokens=False)["tokens"] == bare
+    usage = chatty.openai.chat.completions.create(model="target", messages=CHAT, max_tokens=1).usage
+    assert usage is not None
+    assert tokenized(messages=CHAT, model="target")["count"] == usage.prompt_tokens
+    going_on = tokenized(messages=CHAT, continue_final_message=True, add_generation_prompt=False)
+    assert going_on["count"] < usage.prompt_tokens
+    assert chatty.grpc.tokenize(CHAT).token_ids == tuple(tokenized(messages=CHAT)["tokens"])
+    assert chatty.grpc.detokenize(going_on["tokens"]).endswith("are you?")
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "words"),
+    [
+        ("tokenize", {}, "either prompt or messages"),
+        ("tokenize", {"prompt": "a", "messages": CHAT}, "either prompt or messages"),
+        ("tokenize", {"prompt": ["a"]}, "prompt"),
+        ("tokenize", {"prompt": "a" * 2**20}, "context"),
+        ("tokenize", {"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ("detokenize", {"tokens": [2**31]}, "vocabulary"),
+        ("detokenize", {"tokens": [1] * 1000}, "at most 160"),
+        ("detokenize", {"tokens": "a"}, "tokens"),
+        ("detokenize", {}, "tokens"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(chatty: Chatty, route: str, body: dict[str, Any], words: str) -> None:
+    answer = requests.post(f"{chatty.url}/{route}", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
 # What has no effect is as good as nothing
 
 HINTS: dict[str, dict[str, Any]] = {

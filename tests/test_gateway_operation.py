@@ -27,6 +27,7 @@ from services import running_services
 
 from dynatree.cli.main import main
 from dynatree.common.security import SecuritySettings
+from dynatree.common.version import version
 
 
 def test_keys_are_the_draft_services_tokens(tmp_path: Path) -> None:
@@ -53,10 +54,9 @@ def test_keys_are_the_draft_services_tokens(tmp_path: Path) -> None:
         for path, send in (
             ("models", {}),
             ("completions", {"json": {"prompt": "a", "logprobs": 1}}),
-            (
-                "completions",
-                {"json": {"prompt": "a", "model": "guessed"}},
-            ),
+            ("completions", {"json": {"prompt": "a", "model": "guessed"}}),
+            ("../tokenize", {"json": {"prompt": "a"}}),
+            ("../detokenize", {"json": {"tokens": [1]}}),
         ):
             answer = requests.request("POST" if send else "GET", f"{url}/{path}", timeout=60, **send)
             assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
@@ -117,6 +117,7 @@ def test_a_gateway_without_services_says_so_and_names_no_address(tmp_path: Path)
 
 def test_health_and_metrics(gateway: Gateway) -> None:
     assert requests.get(f"{gateway.url}/health", timeout=60).json() == {"status": "ok"}
+    assert requests.get(f"{gateway.url}/version", timeout=60).json() == {"version": version()}
     requests.get(f"{gateway.url}/v1/models", timeout=60)
     requests.get(f"{gateway.url}/v1/models/", timeout=60)
     assert 'dynatree_gateway_requests_total{code="200",route="/v1/models"} 2.0' in figures_of(gateway)

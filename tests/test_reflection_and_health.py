@@ -18,6 +18,8 @@ METHODS = {
         "Generate": ("GenerateRequest", "GenerateResponse", False, True),
         "GetModelInfo": ("DraftServiceGetModelInfoRequest", "DraftServiceGetModelInfoResponse", False, False),
         "GetVocabulary": ("GetVocabularyRequest", "GetVocabularyResponse", False, True),
+        "Tokenize": ("TokenizeRequest", "TokenizeResponse", False, False),
+        "Detokenize": ("DetokenizeRequest", "DetokenizeResponse", False, False),
     },
     "dynatree.v1.VerifyService": {
         "Verify": ("VerifyRequest", "VerifyResponse", True, True),

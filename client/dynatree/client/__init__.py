@@ -47,6 +47,7 @@ from dynatree.client._types import (
     RoundTrace,
     ServiceInfo,
     Statistics,
+    Tokens,
 )
 
 __all__ = [
@@ -78,4 +79,5 @@ __all__ = [
     "ServerUnavailableError",
     "ServiceInfo",
     "Statistics",
+    "Tokens",
 ]

@@ -1,7 +1,7 @@
 """The client for ordinary, synchronous code."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, Unpack
@@ -24,9 +24,16 @@ from dynatree.client._base import (
     is_serving,
 )
 from dynatree.client._errors import error_from_rpc
-from dynatree.client._request import GenerateOptions, Prompt, build_request
+from dynatree.client._request import (
+    GenerateOptions,
+    Message,
+    Prompt,
+    build_detokenize_request,
+    build_request,
+    build_tokenize_request,
+)
 from dynatree.client._tracing import Metadata
-from dynatree.client._types import Chunk, Completion, ServiceInfo
+from dynatree.client._types import Chunk, Completion, ServiceInfo, Tokens
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 T = TypeVar("T")
@@ -249,6 +256,67 @@ class Client(BaseClient):
         def ask(stub: draft_pb2_grpc.DraftServiceStub, seconds: float | None) -> tuple[bytes, ...]:
             parts = stub.GetVocabulary(VOCABULARY_REQUEST, timeout=seconds, metadata=sent)
             return tuple(token for part in parts for token in part.tokens)
+
+        return self._ask(ask, self._connect(timeout))
+
+    def tokenize(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        add_special_tokens: bool = True,
+        special_tokens: bool = False,
+        continue_final_message: bool = False,
+        token_strings: bool = False,
+        timeout: float | None = None,
+        metadata: Metadata = (),
+    ) -> Tokens:
+        """The tokens of a prompt, as `generate` makes them.
+
+        Args:
+            prompt: text, or the messages of a chat.
+            add_special_tokens: whether a text gets the tokens that the tokenizer adds at its beginning or end.
+            special_tokens: as for `generate`.
+            continue_final_message: as for `generate`.
+            token_strings: whether to return the tokens' spellings.
+            timeout: as for `generate`.
+            metadata: as for `generate`.
+
+        Raises:
+            DynaTreeError: one of its subclasses.
+            TypeError: an argument has the wrong type.
+        """
+        request = build_tokenize_request(
+            prompt,
+            add_special_tokens=add_special_tokens,
+            special_tokens=special_tokens,
+            continue_final_message=continue_final_message,
+            token_strings=token_strings,
+        )
+        sent = self._with(metadata)
+
+        def ask(stub: draft_pb2_grpc.DraftServiceStub, seconds: float | None) -> Tokens:
+            return Tokens.from_pb(stub.Tokenize(request, timeout=seconds, metadata=sent))
+
+        return self._ask(ask, self._connect(timeout))
+
+    def detokenize(self, token_ids: Sequence[int], *, timeout: float | None = None, metadata: Metadata = ()) -> str:
+        """The text of tokens, the names of special tokens included.
+
+        Args:
+            token_ids: the tokens.
+            timeout: as for `generate`.
+            metadata: as for `generate`.
+
+        Raises:
+            DynaTreeError: one of its subclasses.
+            TypeError: an argument has the wrong type.
+        """
+        request = build_detokenize_request(token_ids)
+        sent = self._with(metadata)
+
+        def ask(stub: draft_pb2_grpc.DraftServiceStub, seconds: float | None) -> str:
+            response: draft_pb2.DetokenizeResponse = stub.Detokenize(request, timeout=seconds, metadata=sent)
+            return response.text
 
         return self._ask(ask, self._connect(timeout))
 

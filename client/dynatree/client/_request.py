@@ -6,7 +6,7 @@ Only what protobuf cannot carry is refused here; what a value may be is the serv
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from operator import index
-from typing import Literal, NoReturn, TypedDict
+from typing import Literal, NoReturn, NotRequired, TypedDict, TypeGuard, TypeVar
 
 import grpc
 
@@ -16,6 +16,7 @@ from dynatree.v1 import draft_pb2, tree_pb2
 _UINT32_MAX = 2**32 - 1
 _MAX_REQUEST_BYTES = 4 * 2**20  # the servers' limit, and gRPC's own
 _UINT64_MAX = 2**64 - 1
+_Request = TypeVar("_Request", draft_pb2.GenerateRequest, draft_pb2.TokenizeRequest, draft_pb2.DetokenizeRequest)
 
 
 class Message(TypedDict):
@@ -24,10 +25,12 @@ class Message(TypedDict):
     Attributes:
         role: who said it, as the target's chat template knows them: "system", "user", "assistant".
         content: what was said.
+        name: who of those with the role said it, for templates that tell them apart; may be left out.
     """
 
     role: str
     content: str
+    name: NotRequired[str]
 
 
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -70,6 +73,8 @@ class GenerateOptions(TypedDict, total=False):
         ignore_eos: generate on past end-of-sequence tokens.
         special_tokens: whether the prompt's text, or a message's, may name special tokens, such as "<|endoftext|>";
             False by default: what looks like one is text.
+        continue_final_message: whether the completion goes on with the last message of a chat, instead of the
+            assistant's next turn; False by default.
         log_probs: whether to return the tokens' log-probabilities.
         top_log_probs: how many of the likeliest tokens to return beside each token, with their log-probabilities: 0
             (the default) to 20. Above 0 it implies `log_probs`.
@@ -98,6 +103,7 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     special_tokens: bool
+    continue_final_message: bool
     log_probs: bool
     top_log_probs: int
     prompt_log_probs: bool
@@ -126,6 +132,7 @@ def build_request(
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
     special_tokens: bool = False,
+    continue_final_message: bool = False,
     log_probs: bool = False,
     top_log_probs: int = 0,
     prompt_log_probs: bool = False,
@@ -182,13 +189,52 @@ def build_request(
         queue_position=_flag("queue_position", queue_position),
         policy=_policy(policy, policy_settings),
     )
-    if isinstance(prompt, str):
+    continues = _flag("continue_final_message", continue_final_message)
+    if _is_chat(prompt):
+        request.chat.CopyFrom(_chat(prompt, continues))
+    elif continues:
+        _refuse("continue_final_message is for chats")
+    elif isinstance(prompt, str):
         request.text = _string("prompt", prompt)
-    elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-        request.chat.CopyFrom(_chat(prompt))
     else:
         what = "a str, a sequence of token ids or a sequence of messages"
         request.token_ids.CopyFrom(draft_pb2.TokenIds(ids=_token_ids("prompt", what, prompt)))
+    return _sized(request)
+
+
+def build_tokenize_request(
+    prompt: str | Sequence[Message],
+    *,
+    add_special_tokens: bool = True,
+    special_tokens: bool = False,
+    continue_final_message: bool = False,
+    token_strings: bool = False,
+) -> draft_pb2.TokenizeRequest:
+    """The message for one call of `tokenize`.
+
+    Raises:
+        TypeError: an argument has the wrong Python type.
+        InvalidRequestError: a value that the message cannot carry.
+    """
+    request = draft_pb2.TokenizeRequest(
+        special_tokens=_flag("special_tokens", special_tokens),
+        add_special_tokens=_flag("add_special_tokens", add_special_tokens),
+        token_strings=_flag("token_strings", token_strings),
+    )
+    if _is_chat(prompt):
+        request.chat.CopyFrom(_chat(prompt, _flag("continue_final_message", continue_final_message)))
+    else:
+        request.text = _string("prompt", prompt)
+    return _sized(request)
+
+
+def build_detokenize_request(token_ids: Sequence[int]) -> draft_pb2.DetokenizeRequest:
+    """The message for one call of `detokenize`. Errors as in `build_tokenize_request`."""
+    ids = _token_ids("token_ids", "a sequence of token ids", token_ids)
+    return _sized(draft_pb2.DetokenizeRequest(token_ids=ids))
+
+
+def _sized(request: _Request) -> _Request:
     if request.ByteSize() > _MAX_REQUEST_BYTES:
         _refuse(f"the request has {request.ByteSize()} bytes; a server takes at most {_MAX_REQUEST_BYTES}")
     return request
@@ -236,12 +282,16 @@ def _policy(name: str | None, settings: PolicySettings | None) -> draft_pb2.Poli
     return message
 
 
-def _chat(messages: Sequence[object]) -> draft_pb2.Chat:
-    chat = draft_pb2.Chat()
+def _is_chat(prompt: object) -> TypeGuard[Sequence[Message]]:
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def _chat(messages: Sequence[object], continue_final_message: bool) -> draft_pb2.Chat:
+    chat = draft_pb2.Chat(continue_final_message=continue_final_message)
     for place, message in enumerate(messages):
-        if not isinstance(message, Mapping) or message.keys() != {"role", "content"}:
-            raise TypeError(f"prompt[{place}] must be a mapping with role and content, and nothing else")
-        fields = {name: _string(f"prompt[{place}]: {name}", message[name]) for name in ("role", "content")}
+        if not isinstance(message, Mapping) or message.keys() - {"name"} != {"role", "content"}:
+            raise TypeError(f"prompt[{place}] must be a mapping with role, content and name, which may be left out")
+        fields = {name: _string(f"prompt[{place}]: {name}", message[name]) for name in message}
         chat.messages.add(**fields)
     return chat
 

@@ -416,3 +416,21 @@ class ServiceInfo:
             policies=tuple(response.policies),
             chat_template=response.chat_template,
         )
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a prompt.
+
+    Attributes:
+        token_ids: their ids.
+        token_strings: on request, their spellings in the tokenizer's table.
+    """
+
+    token_ids: tuple[int, ...]
+    token_strings: tuple[str, ...] = ()
+
+    @classmethod
+    def from_pb(cls, message: draft_pb2.TokenizeResponse) -> Self:
+        """The message as a value."""
+        return cls(tuple(message.token_ids), tuple(message.token_strings))

@@ -19,6 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from dynatree.client import AsyncClient, DynaTreeError, Prompt, ServiceInfo
+from dynatree.common.version import version
 from dynatree.gateway.answers import Answer, ChatAnswer, Json, TextAnswer
 from dynatree.gateway.bodies import read_body
 from dynatree.gateway.description import description
@@ -26,7 +27,7 @@ from dynatree.gateway.errors import ApiError, unauthorized
 from dynatree.gateway.front import Front
 from dynatree.gateway.metrics import GatewayMetrics
 from dynatree.gateway.models import Metadata, Models
-from dynatree.gateway.requests import ChatRequest, CompletionRequest
+from dynatree.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from dynatree.gateway.responses import UntilStopped, as_events, error_response, whole
 from dynatree.gateway.token_texts import TokenTexts
 from dynatree.gateway.work import Wanted, Work
@@ -130,6 +131,36 @@ class Gateway:
         answer = ChatAnswer(self._names_of(info)[0], texts, body.completions)
         return self._answer(body, [body.chat], answer, wanted, texts, metadata)
 
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a prompt."""
+        metadata, body = self._metadata(request), await read_body(request, TokenizeRequest)
+        info = await self._served(body.model, metadata)
+        told = await self._client.tokenize(
+            body.text_or_chat,
+            add_special_tokens=body.add_special_tokens is not False,
+            special_tokens=bool(body.special_tokens),
+            continue_final_message=body.continues,
+            token_strings=bool(body.return_token_strs),
+            metadata=metadata,
+        )
+        answer = {
+            "count": len(told.token_ids),
+            "max_model_len": info.target.context_length,
+            "tokens": told.token_ids,
+            "token_strs": told.token_strings if body.return_token_strs else None,
+        }
+        return JSONResponse(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of tokens."""
+        metadata, body = self._metadata(request), await read_body(request, DetokenizeRequest)
+        await self._served(body.model, metadata)
+        return JSONResponse({"prompt": await self._client.detokenize(body.tokens, metadata=metadata)})
+
+    async def version(self, _: Request) -> Response:
+        """The gateway's version."""
+        return JSONResponse({"version": version()})
+
     async def _served(self, name: str | None, metadata: Metadata) -> ServiceInfo:
         """What the draft service runs, if it is the model of this name.
 
@@ -217,6 +248,9 @@ def build_app(
         Route("/v1/chat/completions", gateway.chat, methods=["POST"]),
         Route("/v1/models", gateway.list_models),
         Route("/v1/models/{model:path}", gateway.one_model),
+        Route("/tokenize", gateway.tokenize, methods=["POST"]),
+        Route("/detokenize", gateway.detokenize, methods=["POST"]),
+        Route("/version", gateway.version),
         Route("/health", gateway.health),
         Route("/metrics", gateway.metrics),
         Route("/openapi.json", gateway.describe),

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 
 from dynatree.common.version import version
-from dynatree.gateway.requests import ChatRequest, CompletionRequest
+from dynatree.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -169,6 +169,27 @@ class ChatCompletion(_Object):
     usage: Usage
 
 
+class Tokens(_Object):
+    """The tokens of a prompt; `token_strs` are their spellings."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(_Object):
+    """The text of tokens."""
+
+    prompt: str
+
+
+class Version(_Object):
+    """The gateway's version."""
+
+    version: str
+
+
 _REASONS = {
     400: "The request is wrong; the error names the field.",
     401: "The API key is not the gateway's, or no token of the draft service.",
@@ -187,8 +208,8 @@ _WORK = (400, 404, 413, 415, 429, *_ASKED)
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _REF = "#/components/schemas/{model}"
 _DESCRIBED: tuple[type[BaseModel], ...] = (
-    *(ErrorObject, Health, Model, ModelList, TextCompletion, ChatCompletion),
-    *(CompletionRequest, ChatRequest),
+    *(ErrorObject, Health, Model, ModelList, TextCompletion, ChatCompletion, Tokens, Text, Version),
+    *(CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest),
 )
 
 
@@ -201,13 +222,20 @@ def description() -> dict[str, Any]:
         "info": {"title": "DynaTree", "version": version()},
         "paths": {
             "/v1/completions": {
-                "post": _operation("Complete one prompt or several.", TextCompletion, _WORK, CompletionRequest)
+                "post": _operation(
+                    "Complete one prompt or several.", TextCompletion, _WORK, CompletionRequest, streams=True
+                )
             },
-            "/v1/chat/completions": {"post": _operation("Answer a chat.", ChatCompletion, _WORK, ChatRequest)},
+            "/v1/chat/completions": {
+                "post": _operation("Answer a chat.", ChatCompletion, _WORK, ChatRequest, streams=True)
+            },
             "/v1/models": {"get": _operation("The model that is served, and its policies.", ModelList, _ASKED)},
             "/v1/models/{model}": {
                 "get": {**_operation("The model of a name.", Model, (404, *_ASKED)), "parameters": [name]}
             },
+            "/tokenize": {"post": _operation("The tokens of a prompt.", Tokens, _WORK, TokenizeRequest)},
+            "/detokenize": {"post": _operation("The text of tokens.", Text, _WORK, DetokenizeRequest)},
+            "/version": {"get": _operation("The gateway's version.", Version, ())},
             "/health": {"get": _operation("Whether requests are served.", Health, (503,))},
             "/metrics": {
                 "get": {
@@ -224,11 +252,16 @@ def description() -> dict[str, Any]:
 
 
 def _operation(
-    summary: str, model: type[BaseModel], errors: Sequence[int], body: type[BaseModel] | None = None
+    summary: str,
+    model: type[BaseModel],
+    errors: Sequence[int],
+    body: type[BaseModel] | None = None,
+    *,
+    streams: bool = False,
 ) -> dict[str, Any]:
-    """A route; one with a body may answer with a stream of events too."""
+    """A route; one that streams may answer with events too."""
     content = _content("application/json", model)
-    if body is not None:
+    if streams:
         content |= {"text/event-stream": {"schema": _EVENT}}
     responses = {"200": {"description": "As asked.", "content": content}}
     for status in sorted(errors):

@@ -23,7 +23,6 @@ LABELS = frozenset(
 _NOTHING: tuple[Any, ...] = (False, 0, "none", "auto")
 # The fields for which that is something else.
 _OWN: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (True,),
     "best_of": (1,),
     "detokenize": (True,),
     "enable_thinking": (),  # templates read it, and false is for some not the default

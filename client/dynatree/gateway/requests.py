@@ -6,7 +6,7 @@ A field that is not here is refused by its name, unless it has no effect (no_eff
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -152,6 +152,7 @@ class CompletionRequest(CompletionOptions):
         echo: Whether the text begins with the prompt, and the log-probabilities with the prompt's.
         special_tokens: Whether the prompt's text may name special tokens.
         best_of: As many as `n`: none is thrown away.
+        add_special_tokens: Whether the prompt's text gets the tokens that the tokenizer adds; there is no other way.
     """
 
     prompt: (
@@ -165,6 +166,7 @@ class CompletionRequest(CompletionOptions):
     echo: bool | None = None
     special_tokens: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=64)] | None = None
+    add_special_tokens: Literal[True] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
@@ -225,23 +227,58 @@ class ChatMessage(Body):
         return self
 
     @property
-    def text(self) -> str:
-        """The content, in one piece."""
+    def message(self) -> Message:
+        """The message for the client library, its content in one piece."""
         content = self.content or ""
-        return content if isinstance(content, str) else "".join(part.text for part in content)
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        message = Message(role=self.role, content=text)
+        if self.name:
+            message["name"] = self.name
+        return message
 
 
-class ChatRequest(CompletionOptions):
+_Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+class Template(Body):
+    """How a chat's template ends.
+
+    Attributes:
+        add_generation_prompt: Whether the assistant's next turn begins; unless the last message is to be continued.
+        continue_final_message: Whether the last message is left open, for the completion to go on with.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_one_end(self) -> Self:
+        if self.add_generation_prompt is not None and self.add_generation_prompt == self.continues:
+            raise ValueError(
+                "of add_generation_prompt and continue_final_message one is to be true: either the assistant's next "
+                "turn begins, or the last message goes on"
+            )
+        return self
+
+    @property
+    def continues(self) -> bool:
+        """Whether the last message goes on."""
+        return bool(self.continue_final_message)
+
+
+class ChatRequest(CompletionOptions, Template):
     """The body of `POST /v1/chat/completions`.
 
     Attributes:
         messages: What was said so far; the target's chat template makes a prompt of it.
+        add_special_tokens: Whether tokens are added to the template's; there is no other way.
         max_tokens: The older name of `max_completion_tokens`; until the end of sequence unless one is said.
         logprobs: Whether choices have log-probabilities.
         top_logprobs: How many of the likeliest tokens each place names.
     """
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: _Messages
+    add_special_tokens: Literal[False] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**32)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**32)] | None = None
     logprobs: bool | None = None
@@ -262,7 +299,7 @@ class ChatRequest(CompletionOptions):
     @property
     def chat(self) -> list[Message]:
         """The prompt for the client library."""
-        return [Message(role=each.role, content=each.text) for each in self.messages]
+        return [each.message for each in self.messages]
 
     def options(self) -> GenerateOptions:
         """The options of the client library."""
@@ -270,6 +307,53 @@ class ChatRequest(CompletionOptions):
         return GenerateOptions(
             **self.common_options(),
             max_new_tokens=self.max_tokens if newer is None else newer,
+            continue_final_message=self.continues,
             log_probs=bool(self.logprobs),
             top_log_probs=self.top_logprobs or 0,
         )
+
+
+class TokenizeRequest(Template):
+    """The body of `POST /tokenize`.
+
+    Attributes:
+        model: As in a completion.
+        prompt: Text.
+        messages: A chat, instead.
+        add_special_tokens: Whether a text gets the tokens that the tokenizer adds at its beginning or end; true by
+            default, and a chat gets none but its template's.
+        special_tokens: Whether the text may name special tokens.
+        return_token_strs: Whether the tokens' spellings are told.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: _Messages | None = None
+    add_special_tokens: bool | None = None
+    special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("expected either prompt or messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError("add_special_tokens is for a prompt; a chat's template writes its own special tokens")
+        return self
+
+    @property
+    def text_or_chat(self) -> str | list[Message]:
+        """The prompt for the client library."""
+        return [each.message for each in self.messages] if self.messages is not None else self.prompt or ""
+
+
+class DetokenizeRequest(Body):
+    """The body of `POST /detokenize`.
+
+    Attributes:
+        model: As in a completion.
+        tokens: The tokens' ids.
+    """
+
+    model: str | None = None
+    tokens: Annotated[list[_TokenId], Field(fail_fast=True)]

@@ -15,10 +15,17 @@ from dynatree.common.errors import InvalidArgumentError
 
 @dataclass(frozen=True)
 class Message:
-    """What one side of a chat said."""
+    """What one side of a chat said; `name` tells those with one role apart, "" nobody."""
 
     role: str
     content: str
+    name: str = ""
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The message as templates know it."""
+        fields = {"role": self.role, "content": self.content}
+        return {**fields, "name": self.name} if self.name else fields
 
 
 class PromptEncoder:
@@ -38,12 +45,27 @@ class PromptEncoder:
         """Whether chats can be made tokens of."""
         return bool(self._tokenizer.chat_template)
 
-    def text(self, text: str, *, special_tokens: bool) -> tuple[int, ...]:
-        """The tokens of a text, with those that the tokenizer adds at its beginning or end."""
-        return tuple(self._tokenizer(text, verbose=False, split_special_tokens=not special_tokens)["input_ids"])
+    def text(self, text: str, *, special_tokens: bool, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """The tokens of a text, with those that the tokenizer adds at its beginning or end where these are wanted."""
+        encoded = self._tokenizer(
+            text, verbose=False, add_special_tokens=add_special_tokens, split_special_tokens=not special_tokens
+        )
+        return tuple(encoded["input_ids"])
 
-    def chat(self, messages: Sequence[Message], *, special_tokens: bool) -> tuple[int, ...]:
-        """The tokens of a chat by the template, the assistant's turn open at the end.
+    def strings(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens' spellings in the tokenizer's table."""
+        return [token or "" for token in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
+
+    def decoded(self, token_ids: Sequence[int]) -> str:
+        """The tokens' text, the names of special tokens included."""
+        text = self._tokenizer.decode(list(token_ids))
+        assert isinstance(text, str)
+        return text
+
+    def chat(
+        self, messages: Sequence[Message], *, special_tokens: bool, continue_final_message: bool = False
+    ) -> tuple[int, ...]:
+        """The tokens of a chat by the template, the assistant's turn or the last message open at the end.
 
         Raises:
             InvalidArgumentError: There is no message, the tokenizer has no template, or it refuses the messages.
@@ -53,11 +75,16 @@ class PromptEncoder:
         if not self.has_chat_template:
             raise InvalidArgumentError("the tokenizer has no chat template: expected a prompt of text or token ids")
         hidden: dict[str, str] = {}  # what looks like a special token, by what stands for it in the template's text
-        said = [vars(each) for each in messages]
+        said = [each.fields for each in messages]
         if not special_tokens:
             said = [{name: self._hide(text, hidden) for name, text in each.items()} for each in said]
         try:
-            rendered = self._tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+            rendered = self._tokenizer.apply_chat_template(
+                said,
+                tokenize=False,
+                add_generation_prompt=not continue_final_message,
+                continue_final_message=continue_final_message,
+            )
         except (TemplateError, TypeError, ValueError, KeyError) as error:  # what templates raise, and stumble over
             raise InvalidArgumentError(f"the chat template refuses the messages: {error}") from error
         assert isinstance(rendered, str)

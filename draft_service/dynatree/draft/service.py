@@ -107,6 +107,32 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         for start in range(0, len(self._vocabulary), VOCABULARY_PART):
             yield draft_pb2.GetVocabularyResponse(tokens=self._vocabulary[start : start + VOCABULARY_PART])
 
+    async def Tokenize(  # noqa: N802
+        self, request: draft_pb2.TokenizeRequest, context: Context
+    ) -> draft_pb2.TokenizeResponse:
+        """The tokens of a prompt."""
+        if request.WhichOneof("prompt") is None:
+            raise InvalidArgumentError("the request has no prompt; expected the field `text` or `chat`")
+        add_special_tokens = not request.HasField("add_special_tokens") or request.add_special_tokens
+        token_ids = await self._encoded(
+            request, self._backend.replicas.target.info, add_special_tokens=add_special_tokens
+        )
+        strings: list[str] = []
+        if request.token_strings:
+            strings = await self._tokenizer_thread.run(self._encoder.strings, token_ids)
+        return draft_pb2.TokenizeResponse(token_ids=token_ids, token_strings=strings)
+
+    async def Detokenize(  # noqa: N802
+        self, request: draft_pb2.DetokenizeRequest, context: Context
+    ) -> draft_pb2.DetokenizeResponse:
+        """The text of tokens."""
+        target = self._backend.replicas.target.info
+        if len(request.token_ids) > target.context_length:
+            raise OutOfRangeError(f"there are {len(request.token_ids)} token_ids; at most {target.context_length} fit")
+        token_ids = tuple(request.token_ids)
+        check_token_ids(token_ids, target.vocab_size, "token_ids")
+        return draft_pb2.DetokenizeResponse(text=await self._tokenizer_thread.run(self._encoder.decoded, token_ids))
+
     async def Generate(  # noqa: N802
         self, request: draft_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[draft_pb2.GenerateResponse]:
@@ -307,16 +333,23 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         token_limit(len(prompt_ids), _new_tokens(message), target)
         return prompt_ids
 
-    async def _encoded(self, message: draft_pb2.GenerateRequest, target: ModelInfo) -> tuple[int, ...]:
+    async def _encoded(
+        self,
+        message: draft_pb2.GenerateRequest | draft_pb2.TokenizeRequest,
+        target: ModelInfo,
+        *,
+        add_special_tokens: bool = True,
+    ) -> tuple[int, ...]:
         """The tokens of a prompt of text, or of a chat."""
-        messages = [Message(each.role, each.content) for each in message.chat.messages]
-        characters = len(message.text) + sum(len(each.role) + len(each.content) for each in messages)
+        messages = [Message(each.role, each.content, each.name) for each in message.chat.messages]
+        characters = len(message.text) + sum(len(text) for each in messages for text in each.fields.values())
         least = max(math.ceil(characters / self._longest_token), len(messages))
         token_limit(least, None, target, at_least=True)
         if message.HasField("chat"):
-            encode = partial(self._encoder.chat, messages)
+            continues = message.chat.continue_final_message
+            encode = partial(self._encoder.chat, messages, continue_final_message=continues)
         else:
-            encode = partial(self._encoder.text, message.text)
+            encode = partial(self._encoder.text, message.text, add_special_tokens=add_special_tokens)
         return await self._tokenizer_thread.run(partial(encode, special_tokens=message.special_tokens))
 
 

@@ -50,6 +50,16 @@ class DraftServiceStub(object):
                 request_serializer=dynatree_dot_v1_dot_draft__pb2.GetVocabularyRequest.SerializeToString,
                 response_deserializer=dynatree_dot_v1_dot_draft__pb2.GetVocabularyResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/dynatree.v1.DraftService/Tokenize',
+                request_serializer=dynatree_dot_v1_dot_draft__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=dynatree_dot_v1_dot_draft__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/dynatree.v1.DraftService/Detokenize',
+                request_serializer=dynatree_dot_v1_dot_draft__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=dynatree_dot_v1_dot_draft__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class DraftServiceServicer(object):
@@ -77,6 +87,20 @@ class DraftServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """The tokens of a prompt, as Generate makes them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of tokens, the names of special tokens included.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DraftServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +118,16 @@ def add_DraftServiceServicer_to_server(servicer, server):
                     servicer.GetVocabulary,
                     request_deserializer=dynatree_dot_v1_dot_draft__pb2.GetVocabularyRequest.FromString,
                     response_serializer=dynatree_dot_v1_dot_draft__pb2.GetVocabularyResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=dynatree_dot_v1_dot_draft__pb2.TokenizeRequest.FromString,
+                    response_serializer=dynatree_dot_v1_dot_draft__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=dynatree_dot_v1_dot_draft__pb2.DetokenizeRequest.FromString,
+                    response_serializer=dynatree_dot_v1_dot_draft__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +212,60 @@ class DraftService(object):
             '/dynatree.v1.DraftService/GetVocabulary',
             dynatree_dot_v1_dot_draft__pb2.GetVocabularyRequest.SerializeToString,
             dynatree_dot_v1_dot_draft__pb2.GetVocabularyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dynatree.v1.DraftService/Tokenize',
+            dynatree_dot_v1_dot_draft__pb2.TokenizeRequest.SerializeToString,
+            dynatree_dot_v1_dot_draft__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dynatree.v1.DraftService/Detokenize',
+            dynatree_dot_v1_dot_draft__pb2.DetokenizeRequest.SerializeToString,
+            dynatree_dot_v1_dot_draft__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
