@@ -20,7 +20,7 @@ KERNELS := $(wildcard common/dynatree/common/engine/native/*.[ch])
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-all check figures figures-write docs bench bench-quick protos protos-check sbom audit clean
+.PHONY: help demo test test-long test-all check figures figures-write pictures docs bench bench-quick protos protos-check sbom audit clean
 # Two workers keep two cores busy; tests that share services stay on one of them (tests/conftest.py).
 PYTEST := $(VENV)/bin/pytest -n 2 --no-loadscope-reorder --durations 10
 
@@ -59,6 +59,12 @@ figures: $(READY)  ## Check every figure of README and docs against benchmarks/
 
 figures-write: $(READY)  ## Put the figures of benchmarks/ into README and docs
 	$(COG) -r $(COGGED)
+
+pictures: $(READY)  ## Draw the pictures of docs/ anew; needs chromium and prometheus (minutes)
+	$(VENV)/bin/python benchmarks/pictures.py
+	$(VENV)/bin/python benchmarks/trace_picture.py
+	$(VENV)/bin/python benchmarks/page_picture.py
+	$(VENV)/bin/python tests/dashboard_picture.py
 
 docs: $(READY)  ## Build the documentation in build/site, and check its links
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --strict --quiet

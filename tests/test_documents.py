@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,18 @@ def test_every_file_that_a_command_reads_is_there() -> None:
     found = [(snippet.place, list(snippet.commands())) for page in PAGES for snippet in page.shell]
     named = [(place, [word]) for place, lines in found for words in lines for word in words if FILE.match(word)]
     check(lambda words: None if any(ROOT.glob(words[0])) else "no such file", named, 10)
+
+
+def test_drawings_name_a_colour_before_each_variable() -> None:
+    """Programs that know no CSS variables, rsvg among them, draw black otherwise."""
+    found = 0
+    for picture in (ROOT / "docs").rglob("*.svg"):
+        declarations = re.findall(r"([\w-]+): ([^;{}]+)", picture.read_text())
+        for (name, value), (then, variable) in pairwise(declarations):
+            if variable.startswith("var("):
+                found += 1
+                assert (name, value[0]) == (then, "#"), f"{picture}: {then}: {variable}"
+    assert found >= 8
 
 
 def test_every_block_of_python_compiles() -> None:
