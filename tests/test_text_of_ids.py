@@ -7,10 +7,12 @@ from functools import cache
 
 import pytest
 from tokenizer_zoo import BYTES, TEXTS, TOKENIZERS
+from tokenizers import normalizers
 from transformers import PreTrainedTokenizerBase
 
 from dynatree.draft.detokenizer import Detokenizer
-from dynatree.draft.vocabulary import REPLACEMENT
+from dynatree.draft.prompt_text import PromptText, decoded, written
+from dynatree.draft.vocabulary import REPLACEMENT, token_bytes
 
 BYTE_FALLBACK = ("llama 2", "phi 3", "gemma", "unigram")
 tokenizer_of = cache(lambda name: TOKENIZERS[name]())
@@ -105,3 +107,55 @@ def test_ids_of_any_kind(name: str) -> None:
             assert text == data.decode(errors="replace")
         elif name != "bytes":
             assert text == whole(tokenizer, ids)
+
+
+def check_offsets(tokenizer: PreTrainedTokenizerBase, ids: list[int], found: PromptText) -> None:
+    """Every token begins where its text does; the first may have lost a space, and special tokens may have no text."""
+    names, text = token_bytes(tokenizer), found.text
+    assert len(found.offsets) == len(ids)
+    assert list(found.offsets) == sorted(found.offsets)
+    for id_, offset in zip(ids, found.offsets, strict=True):
+        name = names[id_].decode(errors="replace")
+        if not text[offset:].startswith(name) and id_ not in tokenizer.all_special_ids:
+            assert REPLACEMENT in name or (offset == 0 and text.startswith(tokenizer.decode([id_])))
+
+
+@pytest.mark.parametrize("name", [name for name in TOKENIZERS if name not in ("suffixes", "tidy word piece", "bytes")])
+def test_every_token_begins_where_its_text_does(name: str) -> None:
+    """In prompts as they were written, in what ids decode to, with special tokens ahead of them, behind and within."""
+    tokenizer, rng = tokenizer_of(name), random.Random(name)
+    special = tokenizer.all_special_ids
+    unknown = tokenizer.unk_token_id
+    for script in TEXTS:
+        for _ in range(8):
+            text = sentence(rng, script)
+            ids = encode(tokenizer, text)
+            if unknown not in ids and decoded(tokenizer, ids).text == text:
+                behind = rng.choices(special, k=rng.randint(0, 2))
+                ahead = rng.choices(special, k=rng.randint(0, 2))
+                found = written(tokenizer, text, [*ahead, *ids, *behind], special_tokens=False)
+                assert found.text == text
+                check_offsets(tokenizer, [*ahead, *ids, *behind], found)
+            ids.insert(rng.randint(0, len(ids)), rng.choice(special))
+            ids.insert(rng.randint(0, len(ids)), rng.randrange(len(tokenizer)))
+            found = decoded(tokenizer, ids)
+            check_offsets(tokenizer, ids, found)
+            plain = str(tokenizer.decode(ids))
+            assert found.text == plain or REPLACEMENT in plain
+
+
+def test_a_text_that_the_tokenizer_changes_keeps_its_places() -> None:
+    """`Prepend` puts a space behind a special token, and a normaliser changes the case: the tokenizer says where."""
+    tokenizer = tokenizer_of("llama 2")
+    ids = tokenizer("<|im_start|>he said")["input_ids"]
+    assert written(tokenizer, "<|im_start|>he said", ids, special_tokens=True).offsets == (0, 0, 12, 12, 14)
+    lower = tokenizer_of("byte level")
+    lower.backend_tokenizer.normalizer = normalizers.Lowercase()
+    try:
+        ids = lower("HE SAID")["input_ids"]
+        places = written(lower, "HE SAID", ids, special_tokens=False).offsets
+    finally:
+        lower.backend_tokenizer.normalizer = None
+    assert len(places) == len(ids)
+    assert list(places) == sorted(places)
+    assert places[-1] == 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dynatree.common import embedded
@@ -67,9 +67,11 @@ def _byte_fallback(decoder: list[decoders.Decoder], normalizer: normalizers.Norm
 
 
 def llama_2() -> PreTrainedTokenizerBase:
-    """Byte fallback; a space is prepended to a text, and dropped again."""
+    """Byte fallback; a space is prepended to a text, and dropped again; a text begins with a special token."""
     spaces = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    return _byte_fallback([decoders.Fuse(), decoders.Strip(" ", 1, 0)], spaces)
+    tokenizer = _byte_fallback([decoders.Fuse(), decoders.Strip(" ", 1, 0)], spaces)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+    return tokenizer
 
 
 def phi_3() -> PreTrainedTokenizerBase:

@@ -70,6 +70,19 @@ class Accumulator:
         return self._prompt.top_log_probs
 
     @property
+    def prompt_text(self) -> str:
+        """The prompt's text as it was sent, or what its token ids or its chat decode to, special tokens included.
+
+        Known once the first chunk has come. Empty before, and unless `prompt_text` was asked for.
+        """
+        return self._prompt.text
+
+    @property
+    def prompt_text_offsets(self) -> tuple[int, ...]:
+        """Where each of `prompt_ids` begins in `prompt_text`, in characters; known and empty as that is."""
+        return self._prompt.text_offsets
+
+    @property
     def completion(self) -> Completion:
         """The whole completion, once the stream is exhausted; of several, the first, with its `alternatives`.
 
@@ -111,6 +124,8 @@ class Accumulator:
                 tuple(started.prompt_ids) or self._prompt.token_ids,
                 tuple(started.prompt_log_probs),
                 top_log_probs_from_pb(started.prompt_top_log_probs, len(started.prompt_log_probs)),
+                started.prompt_text,
+                tuple(started.prompt_text_offsets),
             )
         self._started.setdefault(index, started)
 
@@ -153,7 +168,7 @@ class Accumulator:
         rest.CopyFrom(self._request)
         if not self._started:
             return rest
-        rest.prompt_log_probs = False  # they came with it
+        rest.prompt_log_probs = rest.prompt_text = False  # they came with it
         started = next(iter(self._started.values()))
         if started.prompt_ids:
             rest.token_ids.ids[:] = started.prompt_ids

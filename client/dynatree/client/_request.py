@@ -80,6 +80,7 @@ class GenerateOptions(TypedDict, total=False):
             (the default) to 20. Above 0 it implies `log_probs`.
         prompt_log_probs: whether to return the log-probabilities of the prompt's tokens, and `top_log_probs` likeliest
             tokens beside each. The prompt is then read whole, whatever is cached of it.
+        prompt_text: whether the stream has the prompt's text, and where each of its tokens begins in it.
         trace: whether to return a `RoundTrace` for each round.
         queue_position: whether `stream` returns chunks that say how many requests are ahead, while this one waits.
         policy: how trees are grown, one of `ServiceInfo.policies`; None (the default) is the service's default.
@@ -107,6 +108,7 @@ class GenerateOptions(TypedDict, total=False):
     log_probs: bool
     top_log_probs: int
     prompt_log_probs: bool
+    prompt_text: bool
     trace: bool
     queue_position: bool
     policy: str | None
@@ -136,6 +138,7 @@ def build_request(
     log_probs: bool = False,
     top_log_probs: int = 0,
     prompt_log_probs: bool = False,
+    prompt_text: bool = False,
     trace: bool = False,
     queue_position: bool = False,
     policy: str | None = None,
@@ -185,6 +188,7 @@ def build_request(
         log_probs=_flag("log_probs", log_probs),
         top_log_probs=_integer("top_log_probs", top_log_probs, _UINT32_MAX),
         prompt_log_probs=_flag("prompt_log_probs", prompt_log_probs),
+        prompt_text=_flag("prompt_text", prompt_text),
         trace=_flag("trace", trace),
         queue_position=_flag("queue_position", queue_position),
         policy=_policy(policy, policy_settings),

@@ -89,11 +89,15 @@ class PromptTokens:
         token_ids: all of its tokens.
         log_probs: of each but the first, on request.
         top_log_probs: the likeliest tokens in the place of each but the first, on request.
+        text: its text, on request.
+        text_offsets: where each token begins in `text`, on request.
     """
 
     token_ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
     top_log_probs: TopLogProbs = ()
+    text: str = ""
+    text_offsets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,8 @@ class Chunk:
             unless `queue_position` was asked for.
         top_log_probs: for each of `token_ids` the likeliest tokens in its place, likeliest first, as (token_id,
             log_prob); empty unless `top_log_probs` was asked for.
+        text_offsets: where each of `token_ids` begins in the completion's text, in characters; empty unless `log_probs`
+            was asked for.
     """
 
     text: str
@@ -119,6 +125,7 @@ class Chunk:
     trace: RoundTrace | None = None
     queue_position: int | None = None
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    text_offsets: tuple[int, ...] = ()
 
     @classmethod
     def from_pb(cls, response: draft_pb2.GenerateResponse) -> Self:
@@ -131,6 +138,7 @@ class Chunk:
             trace=RoundTrace.from_pb(response.trace) if response.HasField("trace") else None,
             queue_position=response.queue_position if response.HasField("queue_position") else None,
             top_log_probs=top_log_probs_from_pb(response.top_log_probs, len(response.token_ids)),
+            text_offsets=tuple(response.text_offsets),
         )
 
 
@@ -272,6 +280,8 @@ class Completion:
             unless `prompt_log_probs` was asked for.
         prompt_top_log_probs: for each of `prompt_ids` from the second on the likeliest tokens in its place; empty
             unless both were asked for.
+        text_offsets: where each of `token_ids` begins in `text`, in characters; empty unless `log_probs` was asked for.
+            A token that goes on with a character begins where that does, and one without text where the next begins.
     """
 
     text: str
@@ -287,6 +297,7 @@ class Completion:
     prompt_ids: tuple[int, ...] = ()
     prompt_log_probs: tuple[float, ...] = ()
     prompt_top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    text_offsets: tuple[int, ...] = ()
 
     @classmethod
     def from_pb(
@@ -310,6 +321,7 @@ class Completion:
             prompt_ids=prompt.token_ids,
             prompt_log_probs=prompt.log_probs,
             prompt_top_log_probs=prompt.top_log_probs,
+            text_offsets=tuple(offset for chunk in chunks for offset in chunk.text_offsets),
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from dynatree.client import Chunk, Completion, FinishReason
-from dynatree.gateway.token_texts import Offsets, TokenTexts
+from dynatree.gateway.token_texts import TokenTexts
 
 Json = dict[str, Any]
 # For each of some tokens the likeliest in its place: (id, log-probability), likeliest first.
@@ -29,9 +29,9 @@ class Answer(Protocol):
         """The choice of a whole answer."""
 
     def log_probs(
-        self, index: int, token_ids: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs
+        self, token_ids: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs, offsets: Sequence[int]
     ) -> Json:
-        """The log-probabilities of the next tokens of a choice."""
+        """The log-probabilities of the next tokens of a choice, and where each begins in its text."""
 
     def chunk(self, choices: list[Json]) -> Json:
         """A stream's chunk."""
@@ -72,10 +72,6 @@ class TextAnswer(_Named):
     prefix = "cmpl"
     chunk_object = object = "text_completion"
 
-    def __init__(self, model: str, texts: TokenTexts | None) -> None:
-        super().__init__(model, texts)
-        self._offsets: dict[int, Offsets] = {}  # by choice
-
     def begin(self) -> list[Json]:
         """A completion's stream begins with its text."""
         return []
@@ -89,10 +85,9 @@ class TextAnswer(_Named):
         return self.delta(index, text, log_probs, reason)
 
     def log_probs(
-        self, index: int, token_ids: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs
+        self, token_ids: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs, offsets: Sequence[int]
     ) -> Json:
         """The log-probabilities of the next tokens of a choice; the chosen token is among the named."""
-        offsets = self._offsets.setdefault(index, Offsets(self._texts))
         tops: list[dict[str, float] | None] = []
         for place, (token_id, log_prob) in enumerate(zip(token_ids, log_probs, strict=True)):
             if log_prob is None:  # the first of the prompt: nothing is before it
@@ -107,7 +102,7 @@ class TextAnswer(_Named):
             "tokens": [self._texts.name(token_id) for token_id in token_ids],
             "token_logprobs": [None if each is None else _finite(each) for each in log_probs],
             "top_logprobs": tops,
-            "text_offset": offsets.push(token_ids),
+            "text_offset": list(offsets),
         }
 
 
@@ -141,9 +136,9 @@ class ChatAnswer(_Named):
         return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": reason}
 
     def log_probs(
-        self, index: int, token_ids: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs
+        self, token_ids: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs, offsets: Sequence[int]
     ) -> Json:
-        """The log-probabilities of the next tokens of a choice."""
+        """The log-probabilities of the next tokens of a choice; chats do not tell where they begin."""
         places = zip(token_ids, log_probs, top or ((),) * len(token_ids), strict=True)
         content = [
             {

@@ -29,7 +29,6 @@ from dynatree.gateway.metrics import GatewayMetrics
 from dynatree.gateway.models import Metadata, Models
 from dynatree.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from dynatree.gateway.responses import UntilStopped, as_events, error_response, whole
-from dynatree.gateway.token_texts import TokenTexts
 from dynatree.gateway.work import Wanted, Work
 from dynatree.pages import Page
 
@@ -100,9 +99,7 @@ class Gateway:
         """Complete one prompt or several."""
         metadata, body = self._metadata(request), await read_body(request, CompletionRequest)
         info = await self._served(body.model, metadata)
-        prompts = body.prompts
-        decodes = body.echo and not all(isinstance(prompt, str) for prompt in prompts)
-        texts = await self._models.texts(metadata) if body.logprobs is not None or decodes else None
+        texts = await self._models.texts(metadata) if body.logprobs is not None else None
         wanted = Wanted(
             completions=body.completions,
             log_probs=body.logprobs is not None,
@@ -113,7 +110,7 @@ class Gateway:
             usage=body.include_usage,
             running_usage=body.running_usage,
         )
-        return self._answer(body, prompts, TextAnswer(self._names_of(info)[0], texts), wanted, texts, metadata)
+        return self._answer(body, body.prompts, TextAnswer(self._names_of(info)[0], texts), wanted, metadata)
 
     async def chat(self, request: Request) -> Response:
         """Answer a chat."""
@@ -129,7 +126,7 @@ class Gateway:
             running_usage=body.running_usage,
         )
         answer = ChatAnswer(self._names_of(info)[0], texts, body.completions)
-        return self._answer(body, [body.chat], answer, wanted, texts, metadata)
+        return self._answer(body, [body.chat], answer, wanted, metadata)
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a prompt."""
@@ -204,15 +201,13 @@ class Gateway:
         prompts: Sequence[Prompt],
         answer: Answer,
         wanted: Wanted,
-        texts: TokenTexts | None,
         metadata: Metadata,
     ) -> Response:
         """The answer, whole or as it comes."""
         principal = (("dynatree-principal", body.principal),) if body.principal else ()
         options = body.options()
         streams = [self._client.stream(prompt, metadata=metadata + principal, **options) for prompt in prompts]
-        texted = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        work = Work(streams, texted, answer, wanted, texts)
+        work = Work(streams, answer, wanted)
         return as_events(work.events(), body.fields) if body.stream else whole(work.whole, body.fields)
 
 

@@ -202,6 +202,7 @@ class CompletionRequest(CompletionOptions):
             log_probs=self.logprobs is not None,
             top_log_probs=self.logprobs or 0,
             prompt_log_probs=bool(self.echo) and self.logprobs is not None,
+            prompt_text=bool(self.echo),
             special_tokens=bool(self.special_tokens),
         )
 

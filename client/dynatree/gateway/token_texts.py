@@ -1,9 +1,8 @@
-"""Tokens one by one: their bytes and texts, and where each begins in the text."""
+"""Tokens one by one: their bytes and texts."""
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 class TokenTexts:
@@ -27,24 +26,3 @@ class TokenTexts:
             return token.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
-
-    def text(self, token_ids: Iterable[int]) -> str:
-        """The text of several tokens."""
-        return b"".join(map(self.bytes, token_ids)).decode(errors="replace")
-
-
-class Offsets:
-    """Where each token begins in the text of all tokens, in characters."""
-
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts = texts
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._characters = 0
-
-    def push(self, token_ids: Iterable[int]) -> list[int]:
-        """Of the next tokens; one that goes on with a character begins where that does."""
-        offsets = []
-        for token_id in token_ids:
-            offsets.append(self._characters)
-            self._characters += len(self._decoder.decode(self._texts.bytes(token_id)))
-        return offsets

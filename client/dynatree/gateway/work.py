@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from dynatree.client import AsyncCompletionStream, Chunk, Completion
 from dynatree.gateway.answers import Answer, Json, TopLogProbs, tokens_used, trace_of, usage_of
-from dynatree.gateway.token_texts import TokenTexts
 
 AT_ONCE = 8  # prompts of one request
 
@@ -45,25 +44,14 @@ class Work:
 
     Args:
         streams: One for each prompt, not begun.
-        prompts: The texts of the prompts that are text.
         answer: In whose words.
         wanted: What is told.
-        texts: Of the tokens; None where nothing needs them.
     """
 
-    def __init__(
-        self,
-        streams: Sequence[AsyncCompletionStream],
-        prompts: Sequence[str | None],
-        answer: Answer,
-        wanted: Wanted,
-        texts: TokenTexts | None = None,
-    ) -> None:
+    def __init__(self, streams: Sequence[AsyncCompletionStream], answer: Answer, wanted: Wanted) -> None:
         self._streams = streams
-        self._prompts = prompts
         self._answer = answer
         self._wanted = wanted
-        self._texts = texts
         self._began = time.perf_counter()
         self._new_tokens = 0  # that came
 
@@ -100,7 +88,7 @@ class Work:
                 if index not in begun and self._wanted.echo:
                     yield self._chunk([self._echo(index, place)])
                 begun.add(index)
-                if (delta := self._delta(index, chunk)) is not None:
+                if (delta := self._delta(index, place, chunk)) is not None:
                     yield self._chunk([delta])
         for place, stream in enumerate(self._streams):
             for completion in (stream.completion, *stream.completion.alternatives):
@@ -128,14 +116,18 @@ class Work:
     def _echo(self, index: int, place: int) -> Json:
         """The prompt as the first text of a choice."""
         stream = self._streams[place]
-        choice = self._answer.delta(index, self._prompt(place, stream.prompt_ids), self._prompt_log_probs(index, place))
-        return self._with_ids(choice, stream.prompt_ids)
+        top = ((), *stream.prompt_top_log_probs) if stream.prompt_top_log_probs else ()
+        log_probs = self._log_probs(
+            stream.prompt_ids, (None, *stream.prompt_log_probs), top, stream.prompt_text_offsets
+        )
+        return self._with_ids(self._answer.delta(index, stream.prompt_text, log_probs), stream.prompt_ids)
 
-    def _delta(self, index: int, chunk: Chunk) -> Json | None:
+    def _delta(self, index: int, place: int, chunk: Chunk) -> Json | None:
         """What a chunk adds to its choice; None where nothing of it is wanted."""
         if self._wanted.scores_only:
             return None
-        log_probs = self._log_probs(index, chunk.token_ids, chunk.log_probs, chunk.top_log_probs)
+        offsets = self._offsets(place, chunk.text_offsets)
+        log_probs = self._log_probs(chunk.token_ids, chunk.log_probs, chunk.top_log_probs, offsets)
         trace = trace_of(chunk)
         tokens = self._wanted.log_probs or self._wanted.token_ids or self._wanted.trace
         if not (chunk.text or trace or (chunk.token_ids and tokens)):
@@ -150,15 +142,17 @@ class Work:
         text, token_ids = completion.text, completion.token_ids
         log_probs: Sequence[float | None] = completion.log_probs
         top: TopLogProbs = completion.top_log_probs
+        offsets = self._offsets(place, completion.text_offsets)
         if wanted.scores_only:
-            text, token_ids, log_probs, top = "", (), (), ()
+            text, token_ids, log_probs, top, offsets = "", (), (), (), ()
         if wanted.echo:
             stream = self._streams[place]
-            text = self._prompt(place, stream.prompt_ids) + text
+            text = stream.prompt_text + text
             token_ids = (*stream.prompt_ids, *token_ids)
             log_probs = (None, *stream.prompt_log_probs, *log_probs)
             top = ((), *stream.prompt_top_log_probs, *top) if top or stream.prompt_top_log_probs else ()
-        told = self._answer.log_probs(index, token_ids, log_probs, top) if wanted.log_probs else None
+            offsets = (*stream.prompt_text_offsets, *offsets)
+        told = self._log_probs(token_ids, log_probs, top, offsets)
         choice = self._answer.choice(index, text, told, completion.finish_reason)
         choice = self._with_ids(choice, token_ids)
         if wanted.token_ids and completion.index == 0:
@@ -167,22 +161,15 @@ class Work:
 
     # Pieces of both
 
-    def _prompt(self, place: int, prompt_ids: Sequence[int]) -> str:
-        text = self._prompts[place]
-        assert text is not None or self._texts is not None
-        return text if text is not None else self._texts.text(prompt_ids)  # type: ignore[union-attr]
-
-    def _prompt_log_probs(self, index: int, place: int) -> Json | None:
-        stream = self._streams[place]
-        top = ((), *stream.prompt_top_log_probs) if stream.prompt_top_log_probs else ()
-        return self._log_probs(index, stream.prompt_ids, (None, *stream.prompt_log_probs), top)
+    def _offsets(self, place: int, offsets: Sequence[int]) -> tuple[int, ...]:
+        """Where tokens of a completion begin in the text of its choice, which an echoed prompt begins."""
+        begin = len(self._streams[place].prompt_text)
+        return tuple(begin + offset for offset in offsets)
 
     def _log_probs(
-        self, index: int, token_ids: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs
+        self, token_ids: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs, offsets: Sequence[int]
     ) -> Json | None:
-        if not self._wanted.log_probs:
-            return None
-        return self._answer.log_probs(index, token_ids, log_probs, top)
+        return self._answer.log_probs(token_ids, log_probs, top, offsets) if self._wanted.log_probs else None
 
     def _with_ids(self, choice: Json, token_ids: Sequence[int]) -> Json:
         return {**choice, "token_ids": list(token_ids)} if self._wanted.token_ids else choice

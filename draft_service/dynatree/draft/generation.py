@@ -113,12 +113,13 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Text and tokens that were committed; the text of a token may come in a later chunk."""
+    """Text and tokens that were committed, and where each begins; the text of a token may come in a later chunk."""
 
     text: str
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     top_log_probs: TopLogProbs
+    text_offsets: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -365,13 +366,13 @@ class Generation:
         """What the client gets of a commit, counted; `last` is its round, None for the prompt's own."""
         started = time.perf_counter()
         text, token_ids = self._text.push(commit.token_ids)
+        count = len(token_ids)
         if last is not None:
             self._recorder.part("detokenize", time.perf_counter() - started)
-            self._recorder.round(last, kept=len(token_ids))
-        self._recorder.count(len(token_ids))
+            self._recorder.round(last, kept=count)
+        self._recorder.count(count)
         text, self._replayed = self._unseen(self._replayed + text), ""
-        count = len(token_ids)
-        return Chunk(text, token_ids, commit.log_probs[:count], commit.top_log_probs[:count])
+        return Chunk(text, token_ids, commit.log_probs[:count], commit.top_log_probs[:count], self._text.offsets)
 
     def _unseen(self, text: str) -> str:
         """Of the next piece of the text what the client does not have from an earlier draft service."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.draft.prompt_text import decoded
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,18 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        specials = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        longest_first = sorted(specials, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first))) if specials else None
+        self._ids = {token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first))) if self._ids else None
 
     @property
     def has_chat_template(self) -> bool:
         """Whether chats can be made tokens of."""
         return bool(self._tokenizer.chat_template)
+
+    def special_ids(self, texts: Iterable[str]) -> list[int]:
+        """The special tokens that have one of these names."""
+        return [self._ids[text] for text in texts if text in self._ids]
 
     def text(self, text: str, *, special_tokens: bool, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The tokens of a text, with those that the tokenizer adds at its beginning or end where these are wanted."""
@@ -58,9 +63,7 @@ class PromptEncoder:
 
     def decoded(self, token_ids: Sequence[int]) -> str:
         """The tokens' text, the names of special tokens included."""
-        text = self._tokenizer.decode(list(token_ids))
-        assert isinstance(text, str)
-        return text
+        return decoded(self._tokenizer, token_ids).text
 
     def chat(
         self, messages: Sequence[Message], *, special_tokens: bool, continue_final_message: bool = False

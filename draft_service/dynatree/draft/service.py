@@ -28,6 +28,7 @@ from dynatree.draft.generation import NOTHING, Backend, Generation, GenerationRe
 from dynatree.draft.generation import Completion as DoneCompletion
 from dynatree.draft.metrics import DraftMetrics
 from dynatree.draft.policies import RESIDUAL_POLICY, Setting, create_policy, policy_names, residual_policies
+from dynatree.draft.prompt_text import PromptText, decoded, written
 from dynatree.draft.prompts import Message, PromptEncoder
 from dynatree.draft.target import Target
 from dynatree.draft.target_session import TargetChangedError
@@ -159,10 +160,12 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         seed = request.sampling.seed if request.sampling.HasField("seed") else secrets.randbits(63)
         principal = _principal(context)
         # for the first completion, and with its first token: who has that has them
-        prompt_log_probs = request.prompt_log_probs and first == 0 and not received.token_ids
+        begins = first == 0 and not received.token_ids
+        prompt_log_probs = request.prompt_log_probs and begins
         checked = self._checked(request, prompt_ids, seed, principal, target, prompt_log_probs=prompt_log_probs)
         needed = max(checked.least_context, len(prompt_ids) + len(received.token_ids))
         slots = self._backend.drafter.slots(len(prompt_ids), checked.limit)
+        prompt_text = await self._prompt_text(request, prompt_ids) if request.prompt_text and begins else PromptText()
         async with self._admission.queued(principal, slots, context.time_remaining()) as turn:
             with span.child("queue"):
                 async for ahead in turn.positions():
@@ -187,7 +190,10 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                             max_new_tokens=generation.max_new_tokens,
                             prompt_log_probs=generation.prompt_log_probs,
                             prompt_top_log_probs=top_log_probs_to_pb(generation.prompt_top_log_probs),
+                            prompt_text=prompt_text.text,
+                            prompt_text_offsets=prompt_text.offsets,
                         )
+                        prompt_text = PromptText()
                         try:
                             async for event in events:
                                 if isinstance(event, DoneCompletion):
@@ -294,7 +300,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             max_new_tokens=_new_tokens(message),
             sampling=sampling,
             stop=tuple(message.stop),
-            stop_token_ids=tuple(message.stop_token_ids),
+            stop_token_ids=(*message.stop_token_ids, *self._encoder.special_ids(message.stop)),
             ignore_eos=message.ignore_eos,
             log_probs=message.log_probs or message.top_log_probs > 0,
             top_log_probs=message.top_log_probs,
@@ -332,6 +338,13 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             raise InvalidArgumentError("the prompt is empty; expected at least one token")
         token_limit(len(prompt_ids), _new_tokens(message), target)
         return prompt_ids
+
+    async def _prompt_text(self, message: draft_pb2.GenerateRequest, prompt_ids: tuple[int, ...]) -> PromptText:
+        tokenizer = self._backend.engine.tokenizer
+        read = partial(decoded, tokenizer, prompt_ids)
+        if message.WhichOneof("prompt") == "text":
+            read = partial(written, tokenizer, message.text, prompt_ids, special_tokens=message.special_tokens)
+        return await self._tokenizer_thread.run(read)
 
     async def _encoded(
         self,

@@ -17,11 +17,6 @@ class StopStrings:
         self._held = ""
         self.found = False
 
-    @property
-    def active(self) -> bool:
-        """Whether there is anything to look for."""
-        return bool(self._stops)
-
     def push(self, text: str) -> str:
         """The text that may be shown now: everything before the first stop string, or before a possible beginning."""
         if self.found:

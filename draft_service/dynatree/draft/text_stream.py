@@ -7,11 +7,16 @@ from dynatree.draft.stop_strings import StopStrings
 
 
 class TextStream:
-    """Committed tokens to text, up to the first stop string."""
+    """Committed tokens to text, up to the first stop string.
+
+    Attributes:
+        offsets: Where each token that the last `push` kept begins in the text, in characters.
+    """
 
     def __init__(self, detokenizer: Detokenizer, stops: StopStrings) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
+        self.offsets: tuple[int, ...] = ()
 
     @property
     def stopped(self) -> bool:
@@ -23,16 +28,15 @@ class TextStream:
 
         The token that completes a stop string is the last that does; the text ends before the stop string.
         """
-        if self.stopped:
-            return "", ()
-        if not self._stops.active:
-            return self._detokenizer.push(token_ids), token_ids
         text = ""
-        for count, token in enumerate(token_ids, start=1):
+        offsets: list[int] = []
+        for token in token_ids:
+            if self.stopped:
+                break
             text += self._stops.push(self._detokenizer.push([token]))
-            if self._stops.found:
-                return text, token_ids[:count]
-        return text, token_ids
+            offsets.append(self._detokenizer.offset)
+        self.offsets = tuple(offsets)
+        return text, token_ids[: len(offsets)]
 
     def flush(self) -> str:
         """What was held back for a character or a stop string that did not come to be."""

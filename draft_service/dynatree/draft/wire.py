@@ -38,6 +38,7 @@ def response_to_pb(
                 log_probs=event.log_probs,
                 started=started,
                 top_log_probs=top_log_probs_to_pb(event.top_log_probs),
+                text_offsets=event.text_offsets if event.log_probs else (),
             )
         case TracedRound():
             return draft_pb2.GenerateResponse(index=index, trace=_trace_to_pb(event))

@@ -68,7 +68,7 @@ class DraftServiceGetModelInfoResponse(_message.Message):
     def __init__(self, draft: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., target: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., policies: _Optional[_Iterable[str]] = ..., chat_template: bool = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "max_new_tokens", "sampling", "stop", "ignore_eos", "policy", "stop_token_ids", "log_probs", "n", "trace", "queue_position", "resume", "special_tokens", "top_log_probs", "prompt_log_probs")
+    __slots__ = ("text", "token_ids", "chat", "max_new_tokens", "sampling", "stop", "ignore_eos", "policy", "stop_token_ids", "log_probs", "n", "trace", "queue_position", "resume", "special_tokens", "top_log_probs", "prompt_log_probs", "prompt_text")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +86,7 @@ class GenerateRequest(_message.Message):
     SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     chat: Chat
@@ -103,7 +104,8 @@ class GenerateRequest(_message.Message):
     special_tokens: bool
     top_log_probs: int
     prompt_log_probs: bool
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., log_probs: bool = ..., n: _Optional[int] = ..., trace: bool = ..., queue_position: bool = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., special_tokens: bool = ..., top_log_probs: _Optional[int] = ..., prompt_log_probs: bool = ...) -> None: ...
+    prompt_text: bool
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., log_probs: bool = ..., n: _Optional[int] = ..., trace: bool = ..., queue_position: bool = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., special_tokens: bool = ..., top_log_probs: _Optional[int] = ..., prompt_log_probs: bool = ..., prompt_text: bool = ...) -> None: ...
 
 class Chat(_message.Message):
     __slots__ = ("messages", "continue_final_message")
@@ -174,7 +176,7 @@ class Numbers(_message.Message):
     def __init__(self, values: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("text", "token_ids", "completion", "log_probs", "index", "trace", "queue_position", "started", "top_log_probs")
+    __slots__ = ("text", "token_ids", "completion", "log_probs", "index", "trace", "queue_position", "started", "top_log_probs", "text_offsets")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +186,7 @@ class GenerateResponse(_message.Message):
     QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     TOP_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_OFFSETS_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     completion: Completion
@@ -193,23 +196,28 @@ class GenerateResponse(_message.Message):
     queue_position: int
     started: Started
     top_log_probs: _tree_pb2.TopLogProbs
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., completion: _Optional[_Union[Completion, _Mapping]] = ..., log_probs: _Optional[_Iterable[float]] = ..., index: _Optional[int] = ..., trace: _Optional[_Union[RoundTrace, _Mapping]] = ..., queue_position: _Optional[int] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., top_log_probs: _Optional[_Union[_tree_pb2.TopLogProbs, _Mapping]] = ...) -> None: ...
+    text_offsets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., completion: _Optional[_Union[Completion, _Mapping]] = ..., log_probs: _Optional[_Iterable[float]] = ..., index: _Optional[int] = ..., trace: _Optional[_Union[RoundTrace, _Mapping]] = ..., queue_position: _Optional[int] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., top_log_probs: _Optional[_Union[_tree_pb2.TopLogProbs, _Mapping]] = ..., text_offsets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("seed", "prompt_ids", "target_fingerprint", "prompt_log_probs", "prompt_top_log_probs", "max_new_tokens")
+    __slots__ = ("seed", "prompt_ids", "target_fingerprint", "prompt_log_probs", "prompt_top_log_probs", "max_new_tokens", "prompt_text", "prompt_text_offsets")
     SEED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOP_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TEXT_OFFSETS_FIELD_NUMBER: _ClassVar[int]
     seed: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     target_fingerprint: str
     prompt_log_probs: _containers.RepeatedScalarFieldContainer[float]
     prompt_top_log_probs: _tree_pb2.TopLogProbs
     max_new_tokens: int
-    def __init__(self, seed: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., target_fingerprint: _Optional[str] = ..., prompt_log_probs: _Optional[_Iterable[float]] = ..., prompt_top_log_probs: _Optional[_Union[_tree_pb2.TopLogProbs, _Mapping]] = ..., max_new_tokens: _Optional[int] = ...) -> None: ...
+    prompt_text: str
+    prompt_text_offsets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, seed: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., target_fingerprint: _Optional[str] = ..., prompt_log_probs: _Optional[_Iterable[float]] = ..., prompt_top_log_probs: _Optional[_Union[_tree_pb2.TopLogProbs, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., prompt_text: _Optional[str] = ..., prompt_text_offsets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RoundTrace(_message.Message):
     __slots__ = ("round", "base_length", "token_ids", "parents", "probabilities", "texts", "accepted_nodes", "committed_ids", "committed_texts", "parameters", "draft_seconds", "verify_seconds")
