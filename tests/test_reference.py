@@ -57,7 +57,7 @@ def number(text: str) -> float:
 
 
 def documented_settings(cell: str) -> dict[str, Any]:
-    """Settings and defaults as the page writes them: `a` 1, `b` (1, 2); switches `c`, `d`, both 0, and `e` and `f`, all 1."""
+    """Settings and defaults as the page writes them: `a` 1, `b` (1, 2); switches `c`, `d`, both 0."""
     found: dict[str, Any] = {}
     for names, value in re.findall(r"((?:`\w+`(?:, | and )?)+),? (?:all |both )?(\([\d., ]+\)|[\d./]+)", cell):
         values = tuple(map(float, value.strip("()").split(","))) if value.startswith("(") else number(value)
@@ -66,7 +66,8 @@ def documented_settings(cell: str) -> dict[str, Any]:
 
 
 def test_settings_of_policies_and_their_defaults() -> None:
-    shown = {codes(row[0])[0]: documented_settings(row[2]) for row in rows_of("reference/policies.md", "policy", "tree")}
+    rows = rows_of("reference/policies.md", "policy", "tree")
+    shown = {codes(row[0])[0]: documented_settings(row[2]) for row in rows}
     have = {
         name: {
             each.name: tuple(map(float, each.default)) if isinstance(each.default, tuple) else float(each.default)
