@@ -211,6 +211,24 @@ def test_usage_tells_what_speculation_was_worth(client: openai.OpenAI, grpc_clie
         assert 0 <= speculation["acceptance_rate"] <= 1
 
 
+@pytest.mark.parametrize("running", [None, False, True])
+def test_every_chunk_has_the_usage_that_is_asked_for(gateway: Gateway, running: bool | None) -> None:
+    """Null before the last chunk, as OpenAI has it, or the tokens so far."""
+    options = {"include_usage": True, "continuous_usage_stats": running}
+    body = {"prompt": [PROMPT, "a"], "max_tokens": 16, "stream": True, "stream_options": options}
+    lines = requests.post(f"{gateway.url}/v1/completions", json=body, timeout=60).text.splitlines()
+
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    *usages, last = [event["usage"] for event in events]
+    if not running:
+        assert set(map(str, usages)) == {"None"}
+        return
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts)
+    assert counts[-1] == last["completion_tokens"] == 32
+    assert usages[-1].items() <= last.items()
+
+
 def test_a_stream_tells_its_rounds(gateway: Gateway, grpc_client: Client) -> None:
     body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "stream": True, "trace": True}
     lines = requests.post(f"{gateway.url}/v1/completions", json=body, timeout=60).text.splitlines()
