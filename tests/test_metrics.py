@@ -122,6 +122,9 @@ def test_a_completion_is_one_line(services: Services, caplog: pytest.LogCaptureF
     assert json.loads(JsonLines().format(failed))["request_id"] == caught.value.request_id
     text = TextLines().format(done)
     assert "generated_tokens=4" in text
+    assert "principal=team" in text
+    done.fields.update(principal="", finish_reason=None)  # type: ignore[attr-defined]
+    assert not {"principal", "finish_reason"} & {field.partition("=")[0] for field in TextLines().format(done).split()}
     assert "\n" not in text
 
 

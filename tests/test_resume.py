@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -389,23 +390,33 @@ def _wait_until_ready(proxied: Proxied) -> None:
         time.sleep(0.05)
 
 
-def test_the_draft_service_is_ready_while_a_verify_service_is(proxied: Proxied) -> None:
+def test_the_draft_service_is_ready_while_a_verify_service_is(
+    proxied: Proxied, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While none is, of the requests that are refused only the first has a line: clients try again every second."""
+    caplog.set_level(logging.INFO, "dynatree.draft.service")
     address = proxied.services.draft_address
     assert healthcheck.failure(address, 1.0) is None
 
     async def for_ever(*_: object) -> None:
         await asyncio.Event().wait()
 
-    for way in proxied.ways:
-        way.hook = for_ever
-        proxied.loop.call(way.cut)
-    until = time.monotonic() + 5.0
-    while healthcheck.failure(address, 1.0) is None:
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    assert healthcheck.failure(address, 1.0, "liveness") is None
-    with Client(address, resume=False) as client, pytest.raises(ServerUnavailableError, match="no verify service"):
-        client.generate(PROMPT, max_new_tokens=2)
-    proxied.mend()
-    _wait_until_ready(proxied)
-    assert proxied.complete("greedy").token_ids
+    for losses in (1, 2):
+        for way in proxied.ways:
+            way.hook = for_ever
+            proxied.loop.call(way.cut)
+        until = time.monotonic() + 5.0
+        while healthcheck.failure(address, 1.0) is None:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert healthcheck.failure(address, 1.0, "liveness") is None
+        for _ in range(3):
+            with (
+                Client(address, resume=False) as client,
+                pytest.raises(ServerUnavailableError, match="no verify service"),
+            ):
+                client.generate(PROMPT, max_new_tokens=2)
+        assert [each.getMessage() for each in caplog.records].count("request ended") == losses
+        proxied.mend()
+        _wait_until_ready(proxied)
+        assert proxied.complete("greedy").token_ids

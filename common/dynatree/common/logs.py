@@ -29,14 +29,14 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """One line a record; its `fields` follow the message as `name=value`."""
+    """One line a record; its `fields` follow the message as `name=value`, those that are not empty."""
 
     def __init__(self) -> None:
         super().__init__(TEXT)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """The line, but for a traceback."""
-        fields = getattr(record, "fields", {})
+        fields = {name: value for name, value in getattr(record, "fields", {}).items() if value not in ("", None)}
         return " ".join([super().formatMessage(record), *(f"{name}={_short(value)}" for name, value in fields.items())])
 
 

@@ -23,6 +23,7 @@ from dynatree.common.shared_cores import SharedCores
 from dynatree.common.tracing import NOTHING as NO_SPAN
 from dynatree.common.tracing import Span
 from dynatree.draft.ahead import DraftingAhead
+from dynatree.draft.best_guesses import BestGuesses
 from dynatree.draft.detokenizer import Detokenizer
 from dynatree.draft.draft_session import DraftSession
 from dynatree.draft.drafter import Drafter, Growing
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Backend:
-    """What completions run on: the draft model, its thread and cores, what all grow on, the verify services.
+    """What completions run on: the draft model, its thread and cores, what all grow on and count, the verify services.
 
     `resume_seconds`: how long a completion whose verify service was lost waits for another one.
     """
@@ -53,6 +54,7 @@ class Backend:
     growth: SharedGrowth
     replicas: Replicas
     cores: SharedCores
+    guesses: BestGuesses
     resume_seconds: float = RESUME_SECONDS
 
 
@@ -163,6 +165,7 @@ class Generation:
         self._drafter = backend.drafter
         self._thread = backend.thread
         self._growth = backend.growth
+        self._guesses = backend.guesses
         self._tokenizer = backend.engine.tokenizer
         self._session = session
         self._target_session = target_session
@@ -304,6 +307,7 @@ class Generation:
 
         def commit_and_grow() -> Growing[tuple[Growth | None, dict[str, float]]]:
             started = time.perf_counter()
+            self._guesses.observe(self._session, commit.token_ids)
             self._drafter.commit(self._session, commit.token_ids)
             if last is not None and not commit.resumed:  # else nothing was verified
                 policy.observe(last)

@@ -22,6 +22,10 @@ log = logging.getLogger(__name__)
 RESOLVE_SECONDS = 5.0  # between two looks at what a name stands for
 
 
+class NothingReadyError(PeerUnavailableError):
+    """No verify service serves, so nothing was begun."""
+
+
 class Replicas:
     """Verify services, any of which may serve a session; each is told apart by its address.
 
@@ -128,7 +132,7 @@ class Replicas:
         One with a shorter context is taken where there is no other: it says itself what does not fit.
 
         Raises:
-            PeerUnavailableError: None serves.
+            NothingReadyError: None serves.
             FailedPreconditionError: Others serve, or only such as do not fit the draft model.
         """
         like = None
@@ -145,7 +149,7 @@ class Replicas:
             mismatches = [replica.mismatch for replica in self.all if replica.mismatch]
             if mismatches:
                 raise FailedPreconditionError(mismatches[0])
-            raise PeerUnavailableError("no verify service is ready")
+            raise NothingReadyError("no verify service is ready")
         return replica
 
     async def changed(self, timeout: float) -> bool:

@@ -21,6 +21,7 @@ from dynatree.common.prefix_cache import PrefixCache
 from dynatree.common.server import Server
 from dynatree.common.service_process import model_settings, run_service
 from dynatree.common.shared_cores import HalfTheThreads, SharedCores
+from dynatree.draft.best_guesses import BestGuesses
 from dynatree.draft.draft_model import EngineDraftModel
 from dynatree.draft.drafter import Drafter
 from dynatree.draft.generation import Backend
@@ -164,7 +165,7 @@ async def start_draft(
     drafter = Drafter(EngineDraftModel(engine, cache), limits.max_tree_nodes)
     cores = SharedCores(HalfTheThreads(thread))
     growth = SharedGrowth(drafter, thread)
-    backend = Backend(engine, drafter, thread, growth, replicas, cores, limits.resume_seconds)
+    backend = Backend(engine, drafter, thread, growth, replicas, cores, BestGuesses(), limits.resume_seconds)
     admission = Admission(limits.sessions, engine.arena.size, limits.queue, limits.quota)
     metrics = DraftMetrics(operation.registry, admission, replicas)
     server = Server([SERVICE_NAME], limits.idle_seconds, operation.security, limits.sessions + limits.queue)

@@ -30,6 +30,7 @@ from dynatree.draft.metrics import DraftMetrics
 from dynatree.draft.policies import RESIDUAL_POLICY, Setting, create_policy, policy_names, residual_policies
 from dynatree.draft.prompt_text import PromptText, decoded, written
 from dynatree.draft.prompts import Message, PromptEncoder
+from dynatree.draft.replicas import NothingReadyError
 from dynatree.draft.target import Target
 from dynatree.draft.target_session import TargetChangedError
 from dynatree.draft.vocabulary import token_bytes
@@ -84,6 +85,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._default_policy = default_policy
         self._encoder = PromptEncoder(backend.engine.tokenizer)
         self._longest_token = max(map(len, backend.engine.tokenizer.get_vocab()))  # characters
+        self._nothing_ready = False  # as a request has found, and its line said
         self._vocabulary: list[bytes] = []  # made when somebody asks for it
 
     async def GetModelInfo(  # noqa: N802
@@ -145,8 +147,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                     async for response in responses:
                         yield response
         except BaseException as error:
-            code = error.code if isinstance(error, ServiceError) else "INTERNAL"
-            self._failed(context, "CANCELLED" if isinstance(error, (CancelledError, GeneratorExit)) else code)
+            self._failed(context, error)
             raise
 
     async def _responses(
@@ -228,6 +229,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             "generated_tokens": statistics.generated_tokens,
             "rounds": statistics.rounds,
             "tokens_per_round": statistics.tokens_per_round,
+            "acceptance_rate": statistics.acceptance_rate,
             "queue_seconds": statistics.queue_seconds,
             "time_to_first_token_seconds": statistics.time_to_first_token_seconds,
             "total_seconds": statistics.total_seconds,
@@ -235,8 +237,15 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         }
         log.info("completion", extra={"fields": fields})
 
-    def _failed(self, context: Context, code: str) -> None:
+    def _failed(self, context: Context, error: BaseException) -> None:
+        """Count a request that has failed, and write its line; of those that find nothing ready, the first one's."""
+        code = error.code if isinstance(error, ServiceError) else "INTERNAL"
+        code = "CANCELLED" if isinstance(error, (CancelledError, GeneratorExit)) else code
         self._metrics.failed(code)
+        if isinstance(error, NothingReadyError):
+            if self._nothing_ready:
+                return  # clients try again every second
+            self._nothing_ready = True
         log.info("request ended", extra={"fields": {"request_id": context.request_id, "code": code}})
 
     @asynccontextmanager
@@ -253,6 +262,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         """
         for _ in range(TARGET_CHANGES):
             replica = self._backend.replicas.first(fingerprint, needed)
+            self._nothing_ready = False
             assert replica.target is not None
             async with AsyncExitStack() as stack:
                 opening = Generation.open(new_request(replica.target), self._backend, replica, timeout)
