@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +13,12 @@ from conftest import EmbeddedServices
 from gateways import Gateway, running_gateway
 from playwright.sync_api import Browser, Page, expect
 from rounds_page import texts
-from test_live_page import LIMIT, finish, generate
+from services import running_services
+from test_live_page import LIMIT, finish, generate, send
 from test_live_page import page as page  # a fixture
 
 from dynatree.client import Client, Completion
+from dynatree.common import embedded
 
 PROMPT = "It was a dark night, and the “old” house"
 PICTURES = Path(__file__).parent.parent / "build" / "pictures"
@@ -63,6 +67,38 @@ def test_plain_decoding_gives_the_same_text(page: Page) -> None:
     finish(page)
     page.get_by_role("button", name="Measure").click()
     expect(page.get_by_text(re.compile("the same text"))).to_be_visible(timeout=60_000)
+
+
+TEMPLATE = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}assistant:"
+
+
+@pytest.fixture(name="chat_draft")
+def chat_draft_fixture(tmp_path: Path) -> Iterator[str]:
+    """The draft service of the shipped pair with a chat template."""
+    for name, path in (("target", embedded.target_path()), ("draft", embedded.draft_path())):
+        shutil.copytree(path, tmp_path / name)
+        config = tmp_path / name / "tokenizer_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
+    with running_services(tmp_path, tmp_path / "target", tmp_path / "draft") as services:
+        yield services.draft_address
+
+
+@pytest.mark.long
+def test_a_real_chat_in_two_turns(browser: Browser, chat_draft: str) -> None:
+    said: list[dict[str, str]] = []
+    with running_gateway(chat_draft) as gateway, Client(chat_draft) as client:
+        page = browser.new_page()
+        page.goto(gateway.url)
+        page.get_by_label("Max tokens").fill(str(LIMIT))
+        for message in ("Who was the captain?", "And then?"):
+            send(page, message)
+            said.append({"role": "user", "content": message})
+            answer = client.generate(said, max_new_tokens=LIMIT).text
+            said.append({"role": "assistant", "content": answer})
+            text = (page.locator("#text").text_content() or "").replace("↵", "")
+            assert text == "".join(each["content"] for each in said)
+        assert int(page.locator("#slider").get_attribute("max") or 0) > 0
+        page.close()
 
 
 @pytest.mark.long
