@@ -1,7 +1,8 @@
 """The client for asyncio."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -22,6 +23,7 @@ from dynatree.client._base import (
     is_serving,
 )
 from dynatree.client._errors import error_from_rpc
+from dynatree.client._grpc_loop import FromGrpcLoop, on_grpc_loop
 from dynatree.client._request import (
     GenerateOptions,
     Message,
@@ -35,7 +37,7 @@ from dynatree.client._types import Chunk, Completion, ServiceInfo, Tokens
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 T = TypeVar("T")
-_Call = grpc.aio.UnaryStreamCall[draft_pb2.GenerateRequest, draft_pb2.GenerateResponse]
+_Call = FromGrpcLoop[draft_pb2.GenerateResponse]
 
 
 class AsyncCompletionStream(Accumulator):
@@ -109,16 +111,15 @@ class AsyncCompletionStream(Accumulator):
         while True:
             try:
                 if self._call is None:
-                    try:
-                        self._call = await self._start(self._remaining(), self._span.metadata)
-                    except grpc.aio.UsageError:  # the client was closed meanwhile
-                        raise self._client_closed() from None
+                    self._call = await self._start(self._remaining(), self._span.metadata)
                     if self._ended:  # closed while it was connecting
                         self._call.cancel()
-                while isinstance(response := await self._call.read(), draft_pb2.GenerateResponse):
+                async for response in self._call:
                     if chunk := self._add(response):
                         return chunk
                 return None
+            except grpc.aio.UsageError:  # the client was closed meanwhile
+                raise self._client_closed() from None
             except grpc.RpcError as error:
                 if self._is_whole:  # only the status was lost
                     return None
@@ -132,14 +133,14 @@ class AsyncCompletionStream(Accumulator):
 
 
 class AsyncClient(BaseClient):
-    """A connection to a draft service, or to several, for the tasks of one event loop.
+    """A connection to a draft service, or to several, for the tasks of any event loop, one or several.
 
     A request whose service was lost goes on at another one, or at the same one when that is back, with what was
     received: no token comes twice, and none is lost. `resume=False` switches that off.
     """
 
     def __init__(self, address: str, **settings: Unpack[ClientSettings]) -> None:
-        """Connect to nothing yet; the first call does, and binds the client to its event loop.
+        """Connect to nothing yet; the first call does.
 
         Args:
             address: the draft service, or several, as for `Client`.
@@ -196,11 +197,19 @@ class AsyncClient(BaseClient):
             nonlocal deadline
             if deadline is None:
                 deadline = await self._connect(timeout)
-            stub = self._stubs()[self._next_server()]
-            call: _Call = stub.Generate(request, timeout=deadline.remaining(), metadata=sent + traced)
-            return call
+            return FromGrpcLoop(partial(self._responses, request, deadline.remaining(), sent + traced))
 
         return AsyncCompletionStream(start, self._address, request, self._attempts())
+
+    async def _responses(
+        self, request: draft_pb2.GenerateRequest, timeout: float | None, metadata: Metadata
+    ) -> AsyncGenerator[draft_pb2.GenerateResponse]:
+        call = self._stubs()[self._next_server()].Generate(request, timeout=timeout, metadata=metadata)
+        try:
+            async for response in call:
+                yield response
+        finally:
+            call.cancel()
 
     async def model_info(self, *, timeout: float | None = None, metadata: Metadata = ()) -> ServiceInfo:
         """The models that the service runs (the target as it was last, while its service is down), and its policies.
@@ -306,6 +315,9 @@ class AsyncClient(BaseClient):
         Args:
             timeout: seconds for each server to answer.
         """
+        return await on_grpc_loop(partial(self._any_serves, timeout))
+
+    async def _any_serves(self, timeout: float) -> bool:
         self._stubs()
         return any(await asyncio.gather(*(self._serves(channel, timeout) for channel in self._channels)))
 
@@ -320,6 +332,11 @@ class AsyncClient(BaseClient):
         self, ask: Callable[[draft_pb2_grpc.DraftServiceStub, float | None], Awaitable[T]], deadline: Deadline
     ) -> T:
         """The answer of the first server that is there."""
+        return await on_grpc_loop(partial(self._first_answer, ask, deadline))
+
+    async def _first_answer(
+        self, ask: Callable[[draft_pb2_grpc.DraftServiceStub, float | None], Awaitable[T]], deadline: Deadline
+    ) -> T:
         stubs = self._stubs()
         for left in reversed(range(len(stubs))):
             try:
@@ -332,6 +349,9 @@ class AsyncClient(BaseClient):
     async def close(self) -> None:
         """Close the connection; requests in progress are cancelled. May be called again."""
         self._closed = True
+        await on_grpc_loop(self._close_channels)
+
+    async def _close_channels(self) -> None:
         for channel in self._channels:
             await channel.close()
 
@@ -346,25 +366,30 @@ class AsyncClient(BaseClient):
     async def _connect(self, timeout: float | None) -> Deadline:
         """Wait for a server at the first call; the call's deadline, which contains the wait."""
         deadline = self._deadline(timeout)
-        stubs = self._stubs()
         if not self._connected:
-            wait = self._connect_wait(deadline, len(stubs))
-            for server, seconds in wait:
-                stub = stubs[server]
-                try:
-                    await stub.GetModelInfo(
-                        MODEL_INFO_REQUEST, timeout=seconds, wait_for_ready=True, metadata=self._metadata
-                    )
-                except grpc.RpcError as error:
-                    if wait.goes_on_after(error):
-                        continue
-                    self._check_answer(error, wait.limit, await self._cause(stub))
-                break
+            await on_grpc_loop(partial(self._find_server, deadline))
             self._connected = True
         return deadline
 
+    async def _find_server(self, deadline: Deadline) -> None:
+        stubs = self._stubs()
+        wait = self._connect_wait(deadline, len(stubs))
+        for server, seconds in wait:
+            stub = stubs[server]
+            try:
+                await stub.GetModelInfo(
+                    MODEL_INFO_REQUEST, timeout=seconds, wait_for_ready=True, metadata=self._metadata
+                )
+            except grpc.RpcError as error:
+                if wait.goes_on_after(error):
+                    continue
+                self._check_answer(error, wait.limit, await self._cause(stub))
+            break
+
     def _stubs(self) -> list[draft_pb2_grpc.DraftServiceStub]:
-        """The servers. Their channels are made here, because gRPC makes them for the event loop that runs."""
+        """The servers. Their channels are made here, because gRPC makes them for the event loop that runs: its own."""
+        if self._closed:
+            raise grpc.aio.UsageError("the client is closed")
         if not self._channels:
             self._channels = [self._open(address) for address in self._addresses]
             self._servers = [draft_stub(channel) for channel in self._channels]
