@@ -58,7 +58,7 @@ def test_a_chat_without_a_template_is_refused(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    "chat", [[{"role": "user"}], [{"role": "user", "content": "Hi", "name": "me"}], [{"role": "user", "content": 7}]]
+    "chat", [[{"role": "user"}], [{"role": "user", "content": "Hi", "mood": "good"}], [{"role": "user", "content": 7}]]
 )
 def test_a_message_is_a_role_and_a_content(client: Client, chat: list[dict[str, object]]) -> None:
     with pytest.raises(TypeError, match=r"prompt\[0\]"):
