@@ -11,6 +11,7 @@ from statistics import median
 import figures
 import matplotlib
 from matplotlib.figure import Figure
+from pandas import concat
 
 from dynatree.bench import plots
 from dynatree.bench.figures import Cell, cells
@@ -20,7 +21,7 @@ from dynatree.cli.service_pair import service_pair
 from dynatree.client import RoundTrace
 
 OUT = figures.HERE.parent / "docs" / "pictures"
-SHOWN = ("transformers", "transformers assisted", "linear:", "fixed:", "throughput")
+SHOWN = ("transformers", "linear:", "fixed:", "throughput", "dynatree", figures.LLAMA_CPP)
 PROMPT = "It was a bright cold morning, and the captain"
 NODES = range(9, 15)  # of the tree that is drawn
 
@@ -121,17 +122,27 @@ def _places(parents: Sequence[int]) -> dict[int, tuple[float, float]]:
 
 
 def throughput() -> Figure:
-    """Ratios to plain decoding, by text and method."""
-    series = {}
-    for name, text in figures.texts().items():
-        found = cells(figures.runs(name), "rate", over=PLAIN.label)
-        series[text] = {
-            figures.kind_of(label).replace("*", "").replace("`", ""): found[label]
-            for shown in SHOWN
-            for label in found
-            if label == shown or (shown.endswith(":") and label.startswith(shown))
-        }
-    return plots.bars("One user, greedy, 2.8B shape: over plain decoding", "x plain", series, "plain decoding")
+    """Ratios to plain decoding by method, over the prompts of all texts; llama.cpp's over those that it was given."""
+    best = figures.best_drafting()
+    found = pooled([f"llama-cpp-{name}" for name in figures.llama_cpp_texts()]) | pooled([*figures.texts()])
+    shown = {
+        f"{figures.kind_of(label).replace('*', '').replace('`', '')} ({cell.prompts} prompts)": cell
+        for label, cell in sorted(found.items(), key=lambda each: each[1].median)
+        if label == best or (label.startswith(SHOWN) and not label.startswith(f"{figures.LLAMA_CPP}, "))
+    }
+    title = "One user, greedy, 2.8B shape: median over prompts, and range"
+    figure = plots.bars(title, "tokens/s, times plain decoding's", {"": shown}, "plain decoding")
+    [axes] = figure.axes
+    for place, cell in enumerate(shown.values()):
+        axes.text(0.06, place, f"{cell.median:.1f}", color="white", fontweight="bold", va="center")
+    return figure
+
+
+def pooled(names: Sequence[str]) -> dict[str, Cell]:
+    """The ratios to plain decoding over the prompts of several files."""
+    runs = concat([figures.runs(name).assign(text=name) for name in names])
+    runs["prompt"] = runs["text"] + runs["prompt"].astype(str)  # each text has a prompt 0
+    return cells(runs, "rate", over=PLAIN.label)
 
 
 if __name__ == "__main__":
