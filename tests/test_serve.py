@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from interrupted_starts import COMMANDS, interrupted, verify_service
 
 from dynatree.client import Client
 
@@ -92,6 +93,15 @@ def test_one_command_serves_and_leaves_nothing(tmp_path: Path, number: signal.Si
         assert "Traceback" not in serve.log
         left = {path.name for path in tmp_path.iterdir()} - {"serve.log", "grpc.sock"}
         assert not {name for name in left if name.startswith("dynatree-")}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_interrupt_at_any_moment_of_a_start_ends_it_in_order(name: str) -> None:
+    """`interrupted_starts.py`, run as a program, tries more moments."""
+    with verify_service() as verify:
+        ends = [interrupted(name, moment, verify) for moment in (0.2, 0.6, None)]
+    assert all(end.good for end in ends), ends
+    assert [end.status for end in ends] == [130, 130, 0]
 
 
 def test_a_target_larger_than_the_memory(tmp_path: Path) -> None:

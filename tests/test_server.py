@@ -2,6 +2,10 @@
 
 import asyncio
 import logging
+import os
+import signal
+import subprocess
+import sys
 
 import grpc
 import pytest
@@ -140,3 +144,42 @@ def test_a_device_that_has_failed_ends_the_service(tmp_path, error, poisons):
 
     code = grpc.StatusCode.UNAVAILABLE if poisons else grpc.StatusCode.INTERNAL
     assert asyncio.run(status()) == (code, poisons)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_as_soon_as_the_service_is_ready_stops_it_in_order(tmp_path, caplog, number):
+    caplog.set_level(logging.INFO, "dynatree")
+    before = signal.getsignal(number)
+
+    async def serve():
+        server = Server(["example"])
+        await server.start(f"unix:{tmp_path}/example.sock")
+        await asyncio.wait_for(server.wait(5.0, lambda: signal.raise_signal(number)), 30)
+
+    asyncio.run(serve())
+    assert [record.message for record in caplog.records][-2:] == ["stopping, 0 open calls", "stopped"]
+    assert signal.getsignal(number) is before
+
+
+# A module that stands in for torch: it tells that it is imported, and takes its time.
+SLOW_TORCH = "import time; print('importing', flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_torch_is_imported_ends_the_process_at_once(tmp_path, number, status):
+    (tmp_path / "torch.py").write_text(SLOW_TORCH)
+    command = [sys.executable, "-m", "dynatree.cli.main", "verify", "--target-model", "embedded"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(
+        [*command, "--listen", "localhost:0"], env=environment, text=True, preexec_fn=heed, **pipes
+    ) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(number)
+        assert process.communicate(timeout=30)[1] == ""
+    assert process.returncode == status
+
+
+def heed():
+    """A shell's background job ignores interrupts, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -12,6 +12,7 @@ from dynatree.bench.measurements import EMBEDDED, MEASUREMENTS, Measurement
 from dynatree.bench.methods import BASELINES, SCHEMES, parse_method, parse_methods, parse_server
 from dynatree.cli.arguments import DTYPES, device
 from dynatree.cli.checks import check_pair
+from dynatree.cli.interrupts import raise_interrupts
 
 T = TypeVar("T")
 
@@ -55,6 +56,7 @@ def run(options: argparse.Namespace) -> int:
     if hasattr(options, "target_model") and getattr(options, "server", None) is None:
         check_pair(options.target_model, options.draft_model or EMBEDDED)
 
+    raise_interrupts()
     from dynatree.bench.command import run
 
     return run(options)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from dynatree.cli.arguments import SCHEMES, Keyed, add_policy_settings
 from dynatree.cli.connection import add_connection_arguments, connected
+from dynatree.cli.interrupts import raise_interrupts
 
 if TYPE_CHECKING:
     from dynatree.client import Chunk, CompletionStream, GenerateOptions
@@ -133,6 +134,7 @@ def run(options: argparse.Namespace) -> int:
     for option in ("log_probs", "top_log_probs", "prompt_log_probs"):
         if getattr(options, option) and not options.json:
             options.usage_error(f"--{option.replace('_', '-')} needs --json")
+    raise_interrupts()
     _print_utf8()
     prompt = _read_stdin() if options.prompt == _STDIN else options.prompt
     with (

@@ -11,8 +11,9 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol, cast
+
+from dynatree.cli import interrupts
 
 # Name -> help line, module.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -78,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _drop_output()
         status = _fail(f"cannot write the output: {error.strerror}")
+    finally:
+        interrupts.finish()
     return status
 
 
@@ -129,6 +132,8 @@ def _parser(name: str | None, command: Command | None) -> argparse.ArgumentParse
 
 
 def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("dynatree")
     except PackageNotFoundError:

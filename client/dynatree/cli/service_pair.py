@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from dynatree.cli.interrupts import raise_interrupts
 from dynatree.cli.main import main
 from dynatree.client import AuthenticationError, Client, ServerUnavailableError
 
@@ -82,6 +83,7 @@ def service_pair(
     Raises:
         SystemExit: A service did not start; with what it printed last.
     """
+    raise_interrupts()
     with ExitStack() as stack:
         stack.enter_context(_orderly_termination())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynatree-")))  # made with mode 0700

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from dynatree.common.files import LOOK_SECONDS, Reloaded
 from dynatree.common.listening import cannot_listen
 from dynatree.common.metrics import new_registry
 from dynatree.common.security import SecuritySettings, is_local
+from dynatree.common.stopping import on_stop
 from dynatree.common.unix_socket import prepare_socket
 from dynatree.gateway.app import build_app
 from dynatree.pages.live import live_page
@@ -116,15 +116,14 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """End open requests at the first signal, and at the second do not wait for them."""
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        for number in numbers:
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        try:
+        with on_stop(lambda number: self.handle_exit(number, None)):
             yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End open requests; the log tells of it."""
+        log.info("stopping, %d open requests", len(self.server_state.tasks))
+        await super().shutdown(sockets)
+        log.info("stopped")
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Bind, and tell."""

@@ -83,6 +83,11 @@ class CallTracker(grpc.aio.ServerInterceptor):
             return handler._replace(unary_stream=self._stream(handler.unary_stream))  # type: ignore[no-any-return]
         return handler._replace(stream_stream=self._awaited(handler.stream_stream))  # type: ignore[no-any-return]
 
+    @property
+    def open(self) -> int:
+        """Calls whose status is not sent yet."""
+        return len(self._open)
+
     async def end(self, grace: float) -> None:
         """Wait `grace` seconds for the open calls, then end those that are left, and wait for them to clean up."""
         if self._open:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import grpc
@@ -17,7 +17,10 @@ from dynatree.common.errors import DeviceFailedError, StartupError
 from dynatree.common.grpc_options import SERVER_OPTIONS
 from dynatree.common.limits import IDLE_SECONDS
 from dynatree.common.security import LOCAL, Authentication, SecuritySettings
+from dynatree.common.stopping import on_stop
 from dynatree.common.unix_socket import prepare_socket
+
+log = logging.getLogger(__name__)
 
 LIVENESS = "liveness"  # the name under which health is SERVING for as long as the process answers
 FREE_CALLS = 64  # besides those that hold a session or wait for one: health, models
@@ -108,22 +111,25 @@ class Server:
             for name in ("", *self._names):
                 await self._health.set(name, status)
 
-    async def wait(self, grace: float) -> None:
+    async def wait(self, grace: float, ready: Callable[[], object] = lambda: None) -> None:
         """Serve until SIGTERM or SIGINT, then report NOT_SERVING and give open calls `grace` seconds.
+
+        `ready` is called once a signal is heeded so.
 
         Raises:
             DeviceFailedError: The device has failed for good; every call was ended.
         """
         stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-        poisoned = self._calls.poisoned
-        waits = [asyncio.ensure_future(event.wait()) for event in (stop, poisoned)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for each in waits:
-            each.cancel()
-        await self.stop(0.0 if poisoned.is_set() else grace)
+        with on_stop(lambda _: stop.set()):
+            ready()
+            poisoned = self._calls.poisoned
+            waits = [asyncio.ensure_future(event.wait()) for event in (stop, poisoned)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for each in waits:
+                each.cancel()
+            log.info("stopping, %d open calls", self._calls.open)
+            await self.stop(0.0 if poisoned.is_set() else grace)
+            log.info("stopped")
         if poisoned.is_set():
             raise DeviceFailedError("the device has failed for good; the log has the error")
 

@@ -134,8 +134,8 @@ async def serve(
             replicas.draft_with(targets_for(engine, verify.ahead))
             server = await start_draft(engine, thread, replicas, operation.address, policy, limits, running)
             info, target = engine.info, replicas.target.info
-            announce(f"dynatree draft: {info.name} ({info.dtype}, {info.device}) for {target.name} on {server.address}")
-            await server.wait(operation.grace)
+            ready = f"dynatree draft: {info.name} ({info.dtype}, {info.device}) for {target.name} on {server.address}"
+            await server.wait(operation.grace, lambda: announce(ready))
             thread.shutdown()
         finally:
             await replicas.close()

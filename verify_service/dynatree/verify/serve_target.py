@@ -80,8 +80,8 @@ async def serve(settings: ModelSettings, limits: VerifyLimits, operation: Operat
         engine = await thread.run(load_engine, settings)
         server = await start_verify(engine, thread, operation.address, limits, running)
         info = engine.info
-        announce(f"dynatree verify: {info.name} ({info.dtype}, {info.device}) on {server.address}")
-        await server.wait(operation.grace)
+        ready = f"dynatree verify: {info.name} ({info.dtype}, {info.device}) on {server.address}"
+        await server.wait(operation.grace, lambda: announce(ready))
         thread.shutdown()
 
 
