@@ -97,7 +97,7 @@ clean:  ## Remove the environments, caches and build outputs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The file .ready is made last, so that an interrupted installation starts anew.
-$(READY): pyproject.toml constraints.txt common/build_native.py $(KERNELS)
+$(READY): pyproject.toml constraints.txt common/build_native.py $(KERNELS) $(dir $(firstword $(KERNELS)))builds.json
 	@$(call make_venv,$(VENV))
 	@echo "Installing into $(VENV); the first time takes minutes (torch is large)"
 	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) $(PIP_ARGS) -c constraints.txt -e '.[dev]'

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -15,13 +18,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = "common/dynatree/common/engine/native"
 SOURCES = ("attention.c", "linear.c", "forward.c")
-FLAGS = ("-O3", "-fno-strict-aliasing", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
-# Of each build, in the order of `native.BUILDS`: the instructions that it may use.
-TARGETS = {
-    "kernels_avx512_bf16.so": ("-march=x86-64-v4", "-mavx512bf16"),
-    "kernels_avx512.so": ("-march=x86-64-v4",),
-    "kernels_avx2.so": ("-march=x86-64-v3",),
-}
+OPENMP = b"libgomp.so"  # torch's own; `torch.set_num_threads` governs no other
 
 
 class NativeHook(BuildHookInterface[Any]):
@@ -29,42 +26,57 @@ class NativeHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, unless DYNATREE_NATIVE is 0, as for wheels that shall install everywhere."""
-        if self.target_name != "wheel" or os.environ.get("DYNATREE_NATIVE") == "0":
+        if self.target_name != "wheel":
             return
         folder = Path(self.root, FOLDER)
-        built = [name for name in TARGETS if self._compile(folder, name)]
+        # With the instructions of each build, which a service asks its CPU for.
+        settings = json.loads((folder / "builds.json").read_text())
+        built = [
+            name for name, uses in settings["builds"].items() if self._build(folder / name, settings["flags"], uses)
+        ]
         if built:
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
             build_data["artifacts"] += [f"/{FOLDER}/{name}" for name in built]
 
-    def _compile(self, folder: Path, name: str) -> bool:
-        output = folder / name
-        output.unlink(missing_ok=True)
-        compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-        if compiler is None or platform.system() != "Linux" or platform.machine() != "x86_64":
-            return False
-        sources = [str(folder / source) for source in SOURCES]
-        command = [
-            *compiler.split(),
-            *FLAGS,
-            f"-DSOURCES={_checksum(folder)}u",
-            *TARGETS[name],
-            *sources,
-            "-lm",
-            "-o",
-            str(output),
-        ]
+    def _build(self, output: Path, flags: Sequence[str], instructions: Sequence[str]) -> bool:
+        """Whether it was compiled; a build of before is not kept, and none is there in part."""
+        compiler = _compiler()
+        part = output.with_suffix(f".{os.getpid()}")
         try:
+            output.unlink(missing_ok=True)
+            if compiler is None:
+                return False
+            sources = [str(output.parent / source) for source in SOURCES]
+            targets = [f"-m{each.replace('_', '')}" for each in instructions]
+            checksum = f"-DSOURCES={_checksum(output.parent)}u"
+            command = [*compiler, *flags, checksum, *targets, *sources, "-lm", "-o", str(part)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            if done.returncode:
+                raise OSError(done.stderr.strip()[-500:])
+            if OPENMP not in part.read_bytes():
+                raise OSError(f"{shlex.join(compiler)} links another OpenMP than torch's, which is gcc's")
+            part.replace(output)
         except (OSError, subprocess.SubprocessError) as error:
-            self.app.display_warning(f"{name} was not compiled: {error}")
+            self.app.display_warning(f"{output.name} was not compiled: {error}")
             return False
-        if done.returncode:
-            self.app.display_warning(f"{name} was not compiled: {done.stderr.strip()[-500:]}")
-        return not done.returncode
+        finally:
+            if part.exists():
+                part.unlink()
+        return True
+
+
+def _compiler() -> list[str] | None:
+    """The command of $CC, or of gcc; None where nothing shall be compiled, or can be."""
+    if os.environ.get("DYNATREE_NATIVE") == "0" or (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return None
+    given = os.environ.get("CC", "")
+    if given and shutil.which(given) is None:  # a path may have spaces
+        return shlex.split(given)
+    found = given or shutil.which("gcc") or shutil.which("cc")
+    return [found] if found else None
 
 
 def _checksum(folder: Path) -> int:
-    """Of the sources, as `native.checksum` has it."""
-    return crc32(b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]"))))
+    """Of the sources and of how they are compiled, as `native.checksum` has it."""
+    return crc32(b"".join(path.read_bytes() for path in sorted((*folder.glob("*.[ch]"), folder / "builds.json"))))

@@ -18,7 +18,8 @@ FOLDER = native.FOLDER
 
 @pytest.fixture(name="folder")
 def folder_fixture(monkeypatch, tmp_path):
-    """An empty folder in place of the builds'."""
+    """A folder without builds in place of theirs."""
+    (tmp_path / "builds.json").write_bytes((FOLDER / "builds.json").read_bytes())
     monkeypatch.setattr(native, "FOLDER", tmp_path)
     native.kernels.cache_clear()
     yield tmp_path
@@ -30,24 +31,47 @@ def test_without_compiled_kernels_there_are_none(folder):
     assert not native.is_native(torch.device("cpu"), torch.float32)
 
 
-def test_a_build_that_does_not_load_is_not_used(folder, monkeypatch, caplog):
-    (folder / "kernels_avx2.so").write_bytes(b"no library")
-    monkeypatch.setattr(native, "BUILDS", {"kernels_avx2.so": lambda: True})
-    assert native.kernels() is None
-    assert "kernels_avx2.so do not load" in caplog.text
+@compiled
+def test_the_next_build_is_used_where_the_best_does_not_load(folder, monkeypatch, caplog):
+    for file in FOLDER.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "kernels_avx512.so").write_bytes(b"no library")
+    monkeypatch.setattr(native, "builds", lambda: ["kernels_avx512.so", "kernels_avx2.so"])
+    assert native.kernels()._name == str(folder / "kernels_avx2.so")
+    assert "kernels_avx512.so do not load" in caplog.text
 
 
 @compiled
-def test_a_build_of_other_sources_is_not_used(folder, monkeypatch, caplog):
-    name = next(name for name, fits in native.BUILDS.items() if fits())
-    (folder / name).write_bytes((FOLDER / name).read_bytes())
-    for source in FOLDER.glob("*.[ch]"):
-        (folder / source.name).write_bytes(source.read_bytes())
+@pytest.mark.parametrize("other", ["kernels.h", "builds.json"])
+def test_a_build_of_other_sources_or_flags_is_not_used(other, folder, monkeypatch, caplog):
+    monkeypatch.setattr(native, "builds", lambda: ["kernels_avx2.so"])
+    for file in FOLDER.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
     assert native.kernels() is not None
     native.kernels.cache_clear()
-    (folder / "kernels.h").write_text("/* another */")
+    (folder / other).write_text((folder / other).read_text() + "\n")
     assert native.kernels() is None
     assert "other sources" in caplog.text
+
+
+def test_a_cpu_runs_the_builds_whose_instructions_it_has(monkeypatch):
+    def builds(instructions, capability="AVX512"):
+        monkeypatch.setattr(native, "_instructions", lambda: set(instructions.split()))
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+        return native.builds()
+
+    avx2, avx512 = "avx2 fma f16c", "avx512f avx512bw avx512dq avx512vl"
+    assert builds(f"{avx2} {avx512} avx512_bf16") == [
+        "kernels_avx512_bf16.so",
+        "kernels_avx512.so",
+        "kernels_avx2.so",
+    ]
+    assert builds(f"{avx2} {avx512}") == ["kernels_avx512.so", "kernels_avx2.so"]
+    assert builds(f"{avx2} {avx512} avx512_bf16", "AVX2") == ["kernels_avx2.so"]
+    assert builds(f"{avx2} {avx512} avx512_bf16", "DEFAULT") == []
+    assert builds("avx2 fma") == [], "a hypervisor hides F16C"
+    assert builds("avx2 f16c fma avx512f avx512bw avx512dq") == ["kernels_avx2.so"]
+    assert builds("") == []
 
 
 def test_without_compiled_kernels_a_model_is_served_by_torchs(folder, tmp_path, caplog):

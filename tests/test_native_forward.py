@@ -6,14 +6,20 @@ from kernel_builds import compiled
 from model_zoo import VOCAB_SIZE, save_random_model
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
-from dynatree.common.engine import ModelSettings, Segment, load_engine
+from dynatree.common.engine import ModelSettings, Segment, load_engine, native
 from dynatree.common.engine.eager import EagerRunner
 from dynatree.common.engine.native_runner import NativeRunner
 from dynatree.common.kv_range import KVRange
 
-pytestmark = compiled
+pytestmark = [compiled, pytest.mark.usefixtures("without_amx")]
 FAMILIES = ("gpt_neox", "gpt_neox_sequential", "llama", "qwen2")
 TOKENS = torch.randint(2, VOCAB_SIZE, (90,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.fixture(name="without_amx")
+def without_amx_fixture(monkeypatch):
+    """As on a CPU that lacks it: in 16 bits oneDNN's linear layers are used where there is AMX."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
 
 def load(folder, dtype="float32"):
@@ -103,6 +109,32 @@ def test_a_token_has_the_same_bits_in_any_company(family, dtype, tmp_path):
         assert torch.equal(engine.forward([Segment(one, 60, [TOKENS[60 + index]], [60])])[0][0], alone[index])
 
 
+@pytest.mark.skipif("kernels_avx512.so" not in native.builds(), reason="this CPU has no AVX-512")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt_neox", {"hidden_act": "gelu"}),
+        ("gpt_neox", {"hidden_size": 70, "num_attention_heads": 1, "hidden_act": "gelu_new"}),
+        ("llama", {"hidden_size": 92, "head_dim": 22, "num_key_value_heads": 4, "intermediate_size": 130}),
+        ("qwen2", {"hidden_size": 36, "num_attention_heads": 3, "hidden_act": "relu"}),
+    ],
+)
+def test_builds_without_pairs_give_equal_bits(family, changes, dtype, tmp_path, monkeypatch):
+    """AVX2's vectors are half as wide; replicas on both kinds of CPU give the same tokens."""
+    engine = load(save_random_model(tmp_path / "model", family, seed=7, **changes), dtype)
+    mask = torch.eye(30, dtype=torch.bool)
+    outputs = []
+    for build in ("kernels_avx2.so", "kernels_avx512.so"):
+        monkeypatch.setattr(native, "builds", lambda build=build: [build])
+        native.kernels.cache_clear()
+        prompt = engine.forward([Segment(KVRange(0, 150), 0, TOKENS[:60], range(60))])
+        tree = engine.forward([Segment(KVRange(0, 150), 60, TOKENS[60:], [60] * 30, mask)])
+        outputs.append(torch.cat([*prompt, *tree]))
+    native.kernels.cache_clear()
+    assert torch.equal(*outputs)
+
+
 def test_positions_beyond_those_seen_so_far(tmp_path):
     folder = save_random_model(tmp_path / "model", "llama", seed=4, max_position_embeddings=2000)
     engine = load(folder)
@@ -135,13 +167,15 @@ def test_logits_outlive_the_next_forward(tmp_path):
         Segment(KVRange(0, 9), 0, [1, 2], [0, 1], keep=[-1]),
         Segment(KVRange(0, 9), 0, [1, 2], [0]),
         Segment(KVRange(0, 9), 0, [1, 2], [0, -1]),
-        Segment(KVRange(0, 9), 0, [1, 2], [0, 1], mask=torch.ones(1, 2, dtype=torch.bool)),
+        Segment(KVRange(0, 9), 8, [1, 2], [0, 1]),
     ],
 )
-def test_what_would_read_beyond_is_refused(segment, tmp_path):
+def test_what_would_read_or_write_beyond_is_refused(segment, tmp_path):
     engine = load(save_random_model(tmp_path / "model", "llama", seed=4))
+    before = engine.arena.data.clone()
     with pytest.raises((IndexError, ValueError)):
         engine.forward([segment])
+    assert torch.equal(engine.arena.data, before)
 
 
 def test_more_logits_than_tokens(tmp_path):

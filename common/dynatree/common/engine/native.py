@@ -9,8 +9,8 @@ In every kernel a token's result has the same bits whatever other tokens are com
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from zlib import crc32
@@ -21,12 +21,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent / "native"
-# Of each build: whether this CPU runs it; the first that it runs is taken.
-BUILDS: dict[str, Callable[[], bool]] = {
-    "kernels_avx512_bf16.so": lambda: _capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported(),
-    "kernels_avx512.so": lambda: _capability() == "AVX512",
-    "kernels_avx2.so": lambda: _capability() == "AVX2",
-}
+_SETTINGS = "builds.json"  # of each build, the best first, the instructions that it uses, by Linux's names
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of `vectors.h`
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _FUNCTIONS = {
@@ -36,33 +31,52 @@ _FUNCTIONS = {
 }
 
 
-def _capability() -> str:
-    return torch.backends.cpu.get_cpu_capability()
-
-
 @cache
 def kernels() -> ctypes.CDLL | None:
-    """The best build for this CPU; None where none was compiled or none fits."""
-    for name, fits in BUILDS.items():
+    """The best build for this CPU that loads; None where none was compiled or none fits."""
+    for name in builds():
         path = FOLDER / name
-        if fits() and path.exists():
+        if path.exists():
             try:
-                library = ctypes.CDLL(str(path))
-                for function, arguments in _FUNCTIONS.items():
-                    getattr(library, function).argtypes = arguments
-                library.dynatree_sources.restype = ctypes.c_uint32
-                if library.dynatree_sources() != checksum():
-                    raise OSError("it was built of other sources; install again")
+                return _loaded(path)
             except (OSError, AttributeError) as error:
-                log.warning("the kernels %s do not load, so torch's are used: %s", name, error)
-                return None
-            return library
+                log.warning("the kernels %s do not load: %s", name, error)
     return None
 
 
+def builds() -> list[str]:
+    """The builds that this CPU runs, the best first; ATEN_CPU_CAPABILITY forbids instructions as it does for torch."""
+    there = _instructions()
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        there = {each for each in there if not each.startswith("avx512")}
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        there = set()
+    every: dict[str, list[str]] = json.loads((FOLDER / _SETTINGS).read_text())["builds"]
+    return [name for name, instructions in every.items() if there.issuperset(instructions)]
+
+
+def _instructions() -> set[str]:
+    """What this CPU and its system can do; nothing where that is not known, as on other systems than Linux."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next((set(line.split()) for line in lines if line.startswith("flags")), set())
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for function, arguments in _FUNCTIONS.items():
+        getattr(library, function).argtypes = arguments
+    library.dynatree_sources.restype = ctypes.c_uint32
+    if library.dynatree_sources() != checksum():
+        raise OSError("it was built of other sources; install again")
+    return library
+
+
 def checksum() -> int:
-    """Of the kernels' sources, which lie beside the builds; a build of other ones may have other structures."""
-    return crc32(b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]"))))
+    """Of the kernels' sources and of how they are compiled; a build of other ones may have other structures."""
+    return crc32(b"".join(path.read_bytes() for path in sorted((*FOLDER.glob("*.[ch]"), FOLDER / _SETTINGS))))
 
 
 def is_native(device: torch.device, dtype: torch.dtype) -> bool:

@@ -61,19 +61,38 @@ class Shape(ctypes.Structure):
     )
 
 
-def structures_of(segments: Sequence[Segment]) -> tuple[ctypes.Array[SegmentStructure], list[Tensor]]:
-    """Segments as the kernels take them, and the masks that these point at, which must live as long."""
+def structures_of(segments: Sequence[Segment], arena: KVArena) -> tuple[ctypes.Array[SegmentStructure], list[Tensor]]:
+    """Segments as the kernels take them, and the masks that these point at, which must live as long.
+
+    Raises:
+        IndexError: A slot is not the session's own, or not of the arena: the kernels write where they are told.
+        ValueError: A mask does not fit the tokens.
+    """
     masks = []
     structures = (SegmentStructure * len(segments))()
     first = 0
     for each, structure in zip(segments, structures, strict=True):
+        if each.start < 0 or each.stop > each.kv.size:
+            raise IndexError(f"slots {each.start} to {each.stop} are not in a range of {each.kv.size}")
+        if each.kv.start < 0 or each.kv.start + each.stop > arena.size:
+            raise IndexError(f"a range at slot {each.kv.start} is not in an arena of {arena.size}")
         structure.first, structure.tokens = first, len(each.token_ids)
         structure.base, structure.start = each.kv.start, each.start
         if each.mask is not None:
             mask = each.mask.contiguous()
+            if (
+                mask.dtype != torch.bool
+                or mask.dim() != 2
+                or len(mask) != structure.tokens
+                or mask.shape[1] > each.stop
+            ):
+                shape = f"{mask.dtype} {list(mask.shape)}"
+                raise ValueError(
+                    f"a mask is {shape}, expected bool for {structure.tokens} tokens and {each.stop} slots"
+                )
             masks.append(mask)
             structure.mask, structure.columns = mask.data_ptr(), mask.shape[1]
-        first += len(each.token_ids)
+        first += structure.tokens
     return structures, masks
 
 
@@ -85,7 +104,7 @@ class NativeBatch:
 
     def __init__(self, segments: Sequence[Segment], arena: KVArena) -> None:
         self._arena = arena
-        self._segments, self._masks = structures_of(segments)
+        self._segments, self._masks = structures_of(segments, arena)
         self._layer = _Layer()
         self._shape = Shape()
 
@@ -94,10 +113,13 @@ class NativeBatch:
 
         Raises:
             MemoryError: There is none for the kernel's own numbers.
+            ValueError: The heads of keys do not share those of queries evenly.
         """
         dtype = self._arena.dtype
         query, key, value = (lying(each, dtype) for each in (query, key, value))
         heads, tokens, dim = query.shape
+        if heads % key.shape[0]:
+            raise ValueError(f"{heads} heads of queries are no multiple of {key.shape[0]} of keys")
         output = torch.empty(tokens, heads, dim, dtype=dtype)
         slots = self._arena.layer(layer)  # [2, kv_heads, slots, dim]
         to, shape = self._layer, self._shape

@@ -183,6 +183,8 @@ def _write_llama(model: Any, to: _Writer) -> _Parts:
         attention.head_dim,
     )
     x, normed = to.buffer(hidden), to.buffer(hidden)
+    if heads % kv_heads:
+        raise _NoProgramError
     attended, queries = to.buffer(heads * dim), to.buffer(heads * dim)
     keys, values = to.buffer(kv_heads * dim), to.buffer(kv_heads * dim)
     middle = to.buffer(config.intermediate_size)

@@ -82,7 +82,7 @@ class NativeRunner:
         """As `Runner.run`.
 
         Raises:
-            IndexError: A token that the model does not have, or logits of none.
+            IndexError: A token that the model does not have, logits of none, or a slot that is not the session's.
             ValueError: Positions or a mask do not fit the tokens.
             MemoryError: There is none for the kernels' own numbers.
         """
@@ -95,8 +95,6 @@ class NativeRunner:
             wanted = range(size) if segment.keep is None else segment.keep
             if wanted and not 0 <= min(wanted) <= max(wanted) < size:
                 raise IndexError(f"logits are wanted of a token that is not in [0, {size})")
-            if segment.mask is not None and len(segment.mask) != size:
-                raise ValueError(f"a mask has {len(segment.mask)} rows for {size} tokens")
             keep.extend(first + index for index in wanted)
             kept.append(len(wanted))
         count = len(tokens)
@@ -108,7 +106,7 @@ class NativeRunner:
         self._lay_out(max(count, len(keep)))
         logits = torch.empty(len(keep), self._program.widths[-1], dtype=self._program.dtype)
         self._buffers[len(self._buffers) - 1] = logits.data_ptr()
-        structures, masks = structures_of(segments)  # the structures point at the masks
+        structures, masks = structures_of(segments, self._arena)  # the structures point at the masks
         to = self._call
         to.n, to.kept = count, len(keep)
         to.tokens, to.positions, to.keep = (each.buffer_info()[0] for each in (tokens, positions, keep))

@@ -292,11 +292,10 @@ static void rotate(char *vectors, int64_t token, const struct rotary *rotary, in
         char *x = vectors + t * token * size, *y = x + half * size;
         for (int64_t d = 0; d < half; d++) {
             float a = load_one(x + d * size, dtype), b = load_one(y + d * size, dtype);
-            store_one(x + d * size, a * load_one(cosines + d * size, dtype) - b * load_one(sines + d * size, dtype),
-                      dtype);
-            store_one(y + d * size,
-                      b * load_one(cosines + (half + d) * size, dtype) + a * load_one(sines + (half + d) * size, dtype),
-                      dtype);
+            float first = b * load_one(sines + d * size, dtype);
+            float second = a * load_one(sines + (half + d) * size, dtype);
+            store_one(x + d * size, fused_one(a, load_one(cosines + d * size, dtype), -first), dtype);
+            store_one(y + d * size, fused_one(b, load_one(cosines + (half + d) * size, dtype), second), dtype);
         }
     }
 }

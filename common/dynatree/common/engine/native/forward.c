@@ -47,42 +47,49 @@ struct call {
     int64_t arena_layer, arena_values, arena_head; /* strides in elements */
 };
 
-INLINE float total(vec x) {
+#define SUMS 16 /* partial sums of a norm: as many on every build, so that all give the same bits */
+
+INLINE float total(const vec *sums) {
     float sum = 0.0f;
-    for (int i = 0; i < LANES; i++) sum += x[i];
+    EACH(i, SUMS) sum += sums[i / LANES][i % LANES];
     return sum;
 }
 
 INLINE void normalize(const struct operation *o, const char *from, char *to, int64_t dtype) {
-    int64_t width = o->width, whole = width / LANES * LANES, size = size_of(dtype);
+    int64_t width = o->width, whole = width / SUMS * SUMS, size = size_of(dtype);
     float mean = 0.0f, square = 0.0f;
-    vec sum = {0};
     if (o->centered) {
-        for (int64_t d = 0; d < whole; d += LANES) sum += load(from + d * size, dtype);
-        mean = total(sum);
+        vec sums[SUMS / LANES] = {0};
+        for (int64_t d = 0; d < whole; d += SUMS)
+            EACH(v, SUMS / LANES) sums[v] += load(from + (d + v * LANES) * size, dtype);
+        mean = total(sums);
         for (int64_t d = whole; d < width; d++) mean += load_one(from + d * size, dtype);
         mean /= width;
     }
-    sum = splat(0.0f);
-    for (int64_t d = 0; d < whole; d += LANES) {
-        vec x = load(from + d * size, dtype) - mean;
-        sum += x * x;
+    vec sums[SUMS / LANES] = {0};
+    for (int64_t d = 0; d < whole; d += SUMS) {
+        EACH(v, SUMS / LANES) {
+            vec x = load(from + (d + v * LANES) * size, dtype) - mean;
+            sums[v] = fused(x, x, sums[v]);
+        }
     }
-    square = total(sum);
+    square = total(sums);
     for (int64_t d = whole; d < width; d++) {
         float x = load_one(from + d * size, dtype) - mean;
-        square += x * x;
+        square = fused_one(x, x, square);
     }
     float factor = 1.0f / sqrtf(square / width + o->epsilon);
     for (int64_t d = 0; d < whole; d += LANES) {
-        vec x = (load(from + d * size, dtype) - mean) * factor * load(o->scale + d * size, dtype);
-        if (o->shift) x += load(o->shift + d * size, dtype);
-        store(to + d * size, x, dtype);
+        vec x = (load(from + d * size, dtype) - mean) * factor, scale = load(o->scale + d * size, dtype);
+        vec result = x * scale;
+        if (o->shift) result = fused(x, scale, load(o->shift + d * size, dtype));
+        store(to + d * size, result, dtype);
     }
     for (int64_t d = whole; d < width; d++) {
-        float x = (load_one(from + d * size, dtype) - mean) * factor * load_one(o->scale + d * size, dtype);
-        if (o->shift) x += load_one(o->shift + d * size, dtype);
-        store_one(to + d * size, x, dtype);
+        float x = (load_one(from + d * size, dtype) - mean) * factor, scale = load_one(o->scale + d * size, dtype);
+        float result = x * scale;
+        if (o->shift) result = fused_one(x, scale, load_one(o->shift + d * size, dtype));
+        store_one(to + d * size, result, dtype);
     }
 }
 

@@ -103,9 +103,9 @@ INLINE vec magnitude(vec x) { return (vec)((ivec)x & 0x7fffffff); }
 INLINE vec erfc_of(vec x) {
     static const float terms[] = {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f,
                                   0.09678418f,  0.37409196f, 1.00002368f,  -1.26551223f};
-    vec t = 1.0f / (1.0f + 0.5f * x), sum = splat(0.17087277f);
-    EACH(i, 9) sum = sum * t + terms[i];
-    return t * exponential(sum - x * x);
+    vec t = 1.0f / fused(splat(0.5f), x, splat(1.0f)), sum = splat(0.17087277f);
+    EACH(i, 9) sum = fused(sum, t, splat(terms[i]));
+    return t * exponential(fused(-x, x, sum));
 }
 
 INLINE vec activated(vec x, int64_t activation) {
@@ -119,7 +119,7 @@ INLINE vec activated(vec x, int64_t activation) {
         return 0.5f * x * choose(x > 0.0f, 2.0f - rest, rest);
     }
     if (activation == GELU_TANH) { /* 0.5 * (1 + tanh(u)) is the logistic function of 2 u */
-        vec twice = 1.59576912f * (x + 0.044715f * x * x * x), small = exponential(-magnitude(twice));
+        vec twice = 1.59576912f * fused(0.044715f * x * x, x, x), small = exponential(-magnitude(twice));
         return x * choose(twice > 0.0f, splat(1.0f), small) / (1.0f + small);
     }
     return x;
