@@ -244,6 +244,26 @@ def test_an_answer_that_is_stopped_or_fails_is_a_turn_only_with_text(page: Page,
     roles = [[message["role"] for message in request["messages"]] for request in gateway.requests]
     assert roles == [["user"], ["user"], ["user", "assistant", "user"]]
     assert texts(page, "#text .user") == ["One", "Two"]
+    gateway.refuse = (400, "no")
+    send(page, "Three")
+    assert texts(page, "#text .user") == ["One", "Two"]
+    assert texts(page, "#turn option") == ["1", "2"]
+    assert page.get_by_label("Turn").input_value() == "1"
+    assert page.locator("#tree .node.bonus").count() == 1
+
+
+@pytest.mark.long
+def test_the_turn_under_way_is_the_chosen_one(page: Page, gateway: FakeGateway) -> None:
+    gateway.chat_template, gateway.delay, gateway.tokens = True, 0.1, [*gateway.tokens] * 10
+    page.reload()
+    page.get_by_label("Max tokens").fill(str(len(gateway.tokens)))
+    for number in ("1", "2"):
+        page.get_by_label("Message").fill(number)
+        page.get_by_role("button", name="Send").click()
+        wait_for_rounds(page, 2)
+        assert page.locator("#turn option:checked").text_content() == number
+        page.get_by_role("button", name="Stop").click()
+        expect(page.get_by_role("button", name="Send")).to_be_visible()
 
 
 @pytest.mark.long
@@ -582,10 +602,10 @@ def test_a_hundred_rounds_a_second_do_not_stall_the_page(page: Page, gateway: Fa
 
 @pytest.mark.long
 def test_trees_grow_in_motion_only_for_those_who_like_it(page: Page, gateway: FakeGateway) -> None:
-    gateway.delay = 0.1
+    gateway.delay, gateway.tokens = 0.1, [*gateway.tokens] * 10  # more than pass before it is stopped
     for preference, moves in [("no-preference", True), ("reduce", False)]:
         page.emulate_media(reduced_motion=preference)  # type: ignore[arg-type]
-        generate(page)
+        generate(page, limit=len(gateway.tokens))
         expect(status(page)).to_have_text("Generating …")
         wait_for_rounds(page, 2)
         assert page.locator("#tree.growing").count() == 1

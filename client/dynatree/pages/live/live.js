@@ -119,17 +119,29 @@ let advancedAt = -Infinity; // the time of the frame that drew the newest tree
 async function generate(signal) {
   if (model === null) await loadModel();
   byId("prompt").value ||= byId("prompt").placeholder;
-  open(new Completion(requestOfForm()));
+  const asked = new Completion(requestOfForm());
+  open(asked);
   say("Generating …");
   try {
-    await receive(shown, signal);
+    await receive(asked, signal);
   } finally {
-    if (isChat() && shown.text) keepTurn();
-    if (shown.events === 0 && isExample()) showExample();
-    else endExample();
+    settle(asked);
   }
-  const made = `${quantity(shown.tokens, "token")} in ${quantity(shown.rounds.length, "round")}.`;
-  say(`${made} ${ENDINGS[shown.finishReason] ?? ""}`);
+  const made = `${quantity(asked.tokens, "token")} in ${quantity(asked.rounds.length, "round")}.`;
+  say(`${made} ${ENDINGS[asked.finishReason] ?? ""}`);
+}
+
+// What is shown when a completion has ended: itself, unless nothing came.
+function settle(completion) {
+  const came = completion.text !== "";
+  if (isChat() && came) {
+    turns.push(completion);
+    byId("prompt").value = "";
+  }
+  if (came || !(isExample() || isChat())) endExample();
+  else if (turns.length > 0) open(turns.at(-1));
+  else showExample();
+  drawTurns();
 }
 
 function open(completion) {
@@ -138,6 +150,7 @@ function open(completion) {
   drawnEvents = 0;
   advancedAt = -Infinity;
   view.open(shown, ...beforeOf(shown.request));
+  drawTurns();
   byId("plain-rate").hidden = shown.request.policy === PLAIN;
   byId("shown-rate").querySelector("dt").textContent = shown.request.policy;
   byId("comparison").textContent = "";
@@ -153,16 +166,12 @@ function beforeOf({ prompt, messages }) {
 
 // -- The turns of a chat
 
-function keepTurn() {
-  turns.push(shown);
-  byId("prompt").value = "";
-  drawTurns();
-}
-
+// Those that ended, and the one under way.
 function drawTurns() {
-  byId("turn").replaceChildren(...turns.map((_, index) => html("option", { value: index }, String(index + 1))));
-  byId("turn").value = turns.length - 1;
-  byId("chat-controls").hidden = turns.length === 0;
+  const all = isChat() && shown && !turns.includes(shown) ? [...turns, shown] : turns;
+  byId("turn").replaceChildren(...all.map((_, index) => html("option", { value: index }, String(index + 1))));
+  byId("turn").value = all.indexOf(shown);
+  byId("chat-controls").hidden = all.length === 0;
   invite();
 }
 
@@ -173,10 +182,10 @@ function showTurn({ target }) {
 
 function startChat() {
   turns = [];
-  drawTurns();
   say("");
   complain("");
   showExample();
+  drawTurns();
   byId("prompt").focus();
 }
 
