@@ -49,12 +49,16 @@ def scored() -> list[draft_pb2.GenerateResponse]:
         prompt_ids=[7, 8, 9],
         prompt_log_probs=[-0.25, -4.0],
         prompt_top_log_probs=likeliest({8: -0.25, 5: -2.0}, {6: -0.5, 8: -1.0}),
+        prompt_text="Oh, he",
+        prompt_text_offsets=[0, 2, 3],
     )
     first = message("Hé", 1, 2, log_probs=[-0.5, -1.5])
     first.started.CopyFrom(started)
     first.top_log_probs.CopyFrom(likeliest({1: -0.5, 4: -1.0}, {3: -1.0, 2: -1.5}))
+    first.text_offsets[:] = [0, 1]
     second = message("llo", 3, log_probs=[-2.0])
     second.top_log_probs.CopyFrom(likeliest({4: -0.5, 6: -1.0}))
+    second.text_offsets[:] = [2]
     return [first, second]
 
 

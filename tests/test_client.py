@@ -230,6 +230,8 @@ def test_the_likeliest_tokens_and_the_prompts_log_probs(client: Client, service:
     (other,) = completion.alternatives
     assert completion.top_log_probs == (*places[0], *places[1])
     assert (completion.prompt_ids, completion.prompt_log_probs, completion.prompt_top_log_probs) == known
+    assert (stream.prompt_text, stream.prompt_text_offsets) == ("Oh, he", (0, 2, 3))
+    assert (completion.text_offsets, other.text_offsets) == ((0, 1, 2), ())
     assert (other.prompt_ids, other.prompt_log_probs, other.prompt_top_log_probs) == ((7, 8, 9), (), ())
     assert generate_async(service, n=2, top_log_probs=2, prompt_log_probs=True) == completion
     as_json = json.loads(json.dumps(completion.to_dict()))
@@ -241,15 +243,16 @@ def test_the_likeliest_tokens_and_the_prompts_log_probs(client: Client, service:
 def test_what_came_of_the_prompt_is_kept_and_not_asked_for_again(client: Client, service: FakeDraftService) -> None:
     """The second server gets token ids, and says nothing of the prompt."""
     service.script = [scored()[0], Fail(grpc.StatusCode.UNAVAILABLE)]
-    stream = client.stream("Once", top_log_probs=2, prompt_log_probs=True)
+    stream = client.stream("Once", top_log_probs=2, prompt_log_probs=True, prompt_text=True)
     next(stream)
     service.script = [message("llo", 3), last()]
     service.script[0].started.CopyFrom(draft_pb2.Started(seed=0))
     assert [chunk.text for chunk in stream] == ["llo"]
     assert (stream.completion.prompt_ids, stream.completion.prompt_log_probs) == ((7, 8, 9), (-0.25, -4.0))
     first, second = service.requests
-    assert (first.prompt_log_probs, first.top_log_probs) == (True, 2)
-    assert (second.prompt_log_probs, second.top_log_probs) == (False, 2)
+    assert stream.prompt_text == "Oh, he"
+    assert (first.prompt_log_probs, first.prompt_text, first.top_log_probs) == (True, True, 2)
+    assert (second.prompt_log_probs, second.prompt_text, second.top_log_probs) == (False, False, 2)
     assert list(second.token_ids.ids) == [7, 8, 9]
 
 

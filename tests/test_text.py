@@ -42,7 +42,7 @@ def word_piece(clean_up):
 TIDY, UNTIDY = word_piece(True), word_piece(False)
 
 
-@settings(deadline=None, max_examples=1000)
+@settings(deadline=None, max_examples=300)
 @given(st.lists(st.integers(0, len(WORDS) - 1), min_size=1, max_size=20), st.integers(1, 4))
 def test_pieces_join_to_what_the_tokenizers_own_setting_gives(token_ids, size):
     for tokenizer in (TIDY, UNTIDY):

@@ -32,7 +32,7 @@ def _fast(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerBase:
     special = special or {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    fast.add_tokens([AddedToken("naïve café", normalized=False), AddedToken("<tool>", normalized=False)])
+    fast.add_tokens([AddedToken(text, normalized=False) for text in ("naïve café", "né", "<tool>")])
     return fast
 
 
@@ -109,6 +109,13 @@ def word_piece(clean_up: bool) -> PreTrainedTokenizerBase:
     return fast
 
 
+def words() -> PreTrainedTokenizerBase:
+    """Whole words and no decoder, which puts spaces between them."""
+    tokenizer = Tokenizer(models.WordLevel({word: id_ for id_, word in enumerate([*SPECIAL, *LETTERS])}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return _fast(tokenizer)
+
+
 def suffixes() -> PreTrainedTokenizerBase:
     """Words end in a suffix, as the first GPT's."""
     words = [*SPECIAL, *LETTERS, *(f"{letter}</w>" for letter in LETTERS), "said</w>", "the</w>", "th"]
@@ -129,6 +136,7 @@ TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
     "unigram": unigram,
     "word piece": lambda: word_piece(clean_up=False),
     "tidy word piece": lambda: word_piece(clean_up=True),
+    "words": words,
     "suffixes": suffixes,
     "bytes": ByT5Tokenizer,
 }

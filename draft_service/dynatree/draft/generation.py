@@ -37,6 +37,7 @@ from dynatree.draft.stop_strings import StopStrings
 from dynatree.draft.target import Target
 from dynatree.draft.target_session import TargetSession
 from dynatree.draft.text_stream import TextStream
+from dynatree.draft.vocabulary import vocabulary_of
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class Generation:
         self._thread = backend.thread
         self._growth = backend.growth
         self._guesses = backend.guesses
-        self._tokenizer = backend.engine.tokenizer
+        self._vocabulary = vocabulary_of(backend.engine.tokenizer, special_tokens=True)
         self._session = session
         self._target_session = target_session
         self._opened = opened
@@ -386,7 +387,7 @@ class Generation:
 
     def _traced(self, last: Round, parameters: dict[str, float]) -> TracedRound:
         def texts(token_ids: tuple[int, ...]) -> tuple[str, ...]:
-            return tuple(str(self._tokenizer.decode([token])) for token in token_ids)
+            return tuple(self._vocabulary.text(token) for token in token_ids)
 
         return TracedRound(last, parameters, texts(last.tree.token_ids), texts(last.commit.token_ids))
 

@@ -12,7 +12,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of byte fallback
 _PAIRS = 2**14  # tokens behind others whose bytes are kept: about 4 MB
-_EMPTY = 8  # tokens without text of their own that a context has at most
+_EMPTY = 8  # tokens that have added nothing yet and that a context has at most
 # Text that `clean_up_tokenization` changes: it has spaces before punctuation and before English contractions.
 _UNCLEAN = "a . b , c ? d ! e ' f do n't I 'm it 's we 've you 're"
 
@@ -50,8 +50,12 @@ class Vocabulary:
 
     def behind(self, token_ids: Sequence[int]) -> Context:
         """The context behind a text of these tokens; empty where they have no text."""
-        last = next((id_ for id_ in reversed(token_ids) if id_ not in self._skipped), None)
-        return () if last is None else self.added(self.anchor, last)[1]
+        added = (self.added(self.anchor, id_) for id_ in reversed(token_ids))
+        return next((context for data, context in added if data), ())
+
+    def text(self, token_id: int) -> str:
+        """A token's own text in the middle of a text; not always whole characters."""
+        return self.added(self.anchor, token_id)[0].decode(errors="replace")
 
     def _added(self, context: Context, token_id: int) -> tuple[bytes, Context]:
         """The bytes that a token adds behind a context, and the context behind it."""
@@ -62,7 +66,9 @@ class Vocabulary:
             spelt = self._spelt(token_id)
             if spelt.decode(errors="replace") == added:
                 return spelt, self.anchor
-        return added.encode(), (*self.anchor, token_id) if added else (*context, token_id)[-_EMPTY:]
+        if not added:  # nothing yet: the token counts once the next is there
+            return b"", (*context[:1], *(*context[1:], token_id)[-_EMPTY:])
+        return added.encode(), (*self.anchor, token_id)
 
     def _decode(self, token_ids: Context) -> str:
         text = self._tokenizer.decode(
