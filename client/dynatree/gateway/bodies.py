@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -38,7 +39,7 @@ async def read_body(request: Request, model: type[Body]) -> Body:
     except ClientDisconnect:
         raise client_went() from None
     try:
-        fields = from_json(body)
+        fields = from_json(body.removeprefix(BOM_UTF8))  # which some programs for Windows write
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     try:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from dynatree.client import GenerateOptions, Message
 from dynatree.gateway.errors import LengthFields
-from dynatree.gateway.no_effect import Body
+from dynatree.gateway.no_effect import MAX_FIELDS, Body, at_most
 
 MAX_PROMPTS = 128
 MAX_STOP_STRINGS = 16
@@ -34,7 +34,9 @@ _CountPenalty = Annotated[float, Field(ge=-2, le=2)]
 
 def _without_nulls(body: Any) -> Any:
     """An object whose names are the caller's own, without those that are null."""
-    return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+    if not isinstance(body, dict):
+        return body
+    return at_most(MAX_FIELDS, {name: value for name, value in body.items() if value is not None})
 
 
 class StreamOptions(Body):
