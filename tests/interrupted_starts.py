@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-COMMAND = [sys.executable, "-m", "dynatree.cli.main"]
+COMMAND = [str(Path(sys.executable).with_name("dynatree"))]  # in runpy, which -m takes, Python itself has no handler
 PAIR = ["--target-model", "embedded", "--draft-model", "embedded"]
 END_SECONDS = 60.0
 COMMANDS = ("verify", "draft", "serve")
@@ -67,6 +67,8 @@ def arguments(name: str, folder: Path, verify: str) -> list[str]:
 
 def interrupted(name: str, moment: float | None, verify: str, number: signal.Signals = signal.SIGINT) -> Ended:
     """Start a command, and send it the signal `moment` seconds later; None: once it is ready."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background job, and so would its children
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="starts-") as place:
         folder = Path(place)
         temporary = folder / "tmp"

@@ -1,5 +1,6 @@
 """The server that both services are built on, with handlers that only write, over a real socket."""
 
+import argparse
 import asyncio
 import logging
 import os
@@ -99,7 +100,7 @@ def test_a_call_that_a_stop_cancels_is_no_error_in_the_log(caplog):
             except BaseException:
                 logging.getLogger("grpc._cython.cygrpc").exception("not handled")
 
-    assert run_service(serve, "text") == 0
+    assert run_service(serve, argparse.Namespace(log_format="text", log_level="info")) == 0
     assert "of another kind" in caplog.text
     assert "CancelledError" not in caplog.text
 

@@ -22,6 +22,8 @@ _EXTRA = ("markdown_it", "matplotlib", "pandas", "pydantic", "requests", "tabula
 _RECORD = "plain decoding, and what the draft proposes along it and off it, for `replay`"
 _REPLAY = "policies on recorded rounds and recorded costs, without a model: tokens a second of each"
 
+EXAMPLE = "dynatree bench compare --prompts book.txt --policy throughput --count 8"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommands."""

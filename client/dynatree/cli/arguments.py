@@ -84,7 +84,7 @@ def add_channel_arguments(parser: argparse.ArgumentParser, title: str) -> argpar
     return group
 
 
-def add_policy_settings(parser: argparse.ArgumentParser) -> None:
+def add_policy_settings(parser: argparse._ActionsContainer) -> None:
     """The option `--set`, which makes `policy_settings`: a dict by name of numbers, and of tuples of numbers."""
     parser.add_argument(
         "--set",

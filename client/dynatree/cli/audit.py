@@ -21,6 +21,8 @@ PROMPTS = (
     "1, 2, 3, 4, 5,",
 )
 
+EXAMPLE = "dynatree audit --target-model ~/models/llama-8b --draft-model ~/models/llama-1b"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dynatree audit`."""

@@ -59,8 +59,21 @@ def check_serve(options: argparse.Namespace) -> None:
         SecuritySettings(insecure=options.insecure).check_plain(options.grpc)
     http.server_credentials()
     Authentication(SecuritySettings(tokens=options.token_file))
-    check_free(options.listen, *([options.grpc] if options.grpc is not None else []))
+    addresses = [options.listen, *([options.grpc] if options.grpc is not None else [])]
+    if options.metrics is not None:
+        for address in (options.metrics, next_port(options.metrics)):
+            SecuritySettings(insecure=options.insecure).check_plain(address)
+            addresses.append(address)
+    if options.traces is not None:
+        _check_traces(options.traces)
+    check_free(*addresses)
     check_pair(options.target_model, options.draft_model)
+
+
+def next_port(address: str) -> str:
+    """The address of the next port; port 0 takes any."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + 1 if int(port) else 0}"
 
 
 def check_pair(target: str, draft: str) -> None:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 PROMPT = "It was a dark and stormy night, and the captain"
 
+EXAMPLE = 'dynatree demo --prompt "Once upon a time" --breakdown'
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dynatree demo`."""

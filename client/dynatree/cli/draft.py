@@ -7,17 +7,23 @@ from pathlib import Path
 
 from dynatree.cli.arguments import add_policy_settings, positive
 from dynatree.cli.checks import check_draft
-from dynatree.cli.service_arguments import add_service_arguments, network_addresses, seconds
+from dynatree.cli.parser import group
+from dynatree.cli.service_arguments import add_groups, add_service_arguments, network_addresses, seconds
 from dynatree.common.limits import RESUME_SECONDS
 from dynatree.draft.policies import DEFAULT_POLICY, policy_names
+
+EXAMPLE = "dynatree draft --draft-model ~/models/llama-1b --verify gpu-host:50052 --verify-ca ca.pem"
+_WAY = "the way to the verify services"
+_QUOTAS = "quotas"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dynatree draft`."""
-    parser.add_argument(
+    add_groups(parser, _WAY, _QUOTAS)
+    group(parser, "model").add_argument(
         "--draft-model", required=True, metavar="embedded|PATH|HUB_ID", help="the small model, which only guesses"
     )
-    parser.add_argument(
+    group(parser, "network").add_argument(
         "--verify",
         required=True,
         type=network_addresses,
@@ -26,50 +32,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name stands for, dns:///name:port",
     )
     add_service_arguments(parser, default_port=50051)
-    add_default_policy_arguments(parser)
-    parser.add_argument(
-        "--draft-ahead",
-        choices=["auto", "on", "off"],
-        default="auto",
-        help="read on while the verify service works; auto: if it has a device of its own (default: auto)",
-    )
-    parser.add_argument(
+    add_drafting_arguments(parser)
+    add_request_arguments(parser)
+    way = group(parser, _WAY)
+    way.add_argument(
         "--verify-timeout",
         type=seconds,
         default=60.0,
         metavar="SECONDS",
         help="how long to wait for the verify service at start (default: 60)",
     )
-    parser.add_argument(
-        "--resume-timeout",
-        type=seconds,
-        default=RESUME_SECONDS,
-        metavar="SECONDS",
-        help="how long a completion whose verify service was lost waits for another one (default: %(default)g)",
-    )
-    quotas = parser.add_argument_group("quotas", "of each principal; a request past one is refused")
-    for option, text in (
-        ("--principal-sessions", "completions at once"),
-        ("--principal-queue", "completions that may wait"),
-        ("--principal-tokens", "tokens a minute, of prompts and completions"),
-    ):
-        quotas.add_argument(option, type=positive, metavar="N", help=f"{text} (default: no limit)")
-    verify = parser.add_argument_group("the way to the verify services")
     for option, text in (
         ("--verify-ca", "authorities of their certificates, PEM: connections are encrypted"),
         ("--verify-cert", "certificate chain that is shown to them, PEM"),
         ("--verify-key", "its private key, PEM"),
         ("--verify-token-file", "the token that is shown to them, and nothing else"),
     ):
-        verify.add_argument(option, type=Path, metavar="FILE", help=text)
+        way.add_argument(option, type=Path, metavar="FILE", help=text)
 
 
-def add_default_policy_arguments(parser: argparse.ArgumentParser) -> None:
-    """The policy of requests that name none."""
-    parser.add_argument(
-        "--policy", default=DEFAULT_POLICY, choices=policy_names(), help="default policy (default: %(default)s)"
+def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
+    """How trees are grown where a request does not say."""
+    drafting = group(parser, "model")
+    drafting.add_argument(
+        "--policy",
+        default=DEFAULT_POLICY,
+        choices=policy_names(),
+        metavar="NAME",
+        help=f"policy of requests that name none: {', '.join(policy_names())} (default: %(default)s)",
     )
-    add_policy_settings(parser)
+    add_policy_settings(drafting)
+    drafting.add_argument(
+        "--draft-ahead",
+        choices=["auto", "on", "off"],
+        default="auto",
+        help="read on while the verify service works; auto: if it has a device of its own (default: auto)",
+    )
+
+
+def add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    """What requests may have, and how long those wait that lost their verify service."""
+    group(parser, "network").add_argument(
+        "--resume-timeout",
+        type=seconds,
+        default=RESUME_SECONDS,
+        metavar="SECONDS",
+        help="how long a completion whose verify service was lost waits for another one (default: %(default)g)",
+    )
+    quotas = group(parser, _QUOTAS)
+    quotas.description = "of each principal; a request past one is refused"
+    for option, text in (
+        ("--principal-sessions", "completions at once"),
+        ("--principal-queue", "completions that may wait"),
+        ("--principal-tokens", "tokens a minute, of prompts and completions"),
+    ):
+        quotas.add_argument(option, type=positive, metavar="N", help=f"{text} (default: no limit)")
 
 
 def run(options: argparse.Namespace) -> int:

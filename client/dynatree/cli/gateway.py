@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import re
 from pathlib import Path
 
 from dynatree.cli.arguments import add_channel_arguments
 from dynatree.cli.checks import check_grpc
-from dynatree.cli.service_arguments import add_process_arguments, network_address, network_addresses, some_seconds
+from dynatree.cli.parser import group
+from dynatree.cli.service_arguments import (
+    add_groups,
+    add_listen_arguments,
+    add_operation_arguments,
+    network_addresses,
+    some_seconds,
+)
+
+EXAMPLE = "dynatree gateway --server gpu-host:50051 --ca ca.pem --port 8000"
+_WAY = "the way to the draft service"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dynatree gateway`."""
-    parser.add_argument(
+    add_groups(parser, _WAY)
+    group(parser, "network").add_argument(
         "--server",
         type=network_addresses,
         default="localhost:50051",
         metavar="ADDR[,ADDR...]",
         help="the draft service: host:port, unix:PATH or dns:///name:port; several take turns (default: %(default)s)",
     )
-    channel = add_channel_arguments(parser, "the way to the draft service")
+    channel = add_channel_arguments(parser, _WAY)
     channel.add_argument(
         "--no-resume",
         dest="resume",
@@ -30,49 +40,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fail when the draft service is lost, instead of going on at another one or when it is back",
     )
     add_http_arguments(parser)
+    add_operation_arguments(parser)
 
 
 def add_http_arguments(parser: argparse.ArgumentParser) -> None:
     """How HTTP is served."""
-    parser.add_argument(
-        "--listen",
-        "--http",
-        dest="listen",
-        type=network_address,
-        default="127.0.0.1:8000",
-        metavar="ADDR",
-        help="where HTTP is served: host:port or unix:PATH; port 0 takes a free one (default: %(default)s)",
-    )
-    parser.add_argument(
+    add_listen_arguments(parser, "127.0.0.1:8000", "--http", what="HTTP")
+    network = group(parser, "network")
+    network.add_argument(
         "--timeout", type=some_seconds, metavar="SECONDS", help="the longest that a request may take; default: no limit"
     )
-    parser.add_argument(
+    network.add_argument(
         "--served-model-name",
         nargs="+",
         default=[],
         metavar="NAME",
         help="what the model is called over HTTP, by one name or several; answers have the first (default: its own)",
     )
-    add_process_arguments(parser)
-    group = parser.add_argument_group("security of HTTP", "the certificate is read anew when it is replaced")
-    group.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain, PEM: HTTPS")
-    group.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM")
-    group.add_argument(
+    security = group(parser, "security")
+    security.description = "of HTTP; the certificate is read anew when it is replaced"
+    security.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain, PEM: HTTPS")
+    security.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM")
+    security.add_argument(
         "--api-key",
         type=_key,
-        default=os.environ.get("DYNATREE_API_KEY") or None,
         metavar="KEY",
         help="what requests must show as a bearer token; the process list shows it, unlike DYNATREE_API_KEY in the "
         "environment",
     )
-    group.add_argument(
+    security.add_argument(
         "--cors",
         action="append",
         default=[],
         metavar="ORIGIN",
         help="let pages of this origin call, such as https://example.org, or of any with '*'; may be repeated",
     )
-    group.add_argument(
+    security.add_argument(
         "--insecure",
         action="store_true",
         help="plain connections with other machines too; without it they need TLS",
@@ -98,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
     from dynatree.common.security import SecuritySettings
     from dynatree.gateway.serve_gateway import GatewaySettings, serve
 
-    configure_logging(options.log_format)
+    configure_logging(options.log_format, options.log_level)
     names = ("ca", "cert", "key", "insecure", "resume", "timeout")
     settings = GatewaySettings(
         options.server,

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _STDIN = "-"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
+EXAMPLE = 'dynatree generate "The capital of France is" --max-new-tokens 16 --json'
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 from dynatree.cli import interrupts
+from dynatree.cli.parser import Parser, environment_help, suggestion
 
 # Name -> help line, module.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -27,6 +28,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trace": ("draw a trace as a page", "dynatree.cli.trace"),
     "bench": ("measure and compare decoders", "dynatree.bench.arguments"),
 }
+
+# Those whose options may be given in the environment.
+SERVICES = ("verify", "draft", "gateway", "serve")
 
 # The extras of commands that need others than [serve].
 _EXTRAS = {"gateway": "gateway", "serve": "serve,gateway"}
@@ -48,7 +52,13 @@ _BROKEN_PIPE = 141
 
 
 class Command(Protocol):
-    """What the module of a subcommand offers."""
+    """What the module of a subcommand offers.
+
+    Attributes:
+        EXAMPLE: A command line, for its help.
+    """
+
+    EXAMPLE: str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the subcommand's arguments."""
@@ -95,9 +105,15 @@ def _run(argv: Sequence[str]) -> int:
     if any(tuple(argv[: len(words)]) == words for words in _RUN_MODELS):
         for variable, value in _MODEL_ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
+    if name is None and argv and not argv[0].startswith("-"):
+        hint = suggestion(argv[0], COMMANDS)
+        _parser(None, None)[0].error(f"there is no command {argv[0]!r}{hint or '; dynatree --help lists them'}")
     try:
         command = _load(name)
-        options = _parser(name, command).parse_args(argv)
+        parser, own = _parser(name, command)
+        options, unknown = parser.parse_known_args(argv)
+        if unknown:
+            own.refuse(unknown)
         return command.run(options) if command else 0
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
@@ -117,18 +133,29 @@ def _load(name: str | None) -> Command | None:
     return cast(Command, importlib.import_module(module))
 
 
-def _parser(name: str | None, command: Command | None) -> argparse.ArgumentParser:
-    """The parser of the whole command line, in which only the subcommand `name` knows its arguments."""
-    parser = argparse.ArgumentParser(
+def _parser(name: str | None, command: Command | None) -> tuple[Parser, Parser]:
+    """The parser of the whole command line, in which only the subcommand `name` knows its arguments, and that one's."""
+    parser = own = Parser(
         prog="dynatree", description="Lossless tree speculative decoding, as two services.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"dynatree {_version()}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for each, (help_line, _) in COMMANDS.items():
-        subparser = subparsers.add_parser(each, help=help_line, description=help_line, allow_abbrev=False)
+        subparser = subparsers.add_parser(
+            each,
+            help=help_line,
+            description=help_line,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         if each == name and command:
-            command.add_arguments(subparser)
-    return parser
+            own = subparser
+            command.add_arguments(own)
+            own.epilog = f"example:\n  {command.EXAMPLE}"
+            if name in SERVICES:
+                own.environment = os.environ
+                own.epilog += f"\n\n{environment_help()}"
+    return parser, own
 
 
 def _version() -> str:

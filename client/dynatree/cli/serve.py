@@ -7,26 +7,32 @@ import asyncio
 import json
 import shlex
 import signal
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynatree.cli.arguments import DTYPES, device
-from dynatree.cli.checks import check_serve
-from dynatree.cli.draft import add_default_policy_arguments
+from dynatree.cli.arguments import device
+from dynatree.cli.checks import check_serve, next_port
+from dynatree.cli.draft import add_drafting_arguments, add_request_arguments
 from dynatree.cli.gateway import add_http_arguments
+from dynatree.cli.parser import group
 from dynatree.cli.service_arguments import (
-    add_capacity_arguments,
-    add_context_argument,
-    add_tree_argument,
+    add_batching_arguments,
+    add_groups,
+    add_hardware_arguments,
+    add_idle_argument,
+    add_memory_arguments,
+    add_operation_arguments,
+    add_telemetry_arguments,
     network_address,
 )
-from dynatree.cli.verify import add_placement_arguments
+from dynatree.cli.verify import add_batch_argument, add_placement_arguments
 from dynatree.common.limits import ALL_LAYERS
 
 if TYPE_CHECKING:
     from dynatree.cli.service_pair import ServicePair
 
+EXAMPLE = "dynatree serve --target-model ~/models/llama-8b --draft-model ~/models/llama-1b --port 8000"
 START_SECONDS = 3600.0  # for both models to load; a target that is streamed is first written to the layer cache
 LOOK_SECONDS = 0.5  # between two looks whether the services run
 _CURL_PROMPT = "Once upon a time"
@@ -34,41 +40,42 @@ _CURL_PROMPT = "Once upon a time"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dynatree serve`."""
+    add_groups(parser)
+    model = group(parser, "model")
     for role, what in (("target", "large model, whose text is produced"), ("draft", "small model, which only guesses")):
-        parser.add_argument(
+        model.add_argument(
             f"--{role}-model", required=True, metavar="embedded|PATH|HUB_ID", help=f"the {what}; embedded: shipped"
         )
-    parser.add_argument(
+    add_hardware_arguments(parser)
+    model.add_argument(
+        "--draft-device", type=device, metavar="DEVICE", help="device of the draft model, if it has one of its own"
+    )
+    add_drafting_arguments(parser)
+    add_memory_arguments(parser)
+    add_placement_arguments(parser)
+    add_batching_arguments(parser)
+    add_batch_argument(parser)
+    add_http_arguments(parser)
+    group(parser, "network").add_argument(
         "--grpc",
         type=network_address,
         metavar="ADDR",
         help="where the draft service is served too, without TLS: host:port or unix:PATH (default: nowhere)",
     )
-    parser.add_argument(
-        "--device",
-        type=device,
-        default="auto",
-        help="torch device of both models, or auto for a GPU if any (default: auto)",
-    )
-    parser.add_argument(
-        "--draft-device", type=device, metavar="DEVICE", help="of the draft model, where it has one of its own"
-    )
-    parser.add_argument(
-        "--dtype", default="auto", choices=["auto", *DTYPES], help="of the weights (default: the checkpoints' own)"
-    )
-    add_default_policy_arguments(parser)
-    add_capacity_arguments(parser)
-    add_context_argument(parser)
-    add_tree_argument(parser)
-    add_placement_arguments(parser)
-    parser.add_argument(
+    add_idle_argument(parser)
+    add_request_arguments(parser)
+    group(parser, "security").add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
         help="lines principal:token; a request must show one of the tokens as its API key",
     )
-    add_http_arguments(parser)
-    parser.set_defaults(fixed_rows=None)
+    add_operation_arguments(parser)
+    add_telemetry_arguments(
+        parser,
+        "answer GET /metrics of the draft service there, and of the verify service on the next port, for Prometheus; "
+        "the gateway answers where HTTP is served",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -85,10 +92,12 @@ def run(options: argparse.Namespace) -> int:
     from dynatree.common.security import SecuritySettings
     from dynatree.gateway.serve_gateway import GatewaySettings, serve
 
-    configure_logging(options.log_format)
+    configure_logging(options.log_format, options.log_level)
     arrangement = Arrangement(options.grpc, _verify_options(options), _draft_options(options), shown=True)
     security = SecuritySettings(options.tls_cert, options.tls_key, insecure=options.insecure)
-    with service_pair(options.target_model, options.draft_model, _options(options), START_SECONDS, arrangement) as pair:
+    with service_pair(
+        options.target_model, options.draft_model, _told(options, _BOTH), START_SECONDS, arrangement
+    ) as pair:
         settings = GatewaySettings(
             pair.address,
             options.listen,
@@ -119,31 +128,52 @@ async def _until_one_ends(serving: Coroutine[Any, Any, None], pair: ServicePair)
     return ""
 
 
-def _options(options: argparse.Namespace) -> list[str]:
-    """What both services are told."""
-    told = ["--max-sessions", str(options.max_sessions), "--queue", str(options.queue)]
-    told += ["--dtype", options.dtype, "--device", options.device, "--log-format", options.log_format]
-    told += ["--grace", str(options.grace), "--max-tree-nodes", str(options.max_tree_nodes)]
-    return told if options.max_context is None else [*told, "--max-context", str(options.max_context)]
+# The options that the services have too, by their names: both of them, one of them.
+_BOTH = (
+    *("device", "dtype", "threads", "fixed_rows", "max_context", "kv_tokens", "prefix_cache"),
+    *("max_sessions", "queue", "max_tree_nodes", "idle_timeout", "grace", "log_format", "log_level", "traces"),
+)
+_VERIFY = ("resident_layers", "layer_cache", "tensor_parallel", "batch_rows")
+_DRAFT = (
+    *("policy", "draft_ahead", "resume_timeout", "token_file"),
+    *("principal_sessions", "principal_queue", "principal_tokens"),
+)
+
+
+def _told(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Options as they are given to a service; what was not said is left to its defaults."""
+    given = {name: getattr(options, name) for name in names}
+    return [
+        word
+        for name, value in given.items()
+        if value is not None
+        for word in (f"--{name.replace('_', '-')}", _text(value, name))
+    ]
+
+
+def _text(value: object, name: str) -> str:
+    if name == "resident_layers" and value == ALL_LAYERS:
+        return "all"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "off"
+    return str(value)
 
 
 def _verify_options(options: argparse.Namespace) -> list[str]:
-    """What the verify service is told besides."""
-    layers = {None: "auto", ALL_LAYERS: "all"}.get(options.resident_layers, str(options.resident_layers))
-    told = ["--resident-layers", layers, "--tensor-parallel", str(options.tensor_parallel)]
-    return told if options.layer_cache is None else [*told, "--layer-cache", str(options.layer_cache)]
+    """What the verify service is told alone."""
+    told = _told(options, _VERIFY)
+    return told if options.metrics is None else [*told, "--metrics", next_port(options.metrics)]
 
 
 def _draft_options(options: argparse.Namespace) -> list[str]:
-    """What the draft service is told besides."""
-    told = ["--policy", options.policy]
+    """What the draft service is told alone."""
+    told = _told(options, _DRAFT)
     for name, value in options.policy_settings.items():
-        values = value if isinstance(value, tuple) else (value,)
-        told += ["--set", f"{name}={','.join(map(str, values))}"]
+        told += ["--set", f"{name}={_text(value, name)}"]
     if options.draft_device is not None:
         told += ["--device", options.draft_device]
-    if options.token_file is not None:
-        told += ["--token-file", str(options.token_file)]
+    if options.metrics is not None:
+        told += ["--metrics", options.metrics]
     return [*told, "--insecure"] if options.insecure else told
 
 

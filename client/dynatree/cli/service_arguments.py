@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from dynatree.cli.arguments import DTYPES, device, not_negative, positive, threads
+from dynatree.cli.parser import group
 from dynatree.common.address import check_address, split_addresses
 from dynatree.common.limits import (
     IDLE_SECONDS,
@@ -84,6 +86,17 @@ def network_addresses(text: str) -> str:
     return text
 
 
+def port_number(text: str) -> int:
+    """An argparse type: a port."""
+    number = not_negative(text)
+    if number > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port; expected 0 to 65535")
+    return number
+
+
+port_number.__name__ = positive.__name__
+
+
 def metrics_address(text: str) -> str:
     """An argparse type: `host:port`."""
     if text.startswith("unix:"):
@@ -91,134 +104,238 @@ def metrics_address(text: str) -> str:
     return network_address(text)
 
 
-def add_capacity_arguments(parser: argparse.ArgumentParser) -> None:
-    """How many completions a service runs, and how many wait."""
-    parser.add_argument(
-        "--max-sessions",
-        type=positive,
-        default=MAX_SESSIONS,
-        metavar="N",
-        help="completions at once; more wait in the queue (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--queue",
-        type=not_negative,
-        default=MAX_QUEUED,
-        metavar="N",
-        help="completions that may wait; one more is refused (default: %(default)s)",
-    )
+GROUPS = ("model", "memory", "batching", "network", "security", "operation")
 
 
-def add_context_argument(parser: argparse.ArgumentParser) -> None:
-    """The longest sequence."""
-    parser.add_argument(
-        "--max-context",
-        type=context,
-        metavar="N",
-        help="longest prompt and completion together, in tokens (default, and at most: the model's own); beyond the "
-        "draft service's, completions go on to the verify service's without drafting",
-    )
+class _Host(argparse.Action):
+    """Puts a host in the place of that of `--listen`."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Take the host in."""
+        host = f"[{values}]" if ":" in values and not values.startswith("[") else values
+        _listen(self, namespace, f"{host}:{namespace.listen.rpartition(':')[2]}")
 
 
-def add_tree_argument(parser: argparse.ArgumentParser) -> None:
-    """The largest tree."""
-    parser.add_argument(
-        "--max-tree-nodes",
-        type=tree_nodes,
-        default=MAX_TREE_NODES,
-        metavar="N",
-        help="of the largest tree; the lower of both services' numbers counts (default: %(default)s)",
-    )
+class _Port(argparse.Action):
+    """Puts a port in the place of that of `--listen`."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Take the port in."""
+        _listen(self, namespace, f"{namespace.listen.rpartition(':')[0]}:{values}")
 
 
-def add_process_arguments(parser: argparse.ArgumentParser) -> None:
-    """How a process that serves writes its log, and how it ends."""
-    parser.add_argument(
-        "--grace", type=seconds, default=10.0, metavar="SECONDS", help="time for open calls at shutdown (default: 10)"
-    )
-    parser.add_argument(
-        "--log-format", choices=["text", "json"], default="text", help="of the lines on standard error (default: text)"
-    )
+class _Listen(argparse.Action):
+    """Takes a whole address."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Take the address in."""
+        _listen(self, namespace, values)
 
 
-def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) -> None:
-    """The options that both services have."""
-    parser.add_argument(
+def _listen(action: argparse.Action, namespace: argparse.Namespace, address: str) -> None:
+    """Set the address, unless it was said in the other way.
+
+    Raises:
+        argparse.ArgumentError: It was, or it is none.
+    """
+    option = action.option_strings[0]
+    before = getattr(namespace, "listen_by", option)
+    if (before == "--listen") != (option == "--listen"):
+        raise argparse.ArgumentError(action, f"not allowed with {before}")
+    try:
+        check_address(address)
+    except ValueError as error:
+        raise argparse.ArgumentError(action, str(error)) from None
+    namespace.listen, namespace.listen_by = address, option
+
+
+def add_listen_arguments(parser: argparse.ArgumentParser, default: str, *also: str, what: str) -> None:
+    """Where a service listens: `--listen`, which is called `also` so, or its parts."""
+    network = group(parser, "network")
+    network.add_argument(
         "--listen",
+        *also,
+        dest="listen",
+        action=_Listen,
         type=network_address,
-        default=f"localhost:{default_port}",
+        default=default,
         metavar="ADDR",
-        help="host:port or unix:PATH; port 0 takes a free one (default: %(default)s)",
+        help=f"where {what} is served: host:port or unix:PATH; port 0 takes a free one (default: %(default)s)",
     )
-    parser.add_argument(
-        "--device", type=device, default="auto", help="torch device, or auto for a GPU if any (default: auto)"
+    host, _, port = default.rpartition(":")
+    network.add_argument(
+        "--host",
+        dest="listen",
+        action=_Host,
+        default=argparse.SUPPRESS,
+        metavar="HOST",
+        help=f"the host of --listen (default: {host})",
     )
-    parser.add_argument(
-        "--dtype", default="auto", choices=["auto", *DTYPES], help="of the weights (default: the checkpoint's own)"
+    network.add_argument(
+        "--port",
+        dest="listen",
+        action=_Port,
+        default=argparse.SUPPRESS,
+        type=port_number,
+        metavar="PORT",
+        help=f"the port of --listen (default: {port})",
     )
-    parser.add_argument(
+
+
+def add_groups(parser: argparse.ArgumentParser, *others: str) -> None:
+    """The groups of a service's options, in their order; `others` come last."""
+    for title in (*GROUPS, *others):
+        group(parser, title)
+
+
+def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
+    """How a model is run."""
+    model = group(parser, "model")
+    model.add_argument(
+        "--device", type=device, default="auto", help="torch device, or auto for a GPU if there is one (default: auto)"
+    )
+    model.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", *DTYPES],
+        help="number format of the weights (default: the checkpoint's own)",
+    )
+    model.add_argument(
         "--threads",
         type=threads,
         metavar="N",
         help="CPU threads of the model (default: torch's choice, of a draft the fewest that are as fast)",
     )
-    add_tree_argument(parser)
-    parser.add_argument(
+    model.add_argument(
         "--fixed-rows",
         type=fixed_rows,
         default="auto",
         metavar="auto|off|N[,N]",
-        help="pad forwards to so many rows, and capture them as CUDA graphs on a GPU; one number makes a "
+        help="pad forward passes to so many rows, and capture them as CUDA graphs on a GPU; one number makes a "
         "GPU's tokens independent of tree and batch (default: auto, on a GPU one number by its costs, on a CPU off)",
     )
-    add_capacity_arguments(parser)
-    parser.add_argument(
+
+
+def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is kept of sequences, and how long they may be."""
+    memory = group(parser, "memory")
+    memory.add_argument(
+        "--max-context",
+        type=context,
+        metavar="N",
+        help="longest prompt and completion together, in tokens (default, and at most: the model's own); past the "
+        "draft service's, requests go on to the verify service's in plain steps",
+    )
+    memory.add_argument(
         "--kv-tokens",
         type=positive,
         metavar="N",
         help="tokens whose keys and values are kept, over all sessions (default: what the sessions can need, as far "
         "as the memory goes)",
     )
-    add_context_argument(parser)
-    parser.add_argument(
+    memory.add_argument(
+        "--prefix-cache",
+        choices=["on", "off"],
+        default="on",
+        help="reuse the keys and values of prompts that begin alike, of one principal (default: on)",
+    )
+
+
+def add_batching_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many completions a service runs, how many wait, and how large their trees are."""
+    batching = group(parser, "batching")
+    batching.add_argument(
+        "--max-sessions",
+        type=positive,
+        default=MAX_SESSIONS,
+        metavar="N",
+        help="completions at once; more wait in the queue (default: %(default)s)",
+    )
+    batching.add_argument(
+        "--queue",
+        type=not_negative,
+        default=MAX_QUEUED,
+        metavar="N",
+        help="completions that may wait; one more is refused (default: %(default)s)",
+    )
+    batching.add_argument(
+        "--max-tree-nodes",
+        type=tree_nodes,
+        default=MAX_TREE_NODES,
+        metavar="N",
+        help="nodes of the largest tree; the lower of both services' numbers counts (default: %(default)s)",
+    )
+
+
+def add_operation_arguments(parser: argparse.ArgumentParser) -> None:
+    """How a process that serves writes its log, and how it ends."""
+    operation = group(parser, "operation")
+    operation.add_argument(
+        "--grace", type=seconds, default=10.0, metavar="SECONDS", help="time for open calls at shutdown (default: 10)"
+    )
+    operation.add_argument(
+        "--log-format",
+        choices=["text", "json"],
+        default="text",
+        help="format of the lines on standard error (default: text)",
+    )
+    operation.add_argument(
+        "--log-level",
+        choices=["debug", "info", "warning", "error"],
+        default="info",
+        help="the least important lines that are written (default: info)",
+    )
+
+
+def add_telemetry_arguments(parser: argparse.ArgumentParser, metrics: str) -> None:
+    """What services tell of themselves; `metrics` says where."""
+    operation = group(parser, "operation")
+    operation.add_argument("--metrics", type=metrics_address, metavar="HOST:PORT", help=metrics)
+    operation.add_argument(
+        "--traces", metavar="URL", help="send traces there over OTLP/HTTP, such as http://localhost:4318 (extra otel)"
+    )
+
+
+def add_idle_argument(parser: argparse.ArgumentParser) -> None:
+    """How long a silent peer is waited for."""
+    group(parser, "network").add_argument(
         "--idle-timeout",
         type=some_seconds,
         default=IDLE_SECONDS,
         metavar="SECONDS",
         help="how long a session may wait for a peer that sends or reads nothing (default: %(default)g)",
     )
-    parser.add_argument(
-        "--prefix-cache",
-        choices=["on", "off"],
-        default="on",
-        help="reuse the keys and values of prompts that begin alike, of one principal (default: on)",
-    )
-    add_process_arguments(parser)
-    parser.add_argument(
-        "--metrics", type=metrics_address, metavar="HOST:PORT", help="answer GET /metrics there, for Prometheus"
-    )
-    parser.add_argument(
-        "--traces", metavar="URL", help="send traces there over OTLP/HTTP, such as http://localhost:4318 (extra otel)"
-    )
+
+
+def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) -> None:
+    """The options that both services have."""
+    add_hardware_arguments(parser)
+    add_memory_arguments(parser)
+    add_batching_arguments(parser)
+    add_listen_arguments(parser, f"localhost:{default_port}", what="gRPC")
+    add_idle_argument(parser)
+    add_operation_arguments(parser)
+    add_telemetry_arguments(parser, "answer GET /metrics there, for Prometheus")
     add_security_arguments(parser)
 
 
 def add_security_arguments(parser: argparse.ArgumentParser) -> None:
     """Who may call a service, and over what."""
-    group = parser.add_argument_group("security", "certificates, keys and tokens are read anew when they are replaced")
+    security = group(parser, "security")
+    security.description = "certificates, keys and tokens are read anew when they are replaced"
     for option, text in (
         ("--tls-cert", "certificate chain of the service, PEM: connections are encrypted"),
         ("--tls-key", "its private key, PEM"),
         ("--client-ca", "authorities whose client certificates are demanded, PEM"),
         ("--token-file", "lines principal:token; a call must show one of the tokens"),
     ):
-        group.add_argument(option, type=Path, metavar="FILE", help=text)
-    group.add_argument(
+        security.add_argument(option, type=Path, metavar="FILE", help=text)
+    security.add_argument(
         "--insecure",
         action="store_true",
         help="plain connections with other machines too; without it they need TLS",
     )
-    group.add_argument(
+    security.add_argument(
         "--reflection",
         choices=["on", "off"],
         default="on",

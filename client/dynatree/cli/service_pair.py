@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from dynatree.cli.interrupts import raise_interrupts
 from dynatree.cli.main import main
+from dynatree.cli.parser import without_options
 from dynatree.client import AuthenticationError, Client, ServerUnavailableError
 
 STOP_SECONDS = 15.0
@@ -158,7 +159,10 @@ def _child(folder: Path, name: str, arguments: Sequence[str], shown: bool) -> It
     try:
         with log.open("wb") as output, _held_back(signal.SIGINT, signal.SIGTERM):
             into = subprocess.PIPE if shown else output
-            child = _Child(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=into), log)
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=into, env=without_options(os.environ)
+            )
+            child = _Child(process, log)
             if shown:
                 child.shown = threading.Thread(target=child.show, name=f"{name}-log", daemon=True)
                 child.shown.start()

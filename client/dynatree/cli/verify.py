@@ -7,42 +7,52 @@ from pathlib import Path
 
 from dynatree.cli.arguments import not_negative, positive
 from dynatree.cli.checks import check_verify
-from dynatree.cli.service_arguments import add_service_arguments
+from dynatree.cli.parser import group
+from dynatree.cli.service_arguments import add_groups, add_service_arguments
 from dynatree.common.limits import ALL_LAYERS
+
+EXAMPLE = "dynatree verify --target-model ~/models/llama-8b --dtype bfloat16 --port 50052"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dynatree verify`."""
-    parser.add_argument(
+    add_groups(parser)
+    group(parser, "model").add_argument(
         "--target-model", required=True, metavar="embedded|PATH|HUB_ID", help="the large model, whose text is produced"
     )
     add_service_arguments(parser, default_port=50052)
-    parser.add_argument(
+    add_batch_argument(parser)
+    add_placement_arguments(parser)
+
+
+def add_batch_argument(parser: argparse.ArgumentParser) -> None:
+    """The largest pass."""
+    group(parser, "batching").add_argument(
         "--batch-rows",
         type=rows_or_auto,
         metavar="N|auto",
         help="most tokens of one pass over the trees of all sessions; with fewer than --max-sessions they take turns "
         "(default: auto)",
     )
-    add_placement_arguments(parser)
 
 
 def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
     """Where the target's layers are, if one device does not hold them."""
-    parser.add_argument(
+    memory = group(parser, "memory")
+    memory.add_argument(
         "--resident-layers",
         type=layers,
         metavar="N|auto|all",
         help="layers that stay in memory; the others are fetched in every forward, from the disk or, to a GPU, "
         "from the host's memory (default: auto, all that fit)",
     )
-    parser.add_argument(
+    memory.add_argument(
         "--layer-cache",
         type=folder,
         metavar="FOLDER",
         help="where such layers are written once, laid out for this machine (default: the user's cache folder)",
     )
-    parser.add_argument(
+    memory.add_argument(
         "--tensor-parallel",
         type=positive,
         default=1,

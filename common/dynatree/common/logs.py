@@ -40,12 +40,12 @@ class TextLines(logging.Formatter):
         return " ".join([super().formatMessage(record), *(f"{name}={_short(value)}" for name, value in fields.items())])
 
 
-def configure_logging(log_format: str) -> None:
-    """Write to standard error in this format, "text" or "json"."""
+def configure_logging(log_format: str, level: str = "info") -> None:
+    """Write to standard error in this format, "text" or "json", what is at least as important as `level`."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("dynatree").setLevel(logging.INFO)
+    logging.basicConfig(level=max(logging.WARNING, logging.getLevelNamesMapping()[level.upper()]), handlers=[handler])
+    logging.getLogger("dynatree").setLevel(level.upper())
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_cancellation)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every try to reach the hub
 

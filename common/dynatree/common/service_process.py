@@ -45,12 +45,12 @@ def model_settings(
     )
 
 
-def run_service(serve: Callable[[], Coroutine[Any, Any, None]], log_format: str) -> int:
+def run_service(serve: Callable[[], Coroutine[Any, Any, None]], options: argparse.Namespace) -> int:
     """Run a service to its end.
 
     A device that has failed ends the process with status 70.
     """
-    configure_logging(log_format)
+    configure_logging(options.log_format, options.log_level)
     try:
         asyncio.run(serve())
     except DeviceFailedError as error:

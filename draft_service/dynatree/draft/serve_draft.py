@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     )
     return run_service(
         lambda: serve(settings, verify_services(options), policy, limits, operation_settings(options)),
-        options.log_format,
+        options,
     )
 
 

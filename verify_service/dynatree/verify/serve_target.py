@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         layer_cache=options.layer_cache,
         tensor_parallel=options.tensor_parallel,
     )
-    return run_service(lambda: serve(settings, limits, operation_settings(options)), options.log_format)
+    return run_service(lambda: serve(settings, limits, operation_settings(options)), options)
 
 
 async def serve(settings: ModelSettings, limits: VerifyLimits, operation: OperationSettings) -> None:

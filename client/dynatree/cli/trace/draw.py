@@ -6,6 +6,8 @@ from pathlib import Path
 from dynatree.cli.trace.page import trace_page
 from dynatree.cli.trace.rounds import read_rounds
 
+EXAMPLE = "dynatree trace rounds.jsonl --html rounds.html"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""

@@ -1,0 +1,142 @@
+"""argparse with what users of command lines expect: a short usage line, suggestions, options from the environment."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+PREFIX = "DYNATREE_"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+# What others call an option that has another name here.
+_ELSEWHERE = {
+    "--model": "--target-model",
+    "--speculative-model": "--draft-model",
+    "--max-model-len": "--max-context",
+    "--ctx-size": "--max-context",
+    "--max-num-seqs": "--max-sessions",
+    "--parallel": "--max-sessions",
+    "--max-tokens": "--max-new-tokens",
+    "--ssl-certfile": "--tls-cert",
+    "--ssl-keyfile": "--tls-key",
+    "--tensor-parallel-size": "--tensor-parallel",
+    "--alias": "--served-model-name",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of one command, whose options may be given in the environment where `environment` is set."""
+
+    environment: Mapping[str, str] | None = None
+
+    def format_usage(self) -> str:
+        """What a command must be given; `--help` has the rest."""
+        self.usage = self._short_usage()
+        return super().format_usage()
+
+    def format_help(self) -> str:
+        """The help, with the short usage line."""
+        self.usage = self._short_usage()
+        return super().format_help()
+
+    def _short_usage(self) -> str:
+        words = [self.prog]
+        for action in self._actions:
+            name = action.metavar or (action.choices and f"{{{','.join(action.choices)}}}") or action.dest.upper()
+            if not action.option_strings:
+                words += [f"{name}", *(["..."] if isinstance(action, argparse._SubParsersAction) else [])]
+            elif action.required:
+                words += [action.option_strings[-1], f"{name}"]
+        return " ".join([*words, "[OPTIONS]"]).replace("%", "%%")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse's; what the command line does not say, the environment may."""
+        if self.environment is not None:
+            args = [*self._from_environment(self.environment, args), *args]
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse's; a value from the environment is told as such."""
+        named = next((action for action in self._actions if message.startswith(f"argument {_title(action)}:")), None)
+        if named is not None and self.environment is not None and (variable := _variable(named)) in self.environment:
+            message += f" (the environment has {variable})"
+        super().error(message)
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """End with an error about arguments that nobody knows, and what may have been meant."""
+        names = [each.partition("=")[0] for each in unknown if each.startswith("-")]
+        known = {option for parser in _with_commands(self) for option in parser._option_string_actions} - {
+            "-h",
+            "--help",
+        }
+        meant = [found for name in names if (found := _meant(name, known))]
+        hint = f"; did you mean {' and '.join(dict.fromkeys(meant))}?" if meant else ""
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+
+    def _from_environment(self, environment: Mapping[str, str], args: Sequence[str]) -> Iterator[str]:
+        """The arguments that variables stand for; a command line that says the same counts instead."""
+        given = {arg.partition("=")[0] for arg in args}
+        said = {self._option_string_actions[name].dest for name in given & self._option_string_actions.keys()}
+        for action in self._actions:
+            value = environment.get(_variable(action)) if action.option_strings else None
+            if not value or action.dest in said or isinstance(action, argparse._HelpAction):
+                continue
+            option = action.option_strings[0]
+            if action.nargs == 0:
+                if value.lower() not in (*_TRUE, *_FALSE):
+                    self.error(f"{_variable(action)} is {value!r}, expected 1 or 0")
+                yield from [option] if value.lower() in _TRUE else []
+            elif action.nargs == "+":
+                yield from (option, *value.split())
+            elif isinstance(action.default, (list, dict)):  # may be repeated
+                yield from (f"{option}={word}" for word in value.split())
+            else:
+                yield f"{option}={value}"
+
+
+def suggestion(word: str, known: Collection[str]) -> str:
+    """A question for what may have been meant; "" where nothing is close."""
+    meant = get_close_matches(word, known, n=1)
+    return f"; did you mean {meant[0]}?" if meant else ""
+
+
+def environment_help() -> str:
+    """What the help of a service says of variables."""
+    return (
+        f"Every option can also be given in the environment, by {PREFIX} and its name: {PREFIX}MAX_SESSIONS=8. The\n"
+        "command line takes precedence. A switch is 1 or 0, and what may be repeated is separated by spaces."
+    )
+
+
+def group(parser: argparse.ArgumentParser, title: str, description: str | None = None) -> argparse._ArgumentGroup:
+    """The parser's group of this title, which is made if it is not there."""
+    found = next((each for each in parser._action_groups if each.title == title), None)
+    return found or parser.add_argument_group(title, description)
+
+
+def without_options(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for services that a command starts with options of its own choice."""
+    return {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
+
+
+def _variable(action: argparse.Action) -> str:
+    name = next((each for each in action.option_strings if each.startswith("--")), "")
+    return PREFIX + name.removeprefix("--").replace("-", "_").upper()
+
+
+def _title(action: argparse.Action) -> str:
+    return "/".join(action.option_strings)
+
+
+def _meant(name: str, known: Collection[str]) -> str:
+    other = _ELSEWHERE.get(name, "")
+    return other if other in known else next(iter(get_close_matches(name, known, n=1)), "")
+
+
+def _with_commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from _with_commands(each)
