@@ -183,6 +183,14 @@ def build_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     native.kernels.cache_clear()
 
 
+@pytest.fixture
+def without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU that lacks it: in 16 bits oneDNN's linear layers are used where there is AMX."""
+    import torch
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Chromium, without a window."""

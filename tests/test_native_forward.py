@@ -16,12 +16,6 @@ FAMILIES = ("gpt_neox", "gpt_neox_sequential", "llama", "qwen2")
 TOKENS = torch.randint(2, VOCAB_SIZE, (90,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-@pytest.fixture(name="without_amx")
-def without_amx_fixture(monkeypatch):
-    """As on a CPU that lacks it: in 16 bits oneDNN's linear layers are used where there is AMX."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-
-
 def load(folder, dtype="float32"):
     engine = load_engine(ModelSettings(str(folder), dtype=dtype, sessions=1))
     assert isinstance(engine.runner, NativeRunner)
@@ -133,6 +127,34 @@ def test_builds_without_pairs_give_equal_bits(family, changes, dtype, tmp_path, 
         outputs.append(torch.cat([*prompt, *tree]))
     native.kernels.cache_clear()
     assert torch.equal(*outputs)
+
+
+@pytest.mark.skipif("kernels_avx512_bf16.so" not in native.builds(), reason="this CPU has no pairs of bfloat16")
+def test_targets_of_equal_bits_have_one_fingerprint(tmp_path, monkeypatch):
+    """Of three builds, torch's kernels, and a family whose small operations are torch's."""
+    paths = {name: save_random_model(tmp_path / name, name, seed=1) for name in ("llama", "gpt2")}
+
+    def told(build, family, dtype):
+        monkeypatch.setattr(native, "builds", lambda: [build])
+        native.kernels.cache_clear()
+        return load_engine(ModelSettings(str(paths[family]), dtype=dtype, sessions=1)).info
+
+    avx2, avx512, pairs, none = (f"kernels_{name}.so" for name in ("avx2", "avx512", "avx512_bf16", "none"))
+    plain = told(avx2, "llama", "float32")
+    assert plain.numerics == "x86 kernels"
+    assert plain.same_tokens(told(avx512, "llama", "float32"))
+    assert plain.same_tokens(told(pairs, "llama", "float32"))
+    assert not plain.same_tokens(told(none, "llama", "float32"))
+    half = told(avx2, "llama", "bfloat16")
+    assert half.same_tokens(told(avx512, "llama", "bfloat16"))
+    other = told(pairs, "llama", "bfloat16")
+    assert not half.same_tokens(other)
+    assert other.numerics == "x86 kernels with bfloat16 pairs"
+    mixed = told(avx512, "gpt2", "float32")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert not mixed.same_tokens(told(avx512, "gpt2", "float32"))
+    assert plain.same_tokens(told(avx512, "llama", "float32"))
+    native.kernels.cache_clear()
 
 
 def test_positions_beyond_those_seen_so_far(tmp_path):

@@ -8,17 +8,20 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from grpc._cython import cygrpc
 from grpc_proxy import VERIFY, GrpcProxy, Hook, ProxyLoop, forward_all
+from kernel_builds import compiled
 from model_zoo import save_random_model
 from services import Services, running_services
 
 from dynatree.client import Client, Completion, ServerUnavailableError
 from dynatree.common import healthcheck
+from dynatree.common.engine import native
 from dynatree.common.errors import PeerUnavailableError, ServiceError
 from dynatree.common.messages import Commit
 from dynatree.common.tree import TokenTree
@@ -420,3 +423,47 @@ def test_the_draft_service_is_ready_while_a_verify_service_is(
         proxied.mend()
         _wait_until_ready(proxied)
         assert proxied.complete("greedy").token_ids
+
+
+@compiled
+def test_a_completion_does_not_go_on_where_other_kernels_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same weights give other bits there, so a token may differ. The error says so, and carries what there was."""
+    target, draft = (save_random_model(tmp_path / name, "llama", seed=1) for name in ("target", "draft"))
+    ways: list[GrpcProxy] = []
+    with ExitStack() as stack:
+        loop = ProxyLoop()
+        stack.callback(loop.close)
+        with monkeypatch.context() as without_kernels:
+            without_kernels.setattr(native, "builds", list)
+            native.kernels.cache_clear()
+            torchs = stack.enter_context(running_services(tmp_path, target, draft))
+        native.kernels.cache_clear()
+
+        def via(address: str) -> str:
+            ways.append(stack.enter_context(loop.proxy(f"unix:{tmp_path}/way.sock", address)))
+            return f"{ways[0].address},{torchs.verify_address}"
+
+        folder = tmp_path / "ours"
+        folder.mkdir()
+        ours = stack.enter_context(running_services(folder, target, draft, via=via, resume_seconds=1.0))
+        assert (torchs.target.info.numerics[:5], ours.target.info.numerics) == ("torch", "x86 kernels")
+        client = stack.enter_context(Client(ours.draft_address, resume=False))
+        expected = client.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids
+        happened: list[GrpcProxy] = []
+
+        async def hook(method: str, is_request: bool, number: int, message: bytes) -> None:
+            if happened or (method, is_request, number) == (VERIFY, True, 2):
+                happened.append(ways[0])
+                await cut(ways[0])
+
+        def until_one_began_on_the_way() -> None:
+            for _ in range(30):
+                assert client.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == expected
+
+        ways[0].hook = hook
+        with pytest.raises(ServerUnavailableError, match="another one is ready, and gives other tokens: ") as caught:
+            until_one_began_on_the_way()
+        assert "x86 kernels" in caplog.text
+        assert caught.value.token_ids == expected[: len(caught.value.token_ids)] != []

@@ -54,6 +54,7 @@ def model_fixture(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @torch.inference_mode()
+@pytest.mark.usefixtures("without_amx")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_streamed_layers_have_the_bits_of_layers_in_memory(
     model: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch

@@ -32,6 +32,7 @@ INFO = ModelInfo(
     forward_costs=(ForwardCost(1, 0.25), ForwardCost(64, 0.5)),  # exact in float32
     repetition_penalty=1.25,
     fingerprint="cd" * 32,
+    numerics="x86 kernels",
 )
 
 

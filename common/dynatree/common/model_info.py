@@ -40,6 +40,7 @@ class ModelInfo:
         repetition_penalty: Of requests to a target that name none; 1 changes nothing.
         fingerprint: Equal for two targets that give the same tokens; empty for a draft.
         streamed_bytes: Of weights that every forward reads from the disk; 0: all are in memory.
+        numerics: What computes, as far as it decides bits; part of a target's fingerprint.
     """
 
     name: str
@@ -57,6 +58,11 @@ class ModelInfo:
     repetition_penalty: float = 1.0
     fingerprint: str = ""
     streamed_bytes: int = 0
+    numerics: str = ""
+
+    def __str__(self) -> str:
+        """For messages: the name, and what else decides tokens."""
+        return f"{self.name} ({', '.join(filter(None, (self.dtype, self.numerics)))})"
 
     def same_tokens(self, other: ModelInfo) -> bool:
         """Whether both give the same tokens, wherever they run and however long their sequences may get."""

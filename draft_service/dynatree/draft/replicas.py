@@ -108,7 +108,7 @@ class Replicas:
         """Draft for every target by this from now on; what rounds cost is forgotten."""
         self._draft_for = draft_for
         for replica in self._replicas.values():
-            replica.draft_with(draft_for)
+            replica.draft_with(partial(self._target_for, replica.address))
 
     def choose(self, like: ModelInfo | None = None, avoid: Collection[Replica] = (), needed: int = 0) -> Replica | None:
         """A ready service with the fewest sessions, the tokens of `like`, and a context of at least `needed` tokens.
@@ -142,7 +142,7 @@ class Replicas:
             if infos and like is None:
                 raise FailedPreconditionError(
                     f"the completion began on a target with fingerprint {fingerprint[:12]}, and goes on only there; "
-                    f"the verify services that are ready have {infos[0].name}, {infos[0].fingerprint[:12]}"
+                    f"the verify services that are ready have {infos[0]}, {infos[0].fingerprint[:12]}"
                 )
         replica = self.choose(like, needed=needed) or self.choose(like)
         if replica is None:
@@ -161,6 +161,18 @@ class Replicas:
             return waiting.done()
         finally:
             self._waiting.discard(waiting)
+
+    def _target_for(self, address: str, info: ModelInfo) -> Target:
+        """What is drafted for a target; that it gives other tokens than another one is told."""
+        for other in self._replicas.values():
+            if other.ready and other.target and other.address != address and not other.target.info.same_tokens(info):
+                known = other.target.info
+                log.warning(
+                    "%s has %s, and %s has %s, which give other tokens; no completion goes on from one at the other",
+                    *(address, info, other.address, known),
+                )
+                break
+        return self._draft_for(info)
 
     def _notify(self) -> None:
         for waiting in self._waiting:
@@ -191,7 +203,7 @@ class Replicas:
                 found[address] = None
         for address in [each for each in found if each not in self._replicas]:
             connect = partial(VerifyClient, address, self._connector, found[address])
-            replica = Replica(address, connect, self._draft_for, self._notify)
+            replica = Replica(address, connect, partial(self._target_for, address), self._notify)
             self._replicas[address] = replica
             self._watching[address] = asyncio.ensure_future(replica.watch())
         if not found:

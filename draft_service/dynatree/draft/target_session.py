@@ -234,6 +234,10 @@ class TargetSession:
                     raise  # two failed one after the other: it may be the request
                 failure = error
             avoid.add(replica)
+        others = [each.target.info for each in self._replicas.all if each.ready and each.target]
+        none = self._like is not None and not any(each.same_tokens(self._like) for each in others)
+        if others and none and isinstance(failure, PeerUnavailableError):
+            raise PeerUnavailableError(f"{failure}; another one is ready, and gives other tokens: {others[0]}")
         raise failure
 
     def _other(self, avoid: Collection[Replica]) -> Replica | None:

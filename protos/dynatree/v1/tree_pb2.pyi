@@ -89,7 +89,7 @@ class TopLogProbs(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "architecture", "parameters", "vocab_size", "context_length", "dtype", "device", "tokenizer_fingerprint", "version", "device_id", "step_bytes", "forward_costs", "repetition_penalty", "fingerprint", "streamed_bytes")
+    __slots__ = ("name", "architecture", "parameters", "vocab_size", "context_length", "dtype", "device", "tokenizer_fingerprint", "version", "device_id", "step_bytes", "forward_costs", "repetition_penalty", "fingerprint", "streamed_bytes", "numerics")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,7 @@ class ModelInfo(_message.Message):
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     STREAMED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     parameters: int
@@ -120,7 +121,8 @@ class ModelInfo(_message.Message):
     repetition_penalty: float
     fingerprint: str
     streamed_bytes: int
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., parameters: _Optional[int] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., version: _Optional[str] = ..., device_id: _Optional[str] = ..., step_bytes: _Optional[int] = ..., forward_costs: _Optional[_Iterable[_Union[ForwardCost, _Mapping]]] = ..., repetition_penalty: _Optional[float] = ..., fingerprint: _Optional[str] = ..., streamed_bytes: _Optional[int] = ...) -> None: ...
+    numerics: str
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., parameters: _Optional[int] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., version: _Optional[str] = ..., device_id: _Optional[str] = ..., step_bytes: _Optional[int] = ..., forward_costs: _Optional[_Iterable[_Union[ForwardCost, _Mapping]]] = ..., repetition_penalty: _Optional[float] = ..., fingerprint: _Optional[str] = ..., streamed_bytes: _Optional[int] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class ForwardCost(_message.Message):
     __slots__ = ("rows", "seconds")

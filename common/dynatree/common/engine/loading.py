@@ -27,13 +27,14 @@ from dynatree.common.engine.generation_defaults import GenerationDefaults
 from dynatree.common.engine.gpu.fixed_rows import DRAFT_ROWS, with_default_rows, with_fixed_rows
 from dynatree.common.engine.huge_pages import use_huge_pages
 from dynatree.common.engine.kv_budget import KVBudget
-from dynatree.common.engine.model_fingerprint import model_fingerprint
+from dynatree.common.engine.model_fingerprint import model_fingerprint, with_numerics
 from dynatree.common.engine.model_settings import DTYPES, ModelSettings
 from dynatree.common.engine.model_size import parameters_of, step_bytes_of
 from dynatree.common.engine.native import is_native
 from dynatree.common.engine.native_attention import NativeBatch
 from dynatree.common.engine.native_program import program_of
 from dynatree.common.engine.native_runner import NativeRunner
+from dynatree.common.engine.numerics import numerics_of
 from dynatree.common.engine.packing import pack, weights_of
 from dynatree.common.engine.parallel.parallel_engine import ParallelArena
 from dynatree.common.engine.parallel.ranks import Ranks
@@ -141,7 +142,6 @@ def _engine_of(
         device_id=device_id(model.device),
         step_bytes=step_bytes,
         repetition_penalty=defaults.repetition_penalty,
-        fingerprint=identity,
         streamed_bytes=streamed.turns.stream.bytes if streamed else 0,
     )
     attending = partial(NativeBatch, arena=arena) if native else partial(Batch, arena=arena, batch_invariant=padded)
@@ -164,7 +164,9 @@ def _engine_of(
         else:
             engine = _with_rows(engine, settings, budget.session_slots)
             check_outputs(engine)
-    return with_forward_costs(engine, settings.measured_rows)
+    numerics = numerics_of(engine, ranks.size if ranks else 1)
+    told = replace(engine.info, numerics=numerics, fingerprint=identity and with_numerics(identity, numerics))
+    return with_forward_costs(replace(engine, info=told), settings.measured_rows)
 
 
 def _with_rows(engine: Engine, settings: ModelSettings, longest: int) -> Engine:

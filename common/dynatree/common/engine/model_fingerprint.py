@@ -1,4 +1,4 @@
-"""What two services must share to give the same tokens: weights, their dtype, configuration."""
+"""What two services must share to give the same tokens: weights, their dtype, configuration, numerics."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ def model_fingerprint(
     for part in parts:
         digest.update(json.dumps(part, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
+
+
+def with_numerics(fingerprint: str, numerics: str) -> str:
+    """The fingerprint of a target whose forwards are computed so; SHA-256 in hexadecimal."""
+    return hashlib.sha256(f"{fingerprint}\n{numerics}".encode()).hexdigest()
 
 
 def sums_of(tensor: Tensor) -> list[object]:

@@ -84,6 +84,12 @@ def is_native(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in DTYPES and kernels() is not None
 
 
+def multiplies_pairs() -> bool:
+    """Whether products of bfloat16 are summed in pairs, which gives other bits than one by one."""
+    library = kernels()
+    return library is not None and "bf16" in Path(library._name).name
+
+
 def call(function: str, *arguments: object) -> None:
     """Run a kernel.
 
