@@ -1,6 +1,6 @@
 """Clients of OpenAI's API as people have them, unmodified, on `dynatree serve`: requests and errors of each.
 
-    python -m venv ENV && ENV/bin/pip install openai langchain-openai litellm 'lm-eval[api]' guidellm
+    python -m venv ENV && ENV/bin/pip install openai langchain-openai litellm 'lm-eval[api]' transformers guidellm
     (cd FOLDER && npm install openai)
     python tests/popular_clients.py --env ENV --node FOLDER
 
@@ -160,9 +160,11 @@ def row(name: str, command: Sequence[str], url: str, folder: Path) -> bool:
             ended = "timeout"
     time.sleep(0.2)  # an aborted request is counted when the gateway has seen it
     new = {key: count - before.get(key, 0) for key, count in counted(url).items()}
+    probes = new.pop(("other", "404"), 0)  # of routes that some servers have, such as vLLM's /tokenizer_info
     errors = {f"{route} {code}": int(count) for (route, code), count in new.items() if code[0] in "45" and count}
     told = ", ".join(f"{what}: {count}" for what, count in errors.items())
-    print(f"| {name} | {int(sum(new.values()))} | {sum(errors.values())} | {ended} | {told} |", flush=True)
+    figures = f"{int(sum(new.values()))} | {sum(errors.values())} | {int(probes)}"
+    print(f"| {name} | {figures} | {ended} | {told} |", flush=True)
     if ended != "0":
         print("\n".join(log.read_text(errors="replace").splitlines()[-12:]), file=sys.stderr)
     return ended == "0" and not errors
@@ -180,14 +182,15 @@ def main() -> int:
         write_tasks(folder / "tasks")
         well = True
         with serving(folder) as url:
-            print("| client | requests | errors | exit status | which |\n| --- | ---: | ---: | ---: | --- |")
+            print("| client | requests | errors | other routes probed | exit status | which errors |")
+            print("| --- | ---: | ---: | ---: | ---: | --- |")
             for run in runs(url, folder):
                 pythons = [str(environment.absolute() / "bin" / "python") for environment in options.env]
                 found = [each for each in pythons if _has(each, run.module)]
                 if found:
                     well &= row(run.name, [found[0], *run.arguments], url, folder)
                 else:
-                    print(f"| {run.name} | | | not installed | |")
+                    print(f"| {run.name} | | | | not installed | |")
             if options.node is not None:
                 script = shutil.copy(SCRIPTS / "openai_node.mjs", options.node)
                 well &= row("openai (Node)", ["node", str(Path(script).absolute())], url, folder)
