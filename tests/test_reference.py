@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+import signal
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
@@ -159,7 +160,7 @@ def test_exit_statuses() -> None:
     text = (DOCS / "generate.py").read_text()
     main = importlib.import_module("dynatree.cli.main")
     shown = {int(status) for status in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
-    assert shown == {0, 1, 2, EX_SOFTWARE, main._INTERRUPTED, main._BROKEN_PIPE}
+    assert shown == {0, 1, 2, EX_SOFTWARE, main._INTERRUPTED, main._BROKEN_PIPE, 128 + signal.SIGTERM}
 
 
 def defaults() -> dict[str, set[str]]:
