@@ -20,7 +20,7 @@ from dynatree.common import embedded
 from dynatree.common.embedded.grow import SHAPES, GrownShape, grow
 from dynatree.common.engine import Engine, ModelSettings, load_engine, with_forward_costs
 from dynatree.common.engine.gpu.fixed_rows import with_default_rows, with_fixed_rows
-from dynatree.common.engine.support import check_outputs
+from dynatree.common.engine.probe import check_outputs
 from dynatree.common.limits import MAX_SESSIONS, MAX_TREE_NODES
 from dynatree.draft.draft_model import EngineDraftModel
 from dynatree.draft.drafter import Drafter
@@ -180,7 +180,7 @@ class Models:
             engine = with_fixed_rows(engine, rows, self.sessions, longest)
         self.seconds["choosing and capturing the target's rows"] = time.perf_counter() - began
         with torch.inference_mode():
-            check_outputs(engine)
+            check_outputs(engine, engine.info.context_length)
         return self._with_costs(engine, TARGET_MEASURED_ROWS if rows is None else max(rows))
 
     @cached_property

@@ -1,12 +1,15 @@
 """The attention function that every served model calls: each segment attends to its own range of the arena.
 
-It is registered with `transformers.AttentionInterface`, so no model-specific code is needed. The batch travels to it as
-a keyword argument of the model's forward. The registered mask function returns None, so transformers builds no mask.
+It is registered with `transformers.AttentionInterface`, so no model-specific code is needed. The call travels to it as
+a keyword argument of the model's forward. It computes softmax(query @ key) @ value over the tokens that a segment's
+mask shows, and refuses every layer that asks for anything else: another mask, a window shorter than the context, or any
+argument that it does not know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -21,13 +24,21 @@ from dynatree.common.engine.segment import Segment
 from dynatree.common.errors import StartupError
 
 NAME = "dynatree"
-# Keyword arguments of transformers' attention functions that ask for more than softmax(query @ key) @ value.
-VARIANTS = {
+# Names for some keyword arguments of transformers' attention functions that are refused, as all unknown ones are.
+MEANINGS = {
     "softcap": "softcapping of its scores",
     "s_aux": "attention sinks",
+    "sinks": "attention sinks",
     "position_bias": "a position bias",
     "head_mask": "a head mask",
+    "indices": "keys selected by an index",
+    "block_indices": "keys selected by an index",
+    "is_causal": "tokens that see later ones",
 }
+# Keyword arguments that change no score: what a caller wants returned, and the positions, which are in the keys.
+_WITHOUT_EFFECT = frozenset(
+    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
+)
 
 
 class Attending(Protocol):
@@ -136,6 +147,21 @@ def _bias(segment: Segment, sizes: tuple[int, int], dtype: torch.dtype, device: 
     return bias.to(device)
 
 
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a forward hands to the attention function of every layer.
+
+    Attributes:
+        attending: Computes the attention.
+        mask: The placeholder that the model got as its mask; None where the model asked for masks itself.
+        context_length: Tokens of the longest sequence that is served; a window as long changes nothing.
+    """
+
+    attending: Attending
+    mask: Tensor | None
+    context_length: int
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -144,7 +170,7 @@ def attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    dynatree_batch: Attending | None = None,
+    dynatree_call: AttentionCall | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The registered function: query `[1, heads, n, dim]`, key and value `[1, kv_heads, n, dim]`.
@@ -153,20 +179,56 @@ def attention(
         The output `[1, n, heads, dim]`, and no attention weights.
 
     Raises:
-        StartupError: The model asks for an attention variant that is not computed here.
+        StartupError: The model asks for an attention that is not computed here.
     """
     layer = getattr(module, "layer_idx", None)
-    if dynatree_batch is None or layer is None:
+    if dynatree_call is None or layer is None:
         raise StartupError("its layers do not pass keyword arguments and a layer index to their attention")
-    refused = [meaning for name, meaning in VARIANTS.items() if options.get(name) is not None]
+    _check_options(options, dynatree_call.context_length)
+    if attention_mask is not None and attention_mask is not dynatree_call.mask:
+        _check_mask(attention_mask, dynatree_call.context_length)
+    return dynatree_call.attending.attend(layer, query[0], key[0], value[0], scaling)[None], None
+
+
+def _check_options(options: Mapping[str, Any], context_length: int) -> None:
+    """Refuse every argument that would change the scores."""
+    refused = []
+    for name, value in options.items():
+        if value is None or name in _WITHOUT_EFFECT:
+            continue
+        if name == "sliding_window":
+            if value < context_length:
+                refused.append(f"a sliding window of {value} tokens, shorter than the context of {context_length}")
+        elif not (name == "dropout" and value == 0.0) and not (name == "is_causal" and value is True):
+            refused.append(MEANINGS.get(name, f"`{name}`"))
     if refused:
         raise StartupError(f"its attention uses {', '.join(refused)}, which DynaTree does not compute")
-    return dynatree_batch.attend(layer, query[0], key[0], value[0], scaling)[None], None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
+def _check_mask(mask: Tensor, context_length: int) -> None:
+    """Refuse a mask that is not the causal one up to the end of the context."""
+    shows = getattr(mask, "shows", None)
+    if shows is None:
+        raise StartupError("its attention adds a mask of the model's own, which DynaTree does not compute")
+    queries = torch.tensor([[0], [context_length - 1]])
+    keys = torch.arange(context_length)[None]
+    try:
+        visible = shows(torch.tensor(0), torch.tensor(0), queries, keys).expand(2, context_length)
+    except (IndexError, RuntimeError, TypeError):  # it depends on more than positions
+        visible = None
+    if visible is None or not torch.equal(visible, keys <= queries):
+        raise StartupError(
+            f"its attention does not show every earlier token within {context_length} tokens (a sliding window, "
+            "chunks, or a mask that is not causal)"
+        )
+
+
+def _requested_mask(*, mask_function: Callable[..., Tensor], device: torch.device, **_: Any) -> Tensor:
+    """The registered mask function: a placeholder that remembers which mask the model asked for."""
+    mask = torch.zeros(1, 1, 1, 1, device=device)
+    mask.shows = mask_function  # type: ignore[attr-defined]
+    return mask
 
 
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, _requested_mask)

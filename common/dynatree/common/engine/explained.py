@@ -13,15 +13,23 @@ from dynatree.common.tokenizer import first_line
 
 
 @contextmanager
+def named(name: str) -> Iterator[None]:
+    """Name the model in a refusal."""
+    try:
+        yield
+    except StartupError as error:
+        raise StartupError(f"model {name} cannot be served exactly: {error}") from error
+
+
+@contextmanager
 def explained(name: str, config: PretrainedConfig) -> Iterator[None]:
     """Name the model, and its family where that is the reason, in any failure while it is probed."""
     try:
-        try:
-            yield
-        except Exception:
-            check_family(config)
-            raise
-    except StartupError as error:
-        raise StartupError(f"model {name} cannot be served exactly: {error}") from error
+        with named(name):
+            try:
+                yield
+            except Exception:
+                check_family(config)
+                raise
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise StartupError(f"model {name} cannot be served: its forward failed: {first_line(error)}") from error

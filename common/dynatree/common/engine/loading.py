@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -21,7 +22,7 @@ from dynatree.common.engine.attention import NAME, Attending, Batch
 from dynatree.common.engine.batch_invariance import KEY_BLOCK, is_batch_invariant, is_x86
 from dynatree.common.engine.eager import EagerRunner
 from dynatree.common.engine.engine import Engine
-from dynatree.common.engine.explained import explained
+from dynatree.common.engine.explained import explained, named
 from dynatree.common.engine.flat_forward import FlatForward
 from dynatree.common.engine.generation_defaults import GenerationDefaults
 from dynatree.common.engine.gpu.fixed_rows import DRAFT_ROWS, with_default_rows, with_fixed_rows
@@ -39,12 +40,14 @@ from dynatree.common.engine.packing import pack, weights_of
 from dynatree.common.engine.parallel.parallel_engine import ParallelArena
 from dynatree.common.engine.parallel.ranks import Ranks
 from dynatree.common.engine.parallel.starting import leading, started_ranks
+from dynatree.common.engine.probe import check_computation, check_outputs
 from dynatree.common.engine.runner import Runner
 from dynatree.common.engine.segment import Segment
+from dynatree.common.engine.small_model import towers
 from dynatree.common.engine.streaming.choice import streamed_model
 from dynatree.common.engine.streaming.streamed_layers import StreamedLayers
 from dynatree.common.engine.streaming.streamed_model import StreamedModel
-from dynatree.common.engine.support import check_config, check_family, check_outputs, record_kv_shape
+from dynatree.common.engine.support import check_config, check_family, record_kv_shape
 from dynatree.common.engine.timing import measure_forwards
 from dynatree.common.errors import StartupError
 from dynatree.common.model_files import check_path
@@ -71,13 +74,22 @@ def load_engine(settings: ModelSettings, ranks: Ranks | None = None) -> Engine:
         check_device(settings.device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    if settings.dtype not in {"auto", *DTYPES}:
+        raise StartupError(f"dtype is {settings.dtype!r}, expected auto, {', '.join(DTYPES)}")
     torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new shape, and forwards have many
     name = _display_name(settings.model)
     if settings.tensor_parallel > 1 and ranks is None:
         ranks = started_ranks(settings, name)
-    model, streamed = _load_model(settings, name, ranks)
+    config = _config(settings, name)
+    with named(name):
+        check_config(config)
+    with explained(name, config):
+        context_length = _context_length(config, settings)
+        if ranks is None or ranks.rank == 0:
+            check_computation(config, context_length, small_engine)
+    model, streamed = _load_model(settings, name, config, ranks)
     try:
-        return _engine_of(settings, name, ranks, model, streamed)
+        return _engine_of(settings, name, context_length, ranks, model, streamed)
     except BaseException:
         if streamed:
             streamed.turns.stream.close()
@@ -85,7 +97,12 @@ def load_engine(settings: ModelSettings, ranks: Ranks | None = None) -> Engine:
 
 
 def _engine_of(
-    settings: ModelSettings, name: str, ranks: Ranks | None, model: PreTrainedModel, streamed: StreamedModel | None
+    settings: ModelSettings,
+    name: str,
+    context_length: int,
+    ranks: Ranks | None,
+    model: PreTrainedModel,
+    streamed: StreamedModel | None,
 ) -> Engine:
     """A loaded model with its arena, once its outputs and its costs are known.
 
@@ -107,10 +124,7 @@ def _engine_of(
         if model.device.type == "cpu" and ranks is None:
             pack(model, native, streamed.apart if streamed else ())
             use_huge_pages(weights_of(model), name)
-        shape = record_kv_shape(model)
-        context_length = _context_length(model)
-        check_config(model.config, context_length)
-        context_length = min(context_length, settings.max_context or context_length)
+        shape = record_kv_shape(model, context_length)
     if model.device.type == "cpu" and is_x86() and not native:
         log.warning("kernels are torch's: none were compiled at installation, for which a C compiler is needed")
     padded = model.device.type == "cpu" and not native and is_batch_invariant(model.dtype)
@@ -145,7 +159,7 @@ def _engine_of(
         streamed_bytes=streamed.turns.stream.bytes if streamed else 0,
     )
     attending = partial(NativeBatch, arena=arena) if native else partial(Batch, arena=arena, batch_invariant=padded)
-    runner = _runner(model, arena, attending, native, streamed.turns if streamed else None)
+    runner = _runner(model, context_length, arena, attending, native, streamed.turns if streamed else None)
     engine = Engine(
         model,
         runner,
@@ -163,7 +177,7 @@ def _engine_of(
             engine = leading(engine, ranks)
         else:
             engine = _with_rows(engine, settings, budget.session_slots)
-            check_outputs(engine)
+            check_outputs(engine, context_length)
     numerics = numerics_of(engine, ranks.size if ranks else 1)
     told = replace(engine.info, numerics=numerics, fingerprint=identity and with_numerics(identity, numerics))
     return with_forward_costs(replace(engine, info=told), settings.measured_rows)
@@ -188,20 +202,29 @@ def with_forward_costs(engine: Engine, measured_rows: int) -> Engine:
     return replace(engine, info=replace(engine.info, forward_costs=measure_forwards(engine, measured_rows)))
 
 
+def _config(settings: ModelSettings, name: str) -> PretrainedConfig:
+    """A model's configuration.
+
+    Raises:
+        StartupError: There is none.
+    """
+    check_path(settings.model)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
+    except Exception as error:  # transformers and the hub client raise their own types here
+        raise _unloadable(settings, name, error) from error
+    return config
+
+
 def _load_model(
-    settings: ModelSettings, name: str, ranks: Ranks | None
+    settings: ModelSettings, name: str, config: PretrainedConfig, ranks: Ranks | None
 ) -> tuple[PreTrainedModel, StreamedModel | None]:
     """A model, and how its layers are streamed if some are."""
-    if settings.dtype not in {"auto", *DTYPES}:
-        raise StartupError(f"dtype is {settings.dtype!r}, expected auto, {', '.join(DTYPES)}")
-    check_path(settings.model)
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    config = None
     try:
-        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
         streamed = streamed_model(settings, config, device, name) if ranks is None else None
         if streamed:
             return streamed.model, streamed
@@ -219,12 +242,15 @@ def _load_model(
     except StartupError:
         raise
     except Exception as error:  # transformers, the hub client, safetensors and torch each raise their own types here
-        if config is not None:
-            with explained(name, config):
-                check_family(config)
-        where = "" if Path(settings.model).is_dir() else "it is no local folder; as a hub name: "
-        raise StartupError(f"model {name!r} could not be loaded: {where}{first_line(error)}") from error
+        with explained(name, config):
+            check_family(config)
+        raise _unloadable(settings, name, error) from error
     return loaded, None
+
+
+def _unloadable(settings: ModelSettings, name: str, error: Exception) -> StartupError:
+    where = "" if Path(settings.model).is_dir() else "it is no local folder; as a hub name: "
+    return StartupError(f"model {name!r} could not be loaded: {where}{first_line(error)}")
 
 
 def _allocate(
@@ -248,6 +274,7 @@ def _allocate(
 
 def _runner(
     model: PreTrainedModel,
+    context_length: int,
     arena: KVArena,
     attending: Callable[[Sequence[Segment]], Attending],
     native: bool,
@@ -256,21 +283,43 @@ def _runner(
     """The runner of forwards of any size."""
     program = program_of(model) if native else None
     if program is None:
-        return EagerRunner(FlatForward(model), arena, attending)
+        return EagerRunner(FlatForward(model, context_length), arena, attending)
     return NativeRunner(program, arena, streamed)
 
 
-def _context_length(model: PreTrainedModel) -> int:
-    """Tokens of the longest sequence that the model was made for.
+@dataclass(frozen=True, eq=False)
+class SmallEngine:
+    """Computes forward passes of a model that no session uses; implements `Probed`."""
+
+    model: PreTrainedModel
+    arena: KVArena
+    runner: Runner
+
+    def forward(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """As `Engine.forward`."""
+        return self.runner.run(segments)
+
+
+def small_engine(model: PreTrainedModel) -> SmallEngine:
+    """A small model on the CPU, as large ones run there."""
+    native = is_native(model.device, model.dtype)
+    pack(model, native, towers(model))
+    context_length = model.config.get_text_config().max_position_embeddings
+    arena = KVArena(record_kv_shape(model, 1), 2 * context_length, model.dtype, model.device)
+    attending = partial(NativeBatch, arena=arena) if native else partial(Batch, arena=arena)
+    return SmallEngine(model, arena, _runner(model, context_length, arena, attending, native, None))
+
+
+def _context_length(config: PretrainedConfig, settings: ModelSettings) -> int:
+    """Tokens of the longest sequence that is served.
 
     Raises:
-        StartupError: The configuration names none.
+        StartupError: The configuration does not name the longest that the model was made for.
     """
-    config = model.config.get_text_config()
-    length = getattr(config, "max_position_embeddings", None)
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(length, int):
         raise StartupError(f"the configuration of {config.model_type} names no max_position_embeddings")
-    return length
+    return min(length, settings.max_context or length)
 
 
 def _display_name(model: str) -> str:

@@ -1,8 +1,8 @@
-"""Which models can be served exactly: checks of the configuration, and a probe that compares outputs."""
+"""Which models can be served exactly, judged by the configuration and by what the layers ask of their attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -10,17 +10,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from dynatree.common.engine.arena import KVShape
-from dynatree.common.engine.attention import NAME
-from dynatree.common.engine.engine import Engine
 from dynatree.common.engine.flat_forward import FlatForward
-from dynatree.common.engine.segment import Segment
 from dynatree.common.errors import StartupError
 
 # Kinds of rotary scaling whose frequencies follow the longest position so far: a speculative token would change them.
 UNSTABLE_ROPE = frozenset({"dynamic", "longrope"})
-# The probe: a prefix whose last token is the root, and below the root two branches of two tokens each.
-PREFIX = (0, 1, 2, 3)
-BRANCHES = ((4, 6), (5, 7))
+# Kinds of layers that go through the attention function, which knows what it computes.
+ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+RECORDED_TOKENS = 4
 
 
 def check_family(config: PretrainedConfig) -> None:
@@ -36,25 +33,33 @@ def check_family(config: PretrainedConfig) -> None:
         raise StartupError(f"{config.model_type} models do not go through transformers' attention interface")
 
 
-def check_config(config: PretrainedConfig, context_length: int) -> None:
-    """Refuse what cannot be exact under tree attention, judged by the configuration alone.
+def check_config(config: PretrainedConfig) -> None:
+    """Refuse by its name what the configuration shows; what it does not show, the probes find.
+
+    A composite model's text part decides.
 
     Raises:
-        StartupError: An encoder-decoder, a sliding window shorter than the context, layers that are not full attention,
-            or rotary frequencies that change with the sequence length.
+        StartupError: An encoder-decoder, layers that do not attend, or rotary frequencies that change with the sequence
+            length.
     """
     if config.is_encoder_decoder:
         raise StartupError(f"{config.model_type} is an encoder-decoder; DynaTree serves decoder-only models")
-    partial = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    if partial:
-        raise StartupError(f"{config.model_type} has {', '.join(partial)} layers; only full attention can be exact")
-    window = getattr(config, "sliding_window", None)
-    if window is not None and window < context_length and getattr(config, "use_sliding_window", True):
-        raise StartupError(f"{config.model_type} attends through a sliding window of {window} tokens")
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind in UNSTABLE_ROPE:
-        raise StartupError(f"{config.model_type} uses {kind} rotary scaling, which depends on the sequence length")
+    text = config.get_text_config()
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENDING)
+    if others:
+        raise StartupError(f"{text.model_type} has {', '.join(others)} layers, which DynaTree does not compute")
+    unstable = sorted(UNSTABLE_ROPE & set(_rope_types(vars(text))))
+    if unstable:
+        raise StartupError(f"{text.model_type} uses {unstable[0]} rotary scaling, which depends on the sequence length")
+
+
+def _rope_types(values: object) -> Iterator[str]:
+    """The kinds of rotary scaling anywhere in a configuration."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            if name in ("rope_type", "type") and isinstance(value, str):
+                yield value
+            yield from _rope_types(value)
 
 
 class KVShapeRecorder:
@@ -65,84 +70,55 @@ class KVShapeRecorder:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Causal attention among the forward's own tokens; as `Attending.attend`."""
+        if key.shape != value.shape:
+            raise StartupError(
+                f"its keys and values differ in size ({key.shape[0]} heads of {key.shape[2]}, and {value.shape[0]} of "
+                f"{value.shape[2]})"
+            )
+        if layer in self._shapes:
+            raise StartupError(f"it attends more than once in layer {layer}")
         self._shapes[layer] = (key.shape[0], key.shape[2])
         grouped = query.shape[0] != key.shape[0]
         return scaled_dot_product_attention(
             query[None], key[None], value[None], is_causal=True, scale=scale, enable_gqa=grouped
         )[0].transpose(0, 1)
 
-    def kv_shape(self) -> KVShape:
+    def kv_shape(self, layers: int) -> KVShape:
         """The one shape that all layers share.
 
+        Args:
+            layers: Their number.
+
         Raises:
-            StartupError: No layer called the attention function, or layers differ.
+            StartupError: Not every layer called the attention function, or layers differ.
         """
-        if sorted(self._shapes) != list(range(len(self._shapes))) or len(set(self._shapes.values())) != 1:
-            raise StartupError("its layers do not all attend in one shape through transformers' attention interface")
-        kv_heads, head_dim = self._shapes[0]
-        return KVShape(len(self._shapes), kv_heads, head_dim)
+        if sorted(self._shapes) != list(range(layers)):
+            raise StartupError(
+                f"{len(self._shapes)} of its {layers} layers attend through transformers' attention interface; the "
+                "others may keep recurrent state"
+            )
+        shapes = sorted(set(self._shapes.values()))
+        if len(shapes) != 1:
+            sizes = ", ".join(f"{heads} heads of {size}" for heads, size in shapes)
+            raise StartupError(f"its layers differ in their keys and values ({sizes})")
+        kv_heads, head_dim = shapes[0]
+        return KVShape(layers, kv_heads, head_dim)
 
 
-def record_kv_shape(model: PreTrainedModel) -> KVShape:
+def record_kv_shape(model: PreTrainedModel, context_length: int) -> KVShape:
     """The shape of the keys and values that every layer stores, found by one forward over a few tokens.
+
+    In this forward the model asks for its own masks and hands its arguments to the attention function, which refuses
+    what it does not compute.
+
+    Args:
+        model: Loaded to call the registered attention function.
+        context_length: Tokens of the longest sequence that is served.
 
     Raises:
         StartupError: The model cannot run on the registered attention function.
     """
     recorder = KVShapeRecorder()
-    tokens = torch.tensor([PREFIX], device=model.device)
-    FlatForward(model)(tokens, torch.arange(len(PREFIX), device=model.device)[None], recorder)
-    return recorder.kv_shape()
-
-
-def check_outputs(engine: Engine, plain: Callable[[PreTrainedModel], Tensor] | None = None) -> None:
-    """Compare a branching tree in the arena with the model's own attention over each branch.
-
-    It catches what the configuration does not show: recurrent state, convolutions over neighbours, positions that are
-    not taken from `position_ids`, attention variants.
-
-    Args:
-        engine: On which no session is open.
-        plain: `plain_logits`, where more than this process computes them.
-
-    Raises:
-        StartupError: The two differ by more than rounding.
-    """
-    ours, theirs = _tree_logits(engine), (plain or plain_logits)(engine.model)
-    error = (ours - theirs).abs().max().item()
-    allowed = 200 * torch.finfo(engine.model.dtype).eps * theirs.abs().max().clamp(min=1.0).item()
-    if not error <= allowed:
-        raise StartupError(
-            f"{engine.model.config.model_type} gives other logits under tree attention than by itself "
-            f"(difference {error:.2g}, at most {allowed:.2g} is rounding); it may keep recurrent state"
-        )
-
-
-def _tree_logits(engine: Engine) -> Tensor:
-    """The logits of the root and of each branch's tokens, from one forward: float32 `[branch, 3, vocabulary]`."""
-    root = len(PREFIX) - 1
-    (a, b), (c, d) = BRANCHES
-    # the root, then level by level; a token sees the root, the tokens above it and itself
-    mask = torch.tensor(
-        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]], dtype=torch.bool
-    )
-    kv = engine.arena.reserve(root + 1 + sum(map(len, BRANCHES)))
-    assert kv is not None, "probed before any session is open"
-    try:
-        engine.forward([Segment(kv, 0, PREFIX[:root], range(root), keep=[])])
-        positions = [root, root + 1, root + 1, root + 2, root + 2]
-        (logits,) = engine.forward([Segment(kv, root, [PREFIX[root], a, c, b, d], positions, mask=mask)])
-    finally:
-        engine.arena.release(kv)
-    return torch.stack([logits[[0, 1, 3]], logits[[0, 2, 4]]]).float()
-
-
-def plain_logits(model: PreTrainedModel) -> Tensor:
-    """The logits of the probe's tokens from each branch by itself, by the model's own eager attention."""
-    sequences = torch.tensor([[*PREFIX, *branch] for branch in BRANCHES], device=model.device)
-    model.set_attn_implementation("eager")
-    try:
-        logits: Tensor = model(sequences, use_cache=False).logits
-    finally:
-        model.set_attn_implementation(NAME)
-    return logits[:, len(PREFIX) - 1 :].float()
+    positions = torch.arange(RECORDED_TOKENS, device=model.device)[None]
+    FlatForward(model, context_length, asks=True)(positions, positions, recorder)
+    return recorder.kv_shape(model.config.get_text_config().num_hidden_layers)

@@ -79,7 +79,15 @@ def with_default_rows(engine: Engine, sessions: int, longest: int) -> Engine:
 def _runner(engine: Engine, counts: Sequence[int], sessions: int, longest: int, decides: bool) -> RowRunner:
     heads: int = engine.model.config.get_text_config().num_attention_heads
     with torch.inference_mode():
-        return RowRunner(forward_of(engine.model), engine.arena, counts, sessions, longest, heads, decides)
+        return RowRunner(
+            forward_of(engine.model, engine.info.context_length),
+            engine.arena,
+            counts,
+            sessions,
+            longest,
+            heads,
+            decides,
+        )
 
 
 @torch.inference_mode()

@@ -119,10 +119,10 @@ FAMILIES: dict[str, Callable[[FusedForward, Tensor, Tensor, Attending], Tensor]]
 RowsForward: TypeAlias = FlatForward | FusedForward
 
 
-def forward_of(model: PreTrainedModel) -> RowsForward:
+def forward_of(model: PreTrainedModel, context_length: int) -> RowsForward:
     """The forward over rows of a model: fused on a GPU that Triton knows, where the model's family is known."""
     fuses = HAS_TRITON and model.device.type == "cuda" and can_fuse(model)
-    return FusedForward(model) if fuses else FlatForward(model)
+    return FusedForward(model) if fuses else FlatForward(model, context_length)
 
 
 def can_fuse(model: PreTrainedModel) -> bool:

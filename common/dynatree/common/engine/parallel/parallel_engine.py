@@ -12,10 +12,10 @@ from torch import Tensor
 from dynatree.common.engine.arena import KVArena
 from dynatree.common.engine.engine import Engine
 from dynatree.common.engine.parallel.ranks import Ranks
+from dynatree.common.engine.probe import Prefixes, plain_logits
 from dynatree.common.engine.reader import KVMove
 from dynatree.common.engine.runner import Runner
 from dynatree.common.engine.segment import Segment
-from dynatree.common.engine.support import plain_logits
 from dynatree.common.kv_range import KVRange
 
 
@@ -37,7 +37,10 @@ class Copy:
 
 @dataclass(frozen=True)
 class Plain:
-    """The probe's forward by the model's own attention."""
+    """`plain_logits`, by the model's own attention."""
+
+    prefixes: Prefixes
+    implementation: str
 
 
 class ParallelRunner:
@@ -97,4 +100,4 @@ def follow(engine: Engine, ranks: Ranks) -> None:
         elif isinstance(said, Copy):
             engine.arena.copy(said.source, said.target, said.stop)
         else:
-            plain_logits(engine.model)
+            plain_logits(engine.model, said.prefixes, said.implementation)

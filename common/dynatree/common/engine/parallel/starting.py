@@ -16,7 +16,7 @@ from dynatree.common.engine.explained import explained
 from dynatree.common.engine.model_settings import ModelSettings
 from dynatree.common.engine.parallel.parallel_engine import ParallelRunner, Plain
 from dynatree.common.engine.parallel.ranks import Followers, Ranks, check_plan, end_process, end_standstill
-from dynatree.common.engine.support import check_outputs, plain_logits
+from dynatree.common.engine.probe import Prefixes, check_outputs, plain_logits
 from dynatree.common.errors import StartupError
 from dynatree.common.model_files import check_path
 from dynatree.common.tokenizer import first_line
@@ -61,11 +61,11 @@ def leading(engine: Engine, ranks: Ranks) -> Engine:
         StartupError: They are not the model's.
     """
 
-    def plain(model: PreTrainedModel) -> Tensor:
+    def plain(model: PreTrainedModel, prefixes: Prefixes, implementation: str) -> list[Tensor]:
         with ranks.in_step():
-            ranks.say(Plain())
-            return plain_logits(model)
+            ranks.say(Plain(prefixes, implementation))
+            return plain_logits(model, prefixes, implementation)
 
     engine = replace(engine, runner=ParallelRunner(engine.runner, ranks))
-    check_outputs(engine, plain)
+    check_outputs(engine, engine.info.context_length, plain)
     return engine
