@@ -144,7 +144,8 @@ def test_in_16_bits_a_prompt_has_the_same_bits_in_whatever_pieces_it_is_read(tmp
 
 
 def gemma2(**changes):
-    config = Gemma2Config(**SMALL, **ATTENTION, head_dim=16, max_position_embeddings=64, sliding_window=16, **changes)
+    window = {"sliding_window": 16} | changes
+    config = Gemma2Config(**SMALL, **ATTENTION, head_dim=16, max_position_embeddings=64, **window)
     return Gemma2ForCausalLM(config)
 
 
@@ -154,7 +155,7 @@ def gemma2(**changes):
         (lambda: MistralForCausalLM(MistralConfig(**SMALL, **ATTENTION, sliding_window=16)), "sliding"),
         (
             lambda: MambaForCausalLM(MambaConfig(**SMALL, state_size=4)),
-            "mamba models do not go through transformers' attention interface",
+            "mamba has linear_attention layers, which DynaTree does not compute",
         ),
         (
             lambda: BloomForCausalLM(BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=2)),
@@ -166,8 +167,8 @@ def gemma2(**changes):
             ),
             "gptj models do not go through transformers' attention interface",
         ),
-        (lambda: gemma2(), "its attention uses softcapping of its scores"),
-        (lambda: gemma2(attn_logit_softcapping=None), "gemma2 has sliding_attention layers"),
+        (lambda: gemma2(sliding_window=64), "its attention uses softcapping of its scores"),
+        (lambda: gemma2(attn_logit_softcapping=None), "its attention uses a sliding window of 16 tokens"),
     ],
     ids=["sliding window", "recurrent", "alibi", "own attention", "softcapping", "sliding layers"],
 )

@@ -300,12 +300,11 @@ class SmallEngine:
         return self.runner.run(segments)
 
 
-def small_engine(model: PreTrainedModel) -> SmallEngine:
-    """A small model on the CPU, as large ones run there."""
+def small_engine(model: PreTrainedModel, context_length: int) -> SmallEngine:
+    """A small model on the CPU, as large ones run there, with room for two sessions."""
     native = is_native(model.device, model.dtype)
     pack(model, native, towers(model))
-    context_length = model.config.get_text_config().max_position_embeddings
-    arena = KVArena(record_kv_shape(model, 1), 2 * context_length, model.dtype, model.device)
+    arena = KVArena(record_kv_shape(model, context_length), 2 * context_length + 8, model.dtype, model.device)
     attending = partial(NativeBatch, arena=arena) if native else partial(Batch, arena=arena)
     return SmallEngine(model, arena, _runner(model, context_length, arena, attending, native, None))
 

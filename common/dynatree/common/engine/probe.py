@@ -77,7 +77,7 @@ def check_outputs(probed: Probed, context_length: int, plain: Plain | None = Non
 
 
 def check_computation(
-    config: PretrainedConfig, context_length: int, probed: Callable[[PreTrainedModel], Probed]
+    config: PretrainedConfig, context_length: int, probed: Callable[[PreTrainedModel, int], Probed]
 ) -> None:
     """Refuse a configuration of which a small float32 model cannot be served exactly.
 
@@ -87,7 +87,7 @@ def check_computation(
     Args:
         config: Of the model.
         context_length: Tokens of the longest sequence that is served.
-        probed: Makes what computes a small model's forward passes.
+        probed: Makes what computes a small model's forward passes, over sequences of so many tokens.
 
     Raises:
         StartupError: It cannot, or no small model can be made.
@@ -95,14 +95,15 @@ def check_computation(
     key = (config.to_json_string(use_diff=False), context_length, probed)
     if key in _SERVED:
         return
+    served = min(context_length, CONTEXT_LENGTH)
     for seed in SEEDS:
         try:
             model = small_model(config, context_length, seed)
-        except ValueError as error:
-            raise StartupError(str(error)) from error
+        except ValueError as failure:
+            raise StartupError(str(failure)) from failure
         record_kv_shape(model, context_length)
-        small = probed(model)
-        prefixes = _prefixes(MANY, min(context_length, CONTEXT_LENGTH), small)
+        small = probed(model, served)
+        prefixes = _prefixes(MANY, served, small)
         error, allowed = _error(small, prefixes, plain_logits(model, prefixes, "eager"))
         if error <= allowed:
             break

@@ -93,8 +93,9 @@ def _narrow(text: Any) -> None:
     few_kv = min(kv_heads, 2)
     few = few_kv * min(heads // kv_heads, 2)
     size = given.get("head_dim") or width // heads
+    others = {text.attribute_map.get(name, name) for name in ("max_position_embeddings", "vocab_size")}
     for name, value in list(given.items()):
-        if value == width and type(value) is int and "head" not in name:
+        if value == width and type(value) is int and "head" not in name and name not in others:
             _set(text, name, few * size)
     text.num_attention_heads = few
     if given.get("num_key_value_heads"):
