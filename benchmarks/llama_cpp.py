@@ -54,9 +54,9 @@ def build(work: Path) -> tuple[Path, Path]:
     """llama.cpp's server, built for this machine, and its sources."""
     source = work / f"llama_cpp_python-{VERSION}" / "vendor" / "llama.cpp"
     if not source.exists():
-        package = f"llama-cpp-python=={VERSION}"
-        download = ["-m", "pip", "download", "--no-binary", ":all:", "--no-deps", "--no-build-isolation"]
-        run([sys.executable, *download, "-d", str(work), package])
+        # pip asks the sources for their name, which takes their build tools: into an environment of its own, as wheels
+        download = ["-m", "pip", "download", "--no-binary", "llama-cpp-python", "--no-deps"]
+        run([sys.executable, *download, "-d", str(work), f"llama-cpp-python=={VERSION}"])
         with tarfile.open(next(work.glob("llama_cpp_python-*.tar.gz"))) as archive:
             archive.extractall(work, filter="data")
     server = work / "build" / "bin" / "llama-server"
