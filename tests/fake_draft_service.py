@@ -120,6 +120,7 @@ class FakeDraftService(draft_pb2_grpc.DraftServiceServicer):
     script: list[Step] = field(default_factory=lambda: [message("Hé", 1), message("", 2), message("llo", 3), last()])
     requests: list[draft_pb2.GenerateRequest] = field(default_factory=list)
     info_failure: Fail | None = None
+    chat_template: bool = True
     ended: threading.Event = field(default_factory=threading.Event)
     abandoned: threading.Event = field(default_factory=threading.Event)
 
@@ -150,7 +151,7 @@ class FakeDraftService(draft_pb2_grpc.DraftServiceServicer):
             draft=tree_pb2.ModelInfo(name="small", parameters=7, context_length=64),
             target=tree_pb2.ModelInfo(name="large", architecture="GPTNeoXForCausalLM", vocab_size=50_304),
             policies=["dynatree", "linear"],
-            chat_template=True,
+            chat_template=self.chat_template,
         )
 
 

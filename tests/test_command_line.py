@@ -32,7 +32,7 @@ from dynatree.bench.arguments import MEASUREMENTS
 from dynatree.cli import serve
 from dynatree.cli.arguments import DTYPES, SCHEMES
 from dynatree.cli.main import COMMANDS, main
-from dynatree.cli.parser import Parser, without_options
+from dynatree.cli.parser import Parser, with_commands, without_options
 from dynatree.client import SamplingScheme
 from dynatree.common.engine import model_settings
 from dynatree.common.limits import ALL_LAYERS
@@ -614,6 +614,22 @@ def test_each_help_has_an_example_that_is_a_command_line(name: str, parsed: Call
     words = shlex.split(importlib.import_module(COMMANDS[name][1]).EXAMPLE)
     assert words[:2] == ["dynatree", name]
     assert parsed(*words[1:])
+
+
+@pytest.mark.parametrize(("line", "known"), [("dynatree verify --ma", "--max-sessions"), ("dynatree ver", "--version")])
+def test_a_shell_gets_the_options_of_the_command_that_it_completes(
+    monkeypatch: pytest.MonkeyPatch, line: str, known: str
+) -> None:
+    """Argcomplete itself is not installed here; it reads the parser, and ends the process."""
+
+    def autocomplete(parser: argparse.ArgumentParser) -> None:
+        options = {option for each in with_commands(parser) for option in each._option_string_actions}
+        raise SystemExit(7 if known in options and ("--max-sessions" in options) == ("verify" in line) else 1)
+
+    monkeypatch.setitem(sys.modules, "argcomplete", SimpleNamespace(autocomplete=autocomplete))
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    monkeypatch.setenv("COMP_LINE", line)
+    assert main([]) == 7
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

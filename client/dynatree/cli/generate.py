@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,12 +12,12 @@ from typing import TYPE_CHECKING
 from dynatree.cli.arguments import SCHEMES, Keyed, add_policy_settings
 from dynatree.cli.connection import add_connection_arguments, connected
 from dynatree.cli.interrupts import raise_interrupts
+from dynatree.cli.terminal import print_utf8, visible
 
 if TYPE_CHECKING:
     from dynatree.client import Chunk, CompletionStream, GenerateOptions
 
 _STDIN = "-"
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 EXAMPLE = 'dynatree generate "The capital of France is" --max-new-tokens 16 --json'
 
@@ -137,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
         if getattr(options, option) and not options.json:
             options.usage_error(f"--{option.replace('_', '-')} needs --json")
     raise_interrupts()
-    _print_utf8()
+    print_utf8()
     prompt = _read_stdin() if options.prompt == _STDIN else options.prompt
     with (
         connected(options) as client,
@@ -200,7 +198,7 @@ def _print_json(stream: CompletionStream, chunks: Iterable[Chunk]) -> None:
 
 def _print_text(stream: CompletionStream, chunks: Iterable[Chunk], *, headings: bool) -> None:
     index = -1  # of the completion that is being printed
-    shown = _visible if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
+    shown = visible if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
     try:
         for chunk in chunks:
             if headings and chunk.index != index:
@@ -212,11 +210,6 @@ def _print_text(stream: CompletionStream, chunks: Iterable[Chunk], *, headings: 
             print(flush=True)  # what comes next, an error or a shell's prompt, starts on its own line
         raise
     print()
-
-
-def _visible(text: str) -> str:
-    """Text whose control characters a terminal shows instead of obeying them, but for line feeds and tabs."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def _each(chunks: Iterable[Chunk], write_trace: Callable[[Chunk], None]) -> Iterator[Chunk]:
@@ -267,12 +260,6 @@ def _read_stdin() -> str:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise SystemExit(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from None
-
-
-def _print_utf8() -> None:
-    """Print UTF-8 whatever the locale is: a model may answer with any character."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The `dynatree` command: a table of subcommands, of which only the chosen one is imported.
 
 A subcommand is a module with `add_arguments(parser)` and `run(options) -> exit status`. For a failure that a user can
@@ -7,10 +8,10 @@ import, above all torch, `run` imports once the arguments are right, so that hel
 
 import argparse
 import errno
-import importlib
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Protocol, cast
 
 from dynatree.cli import interrupts
@@ -23,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "gateway": ("serve OpenAI's HTTP API, and a live page, in front of a draft service", "dynatree.cli.gateway"),
     "serve": ("serve everything on this machine: both models, and the gateway", "dynatree.cli.serve"),
     "generate": ("complete a prompt", "dynatree.cli.generate"),
+    "chat": ("talk with the model", "dynatree.cli.chat"),
     "demo": ("run both services on the shipped models, and one completion", "dynatree.cli.demo"),
     "audit": ("prove that the output equals transformers' own generate()", "dynatree.cli.audit"),
     "trace": ("draw a trace as a page", "dynatree.cli.trace"),
@@ -101,6 +103,8 @@ def _expected_errors() -> tuple[type[Exception], ...]:
 
 
 def _run(argv: Sequence[str]) -> int:
+    if "_ARGCOMPLETE" in os.environ:
+        _complete(os.environ.get("COMP_LINE", ""))
     name = argv[0] if argv and argv[0] in COMMANDS else None
     if any(tuple(argv[: len(words)]) == words for words in _RUN_MODELS):
         for variable, value in _MODEL_ENVIRONMENT.items():
@@ -126,11 +130,17 @@ def _run(argv: Sequence[str]) -> int:
         raise SystemExit(f"{words}: pip install 'dynatree[{extra}]'") from None
 
 
+def _complete(line: str) -> None:
+    """Answer a shell that completes `line` (extra `completion`), and end; what is printed goes to the shell."""
+    command = next((word for word in line.split()[1:] if word in COMMANDS), None)
+    import_module("argcomplete").autocomplete(_parser(command, _load(command))[0])
+
+
 def _load(name: str | None) -> Command | None:
     if name is None:
         return None
     _, module = COMMANDS[name]
-    return cast(Command, importlib.import_module(module))
+    return cast(Command, import_module(module))
 
 
 def _parser(name: str | None, command: Command | None) -> tuple[Parser, Parser]:

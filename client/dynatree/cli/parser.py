@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """End with an error about arguments that nobody knows, and what may have been meant."""
         names = [each.partition("=")[0] for each in unknown if each.startswith("-")]
-        known = {option for parser in _with_commands(self) for option in parser._option_string_actions} - {
+        known = {option for parser in with_commands(self) for option in parser._option_string_actions} - {
             "-h",
             "--help",
         }
@@ -134,9 +134,10 @@ def _meant(name: str, known: Collection[str]) -> str:
     return other if other in known else next(iter(get_close_matches(name, known, n=1)), "")
 
 
-def _with_commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+def with_commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """A parser, and those of its subcommands."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for each in action.choices.values():
-                yield from _with_commands(each)
+                yield from with_commands(each)

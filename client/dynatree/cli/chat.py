@@ -1,0 +1,100 @@
+"""`dynatree chat`: a conversation in the terminal, or one whose turns are the lines of a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from dynatree.cli.connection import add_connection_arguments, connected
+from dynatree.cli.interrupts import raise_interrupts
+from dynatree.cli.terminal import print_utf8, visible
+
+if TYPE_CHECKING:
+    from dynatree.client import Client, Message
+
+EXAMPLE = 'dynatree chat --server localhost:50051 --system "Answer in one sentence."'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `dynatree chat`."""
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="most tokens of an answer (default: until the model ends it)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", default=0.0, help="divides the logits; 0, the default, is greedy"
+    )
+    parser.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens of total probability P")
+    parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same answers (default: random)")
+    add_connection_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Talk until the end of the input.
+
+    At a terminal, an interrupt ends the answer and not the conversation; what was answered stays a part of it.
+
+    Raises:
+        DynaTreeError: A request failed; at a terminal that is said, and the conversation goes on.
+        SystemExit: The address, or the model, cannot be used.
+    """
+    raise_interrupts()
+    print_utf8()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+    with connected(options) as client:
+        info = client.model_info()
+        if not info.chat_template:
+            raise SystemExit(f"model {info.target.name} has no chat template; `dynatree generate` completes texts")
+        messages: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
+        if not sys.stdin.isatty():
+            for line in sys.stdin:
+                if line.strip():
+                    _turn(client, messages, line.rstrip("\n"), options)
+            return 0
+        with suppress(ImportError):
+            import readline  # noqa: F401 - so that `input` edits lines, and remembers them
+        print(f"{info.target.name}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
+        _converse(client, messages, options)
+    return 0
+
+
+def _converse(client: Client, messages: list[Message], options: argparse.Namespace) -> None:
+    """Take turns at a terminal until the end of the input."""
+    from dynatree.client import DynaTreeError
+
+    while True:
+        try:
+            line = input("> ")
+            if line.strip():
+                _turn(client, messages, line, options)
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+        except DynaTreeError as error:
+            print(f"dynatree: error: {error}", file=sys.stderr)
+
+
+def _turn(client: Client, messages: list[Message], said: str, options: argparse.Namespace) -> None:
+    """Print the answer to what was said as it comes; both become a part of the conversation, unless it fails."""
+    asked: list[Message] = [*messages, {"role": "user", "content": said}]
+    names = ("max_new_tokens", "temperature", "top_p", "seed")
+    shown = visible if sys.stdout.isatty() else str
+    with client.stream(asked, **{name: getattr(options, name) for name in names}) as stream:
+        try:
+            for chunk in stream:
+                print(shown(chunk.text), end="", flush=True)
+        except KeyboardInterrupt:
+            messages[:] = [*asked, {"role": "assistant", "content": stream.text}]
+            raise
+        except BaseException:
+            if stream.text:
+                print(flush=True)  # the error has a line of its own
+            raise
+        print(flush=True)
+        messages[:] = [*asked, {"role": "assistant", "content": stream.text}]
