@@ -230,7 +230,8 @@ def test_the_likeliest_tokens_and_the_prompts_log_probs(client: Client, service:
     (other,) = completion.alternatives
     assert completion.top_log_probs == (*places[0], *places[1])
     assert (completion.prompt_ids, completion.prompt_log_probs, completion.prompt_top_log_probs) == known
-    assert (stream.prompt_text, stream.prompt_text_offsets) == ("Oh, he", (0, 2, 3))
+    for each in (stream, completion):
+        assert (each.prompt_text, each.prompt_text_offsets) == ("Oh, he", (0, 2, 3))
     assert (completion.text_offsets, other.text_offsets) == ((0, 1, 2), ())
     assert (other.prompt_ids, other.prompt_log_probs, other.prompt_top_log_probs) == ((7, 8, 9), (), ())
     assert generate_async(service, n=2, top_log_probs=2, prompt_log_probs=True) == completion

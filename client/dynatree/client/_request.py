@@ -80,7 +80,7 @@ class GenerateOptions(TypedDict, total=False):
             (the default) to 20. Above 0 it implies `log_probs`.
         prompt_log_probs: whether to return the log-probabilities of the prompt's tokens, and `top_log_probs` likeliest
             tokens beside each. The prompt is then read whole, whatever is cached of it.
-        prompt_text: whether the stream has the prompt's text, and where each of its tokens begins in it.
+        prompt_text: whether to return the prompt's text, and where each of its tokens begins in it.
         trace: whether to return a `RoundTrace` for each round.
         queue_position: whether `stream` returns chunks that say how many requests are ahead, while this one waits.
         policy: how trees are grown, one of `ServiceInfo.policies`; None (the default) is the service's default.

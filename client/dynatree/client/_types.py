@@ -271,8 +271,8 @@ class Completion:
         log_probs: the natural log-probability of each of `token_ids` under the target's own softmax, before any
             option; empty unless `log_probs` was asked for.
         trace: its rounds; empty unless `trace` was asked for.
-        alternatives: where n > 1, the other completions, in order; they have no alternatives themselves, and no
-            `prompt_log_probs`.
+        alternatives: where n > 1, the other completions, in order; they have no alternatives themselves, and of the
+            prompt no more than `prompt_ids`.
         top_log_probs: for each of `token_ids` the likeliest tokens in its place, likeliest first, as (token_id,
             log_prob), under the same softmax; empty unless `top_log_probs` was asked for.
         prompt_ids: the prompt's tokens.
@@ -282,6 +282,9 @@ class Completion:
             unless both were asked for.
         text_offsets: where each of `token_ids` begins in `text`, in characters; empty unless `log_probs` was asked for.
             A token that goes on with a character begins where that does, and one without text where the next begins.
+        prompt_text: the prompt's text as it was sent, or what its token ids or its chat decode to, special tokens
+            included; empty unless `prompt_text` was asked for.
+        prompt_text_offsets: where each of `prompt_ids` begins in `prompt_text`, likewise.
     """
 
     text: str
@@ -298,6 +301,8 @@ class Completion:
     prompt_log_probs: tuple[float, ...] = ()
     prompt_top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
     text_offsets: tuple[int, ...] = ()
+    prompt_text: str = ""
+    prompt_text_offsets: tuple[int, ...] = ()
 
     @classmethod
     def from_pb(
@@ -322,6 +327,8 @@ class Completion:
             prompt_log_probs=prompt.log_probs,
             prompt_top_log_probs=prompt.top_log_probs,
             text_offsets=tuple(offset for chunk in chunks for offset in chunk.text_offsets),
+            prompt_text=prompt.text,
+            prompt_text_offsets=prompt.text_offsets,
         )
 
     def to_dict(self) -> dict[str, Any]:

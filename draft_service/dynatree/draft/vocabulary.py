@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
@@ -41,8 +41,7 @@ class Vocabulary:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._special_tokens = special_tokens
-        named = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._skipped = frozenset() if special_tokens else named.union(tokenizer.all_special_ids)
+        self._skipped = frozenset() if special_tokens else frozenset(_special_ids(tokenizer))
         characters: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
         self._spelling = {character: byte for byte, character in characters.items()}
         self.anchor: Context = next(((id_,) for id_ in range(len(tokenizer)) if self._is_ordinary(id_)), ())
@@ -86,6 +85,13 @@ class Vocabulary:
     def _is_ordinary(self, token_id: int) -> bool:
         token = str(self._tokenizer.convert_ids_to_tokens(token_id))
         return token_id not in self._skipped and not _BYTE.fullmatch(token) and self._decode((token_id,)).isalnum()
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> Iterable[int]:
+    """The tokens that `decode` leaves out with `skip_special_tokens`."""
+    if not tokenizer.is_fast:
+        return tokenizer.all_special_ids
+    return [id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special]
 
 
 @lru_cache(maxsize=8)
