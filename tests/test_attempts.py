@@ -10,6 +10,7 @@ import pytest
 from dynatree.client._attempts import Attempts
 
 UNAVAILABLE, BUSY = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
+TOO_LONG = grpc.StatusCode.OUT_OF_RANGE
 INTERNAL, MISMATCH = grpc.StatusCode.INTERNAL, grpc.StatusCode.FAILED_PRECONDITION
 
 
@@ -72,6 +73,17 @@ def test_one_that_has_begun_waits_for_room(clock: list[float]) -> None:
     assert attempts.after(BUSY, retry_after=0.7) == 0.7
     assert attempts.after(BUSY, retry_after=60.0) == 1.0
     assert attempts.after(MISMATCH) is None
+
+
+def test_one_that_has_begun_waits_for_a_context_that_is_long_enough(clock: list[float]) -> None:
+    """A server took it, so it fits; of which nothing came, it may be too long for all."""
+    attempts = Attempts(2, connect_seconds=5.0, resume_seconds=30.0)
+    assert attempts.after(TOO_LONG) is None
+    attempts.received()
+    assert attempts.after(UNAVAILABLE) is not None
+    assert [attempts.after(TOO_LONG) is None for _ in range(4)] == [False] * 4
+    clock[0] += 31.0
+    assert attempts.after(TOO_LONG) is None
 
 
 def test_a_failure_is_tried_once_more_over_the_whole_request(clock: list[float]) -> None:

@@ -12,12 +12,11 @@ from typing import Any
 import grpc
 import pytest
 from gateways import wait_for
-from grpc_proxy import GENERATE, VERIFY, GrpcProxy, ProxyLoop, forward_all
+from grpc_proxy import GENERATE, VERIFY, GrpcProxy, ProxyLoop
 from model_zoo import save_noisy_copy, save_random_model
 from services import Services, running_services
 
 from dynatree.client import Client, ContextLengthError
-from dynatree.common import healthcheck
 from dynatree.draft import replicas as replicas_module
 from dynatree.draft.policies import policy_names
 from dynatree.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
@@ -206,10 +205,12 @@ def test_the_verify_service_says_the_same(pairs: dict[int, Services]) -> None:
 
 
 @contextmanager
-def two_contexts(folder: Path, models: tuple[Path, Path], contexts: tuple[int, int]) -> Iterator[list[GrpcProxy]]:
+def two_contexts(
+    folder: Path, models: tuple[Path, Path], contexts: tuple[int, int], *, both: bool
+) -> Iterator[list[GrpcProxy]]:
     """Ways to two pairs: two to a draft service each, and behind these two to the verify services of these contexts.
 
-    The second draft service has both verify services, the first only its own.
+    The first draft service has its own verify service only; the second has `both`, the first one's before its own.
     """
     with ExitStack() as stack:
         loop = ProxyLoop()
@@ -221,7 +222,7 @@ def two_contexts(folder: Path, models: tuple[Path, Path], contexts: tuple[int, i
 
             def via(address: str, name: str = name) -> str:
                 verifies.append(stack.enter_context(loop.proxy(f"unix:{folder}/v{name}.sock", address)))
-                return ",".join(way.address for way in verifies)
+                return ",".join(way.address for way in (verifies if both else verifies[-1:]))
 
             pair = running_services(folder / name, *models, target_context=context, via=via, sessions=2)
             services = stack.enter_context(pair)
@@ -243,34 +244,35 @@ def cut_once(way: GrpcProxy, wanted: str, number: int) -> list[bool]:
     return happened
 
 
+ASKED: dict[str, Any] = {"ignore_eos": True, "policy": "linear", "policy_settings": {"depth": 2}, "n": 2}
+
+
 @pytest.mark.parametrize("contexts", [(CONTEXT, 24), (24, CONTEXT)])
+@pytest.mark.parametrize("lost", ["verify", "draft"])
 def test_a_fault_does_not_change_a_length(
-    models: tuple[Path, Path], contexts: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: tuple[Path, Path], contexts: tuple[int, int], lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends where it would have ended at the replica where it began, wherever it resumes: service and client."""
+    """It ends where it would have ended at the replica where it began: the service's resume, and the client's own."""
     monkeypatch.setattr(replicas_module.random, "random", lambda: 0.0)  # the first of equals
-    asked: dict[str, Any] = {"ignore_eos": True, "policy": "linear", "policy_settings": {"depth": 2}, "n": 2}
-    with two_contexts(tmp_path, models, contexts) as (first_draft, second_draft, first_verify, _):
-        with Client(second_draft.address, timeout=30.0) as client:
-            whole = client.generate(ids(8), **asked)
-            assert [len(each.token_ids) for each in (whole, *whole.alternatives)] == [contexts[0] - 8] * 2
-            happened = cut_once(first_verify, VERIFY, 3)
-            completion = client.generate(ids(8), **asked)
-            assert happened
-            assert completion.stats.resumes == 1
-            assert completion.token_ids == whole.token_ids
-            assert completion.finish_reason == "length"
-        # the client's own resume, at a draft service that prefers the other context
-        monkeypatch.setattr("dynatree.client._base.randrange", lambda count: 0)
-        first_verify.hook = forward_all
-        for each in (first_draft, second_draft):
-            assert wait_for(lambda address=each.address: healthcheck.failure(address, timeout=1.0) is None)
-        with Client(f"{first_draft.address},{second_draft.address}", timeout=30.0) as client:
-            happened = cut_once(first_draft, GENERATE, 4)
-            completion = client.generate(ids(8), **asked)
-            assert happened
-            assert completion.stats.resumes == 1
-            assert [each.token_ids for each in (completion, *completion.alternatives)] == [whole.token_ids] * 2
+    monkeypatch.setattr("dynatree.client._base.randrange", lambda count: 0)
+    with two_contexts(tmp_path, models, contexts, both=lost == "verify") as (
+        first_draft,
+        second_draft,
+        first_verify,
+        _,
+    ):
+        addresses = [second_draft.address] if lost == "verify" else [first_draft.address, second_draft.address]
+        with Client(addresses[0], timeout=30.0) as client:
+            whole = client.generate(ids(8), **ASKED)
+        assert [len(each.token_ids) for each in (whole, *whole.alternatives)] == [contexts[0] - 8] * 2
+        happened = cut_once(first_verify, VERIFY, 3) if lost == "verify" else cut_once(first_draft, GENERATE, 4)
+        with Client(",".join(addresses), timeout=30.0) as client:
+            completion = client.generate(ids(8), **ASKED)
+    assert happened
+    assert completion.stats.resumes == 1
+    assert (completion.token_ids, completion.finish_reason) == (whole.token_ids, "length")
+    if lost == "draft":
+        assert [each.token_ids for each in completion.alternatives] == [whole.token_ids]
 
 
 def test_a_request_goes_to_a_replica_that_has_room_for_it(
@@ -278,7 +280,7 @@ def test_a_request_goes_to_a_replica_that_has_room_for_it(
 ) -> None:
     monkeypatch.setattr(replicas_module.random, "random", lambda: 0.0)  # the first of equals
     with (
-        two_contexts(tmp_path, models, (24, CONTEXT)) as ways,
+        two_contexts(tmp_path, models, (24, CONTEXT), both=True) as ways,
         Client(ways[1].address, timeout=30.0) as client,
     ):
         assert client.model_info().target.context_length == CONTEXT
