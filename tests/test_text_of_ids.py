@@ -6,7 +6,7 @@ import random
 from functools import cache
 
 import pytest
-from tokenizer_zoo import BYTES, TEXTS, TOKENIZERS
+from tokenizer_zoo import TEXTS, TOKENIZERS, bytes_of
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerBase
 
@@ -78,14 +78,6 @@ def test_a_limit_that_cuts_a_character_leaves_the_others(name: str, script: str)
         assert text.endswith(REPLACEMENT)
         assert text.startswith(whole(tokenizer, ids[:complete]))
         assert whole(tokenizer, ids).startswith(text[:-1])
-
-
-def bytes_of(tokenizer: PreTrainedTokenizerBase, id_: int) -> bytes:
-    """What a token of byte fallback stands for."""
-    token = tokenizer.convert_ids_to_tokens(id_)
-    if token in BYTES:
-        return bytes.fromhex(token[3:5])
-    return b"" if id_ in tokenizer.all_special_ids else token.replace("▁", " ").encode()
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

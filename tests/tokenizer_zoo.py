@@ -140,3 +140,11 @@ TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
     "suffixes": suffixes,
     "bytes": ByT5Tokenizer,
 }
+
+
+def bytes_of(tokenizer: PreTrainedTokenizerBase, id_: int) -> bytes:
+    """What a token of a tokenizer with byte fallback adds in the middle of a text."""
+    token = tokenizer.convert_ids_to_tokens(id_)
+    if token in BYTES:
+        return bytes.fromhex(token[3:5])
+    return b"" if token is None or id_ in tokenizer.all_special_ids else token.replace("▁", " ").encode()
