@@ -29,7 +29,7 @@ def run(*arguments, timeout=120):
 def assert_one_clear_line(result, *words, status=1):
     assert result.returncode == status, result.stderr
     assert "Traceback" not in result.stderr
-    lines = result.stderr.strip().splitlines()
+    lines = [line for line in result.stderr.strip().splitlines() if " INFO " not in line]
     assert len(lines) == 1 or status == 2, result.stderr
     for word in words:
         assert word in lines[-1]
@@ -63,9 +63,12 @@ def starting():
     def started(*arguments):
         process = subprocess.Popen([*COMMAND, *arguments, "--threads", "1"], stderr=subprocess.PIPE, text=True)
         processes.append(process)
-        line = process.stderr.readline()
-        assert f"dynatree {arguments[0]}: " in line, line + process.stderr.read()
-        return process
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if f"dynatree {arguments[0]}: " in line:
+                return process
+        raise AssertionError("".join(lines))
 
     try:
         yield started

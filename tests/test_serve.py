@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,6 +119,22 @@ def test_a_target_larger_than_the_memory(tmp_path: Path) -> None:
             assert stats.nodes_per_round > 256
 
 
+def test_http_says_that_the_models_are_loading(tmp_path: Path) -> None:
+    """From the moment on that the port is open, and before they serve."""
+    with serving(tmp_path, "--http", "127.0.0.1:0") as serve:
+        url = serve.wait_for(r"HTTP is open on (\S+);")
+        for path in ("/health", "/v1/models", "/v1/chat/completions"):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(url + path, data=b"{}" if "chat" in path else None, timeout=30)
+            error = json.loads(refused.value.read())["error"]
+            assert (refused.value.code, error["code"]) == (503, "loading")
+            assert int(refused.value.headers["Retry-After"]) > 0
+        assert urllib.request.urlopen(f"{url}/version", timeout=30).status == 200
+        serve.wait_for(r"Try\s+(curl .*)")
+        assert urllib.request.urlopen(f"{url}/health", timeout=30).status == 200
+        assert re.search(r"cli.verify: loading target, 12 MB", serve.log)
+
+
 def test_when_a_service_ends_everything_does(tmp_path: Path) -> None:
     with serving(tmp_path, "--http", "127.0.0.1:0") as serve:
         serve.wait_for(r"Try\s+(curl .*)")
@@ -130,7 +148,11 @@ def test_when_a_service_ends_everything_does(tmp_path: Path) -> None:
 def test_a_service_that_does_not_start_says_why(tmp_path: Path) -> None:
     with serving(tmp_path, "--http", "127.0.0.1:0", "--draft-model", "./nowhere") as serve:
         assert serve.process.wait(60) == 1
-        assert "there is no model at ./nowhere" in serve.log
+        assert serve.log == "dynatree: error: there is no model at ./nowhere\n"
+    with serving(tmp_path, "--http", "127.0.0.1:0", "--device", "cuda:77") as serve:
+        assert serve.process.wait(60) == 1
+        assert serve.log.count("error") == 1
+        assert re.search(r"error: --device is cuda:77, and the devices that torch .* finds here are: cpu", serve.log)
     with serving(tmp_path, "--http", "0.0.0.0:0") as serve:
         assert serve.process.wait(60) == 1
         assert "--insecure" in serve.log

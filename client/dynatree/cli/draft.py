@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 
 from dynatree.cli.arguments import add_policy_settings, positive
 from dynatree.cli.checks import check_draft
 from dynatree.cli.parser import group
 from dynatree.cli.service_arguments import add_groups, add_service_arguments, network_addresses, seconds
+from dynatree.common import embedded
 from dynatree.common.limits import RESUME_SECONDS
+from dynatree.common.logs import configure_logging
+from dynatree.common.model_files import described
 from dynatree.draft.policies import DEFAULT_POLICY, policy_names
+
+log = logging.getLogger(__name__)
 
 EXAMPLE = "dynatree draft --draft-model ~/models/llama-1b --verify gpu-host:50052 --verify-ca ca.pem"
 _WAY = "the way to the verify services"
@@ -96,6 +102,8 @@ def run(options: argparse.Namespace) -> int:
         StartupError: The command line is wrong in a way that needs no model to tell.
     """
     check_draft(options)
+    configure_logging(options.log_format, options.log_level)
+    log.info("loading %s", described(options.draft_model, embedded.draft_path()))  # torch's import takes seconds too
 
     from dynatree.draft.serve_draft import run
 

@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     if options.ca is None:
         check_grpc(options.server, "a draft service")
 
-    from dynatree.common.logs import announce, configure_logging
+    from dynatree.common.logs import announce_ready, configure_logging
     from dynatree.common.security import SecuritySettings
     from dynatree.gateway.serve_gateway import GatewaySettings, serve
 
@@ -113,5 +113,5 @@ def run(options: argparse.Namespace) -> int:
         options.served_model_name,
         options.api_key,
     )
-    asyncio.run(serve(settings, lambda address: announce(f"dynatree gateway: {options.server} as HTTP on {address}")))
+    asyncio.run(serve(settings, lambda address: announce_ready("gateway", f"{options.server} as HTTP on {address}")))
     return 0

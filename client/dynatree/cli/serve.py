@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import shlex
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dynatree.cli.arguments import device
 from dynatree.cli.checks import check_serve, next_port
@@ -31,6 +32,9 @@ from dynatree.common.limits import ALL_LAYERS
 
 if TYPE_CHECKING:
     from dynatree.cli.service_pair import ServicePair
+    from dynatree.gateway.serve_gateway import GatewaySettings
+
+log = logging.getLogger("dynatree serve")
 
 EXAMPLE = "dynatree serve --target-model ~/models/llama-8b --draft-model ~/models/llama-1b --port 8000"
 START_SECONDS = 3600.0  # for both models to load; a target that is streamed is first written to the layer cache
@@ -87,17 +91,16 @@ def run(options: argparse.Namespace) -> int:
     """
     check_serve(options)
 
-    from dynatree.cli.service_pair import Arrangement, service_pair
-    from dynatree.common.logs import announce, configure_logging
+    from dynatree.cli.service_pair import Arrangement, starting_pair
+    from dynatree.common.logs import configure_logging
     from dynatree.common.security import SecuritySettings
-    from dynatree.gateway.serve_gateway import GatewaySettings, serve
+    from dynatree.gateway.serve_gateway import GatewaySettings
 
     configure_logging(options.log_format, options.log_level)
     arrangement = Arrangement(options.grpc, _verify_options(options), _draft_options(options), shown=True)
     security = SecuritySettings(options.tls_cert, options.tls_key, insecure=options.insecure)
-    with service_pair(
-        options.target_model, options.draft_model, _told(options, _BOTH), START_SECONDS, arrangement
-    ) as pair:
+    told = _told(options, _BOTH)
+    with starting_pair(options.target_model, options.draft_model, told, START_SECONDS, arrangement) as pair:
         settings = GatewaySettings(
             pair.address,
             options.listen,
@@ -108,24 +111,63 @@ def run(options: argparse.Namespace) -> int:
             options.served_model_name,
             options.api_key,
         )
-        serving = serve(settings, lambda url: announce(_welcome(url, pair, options)))
-        ended = asyncio.run(_until_one_ends(serving, pair))
-    if ended:
-        raise SystemExit(f"the {ended} service has ended; everything was stopped")
-    return 0
+        return asyncio.run(_Serving(settings, pair, options).run())
 
 
-async def _until_one_ends(serving: Coroutine[Any, Any, None], pair: ServicePair) -> str:
-    """The name of the service that has ended before the gateway did; "" where none has."""
-    gateway = asyncio.ensure_future(serving)
-    while not gateway.done():
-        await asyncio.wait([gateway], timeout=LOOK_SECONDS)
-        if not gateway.done() and (ended := pair.ended()):
+class _Serving:
+    """The gateway, which answers from the first moment on, and the services behind it.
+
+    Args:
+        settings: Of the gateway.
+        pair: The services, which may be starting.
+        options: Parsed.
+    """
+
+    def __init__(self, settings: GatewaySettings, pair: ServicePair, options: argparse.Namespace) -> None:
+        self._settings = settings
+        self._pair = pair
+        self._options = options
+        self._loading = True
+        self._url = ""
+
+    async def run(self) -> int:
+        """Serve until a signal; the exit status.
+
+        Raises:
+            SystemExit: A service did not start, or has ended.
+        """
+        from dynatree.gateway.serve_gateway import serve
+
+        gateway = asyncio.ensure_future(serve(self._settings, self._opened, lambda: self._loading))
+        watching = asyncio.ensure_future(self._watch())
+        await asyncio.wait([gateway, watching], return_when=asyncio.FIRST_COMPLETED)
+        if not gateway.done():  # a service has ended
             signal.raise_signal(signal.SIGTERM)  # as if somebody stopped it: open requests are told
             await gateway
-            return ended
-    await gateway
-    return ""
+            raise SystemExit(await watching)
+        watching.cancel()
+        number = await gateway
+        return 128 + number if self._loading and number else 0
+
+    def _opened(self, url: str) -> None:
+        self._url = url
+        log.setLevel(self._options.log_level.upper())
+        log.info("HTTP is open on %s; the models are loading", url)
+
+    async def _watch(self) -> str:
+        """Tell when the services serve; returns when one of them has ended, with the reason."""
+        from dynatree.common.logs import announce
+
+        while True:
+            if self._loading and self._url and await asyncio.to_thread(self._pair.serves):
+                self._loading = False
+                announce(_welcome(self._url, self._pair, self._options))
+            if ended := self._pair.ended():
+                if self._pair.in_order(ended):  # a terminal interrupts the services too, and they may be first
+                    await asyncio.sleep(self._options.grace + LOOK_SECONDS)
+                reason = await asyncio.to_thread(self._pair.reason, ended)
+                return reason if self._loading else f"{reason}; everything was stopped"
+            await asyncio.sleep(LOOK_SECONDS)
 
 
 # The options that the services have too, by their names: both of them, one of them.

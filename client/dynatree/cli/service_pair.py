@@ -60,8 +60,37 @@ class ServicePair:
     _children: Mapping[str, _Child] = field(default_factory=dict)
 
     def ended(self) -> str:
-        """The name of a service that has ended; "" while both run."""
-        return next((name for name, child in self._children.items() if child.process.poll() is not None), "")
+        """The name of a service that has ended; "" while both run.
+
+        Raises:
+            KeyboardInterrupt: An interrupt has ended it: a terminal interrupts the children too, and they may be first.
+        """
+        for name, child in self._children.items():
+            status = child.process.poll()
+            if status in _INTERRUPTED:
+                raise KeyboardInterrupt
+            if status is not None:
+                return name
+        return ""
+
+    def in_order(self, name: str) -> bool:
+        """Whether a service that has ended was stopped."""
+        return self._children[name].process.returncode == 0
+
+    def reason(self, name: str) -> str:
+        """Why a service has ended."""
+        child = self._children[name]
+        return child.reason() or f"the {name} service has ended with exit status {child.process.returncode}"
+
+    def serves(self) -> bool:
+        """Whether the services answer; one that has just started may take a second to say that it does not."""
+        try:
+            self.client.model_info()
+        except AuthenticationError:  # who asks for a token serves
+            return True
+        except ServerUnavailableError:
+            return False
+        return True
 
 
 @contextmanager
@@ -72,7 +101,7 @@ def service_pair(
     start_timeout: float = 300.0,
     arrangement: Arrangement = AS_USUAL,
 ) -> Iterator[ServicePair]:
-    """A verify and a draft service that live as long as the context.
+    """A verify and a draft service that live as long as the context, and serve.
 
     Args:
         target_model: What `dynatree verify --target-model` takes.
@@ -84,6 +113,21 @@ def service_pair(
     Raises:
         SystemExit: A service did not start; with what it printed last.
     """
+    with starting_pair(target_model, draft_model, options, start_timeout, arrangement) as pair:
+        until = time.monotonic() + start_timeout
+        while not pair.serves():
+            if ended := pair.ended():
+                raise SystemExit(pair.reason(ended))
+            if time.monotonic() > until:
+                raise SystemExit(f"the services did not start within {start_timeout:g} s")
+        yield pair
+
+
+@contextmanager
+def starting_pair(
+    target_model: str, draft_model: str, options: Sequence[str], start_timeout: float, arrangement: Arrangement
+) -> Iterator[ServicePair]:
+    """As `service_pair`, but for that they need not serve yet."""
     raise_interrupts()
     with ExitStack() as stack:
         stack.enter_context(_orderly_termination())
@@ -101,7 +145,6 @@ def service_pair(
             name: stack.enter_context(_child(folder, name, args, arrangement.shown)) for name, args in commands.items()
         }
         client = stack.enter_context(Client(draft, connect_timeout=1.0))
-        _wait(client, children, start_timeout)
         yield ServicePair(client, children["draft"].process.pid, children["verify"].process.pid, draft, children)
 
 
@@ -206,25 +249,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _wait(client: Client, children: Mapping[str, _Child], timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while True:
-        for name, child in children.items():
-            status = child.process.poll()
-            if status in _INTERRUPTED:  # a terminal interrupts the children too, and they may be first
-                raise KeyboardInterrupt
-            if status is not None:
-                raise SystemExit(child.reason() or f"the {name} service has ended with exit status {status}")
-        try:
-            client.model_info()
-            return
-        except AuthenticationError:  # who asks for a token serves
-            return
-        except ServerUnavailableError:
-            if time.monotonic() > deadline:
-                raise SystemExit(f"the services did not start within {timeout:g} s") from None
 
 
 if __name__ == "__main__":

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 
 from dynatree.cli.arguments import not_negative, positive
 from dynatree.cli.checks import check_verify
 from dynatree.cli.parser import group
 from dynatree.cli.service_arguments import add_groups, add_service_arguments
+from dynatree.common import embedded
 from dynatree.common.limits import ALL_LAYERS
+from dynatree.common.logs import configure_logging
+from dynatree.common.model_files import described
+
+log = logging.getLogger(__name__)
 
 EXAMPLE = "dynatree verify --target-model ~/models/llama-8b --dtype bfloat16 --port 50052"
 
@@ -91,6 +97,8 @@ def run(options: argparse.Namespace) -> int:
         StartupError: The command line is wrong in a way that needs no model to tell.
     """
     check_verify(options)
+    configure_logging(options.log_format, options.log_level)
+    log.info("loading %s", described(options.target_model, embedded.target_path()))  # torch's import takes seconds too
 
     from dynatree.verify.serve_target import run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -33,6 +33,7 @@ from dynatree.gateway.work import Wanted, Work
 from dynatree.pages import Page
 
 HEALTH_SECONDS = 2.0  # for the draft service's answer about its health
+LOADING_SECONDS = 5  # until a request is worth another try while models are loaded
 LAST_WORDS_SECONDS = 1.0  # for errors on their way when the gateway stops
 _TOKEN = re.compile(r"[!-~]{1,4096}")  # longer ones are no tokens, and gRPC has no room for them
 
@@ -219,6 +220,7 @@ def build_app(
     origins: Sequence[str] = (),
     names: Sequence[str] = (),
     key: str | None = None,
+    loading: Callable[[], bool] = lambda: False,
 ) -> Front:
     """The application; it closes the client when it ends.
 
@@ -229,7 +231,24 @@ def build_app(
         origins: Whose pages may call, as browsers name them; "*" is everybody's.
         names: Of the model; none for the target's own.
         key: What requests must show; None leaves it to the draft service what they must.
+        loading: Whether the services behind it are still starting.
     """
+
+    def ready(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """What answers once the services have started."""
+
+        async def answered(request: Request) -> Response:
+            if loading():
+                raise ApiError(
+                    503,
+                    "the models are loading; try again later",
+                    "server_error",
+                    code="loading",
+                    headers={"Retry-After": str(LOADING_SECONDS)},
+                )
+            return await answer(request)
+
+        return answered
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -239,14 +258,14 @@ def build_app(
 
     gateway = Gateway(client, registry, page, names, key)
     routes = [
-        Route("/v1/completions", gateway.completions, methods=["POST"]),
-        Route("/v1/chat/completions", gateway.chat, methods=["POST"]),
-        Route("/v1/models", gateway.list_models),
-        Route("/v1/models/{model:path}", gateway.one_model),
-        Route("/tokenize", gateway.tokenize, methods=["POST"]),
-        Route("/detokenize", gateway.detokenize, methods=["POST"]),
+        Route("/v1/completions", ready(gateway.completions), methods=["POST"]),
+        Route("/v1/chat/completions", ready(gateway.chat), methods=["POST"]),
+        Route("/v1/models", ready(gateway.list_models)),
+        Route("/v1/models/{model:path}", ready(gateway.one_model)),
+        Route("/tokenize", ready(gateway.tokenize), methods=["POST"]),
+        Route("/detokenize", ready(gateway.detokenize), methods=["POST"]),
         Route("/version", gateway.version),
-        Route("/health", gateway.health),
+        Route("/health", ready(gateway.health)),
         Route("/metrics", gateway.metrics),
         Route("/openapi.json", gateway.describe),
         Route("/", gateway.live_page),

@@ -56,8 +56,13 @@ class GatewaySettings:
     api_key: str | None = None
 
 
-async def serve(settings: GatewaySettings, started: Callable[[str], object]) -> None:
-    """Serve until SIGINT or SIGTERM; `started` is told the address once requests are taken.
+async def serve(
+    settings: GatewaySettings, started: Callable[[str], object], loading: Callable[[], bool] = lambda: False
+) -> int | None:
+    """Serve until SIGINT or SIGTERM, and return its number.
+
+    `started` is told the address once requests are taken. While the services behind it are `loading`, they are answered
+    so.
 
     Raises:
         StartupError: An address or a file cannot be used.
@@ -78,6 +83,7 @@ async def serve(settings: GatewaySettings, started: Callable[[str], object]) -> 
         origins=settings.origins,
         names=settings.names,
         key=settings.api_key,
+        loading=loading,
     )
     config = uvicorn.Config(
         app,
@@ -100,6 +106,7 @@ async def serve(settings: GatewaySettings, started: Callable[[str], object]) -> 
         rotating = asyncio.ensure_future(_rotate(tls))
         try:
             await server.serve([listening])
+            return server.stopped_by
         finally:
             rotating.cancel()
             if address.startswith("unix:"):
@@ -112,11 +119,17 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, started: Callable[[], object]) -> None:
         super().__init__(config)
         self._tell = started
+        self.stopped_by: int | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """End open requests at the first signal, and at the second do not wait for them."""
-        with on_stop(lambda number: self.handle_exit(number, None)):
+
+        def stop(number: int) -> None:
+            self.stopped_by = self.stopped_by or number
+            self.handle_exit(number, None)
+
+        with on_stop(stop):
             yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -51,8 +51,15 @@ def configure_logging(log_format: str, level: str = "info") -> None:
 
 
 def announce(text: str) -> None:
-    """Tell whoever started the process where it serves, on standard error."""
+    """Tell whoever started the process, on standard error, what is no line of the log."""
     print(text, file=sys.stderr, flush=True)
+
+
+def announce_ready(command: str, what: str) -> None:
+    """Tell whoever started the process what it serves, and where, as a line of the log."""
+    ready = logging.getLogger(f"dynatree {command}")
+    ready.setLevel(logging.getLogger("dynatree").getEffectiveLevel())
+    ready.info(what)
 
 
 def _short(value: object) -> str:

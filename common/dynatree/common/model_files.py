@@ -63,12 +63,14 @@ def check_path(model: str) -> None:
         raise StartupError(f"{model} is a file; {_EXPECTED}" if there else f"there is no model at {model}")
 
 
-def weight_bytes(model: str) -> int | None:
-    """Bytes of a model's safetensors files on the disk; None for one that is not on this machine."""
-    folder = folder_of(model)
+def described(model: str, embedded_folder: Path) -> str:
+    """A model's name and how large its weights are on the disk; `embedded_folder` is what "embedded" stands for."""
+    folder = embedded_folder if model == embedded.NAME else folder_of(model)
     if folder is None or not folder.is_dir():
-        return None
-    return sum(path.stat().st_size for path in _weights(folder)) or None
+        return f"{model}, from the hub"
+    size = sum(path.stat().st_size for path in _weights(folder))
+    name = folder.resolve().name if is_path(model) else model
+    return f"{name}, {f'{size / 1e9:.1f} GB' if size >= 1e9 else f'{size / 1e6:.0f} MB'}"
 
 
 def _check_config(folder: Path) -> None:

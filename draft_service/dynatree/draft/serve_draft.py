@@ -13,7 +13,7 @@ from dynatree.common.admission import NO_QUOTA, Admission, Quota
 from dynatree.common.channel import ChannelSettings, Connector, channel_settings
 from dynatree.common.engine import Engine, ModelSettings, choose_threads, load_engine, with_forward_costs
 from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_SESSIONS, MAX_TREE_NODES, RESUME_SECONDS
-from dynatree.common.logs import announce
+from dynatree.common.logs import announce_ready
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.operation import Operation, OperationSettings, operation_settings
@@ -126,6 +126,8 @@ async def serve(
         engine = await thread.run(load_engine, settings)
         replicas = Replicas(verify.addresses, connector, targets_for(engine, verify.ahead))
         try:
+            if not replicas.ready:
+                log.info("waiting up to %g s for the verify service at %s", verify.timeout, verify.addresses)
             await replicas.start(verify.timeout)
             # measured when the verify service has measured its own: on one machine they would slow each other down
             if settings.threads is None:
@@ -134,8 +136,8 @@ async def serve(
             replicas.draft_with(targets_for(engine, verify.ahead))
             server = await start_draft(engine, thread, replicas, operation.address, policy, limits, running)
             info, target = engine.info, replicas.target.info
-            ready = f"dynatree draft: {info.name} ({info.dtype}, {info.device}) for {target.name} on {server.address}"
-            await server.wait(operation.grace, lambda: announce(ready))
+            ready = f"{info.name} ({info.dtype}, {info.device}) for {target.name} on {server.address}"
+            await server.wait(operation.grace, lambda: announce_ready("draft", ready))
             thread.shutdown()
         finally:
             await replicas.close()

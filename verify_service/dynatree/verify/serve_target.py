@@ -9,7 +9,7 @@ from dynatree.common import embedded
 from dynatree.common.admission import Admission
 from dynatree.common.engine import Engine, ModelSettings, load_engine
 from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_SESSIONS, MAX_TREE_NODES
-from dynatree.common.logs import announce
+from dynatree.common.logs import announce_ready
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.operation import Operation, OperationSettings, operation_settings
 from dynatree.common.prefix_cache import PrefixCache
@@ -80,8 +80,8 @@ async def serve(settings: ModelSettings, limits: VerifyLimits, operation: Operat
         engine = await thread.run(load_engine, settings)
         server = await start_verify(engine, thread, operation.address, limits, running)
         info = engine.info
-        ready = f"dynatree verify: {info.name} ({info.dtype}, {info.device}) on {server.address}"
-        await server.wait(operation.grace, lambda: announce(ready))
+        ready = f"{info.name} ({info.dtype}, {info.device}) on {server.address}"
+        await server.wait(operation.grace, lambda: announce_ready("verify", ready))
         thread.shutdown()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -80,6 +82,7 @@ def load_engine(settings: ModelSettings, ranks: Ranks | None = None) -> Engine:
     name = _display_name(settings.model)
     if settings.tensor_parallel > 1 and ranks is None:
         ranks = started_ranks(settings, name)
+    begun = time.monotonic()
     config = _config(settings, name)
     with named(name):
         check_config(config)
@@ -88,6 +91,7 @@ def load_engine(settings: ModelSettings, ranks: Ranks | None = None) -> Engine:
         if ranks is None or ranks.rank == 0:
             check_computation(config, context_length, small_engine)
     model, streamed = _load_model(settings, name, config, ranks)
+    log.info("%s: loaded after %.1f s; its outputs and its speed are tried", name, time.monotonic() - begun)
     try:
         return _engine_of(settings, name, context_length, ranks, model, streamed)
     except BaseException:
@@ -223,7 +227,8 @@ def _load_model(
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         streamed = streamed_model(settings, config, device, name) if ranks is None else None
         if streamed:
