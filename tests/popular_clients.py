@@ -67,10 +67,10 @@ def runs(url: str, folder: Path) -> list[Run]:
         chat = ["--apply_chat_template"] if "chat" in kind else []
         found.append(Run(f"lm-eval {kind}", "lm_eval", [*arguments, "--model_args", settings, *chat]))
     for kind in ("/v1/completions", "/v1/chat/completions"):
-        data = json.dumps({"prompt_tokens": 32, "output_tokens": 16})
-        arguments = ["-m", "guidellm", "benchmark", "run", "--target", url, "--model", MODEL, "--profile", "concurrent"]
-        arguments += ["--rate", "2", "--max-requests", "8", "--data", data, "--processor", str(tokenizer)]
-        arguments += ["--request-format", kind, "--output-dir", str(folder / "guidellm")]
+        backend = f"kind=openai_http,target={url},model={MODEL},request_format={kind}"
+        arguments = ["-m", "guidellm", "run", "--backend", backend, "--tokenizer", f"kind=hf_auto,model={tokenizer}"]
+        arguments += ["--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=8"]
+        arguments += ["--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16,turns=2"]
         found.append(Run(f"guidellm {kind}", "guidellm", arguments))
     return found
 
