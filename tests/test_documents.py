@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -181,6 +183,21 @@ def test_drawings_name_a_colour_before_each_variable() -> None:
                 found += 1
                 assert (name, value[0]) == (then, "#"), f"{picture}: {then}: {variable}"
     assert found >= 8
+
+
+def test_what_the_trial_leaves_out_or_replaces_is_there() -> None:
+    """A pattern that no command has any more goes."""
+    shown = [snippet.text for page in PAGES for snippet in page.shell]
+    patterns = [*documents.LEFT_OUT, *documents.STAND_INS]
+    assert [pattern for pattern in patterns if not any(re.search(pattern, text) for text in shown)] == []
+
+
+@pytest.mark.long
+def test_the_commands_of_the_quickstart_run() -> None:
+    command = [sys.executable, str(ROOT / "docs/try_commands.py"), str(ROOT / "docs/quickstart.md")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("    ok in ") >= 8
 
 
 def test_every_block_of_python_compiles() -> None:
