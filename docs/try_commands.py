@@ -37,7 +37,7 @@ LEFT_OUT = {
     r"embedded\.grow|/tmp/target": "takes minutes and memory",
     r"chat/completions": "needs a model with a chat template",
     r"server\.pem|\bca\.crt": "needs certificates of yours",
-    r"treasure_island|benchmarks/re": "takes hours",
+    r"treasure_island|replay/books|benchmarks/results": "takes hours",
 }
 # What stands for something of the reader's, or for less of it.
 STAND_INS = {
