@@ -111,7 +111,7 @@ class GenerationRequest:
     @property
     def least_context(self) -> int:
         """Tokens that the target's context must have for it."""
-        return len(self.prompt_ids) + (self.max_new_tokens or 1)
+        return max(len(self.prompt_ids) + (self.max_new_tokens or 1), len(self.begun_ids))
 
 
 @dataclass(frozen=True)

@@ -163,8 +163,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         # for the first completion, and with its first token: who has that has them
         begins = first == 0 and not received.token_ids
         prompt_log_probs = request.prompt_log_probs and begins
-        checked = self._checked(request, prompt_ids, seed, principal, target, prompt_log_probs=prompt_log_probs)
-        needed = max(checked.least_context, len(prompt_ids) + len(received.token_ids))
+        checked = self._checked(request, prompt_ids, seed, principal, target, received, prompt_log_probs)
         slots = self._backend.drafter.slots(len(prompt_ids), checked.limit)
         prompt_text = await self._prompt_text(request, prompt_ids) if request.prompt_text and begins else PromptText()
         async with self._admission.queued(principal, slots, context.time_remaining()) as turn:
@@ -180,7 +179,9 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                 with span.child("completion", index=index) as completing:
                     new_request = partial(new_request, request_id=context.request_id, span=completing)
                     async with (
-                        self._opened(new_request, fingerprint, needed, context.time_remaining()) as generation,
+                        self._opened(
+                            new_request, fingerprint, checked.least_context, context.time_remaining()
+                        ) as generation,
                         aclosing(generation.rounds()) as events,
                     ):
                         generation.waited(turn.queue_seconds if index == first else 0.0)
