@@ -15,7 +15,7 @@ from processes import is_running, wait_until
 from transformers import PreTrainedTokenizerFast
 
 from dynatree.cli.main import main
-from dynatree.cli.service_pair import service_pair
+from dynatree.cli.service_pair import Arrangement, service_pair, starting_pair
 from dynatree.client import Client, DynaTreeError, ServerUnavailableError
 from dynatree.common import healthcheck
 
@@ -417,6 +417,31 @@ def test_an_interrupt_while_services_start_is_an_interrupt():
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors.strip()) == (130, "")
+
+
+def test_a_service_is_not_interrupted_before_it_can_heed_it(monkeypatch):
+    """Python itself would write a traceback in the midst of its own start."""
+    start = subprocess.Popen
+
+    def interrupted(*arguments, **options):
+        process = start(*arguments, **options)
+        process.send_signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    heed_interrupts()
+    arrangement = Arrangement(shown=True)
+    with starting_pair("embedded", "embedded", (), 60, arrangement) as pair:
+        wait_until(lambda: all(not is_running(process) for process in (pair.draft_process, pair.verify_process)))
+        with pytest.raises(KeyboardInterrupt):
+            pair.ended()
+        assert [child.process.returncode for child in pair._children.values() if child.process.poll()] == [130, 130]
+
+
+def heed_interrupts():
+    """A shell's background job ignores interrupts, and so would its children."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def own_terminal():

@@ -8,6 +8,8 @@ something to put in order ask for the exception; services, once they are ready, 
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
@@ -18,6 +20,20 @@ def end_at_once() -> None:
     for number in _NUMBERS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NUMBERS)  # a command that starts this one holds them back until now
+
+
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Let children that are started meanwhile take both signals only once they heed them as `end_at_once` says.
+
+    Until then Python would write a traceback in the midst of its own start.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _NUMBERS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def raise_interrupts() -> None:

@@ -17,10 +17,12 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from dynatree.cli.interrupts import raise_interrupts
+from dynatree.cli import interrupts
 from dynatree.cli.main import main
 from dynatree.cli.parser import without_options
 from dynatree.client import AuthenticationError, Client, ServerUnavailableError
+from dynatree.common import embedded
+from dynatree.common.model_files import described
 
 STOP_SECONDS = 15.0
 _ERROR = b"dynatree: error: "
@@ -113,13 +115,20 @@ def service_pair(
     Raises:
         SystemExit: A service did not start; with what it printed last.
     """
+    from rich.console import Console
+
+    targets, drafts = (
+        described(target_model, embedded.target_path()),
+        described(draft_model, embedded.draft_path()),
+    )
     with starting_pair(target_model, draft_model, options, start_timeout, arrangement) as pair:
         until = time.monotonic() + start_timeout
-        while not pair.serves():
-            if ended := pair.ended():
-                raise SystemExit(pair.reason(ended))
-            if time.monotonic() > until:
-                raise SystemExit(f"the services did not start within {start_timeout:g} s")
+        with Console(stderr=True).status(f"loading {targets}, and {drafts}"):  # on a terminal
+            while not pair.serves():
+                if ended := pair.ended():
+                    raise SystemExit(pair.reason(ended))
+                if time.monotonic() > until:
+                    raise SystemExit(f"the services did not start within {start_timeout:g} s")
         yield pair
 
 
@@ -128,7 +137,7 @@ def starting_pair(
     target_model: str, draft_model: str, options: Sequence[str], start_timeout: float, arrangement: Arrangement
 ) -> Iterator[ServicePair]:
     """As `service_pair`, but for that they need not serve yet."""
-    raise_interrupts()
+    interrupts.raise_interrupts()
     with ExitStack() as stack:
         stack.enter_context(_orderly_termination())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynatree-")))  # made with mode 0700
@@ -177,12 +186,13 @@ class _Child:
     def show(self) -> None:
         """Write its lines to standard error, but for its error, which is left to whoever started it."""
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            if line.startswith(_ERROR):
-                self.error = line.removeprefix(_ERROR).decode(errors="replace").strip()
-            else:
-                sys.stderr.buffer.write(line)
-                sys.stderr.buffer.flush()
+        with self.process.stderr as lines:
+            for line in lines:
+                if line.startswith(_ERROR):
+                    self.error = line.removeprefix(_ERROR).decode(errors="replace").strip()
+                else:
+                    sys.stderr.write(line.decode(errors="replace"))
+                    sys.stderr.flush()
 
     def reason(self) -> str:
         """Why it has ended; "" where it did not say."""
@@ -202,9 +212,11 @@ def _child(folder: Path, name: str, arguments: Sequence[str], shown: bool) -> It
     try:
         with log.open("wb") as output, _held_back(signal.SIGINT, signal.SIGTERM):
             into = subprocess.PIPE if shown else output
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=into, env=without_options(os.environ)
-            )
+            environment = without_options(os.environ)
+            with interrupts.blocked():
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=into, env=environment
+                )
             child = _Child(process, log)
             if shown:
                 child.shown = threading.Thread(target=child.show, name=f"{name}-log", daemon=True)
