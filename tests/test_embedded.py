@@ -189,14 +189,14 @@ def assert_a_demo(output):
 @pytest.mark.usefixtures("shared_pair")
 def test_audit_finds_no_divergence_in_the_pair(capsys):
     assert main(["audit", *PAIR, "--max-new-tokens", "32"]) == 0
-    assert "EQUAL: 8 prompts" in capsys.readouterr().out
+    assert "EQUAL: 9 prompts" in capsys.readouterr().out
 
 
 @pytest.mark.long
 def test_audit_with_services_of_its_own():
     result = run("audit", *PAIR, "--max-new-tokens", "32")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "EQUAL: 8 prompts" in result.stdout
+    assert "EQUAL: 9 prompts" in result.stdout
 
 
 @pytest.mark.usefixtures("shared_pair")

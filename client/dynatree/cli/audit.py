@@ -6,9 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dynatree.cli.arguments import DTYPES, add_policy_settings, device, positive
 from dynatree.cli.checks import check_pair, check_policy
+
+if TYPE_CHECKING:
+    from dynatree.cli.reference import Reference
 
 PROMPTS = (
     "It was a dark and stormy night, and the captain",
@@ -22,6 +26,9 @@ PROMPTS = (
 )
 
 EXAMPLE = "dynatree audit --target-model ~/models/llama-8b --draft-model ~/models/llama-1b"
+
+# The least and the most tokens of one more prompt. A window that is longer takes a file of longer prompts.
+LONG_TOKENS = (300, 2048)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,8 +72,10 @@ def run(options: argparse.Namespace) -> int:
     with service_pair(options.target_model, options.draft_model, flags) as pair:
         client = pair.client
         reference = Reference(options.target_model, client.model_info().target.dtype, client.model_info().target.device)
-        for number, prompt in enumerate(track(prompts, "prompts", disable=not sys.stdout.isatty()), start=1):
-            prompt_ids = reference.encode(prompt)
+        encoded = [reference.encode(prompt) for prompt in prompts]
+        if options.prompts is None:
+            encoded.append(_long_prompt(encoded, reference))
+        for number, prompt_ids in enumerate(track(encoded, "prompts", disable=not sys.stdout.isatty()), start=1):
             count = min(options.max_new_tokens, reference.context - len(prompt_ids))
             if count < 1:
                 raise SystemExit(f"prompt {number} has {len(prompt_ids)} tokens, which fills the target's context")
@@ -76,14 +85,23 @@ def run(options: argparse.Namespace) -> int:
             ).token_ids
             divergence = reference.divergence(prompt_ids, ours, theirs)
             if divergence:
-                print(f"DIFFERENT at new token {divergence.position} of prompt {number} of {len(prompts)}: {prompt!r}")
+                prompt = reference.text(prompt_ids)
+                print(f"DIFFERENT at new token {divergence.position} of prompt {number} of {len(encoded)}: {prompt!r}")
                 print(f"  DynaTree      {reference.describe(divergence.ours)}")
                 print(f"  transformers  {reference.describe(divergence.theirs)}")
                 print(f"  top-2 margin of transformers' logits there: {divergence.margin:.3g}")
                 return 1
             tokens += len(theirs)
-    print(f"EQUAL: {len(prompts)} prompts, {tokens} tokens, no divergence")
+    print(f"EQUAL: {len(encoded)} prompts, {tokens} tokens, no divergence")
     return 0
+
+
+def _long_prompt(encoded: Sequence[Sequence[int]], reference: Reference) -> list[int]:
+    """The short prompts again and again, beyond every window that the target's configuration names, within limits."""
+    together = [token for prompt in encoded for token in prompt]
+    longest = max([LONG_TOKENS[0], *reference.spans])
+    length = min(longest, LONG_TOKENS[1], reference.context // 2) + 1
+    return (together * (length // len(together) + 1))[:length]
 
 
 def _prompts(file: Path | None) -> Sequence[str]:

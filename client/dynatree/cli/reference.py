@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from dynatree.common import embedded
+from dynatree.common.engine.small_model import spans
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Reference:
         loader: Any = AutoModelForCausalLM  # its annotations do not admit what from_pretrained returns
         self._model = loader.from_pretrained(path, dtype=getattr(torch, dtype)).to(device)
         self.context: int = self._model.config.get_text_config().max_position_embeddings
+        self.spans = [span for span in spans(self._model.config) if span < self.context]
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's token ids."""
@@ -61,6 +63,11 @@ class Reference:
         token = [output[position] if position < len(output) else None for output in (ours, theirs)]
         return Divergence(position, token[0], token[1], (top[0] - top[1]).item())
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        text: str = self._tokenizer.decode(token_ids)
+        return text
+
     def describe(self, token: int | None) -> str:
         """A token's id and text."""
-        return "ended" if token is None else f"{token} {self._tokenizer.decode([token])!r}"
+        return "ended" if token is None else f"{token} {self.text([token])!r}"
