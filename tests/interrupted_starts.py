@@ -65,8 +65,10 @@ def arguments(name: str, folder: Path, verify: str) -> list[str]:
     }[name]
 
 
-def interrupted(name: str, moment: float | None, verify: str, number: signal.Signals = signal.SIGINT) -> Ended:
-    """Start a command, and send it the signal `moment` seconds later; None: once it is ready."""
+def interrupted(
+    name: str, moment: float | None, verify: str, number: signal.Signals = signal.SIGINT, after: str = ""
+) -> Ended:
+    """Start a command, and send it the signal `moment` seconds after it has written `after`; None: once it is ready."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background job, and so would its children
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="starts-") as place:
@@ -85,10 +87,9 @@ def interrupted(name: str, moment: float | None, verify: str, number: signal.Sig
                 start_new_session=True,
             )
         try:
-            if moment is None:
-                _wait(lambda: READY[name] in log.read_text() or process.poll() is not None)
-            else:
-                time.sleep(max(0.0, began + moment - time.monotonic()))
+            words = READY[name] if moment is None else after
+            _wait(lambda: words in log.read_text() or process.poll() is not None)
+            time.sleep(moment or 0.0)
             came = time.monotonic() - began
             if number == signal.SIGINT:
                 os.killpg(process.pid, number)

@@ -101,7 +101,8 @@ def test_one_command_serves_and_leaves_nothing(tmp_path: Path, number: signal.Si
 def test_an_interrupt_at_any_moment_of_a_start_ends_it_in_order(name: str) -> None:
     """`interrupted_starts.py`, run as a program, tries more moments."""
     with verify_service() as verify:
-        ends = [interrupted(name, moment, verify) for moment in (0.2, 0.6, None)]
+        starting = [interrupted(name, moment, verify, after=" INFO ") for moment in (0.0, 0.5)]
+        ends = [*starting, interrupted(name, None, verify)]
     assert all(end.good for end in ends), ends
     assert [end.status for end in ends] == [130, 130, 0]
 

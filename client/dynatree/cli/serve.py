@@ -129,6 +129,7 @@ class _Serving:
         self._options = options
         self._loading = True
         self._url = ""
+        self._stopped_by: int | None = None  # a signal that came before the gateway could take it
 
     async def run(self) -> int:
         """Serve until a signal; the exit status.
@@ -136,6 +137,12 @@ class _Serving:
         Raises:
             SystemExit: A service did not start, or has ended.
         """
+        from dynatree.common.stopping import on_stop
+
+        with on_stop(self._stop_later):  # until the gateway has its own handlers
+            return await self._serve()
+
+    async def _serve(self) -> int:
         from dynatree.gateway.serve_gateway import serve
 
         gateway = asyncio.ensure_future(serve(self._settings, self._opened, lambda: self._loading))
@@ -153,6 +160,11 @@ class _Serving:
         self._url = url
         log.setLevel(self._options.log_level.upper())
         log.info("HTTP is open on %s; the models are loading", url)
+        if self._stopped_by is not None:
+            signal.raise_signal(self._stopped_by)
+
+    def _stop_later(self, number: int) -> None:
+        self._stopped_by = number
 
     async def _watch(self) -> str:
         """Tell when the services serve; returns when one of them has ended, with the reason."""
@@ -163,7 +175,7 @@ class _Serving:
                 self._loading = False
                 announce(_welcome(self._url, self._pair, self._options))
             if ended := self._pair.ended():
-                if self._pair.in_order(ended):  # a terminal interrupts the services too, and they may be first
+                if self._pair.was_stopped(ended):  # a terminal interrupts the services too, and they may be first
                     await asyncio.sleep(self._options.grace + LOOK_SECONDS)
                 reason = await asyncio.to_thread(self._pair.reason, ended)
                 return reason if self._loading else f"{reason}; everything was stopped"

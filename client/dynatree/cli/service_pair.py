@@ -62,22 +62,12 @@ class ServicePair:
     _children: Mapping[str, _Child] = field(default_factory=dict)
 
     def ended(self) -> str:
-        """The name of a service that has ended; "" while both run.
+        """The name of a service that has ended; "" while both run."""
+        return next((name for name, child in self._children.items() if child.process.poll() is not None), "")
 
-        Raises:
-            KeyboardInterrupt: An interrupt has ended it: a terminal interrupts the children too, and they may be first.
-        """
-        for name, child in self._children.items():
-            status = child.process.poll()
-            if status in _INTERRUPTED:
-                raise KeyboardInterrupt
-            if status is not None:
-                return name
-        return ""
-
-    def in_order(self, name: str) -> bool:
-        """Whether a service that has ended was stopped."""
-        return self._children[name].process.returncode == 0
+    def was_stopped(self, name: str) -> bool:
+        """Whether a service that has ended was told to."""
+        return self._children[name].process.returncode in (0, *_INTERRUPTED)
 
     def reason(self, name: str) -> str:
         """Why a service has ended."""
@@ -126,6 +116,8 @@ def service_pair(
         with Console(stderr=True).status(f"loading {targets}, and {drafts}"):  # on a terminal
             while not pair.serves():
                 if ended := pair.ended():
+                    if pair.was_stopped(ended):  # a terminal interrupts the services too, and they may be first
+                        raise KeyboardInterrupt
                     raise SystemExit(pair.reason(ended))
                 if time.monotonic() > until:
                     raise SystemExit(f"the services did not start within {start_timeout:g} s")
