@@ -305,11 +305,11 @@ class SmallEngine:
         return self.runner.run(segments)
 
 
-def small_engine(model: PreTrainedModel, context_length: int) -> SmallEngine:
+def small_engine(model: PreTrainedModel, shape: KVShape, context_length: int) -> SmallEngine:
     """A small model on the CPU, as large ones run there, with room for two sessions."""
     native = is_native(model.device, model.dtype)
     pack(model, native, towers(model))
-    arena = KVArena(record_kv_shape(model, context_length), 2 * context_length + 8, model.dtype, model.device)
+    arena = KVArena(shape, 2 * context_length + 8, model.dtype, model.device)
     attending = partial(NativeBatch, arena=arena) if native else partial(Batch, arena=arena)
     return SmallEngine(model, arena, _runner(model, context_length, arena, attending, native, None))
 

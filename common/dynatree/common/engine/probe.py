@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dynatree.common.engine.arena import KVArena
+from dynatree.common.engine.arena import KVArena, KVShape
 from dynatree.common.engine.attention import NAME
 from dynatree.common.engine.segment import Segment
 from dynatree.common.engine.small_model import CONTEXT_LENGTH, small_model
@@ -20,7 +20,7 @@ from dynatree.common.errors import StartupError
 # Tokens before each session's tree, whose root is the last one. A loaded model is probed by few rows, which are one
 # forward pass however many it takes; a small model by more than any span of its configuration.
 FEW = (4, 12)
-MANY = (160, 210)
+MANY = (100, 130)
 BRANCHES = ((4, 6), (5, 7))  # below each root: two branches of two tokens
 _BRANCH = len(BRANCHES[0])
 # Of the largest logit, in units of the dtype's rounding. Right models differ by 1 to 43 in float32 and by 1 to 6 in 16
@@ -77,7 +77,7 @@ def check_outputs(probed: Probed, context_length: int, plain: Plain | None = Non
 
 
 def check_computation(
-    config: PretrainedConfig, context_length: int, probed: Callable[[PreTrainedModel, int], Probed]
+    config: PretrainedConfig, context_length: int, probed: Callable[[PreTrainedModel, KVShape, int], Probed]
 ) -> None:
     """Refuse a configuration of which a small float32 model cannot be served exactly.
 
@@ -87,7 +87,7 @@ def check_computation(
     Args:
         config: Of the model.
         context_length: Tokens of the longest sequence that is served.
-        probed: Makes what computes a small model's forward passes, over sequences of so many tokens.
+        probed: Makes what computes a small model's forward passes, of its KV shape, over sequences of so many tokens.
 
     Raises:
         StartupError: It cannot, or no small model can be made.
@@ -101,8 +101,7 @@ def check_computation(
             model = small_model(config, context_length, seed)
         except ValueError as failure:
             raise StartupError(str(failure)) from failure
-        record_kv_shape(model, context_length)
-        small = probed(model, served)
+        small = probed(model, record_kv_shape(model, context_length), served)
         prefixes = _prefixes(MANY, served, small)
         error, allowed = _error(small, prefixes, plain_logits(model, prefixes, "eager"))
         if error <= allowed:
