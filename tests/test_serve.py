@@ -133,7 +133,7 @@ def test_http_says_that_the_models_are_loading(tmp_path: Path) -> None:
         assert urllib.request.urlopen(f"{url}/version", timeout=30).status == 200
         serve.wait_for(r"Try\s+(curl .*)")
         assert urllib.request.urlopen(f"{url}/health", timeout=30).status == 200
-        assert re.search(r"cli.verify: loading target, 12 MB", serve.log)
+        assert "cli.verify: loading embedded, 12 MB" in serve.log
 
 
 def test_when_a_service_ends_everything_does(tmp_path: Path) -> None:
