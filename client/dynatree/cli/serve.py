@@ -173,7 +173,9 @@ class _Serving:
         while True:
             if self._loading and self._url and await asyncio.to_thread(self._pair.serves):
                 self._loading = False
-                announce(_welcome(self._url, self._pair, self._options))
+                log.info("HTTP serves on %s", self._url)
+                if self._options.log_format == "text":
+                    announce(_welcome(self._url, self._pair, self._options))
             if ended := self._pair.ended():
                 if self._pair.was_stopped(ended):  # a terminal interrupts the services too, and they may be first
                     await asyncio.sleep(self._options.grace + LOOK_SECONDS)

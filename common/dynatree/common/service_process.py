@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 from dynatree.common import embedded
 from dynatree.common.engine import ModelSettings
 from dynatree.common.errors import EX_SOFTWARE, DeviceFailedError
-from dynatree.common.logs import announce, configure_logging
+from dynatree.common.logs import configure_logging
+
+log = logging.getLogger(__name__)
 
 
 def model_settings(
@@ -54,6 +57,6 @@ def run_service(serve: Callable[[], Coroutine[Any, Any, None]], options: argpars
     try:
         asyncio.run(serve())
     except DeviceFailedError as error:
-        announce(f"dynatree: {error}")
+        log.critical("%s", error)
         os._exit(EX_SOFTWARE)  # what is left of the device's threads may never end
     return 0

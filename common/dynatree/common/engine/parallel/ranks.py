@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from dynatree.common.errors import EX_SOFTWARE, StartupError
-from dynatree.common.logs import announce
 from dynatree.common.tokenizer import first_line
 
 log = logging.getLogger(__name__)
@@ -179,14 +178,14 @@ class Followers:
 def end_process(rank: int, status: int) -> None:
     """A follower has died: nothing can be computed any more, and a supervisor starts the service anew."""
     how = f"signal {-status}" if status < 0 else f"status {status}"
-    announce(f"dynatree: rank {rank} of the model has died ({how}), so the service ends")
+    log.critical("rank %d of the model has died (%s), so the service ends", rank, how)
     os._exit(EX_SOFTWARE)
 
 
 def end_standstill(followers: Followers) -> None:
     """A forward does not end: nor do the calls that wait for it, so the service ends without them."""
     # before the forward fails, since torch takes standard error for itself while it shows an exception
-    announce(f"dynatree: a rank of the model stands still for {STANDSTILL_SECONDS:g} s, so the service ends")
+    log.critical("a rank of the model stands still for %g s, so the service ends", STANDSTILL_SECONDS)
     followers.end()
     os._exit(EX_SOFTWARE)
 
