@@ -167,7 +167,7 @@ def test_a_rank_that_stands_still_ends_the_process_with_a_line(tmp_path: Path) -
     assert done.returncode == EX_SOFTWARE
     lines = done.stderr.splitlines()
     assert "a forward has taken 2 s; a rank of the model may stand still" in lines
-    assert "dynatree: a rank of the model stands still for 4 s, so the service ends" in lines
+    assert "a rank of the model stands still for 4 s, so the service ends" in lines
     assert not is_running(int(done.stdout))
 
 
