@@ -35,7 +35,7 @@ LEFT_OUT = {
     r"cuda:|--tensor-parallel": "needs GPUs, or several devices",
     r"--baseline-server": "needs servers of others",
     r"embedded\.grow|/tmp/target": "takes minutes and memory",
-    r"chat/completions": "needs a model with a chat template",
+    r"chat/completions|^dynatree chat": "needs a model with a chat template",
     r"server\.pem|\bca\.crt": "needs certificates of yours",
     r"treasure_island|replay/books|benchmarks/results": "takes hours",
 }
