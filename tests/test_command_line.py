@@ -572,6 +572,10 @@ def test_a_variable_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, caps
     )
 
 
+def test_what_kubernetes_says_of_a_service_is_no_port(parsed: Callable[..., argparse.Namespace]) -> None:
+    assert parsed(*VERIFY, DYNATREE_PORT="tcp://10.0.0.1:8000").listen == "localhost:50052"
+
+
 @pytest.mark.parametrize(
     ("words", "address"),
     [

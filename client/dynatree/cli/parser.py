@@ -83,6 +83,8 @@ class Parser(argparse.ArgumentParser):
             if not value or action.dest in said or isinstance(action, argparse._HelpAction):
                 continue
             option = action.option_strings[0]
+            if option == "--port" and "://" in value:  # Kubernetes sets it so for a Service that is called dynatree
+                continue
             if action.nargs == 0:
                 if value.lower() not in (*_TRUE, *_FALSE):
                     self.error(f"{_variable(action)} is {value!r}, expected 1 or 0")
