@@ -65,7 +65,7 @@ USUAL = {
     "8000": "dynatree gateway --server localhost:50051",
 }
 PORT = {"verify": "50052", "draft": "50051", "gateway": "8000", "serve": "8000"}
-SERVES = re.compile(r"^dynatree (?:verify|draft): .* on |Stop   Ctrl-C|^dynatree gateway: ", re.MULTILINE)
+SERVES = re.compile(r" dynatree (?:verify|draft|gateway): .* on |Stop   Ctrl-C")
 START_SECONDS = 120.0
 SECONDS = 300.0
 
