@@ -65,7 +65,8 @@ USUAL = {
     "8000": "dynatree gateway --server localhost:50051",
 }
 PORT = {"verify": "50052", "draft": "50051", "gateway": "8000", "serve": "8000"}
-SERVES = re.compile(r" dynatree (?:verify|draft|gateway): .* on |Stop   Ctrl-C")
+# what each says once it serves; `serve` shows what the two services say besides
+SERVES = {name: rf" dynatree {name}: .* on " for name in ("verify", "draft", "gateway")} | {"serve": "Stop   Ctrl-C"}
 START_SECONDS = 120.0
 SECONDS = 300.0
 
@@ -207,7 +208,7 @@ class Trial:
                 ["bash", "-c", f"exec {command}"], cwd=self._folder, env=self._environment, stdout=output, stderr=output
             )
         until = time.monotonic() + START_SECONDS
-        while not SERVES.search(log.read_text(errors="replace")):
+        while not re.search(SERVES[words[1]], log.read_text(errors="replace")):
             if process.poll() is not None or time.monotonic() > until:
                 self._stop(port)
                 return f"does not serve: {log.read_text(errors='replace')[-300:]}"
