@@ -49,7 +49,7 @@ def test_what_a_request_becomes() -> None:
         ({"generated": 3}, InvalidArgumentError, "generated is 3, expected less than the 3 prompt_ids"),
         ({"generated": 4}, InvalidArgumentError, "generated is 4"),
         ({"generated": 2, "max_new_tokens": 1}, OutOfRangeError, "past the limit of 1 new tokens"),
-        ({"max_new_tokens": CONTEXT - 2}, OutOfRangeError, "3 prompt tokens"),
+        ({"max_new_tokens": CONTEXT - 2}, OutOfRangeError, "3 in the prompt"),
         ({"prompt_ids": (5, 10)}, InvalidArgumentError, r"prompt_ids\[1\] is 10"),
         ({"stop_token_ids": (10,)}, InvalidArgumentError, r"stop_token_ids\[0\] is 10"),
         ({"top_log_probs": 21}, InvalidArgumentError, r"top_log_probs is 21, expected a number in \[0, 20\]"),
