@@ -42,6 +42,13 @@ def check(model, folder, dtype, reason):
         ("qwen3_next", {}, "linear_attention layers"),
         ("mamba", {}, "linear_attention layers"),
         ("bloom", {}, "bloom models do not go through transformers' attention interface"),
+        ("mistral", {"sliding_window": 100}, "a sliding window of 100 tokens"),
+        # attention ignores these keys, and the cache of generate() does not
+        ("llama", {"sliding_window": 100}, "generate() keeps a sliding window of 100 tokens"),
+        ("llama", {"attention_chunk_size": 64}, "generate() keeps a sliding window of 64 tokens"),
+        ("llama", {"sliding_window": 32} | WINDOWS, "generate() keeps a sliding window of 32 tokens"),
+        ("gpt_neox", {"sliding_window": 64}, "generate() keeps a sliding window of 64 tokens"),
+        ("granite", {"sliding_window": 64}, "generate() keeps a sliding window of 64 tokens"),
         ("llama", {"is_causal": False}, "tokens that see later ones"),
         ("roberta", {"is_decoder": True}, "gives other logits under tree attention than by itself"),
         ("bert", {}, "does not show every earlier token"),

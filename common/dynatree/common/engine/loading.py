@@ -49,7 +49,7 @@ from dynatree.common.engine.small_model import towers
 from dynatree.common.engine.streaming.choice import streamed_model
 from dynatree.common.engine.streaming.streamed_layers import StreamedLayers
 from dynatree.common.engine.streaming.streamed_model import StreamedModel
-from dynatree.common.engine.support import check_config, check_family, record_kv_shape
+from dynatree.common.engine.support import check_cache, check_config, check_family, record_kv_shape
 from dynatree.common.engine.timing import measure_forwards
 from dynatree.common.errors import StartupError
 from dynatree.common.model_files import check_path
@@ -90,6 +90,7 @@ def load_engine(settings: ModelSettings, ranks: Ranks | None = None) -> Engine:
         context_length = _context_length(config, settings)
         if ranks is None or ranks.rank == 0:
             check_computation(config, context_length, small_engine)
+        check_cache(config, context_length)
     model, streamed = _load_model(settings, name, config, ranks)
     log.info("%s: loaded after %.1f s; its outputs and its speed are tried", name, time.monotonic() - begun)
     try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from dynatree.common.engine.arena import KVShape
 from dynatree.common.engine.flat_forward import FlatForward
@@ -51,6 +51,24 @@ def check_config(config: PretrainedConfig) -> None:
     unstable = sorted(UNSTABLE_ROPE & set(_rope_types(vars(text))))
     if unstable:
         raise StartupError(f"{text.model_type} uses {unstable[0]} rotary scaling, which depends on the sequence length")
+
+
+def check_cache(config: PretrainedConfig, context_length: int) -> None:
+    """Refuse a configuration by which transformers' own cache drops tokens within the context.
+
+    It does so by keys such as `sliding_window` even for families whose attention ignores them. `generate()` then gives
+    other tokens than the model's forward passes over whole sequences.
+
+    Raises:
+        StartupError: Layers of the cache have a window that is shorter than the context.
+    """
+    for layer in DynamicCache(config=config).layers:
+        window = getattr(layer, "sliding_window", None)
+        if window is not None and window < context_length:
+            raise StartupError(
+                f"by its configuration generate() keeps a sliding window of {window} tokens, shorter than the context "
+                f"of {context_length}"
+            )
 
 
 def _rope_types(values: object) -> Iterator[str]:
