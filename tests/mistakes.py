@@ -109,6 +109,8 @@ def _mistakes(folder: Path, http: str, free: str) -> list[Mistake]:
         Mistake("a setting out of range", [*drafting, "--policy", "linear", "--set", "depth=0"], "depth is 0"),
         Mistake("serve: an unknown setting", [*serve, "--set", "dept=1"], "has no setting dept"),
         Mistake("demo: an unknown policy", ["demo", "--policy", "nope"], "unknown policy 'nope'"),
+        Mistake("a GPU that is not there", [*verify, "embedded", "--device", "cuda:77"], "--device is cuda:77, and"),
+        Mistake("serve: a GPU for the draft", [*serve, "--draft-device", "cuda:77"], "--draft-device is cuda:77, and"),
         Mistake("traces to nowhere", [*verify, "embedded", "--traces", "nowhere"], "--traces is 'nowhere'"),
         Mistake("a layer cache in a file", [*verify, "embedded", "--layer-cache", str(text)], "--layer-cache is"),
         Mistake("no draft service", ["generate", "x", "--server", free], "Connection refused"),

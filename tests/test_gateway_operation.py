@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import socket
 import ssl
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -314,3 +317,30 @@ def test_what_is_no_draft_service_is_named_by_no_address(embedded_services: Embe
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "service_unavailable")
     assert "verify.sock" not in answer.text
+
+
+def test_two_interrupts_at_once_end_the_gateway_without_a_traceback():
+    command = [
+        sys.executable,
+        "-m",
+        "dynatree.cli.main",
+        "gateway",
+        "--listen",
+        "127.0.0.1:0",
+        "--server",
+        "127.0.0.1:1",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        log = ""
+        while "as HTTP on" not in log:
+            log += process.stderr.readline()
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+        log += process.stderr.read()
+    assert "stopped" in log
+    assert "Traceback" not in log
+
+
+def test_a_model_without_a_name_is_refused(capsys):
+    assert main(["gateway", "--served-model-name", "a", ""]) == 2
+    assert "a model's name is empty" in capsys.readouterr().err

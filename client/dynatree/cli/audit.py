@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from dynatree.cli.arguments import DTYPES, add_policy_settings, device, positive
 from dynatree.cli.checks import check_pair, check_policy
+from dynatree.cli.gpus import check_device
 
 if TYPE_CHECKING:
     from dynatree.cli.reference import Reference
@@ -60,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
     """
     prompts = _prompts(options.prompts)
     check_policy(options.policy, options.policy_settings)
+    check_device("--device", options.device)
     check_pair(options.target_model, options.draft_model)
 
     from rich.progress import track

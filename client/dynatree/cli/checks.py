@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from dynatree.cli.gpus import check_device
 from dynatree.cli.probe import another_service
 from dynatree.common.address import DNS, split_addresses
 from dynatree.common.combinations import check_placement
@@ -51,6 +52,9 @@ def check_serve(options: argparse.Namespace) -> None:
             "--api-key is for HTTP alone; expected --token-file FILE, whose tokens are API keys, without it"
         )
     check_policy(options.policy, options.policy_settings)
+    check_device("--device", options.device)
+    if options.draft_device is not None:
+        check_device("--draft-device", options.draft_device)
     check_placement(options)
     _check_layer_cache(options.layer_cache)
     http = SecuritySettings(options.tls_cert, options.tls_key, insecure=options.insecure)
@@ -106,6 +110,7 @@ def _check_service(options: argparse.Namespace) -> None:
     from dynatree.common.operation import operation_settings
     from dynatree.common.security import Authentication
 
+    check_device("--device", options.device)
     operation = operation_settings(options)
     addresses: Sequence[str] = [each for each in (options.listen, options.metrics) if each is not None]
     for address in addresses:

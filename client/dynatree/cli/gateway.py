@@ -52,6 +52,7 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
     )
     network.add_argument(
         "--served-model-name",
+        type=_name,
         nargs="+",
         default=[],
         metavar="NAME",
@@ -80,6 +81,13 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="plain connections with other machines too; without it they need TLS",
     )
+
+
+def _name(text: str) -> str:
+    """An argparse type: the name of a model."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a model's name is empty")
+    return text
 
 
 def _key(text: str) -> str:

@@ -136,6 +136,8 @@ class _Server(uvicorn.Server):
         """End open requests; the log tells of it."""
         log.info("stopping, %d open requests", len(self.server_state.tasks))
         await super().shutdown(sockets)
+        if self.force_exit:  # the application ends all the same; uvicorn would leave it to be cancelled
+            await self.lifespan.shutdown()
         log.info("stopped")
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -1,0 +1,39 @@
+"""How many GPUs there are, without torch, whose import takes seconds."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from dynatree.common.errors import StartupError
+
+_ROCM = Path("/dev/kfd")  # AMD's driver, whose GPUs torch calls cuda too
+
+
+def check_device(option: str, name: str) -> None:
+    """Refuse a CUDA device that the driver does not have; what the driver has, torch may still refuse.
+
+    Raises:
+        StartupError: There is no such GPU.
+    """
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or _ROCM.exists():
+        return
+    count = _count()
+    if int(index or 0) >= count:
+        here = "no GPU" if not count else f"{count} GPU{'s' * (count > 1)}, from cuda:0 on"
+        raise StartupError(
+            f"{option} is {name}, and NVIDIA's driver finds {here} on this machine; expected auto or cpu"
+        )
+
+
+def _count() -> int:
+    """GPUs that NVIDIA's driver has; 0 where there is no driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
