@@ -97,7 +97,7 @@ def _fields(config: PretrainedConfig) -> dict[str, object]:
         if re.search(r"experts$", name) and isinstance(value, int) and value > 2:
             fields[name] = 2  # all of which are chosen: in 16 bits a choice of some would have near-ties
         elif re.search(r"experts_per_tok|moe_(top_?)?k$|top_k_experts|experts_topk", name) and isinstance(value, int):
-            fields[name] = 2
+            fields[name] = min(value, 2)
         elif re.search(r"intermediate|_ffn_", name) and isinstance(value, int):
             fields[name] = 128
         elif _SPAN.search(name) and isinstance(value, int) and value > 32:

@@ -258,8 +258,9 @@ def test_both_services_from_start_to_drain(running):
 
 def assert_nothing_is_wrong(process):
     """A log of nothing but what services tell of their work."""
-    for line in process.stderr.read().splitlines():
-        assert " INFO " in line or "the verify service at" in line, line
+    log = process.stderr.read()
+    for line in log.splitlines():
+        assert " INFO " in line or "the verify service at" in line, log
 
 
 @pytest.mark.long
