@@ -47,6 +47,7 @@ def bench(measurement: str, services: EmbeddedServices, prompts: Path, *more: st
     return main(["bench", measurement, "--server", services.draft_address, "--prompts", str(prompts), *TINY, *more])
 
 
+@pytest.mark.long
 def test_compare_every_policy(
     embedded_services: EmbeddedServices, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

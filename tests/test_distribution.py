@@ -147,7 +147,7 @@ def test_every_policy_that_draws_is_here():
     assert tuple(sorted(SMALL)) == residual_policies()
 
 
-@pytest.mark.parametrize("calibrated", [False, True], ids=["", "calibrated"])
+@pytest.mark.parametrize("calibrated", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "calibrated"])
 @pytest.mark.parametrize("name", SMALL)
 def test_trees_of_draws_leave_the_targets_softmax(name, calibrated):
     if calibrated and name not in CALIBRATED:
@@ -202,14 +202,10 @@ class Chain:
         self.policy = create_policy(*policy)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("scheme", "policy"),
-    [
-        (Scheme.RESIDUAL, SINGLE),
-        pytest.param(Scheme.GUMBEL, SINGLE, marks=pytest.mark.long),
-        pytest.param(Scheme.GUMBEL, BRANCHING, marks=pytest.mark.long),
-        pytest.param(Scheme.RESIDUAL, BRANCHING, marks=pytest.mark.long),
-    ],
+    [(scheme, policy) for scheme in (Scheme.RESIDUAL, Scheme.GUMBEL) for policy in (SINGLE, BRANCHING)],
     ids=lambda value: value.name.lower() if isinstance(value, Scheme) else value[0],
 )
 def test_committed_tokens_follow_the_targets_softmax(scheme, policy):

@@ -241,6 +241,7 @@ def _served_certificate(secured: Secured) -> str:
     return ssl.get_server_certificate((host, int(port)), timeout=5.0)
 
 
+@pytest.mark.long
 def test_the_draft_service_connects_anew_with_a_new_certificate(
     secured: Secured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ def test_a_folder_that_was_not_finished_is_written_anew(llama: Path, tmp_path: P
     assert (folder / "layers.json").exists()
 
 
+@pytest.mark.long
 def test_services_that_start_at_once_write_a_cache_once(llama: Path, tmp_path: Path) -> None:
     """In processes of their own; all then serve what was written."""
     code = (
@@ -499,7 +500,8 @@ def test_an_interpreter_that_ends_leaves_nobody_waiting(files: list[LayerFile]) 
     stream.close()
 
 
-@pytest.mark.parametrize("missing", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("missing", [False, True])
 def test_a_service_whose_layer_goes_bad_ends(tmp_path: Path, missing: bool) -> None:
     """One that answered every completion with an error would draw them all. After a start they go on."""
     target, cache = embedded.target_path(), tmp_path / "cache"
