@@ -206,6 +206,7 @@ def test_ablation(
         assert words in printed
 
 
+@pytest.mark.long
 def test_coupling(
     embedded_services: EmbeddedServices, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -256,6 +256,7 @@ def test_a_server_that_goes_away(tmp_path: Path) -> None:
             client.generate("Once")
 
 
+@pytest.mark.long
 def test_a_server_that_hangs_is_passed_over(service: FakeDraftService) -> None:
     """It accepts connections, as a stopped process does, and never speaks."""
     with socket.create_server(("localhost", 0)) as silent:

@@ -221,6 +221,7 @@ def test_generate_without_a_server(tmp_path):
     assert_one_clear_line(run("generate", "x", "--timeout", "1", "--server", f"unix:{tmp_path}/none.sock"), "none.sock")
 
 
+@pytest.mark.long
 def test_a_verify_service_that_dies_and_comes_back(running):
     """The request that it served fails where nothing resumes, keeping its tokens; the others go on when it is back."""
     service = running.processes["verify"]

@@ -354,6 +354,7 @@ def test_a_verify_service_that_is_slow_is_not_left(proxied: Proxied) -> None:
         proxied.mend()
 
 
+@pytest.mark.long
 def test_no_verify_service_comes_back(proxied: Proxied) -> None:
     """The error carries all that there was."""
     expected = proxied.complete("greedy")

@@ -66,7 +66,11 @@ def test_a_mask_may_reach_back_before_the_segment(engines):
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"temperature": 0.7, "seed": 3}, marks=pytest.mark.long)],
+    ids=["greedy", "sampled"],
+)
 def test_completions_equal_those_of_plain_transformers(tmp_path, options):
     target = save_random_model(tmp_path / "target", "llama", seed=7)
     draft = save_noisy_copy(tmp_path / "draft", target, seed=8)
