@@ -6,6 +6,7 @@ import fcntl
 import io
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -84,8 +85,15 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
-    def wait_for(self, text: str) -> None:
+    def wait_for(self, text: str, again: str = "") -> None:
+        """Read until the text is there; type `again` after every second of silence.
+
+        An interrupt that comes just before Python's `input` asks the terminal is heeded with the next key alone.
+        """
         while text not in self._seen:
+            if again and not select.select([self._master], [], [], 1.0)[0]:
+                self.type(again)
+                continue
             self._seen += os.read(self._master, 4096).decode(errors="replace")
         self._seen = self._seen.partition(text)[2]
 
@@ -102,7 +110,7 @@ def test_at_a_terminal_an_interrupt_ends_the_answer_and_not_the_conversation(ser
         terminal.wait_for("large. Ctrl-C stops an answer, Ctrl-D ends.")
         terminal.wait_for("> ")
         terminal.type("\x03")  # at the prompt
-        terminal.wait_for("> ")
+        terminal.wait_for("> ", again="\x03")
         terminal.type("Once\n")
         terminal.wait_for("Hé")
         terminal.type("\x03")
