@@ -123,8 +123,9 @@ def headline_conditions() -> str:
     lengths = [label.rpartition(" ")[2] for label in labels if "drafting" in label]
     again = " and ".join(f"{rate(f'llama-cpp-{name}', 'throughput').median:.1f}" for name in (first, second))
     return (
-        f"Medians over {prompts.prompts} prompts a text; llama.cpp over {beside.prompts}, in a run of its own in "
-        f"16 bits, in which DynaTree gave {again} tokens/s. Its drafting is the best of {', '.join(lengths)} tokens."
+        f"Each figure is the median over {prompts.prompts} prompts of a text, and over {beside.prompts} for llama.cpp. "
+        f"llama.cpp ran in 16 bits, in a separate run, in which DynaTree generated {again} tokens/s. The table has the "
+        f"best of its draft lengths, which were {', '.join(lengths)} tokens."
     )
 
 

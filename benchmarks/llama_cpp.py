@@ -54,7 +54,7 @@ def build(work: Path) -> tuple[Path, Path]:
     """llama.cpp's server, built for this machine, and its sources."""
     source = work / f"llama_cpp_python-{VERSION}" / "vendor" / "llama.cpp"
     if not source.exists():
-        # pip asks the sources for their name, which takes their build tools: into an environment of its own, as wheels
+        # pip asks the sources for their metadata, and installs their build tools into an isolated environment.
         download = ["-m", "pip", "download", "--no-binary", "llama-cpp-python", "--no-deps"]
         run([sys.executable, *download, "-d", str(work), f"llama-cpp-python=={VERSION}"])
         with tarfile.open(next(work.glob("llama_cpp_python-*.tar.gz"))) as archive:

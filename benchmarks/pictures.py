@@ -64,7 +64,7 @@ def traced_round() -> tuple[str, RoundTrace]:
 
 
 def tree(before: str, traced: RoundTrace) -> Figure:
-    """A round's tree: the end of the text before it, what was accepted, what was not, the target's own next token."""
+    """Draw a round's tree: the end of the text before it, accepted and rejected nodes, and the target's next token."""
     places = _places(traced.parents)
     accepted = set(traced.accepted_nodes)
     with matplotlib.rc_context(plots.STYLE):

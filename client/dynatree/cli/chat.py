@@ -20,7 +20,7 @@ EXAMPLE = 'dynatree chat --server localhost:50051 --system "Answer in one senten
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dynatree chat`."""
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="the system message that begins the conversation")
     parser.add_argument(
         "--max-new-tokens", type=int, metavar="N", help="most tokens of an answer (default: until the model ends it)"
     )
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Talk until the end of the input.
 
-    At a terminal, an interrupt ends the answer and not the conversation; what was answered stays a part of it.
+    At a terminal, an interrupt ends the answer and not the conversation; the conversation keeps the part that has come.
 
     Raises:
         DynaTreeError: A request failed; at a terminal that is said, and the conversation goes on.
