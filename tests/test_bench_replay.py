@@ -24,6 +24,7 @@ from dynatree.bench.replay.table_model import FIRST_TAIL_TOKEN, TableModel
 from dynatree.cli.main import main
 from dynatree.client import Client
 from dynatree.common import embedded
+from dynatree.common.seeds import derived_seed
 from dynatree.draft.control import ControlSettings
 from dynatree.draft.drafter import Drafter
 from dynatree.draft.growing_tree import Proposal
@@ -328,7 +329,7 @@ def test_rounds_are_those_of_the_services(embedded_services: EmbeddedServices, t
     arguments = ("--prompts", str(text), *sizes, "--temperature", "0", "--temperature", "0.7", "--out", str(out))
     assert main(["bench", "record", *arguments, "--seed", "3"]) == 0
     recorded = recording.load(out)
-    assert [(run.temperature, run.seed) for run in recorded.runs] == [(0.0, None), (0.7, 3)]
+    assert [(run.temperature, run.seed) for run in recorded.runs] == [(0.0, None), (0.7, derived_seed(3, 0, 0))]
     with Client(embedded_services.draft_address) as client:
         for run in recorded.runs:
             for method in map(parse_method, POLICIES):
@@ -336,7 +337,7 @@ def test_rounds_are_those_of_the_services(embedded_services: EmbeddedServices, t
                     run.prompt_ids,
                     max_new_tokens=32,
                     temperature=run.temperature,
-                    seed=3,
+                    seed=run.seed,
                     ignore_eos=True,
                     policy=method.policy,
                     policy_settings=dict(method.settings),

@@ -13,12 +13,14 @@ from test_bench_prompts import encode
 
 from dynatree.bench import command
 from dynatree.bench.decoding import Decoders, Output
-from dynatree.bench.methods import ABLATION, COUPLING, Case
+from dynatree.bench.methods import ABLATION, COUPLING, LINEAR, PLAIN, Case
 from dynatree.bench.printing import print_report
 from dynatree.bench.prompts import Tokenizer
 from dynatree.bench.ranks import add_ranks
 from dynatree.bench.record import Report, load, save
+from dynatree.bench.runs import RunSettings, plan, warm_up
 from dynatree.cli.main import main
+from dynatree.common.seeds import derived_seed
 
 TINY = ("--count", "2", "--prompt-tokens", "12", "--max-new-tokens", "8")
 
@@ -76,8 +78,7 @@ def test_compare_every_policy(
     assert all(run["equal"] for run in all_runs)
     assert {(run["temperature"], run["scheme"], run["seed"]) for run in all_runs} == {
         (0.0, None, None),
-        (0.7, "gumbel", 5),
-        (0.7, "gumbel", 6),
+        *((0.7, "gumbel", derived_seed(5, prompt, repetition)) for prompt in range(2) for repetition in range(2)),
     }
     assert all(run["tokens"] == run["statistics"]["generated_tokens"] == 8 for run in all_runs)
     assert all(run["agrees"] == 8 for run in all_runs)
@@ -109,6 +110,22 @@ def test_no_completion_finds_the_prompt_of_another(
     runs = load(tmp_path / "out.json")["runs"]
     assert len(runs) == 8
     assert [run["statistics"]["cached_tokens"] for run in runs] == [0] * 8
+
+
+def test_the_warm_up_completes_the_first_prompts() -> None:
+    """DynaTree's W = 2: a prompt each, as the authors' benchmark scripts do; more than there are begin again."""
+    completed = []
+
+    class Counting(Decoders):
+        def complete(self, prompt: Any, case: Case, **options: Any) -> Output:
+            completed.append((prompt, case.method.label, options["seed"]))
+            return Output((1,), ((1, 1.0),), 1.0)
+
+    settings = RunSettings(max_new_tokens=8, seed=3, repetitions=1, warmup=3)
+    cases = plan([PLAIN, LINEAR], [0.0], ["gumbel"])
+    assert len(list(warm_up(Counting("nowhere"), [(1,), (2,)], cases, settings))) == 6
+    assert [each[:2] for each in completed] == [((p,), case.method.label) for p in (1, 2, 1) for case in cases]
+    assert not {each[2] for each in completed} & {settings.seed_of(prompt) for prompt in range(2)}
 
 
 def test_compare_with_residual_sampling_leaves_out_what_it_does_not_allow(

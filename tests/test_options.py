@@ -12,6 +12,7 @@ from steady_times import steady_times
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dynatree.client import Client, InvalidRequestError
+from dynatree.common.seeds import completion_seed
 from dynatree.draft.policies import DEFAULT_POLICY, policy_names
 
 PROMPT = random.Random(0).choices(range(2, VOCAB_SIZE), k=7)
@@ -59,28 +60,29 @@ def pair(tmp_path_factory):
 
 
 @pytest.mark.parametrize("scheme", ["gumbel", "independent", "residual"])
-def test_completion_i_is_that_of_seed_plus_i(pair, scheme):
-    seed = 2**64 - 2  # goes on at 0
+def test_completion_i_is_that_of_its_own_seed(pair, scheme):
+    seed = 2**64 - 2
     options = {"scheme": scheme, "log_probs": True, **BUSH}
     first = pair.generate(n=4, seed=seed, trace=True, **options)
     completions = (first, *first.alternatives)
     assert [completion.index for completion in completions] == [0, 1, 2, 3]
     for index, completion in enumerate(completions):
-        alone = pair.generate(seed=(seed + index) % 2**64, **options)
+        alone = pair.generate(seed=completion_seed(seed, index), **options)
         assert completion.token_ids == alone.token_ids
         assert completion.text == alone.text
         assert completion.log_probs == alone.log_probs
-        assert completion.stats.seed == alone.stats.seed == (seed + index) % 2**64
+        assert completion.stats.seed == alone.stats.seed == completion_seed(seed, index)
         assert completion.stats.draft_n == alone.stats.draft_n
         check_trace(pair, completion)
     assert len({completion.token_ids for completion in completions}) == 4
 
 
-def test_without_a_seed_the_seeds_still_follow_each_other(pair):
+def test_without_a_seed_the_first_completions_seed_makes_the_others(pair):
     one, other = (pair.generate(n=2, seed=None, max_new_tokens=4) for _ in range(2))
-    assert one.alternatives[0].stats.seed == one.stats.seed + 1
+    other_seed = one.alternatives[0].stats.seed
+    assert other_seed == completion_seed(one.stats.seed, 1)
     assert one.stats.seed != other.stats.seed
-    assert pair.generate(seed=one.stats.seed + 1, max_new_tokens=4).token_ids == one.alternatives[0].token_ids
+    assert pair.generate(seed=other_seed, max_new_tokens=4).token_ids == one.alternatives[0].token_ids
 
 
 def test_completions_come_one_after_the_other(pair):

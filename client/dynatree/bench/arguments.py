@@ -122,7 +122,7 @@ def _add_record(parser: argparse.ArgumentParser) -> None:
     )
     _add_temperatures(parser, (0.0, 0.7, 1.0))
     parser.add_argument(
-        "--seed", type=_at_least(0), default=0, metavar="S", help="of a text's first prompt; grows by 1 with each"
+        "--seed", type=_at_least(0), default=0, metavar="S", help="each prompt has a seed derived from it (default: 0)"
     )
     parser.add_argument(
         "--least-prob",
@@ -300,7 +300,7 @@ def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None
     else:
         _add_temperatures(group, measurement.temperatures)
     group.add_argument(
-        "--seed", type=_at_least(0), default=0, metavar="S", help="of the first prompt; grows by 1 with each"
+        "--seed", type=_at_least(0), default=0, metavar="S", help="each prompt has a seed derived from it (default: 0)"
     )
     if measurement.takes_scheme:
         group.add_argument(
@@ -314,7 +314,11 @@ def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None
             "--repetitions", type=_at_least(1), default=1, metavar="R", help="of every run (default: %(default)s)"
         )
         group.add_argument(
-            "--warmup", type=_at_least(0), default=1, metavar="W", help="runs that do not count (default: %(default)s)"
+            "--warmup",
+            type=_at_least(0),
+            default=1,
+            metavar="W",
+            help="every method completes the first W prompts once before, which does not count (default: %(default)s)",
         )
 
 

@@ -24,7 +24,8 @@ Schema, version 2; one object:
                                      The baselines, labelled "transformers", "transformers assisted" and
                                      "transformers prompt lookup", have policy null
         temperature                  0 is greedy
-        scheme, seed                 null where the temperature is 0; otherwise --seed + the prompt's number
+        scheme, seed                 null where the temperature is 0; otherwise derived from --seed, the prompt's number
+                                     and the repetition's; in older files --seed + the prompt's number
         prompt, repetition           their numbers, from 0
         tokens                       new tokens
         equal                        whether they are those of policy autoregressive, at the same temperature and seed;

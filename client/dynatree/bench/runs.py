@@ -11,13 +11,15 @@ from dynatree.bench.methods import PLAIN, RANKS, Case, Method
 from dynatree.bench.ranks import count_ranks
 from dynatree.bench.record import Run, Skipped, statistics_of
 from dynatree.client import InvalidRequestError, SamplingScheme
+from dynatree.common.seeds import derived_seed
 
 
 @dataclass(frozen=True)
 class RunSettings:
     """What all runs of a measurement share; end-of-sequence tokens are ignored, so that all are as long.
 
-    The seed of a run is `seed` + its prompt's number. With `ranks`, runs are traced and guesses counted.
+    Every prompt has a seed of its own in every repetition, derived from `seed`. With `ranks`, runs are traced and
+    guesses counted. `warmup` counts prompts.
     """
 
     max_new_tokens: int
@@ -25,6 +27,10 @@ class RunSettings:
     repetitions: int
     warmup: int
     ranks: bool = False
+
+    def seed_of(self, prompt: int, repetition: int = 0) -> int:
+        """The seed of a run."""
+        return derived_seed(self.seed, prompt, repetition)
 
 
 def plan(methods: Sequence[Method], temperatures: Sequence[float], schemes: Sequence[SamplingScheme]) -> list[Case]:
@@ -60,10 +66,16 @@ def admitted(decoders: Decoders, prompt: Prompt, cases: Sequence[Case]) -> tuple
 def warm_up(
     decoders: Decoders, prompts: Sequence[Prompt], cases: Sequence[Case], settings: RunSettings
 ) -> Iterator[None]:
-    """Run the cases on the first prompt, and keep nothing of it."""
-    for _ in range(settings.warmup):
+    """Run the cases on the first prompts, as many as the warm-up has, and keep nothing of it."""
+    for number in range(settings.warmup):
+        prompt = prompts[number % len(prompts)]
         for case in cases:
-            decoders.complete(prompts[0], case, max_new_tokens=settings.max_new_tokens, seed=settings.seed)
+            decoders.complete(
+                prompt,
+                case,
+                max_new_tokens=settings.max_new_tokens,
+                seed=settings.seed_of(number, settings.repetitions),
+            )
             yield
 
 
@@ -82,8 +94,9 @@ def measure(
     plain_cases = [case for case in cases if case.method == PLAIN]
     others = [case for case in cases if case.method != PLAIN]
     for number, prompt in enumerate(prompts):
-        plain: dict[float, tuple[int, ...]] = {}
         for repetition in range(settings.repetitions):
+            plain: dict[float, tuple[int, ...]] = {}
+            seed = settings.seed_of(number, repetition)
             turn = (number * settings.repetitions + repetition) % max(1, len(others))
             for case in plain_cases + others[turn:] + others[:turn]:
                 memory.reset()
@@ -91,12 +104,12 @@ def measure(
                     prompt,
                     case,
                     max_new_tokens=settings.max_new_tokens,
-                    seed=settings.seed + number,
+                    seed=seed,
                     trace=settings.ranks,
                 )
                 peaks = memory.read()
                 if case.method == PLAIN and output.token_ids is not None:
-                    plain.setdefault(case.temperature, output.token_ids)
+                    plain[case.temperature] = output.token_ids
                 known = case.equals_plain_decoding and output.token_ids is not None
                 expected = plain.get(case.temperature) if known else None
                 agrees = None if expected is None else agreement(output.token_ids or (), expected)
@@ -106,7 +119,7 @@ def measure(
                     settings=dict(case.method.settings),
                     temperature=case.temperature,
                     scheme=case.scheme,
-                    seed=settings.seed + number if case.temperature else None,
+                    seed=seed if case.temperature else None,
                     prompt=number,
                     repetition=repetition,
                     tokens=output.tokens,

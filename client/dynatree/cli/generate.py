@@ -80,7 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how draft and target draw: gumbel (the default), independent or residual",
     )
     parser.add_argument(
-        "--n", type=int, metavar="N", default=1, help="how many completions; the seed grows by 1 with each"
+        "--n",
+        type=int,
+        metavar="N",
+        default=1,
+        help="how many completions; each has a seed of its own, derived from --seed",
     )
     parser.add_argument(
         "--stop", action="append", default=[], metavar="STR", help="end before this string; may be repeated"

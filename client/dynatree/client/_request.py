@@ -67,7 +67,8 @@ class GenerateOptions(TypedDict, total=False):
             with noise that they share, the tokens of plain decoding. "independent": the same tokens, guessed with noise
             of the draft's own. "residual": other tokens, which depend on the trees. None (the default) is the
             service's, "gumbel".
-        n: how many completions to make, one after the other; 1 by default. Completion i is drawn with seed + i.
+        n: how many completions to make, one after the other; 1 by default. The first is drawn with the seed, each other
+            one with a hash of the seed and its index, which its `stats.seed` tells.
         stop: one string or several; the text ends before the first that appears.
         stop_token_ids: token ids that end the completion as an end-of-sequence token does, whatever `ignore_eos` says.
         ignore_eos: generate on past end-of-sequence tokens.

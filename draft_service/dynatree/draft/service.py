@@ -20,6 +20,7 @@ from dynatree.common.log_probs import check_log_probs
 from dynatree.common.model_info import ModelInfo, token_limit
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.sampling import Sampling
+from dynatree.common.seeds import completion_seed
 from dynatree.common.tracing import NOTHING as NO_SPAN
 from dynatree.common.tracing import OFF, Span, Tracing
 from dynatree.common.tree import check_token_ids
@@ -173,7 +174,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                         yield draft_pb2.GenerateResponse(queue_position=ahead)
             fingerprint = request.resume.target_fingerprint
             for index in range(first, count):
-                new_request = partial(self._checked, request, prompt_ids, (seed + index) % 2**64, principal)
+                new_request = partial(self._checked, request, prompt_ids, completion_seed(seed, index), principal)
                 if index == first:
                     new_request = partial(new_request, received=received, prompt_log_probs=prompt_log_probs)
                 with span.child("completion", index=index) as completing:

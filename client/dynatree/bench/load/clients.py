@@ -13,6 +13,7 @@ from dynatree.bench.load.loads import ClosedLoop, Load, OpenLoop, prompt_number
 from dynatree.bench.methods import Case
 from dynatree.bench.runs import RunSettings
 from dynatree.client import AsyncClient, DynaTreeError
+from dynatree.common.seeds import derived_seed
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ async def drive(service: Service, case: Case, load: Load, repetition: int, setti
         if isinstance(load, ClosedLoop):
             await _closed(requests, load)
         else:
-            await _open(requests, load, settings.seed + repetition)
+            await _open(requests, load, derived_seed(settings.seed, repetition))
         return requests.replies
 
 
@@ -103,7 +104,7 @@ class _Requests:
     async def _complete(self, prompt: int, due: float) -> Output:
         arrivals: list[Arrival] = []
         tokens = 0
-        options = options_of(self.case, self.settings.max_new_tokens, self.settings.seed + prompt)
+        options = options_of(self.case, self.settings.max_new_tokens, self.settings.seed_of(prompt))
         async with self.client.stream(self.prompts[prompt], **options) as stream:
             async for chunk in stream:
                 if chunk.token_ids:

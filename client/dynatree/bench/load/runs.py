@@ -69,7 +69,7 @@ class LoadBench:
                     cell = Cell([], [])
                     for reply in self._replies(case, load, repetition):
                         if isinstance(reply.result, Output):
-                            run = _run(reply, reply.result, case, load, repetition, self.settings.seed)
+                            run = _run(reply, reply.result, case, load, repetition, self.settings)
                             plain.compare(run, reply.result.token_ids or ())
                             cell.runs.append(run)
                         else:
@@ -122,14 +122,14 @@ class _PlainOutputs:
                 other["agrees"] = agreement(other_ids, self.tokens[prompt])
 
 
-def _run(reply: Reply, output: Output, case: Case, load: Load, repetition: int, seed: int) -> Run:
+def _run(reply: Reply, output: Output, case: Case, load: Load, repetition: int, settings: RunSettings) -> Run:
     return Run(
         label=case.method.label,
         policy=case.method.policy,
         settings=dict(case.method.settings),
         temperature=case.temperature,
         scheme=case.scheme,
-        seed=seed + reply.prompt if case.temperature else None,
+        seed=settings.seed_of(reply.prompt) if case.temperature else None,
         prompt=reply.prompt,
         repetition=repetition,
         load=_place(reply, load),

@@ -20,6 +20,7 @@ from dynatree.bench.replay.recording import RecordedRun, Recording
 from dynatree.client import ModelInfo
 from dynatree.common import embedded
 from dynatree.common.errors import FailedPreconditionError, StartupError
+from dynatree.common.seeds import derived_seed
 from dynatree.common.wire import model_info_to_pb
 
 
@@ -80,7 +81,7 @@ def _record(
         task = progress.add_task("record", total=len(prompts) * len(temperatures))
         for number, prompt, prompt_ids in prompts:
             for temperature in temperatures:
-                seed = options.seed + prompt
+                seed = derived_seed(options.seed, number, prompt)
                 runs.append(recorder.record(number, prompt, prompt_ids, options.max_new_tokens, temperature, seed))
                 progress.advance(task)
         asking = progress.add_task("complete", total=len(machines) * len(temperatures) * len(ASKING))
