@@ -4,6 +4,7 @@ After each refusal the service is asked for a completion, and gives it: nothing 
 """
 
 import re
+from itertools import combinations
 from math import inf, nan
 
 import grpc
@@ -108,14 +109,20 @@ def test_residual_sampling_without_a_policy_gets_one_that_can_draw(client):
     assert unnamed.stats.nodes_per_round > 20, "dyspec's trees"
 
 
-def test_a_setting_that_is_a_number_and_a_list_is_refused(services):
-    policy = draft_pb2.Policy(name="specinfer", settings={"widths": 2})
-    policy.list_settings["widths"].values.extend([1, 1])
+@pytest.mark.parametrize("kinds", list(combinations(("number", "list", "word"), 2)))
+def test_a_setting_of_two_kinds_is_refused(services, kinds):
+    policy = draft_pb2.Policy(name="specinfer")
+    if "number" in kinds:
+        policy.settings["widths"] = 2
+    if "list" in kinds:
+        policy.list_settings["widths"].values.extend([1, 1])
+    if "word" in kinds:
+        policy.word_settings["widths"] = "wide"
     request = draft_pb2.GenerateRequest(token_ids=draft_pb2.TokenIds(ids=PROMPT), policy=policy)
     with grpc.insecure_channel(services.draft_address) as channel, pytest.raises(grpc.RpcError) as error:
         list(draft_pb2_grpc.DraftServiceStub(channel).Generate(request, timeout=20))
     assert error.value.code() == Code.INVALID_ARGUMENT
-    assert said(error.value) == "setting widths is given twice, as a number and as a list"
+    assert said(error.value) == f"setting widths is given twice, as a {kinds[0]} and as a {kinds[1]}"
 
 
 @pytest.mark.parametrize(
@@ -166,6 +173,13 @@ def test_a_setting_that_is_a_number_and_a_list_is_refused(services):
         ("dynatree", {"dynamic_breadth": 2}, "dynamic_breadth is 2, expected 0 (off) or 1 (on)"),
         ("dynatree", {"history": 0.5}, "history is 0.5, expected 0 (off) or 1 (on)"),
         ("dynatree", {"dynamic_depth": nan}, "dynamic_depth is nan, expected 0 (off) or 1 (on)"),
+        ("dynatree", {"dynamic_depth": "on"}, "dynamic_depth is 'on', expected a number"),
+        ("dynatree", {"root": "Single"}, "root is 'Single', expected one of committed, single"),
+        ("fixed", {"root": "x" * 10_000}, f"root is '{'x' * 39}, expected one of committed, single"),
+        ("fixed", {"prune": ""}, "prune is '', expected one of remove, expand"),
+        ("fixed", {"prune": 1}, "prune is '1', expected one of remove, expand"),
+        ("fixed", {"prune": [1]}, "prune is a list, expected one of remove, expand"),
+        ("specinfer", {"widths": "1"}, "widths is '1', expected a number"),
         ("medusa", {}, f"unknown policy 'medusa', expected one of {', '.join(policy_names())}"),
     ],
 )

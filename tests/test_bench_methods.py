@@ -18,6 +18,10 @@ def test_methods_are_named_as_they_were_given() -> None:
         "fixed:depth=5,tau=0.5", "fixed", (("depth", 5.0), ("tau", 0.5))
     )
     assert parse_method("linear") == Method("linear", "linear")
+    text = "fixed:root=single,widths=1,2,prune=expand"
+    assert parse_method(text) == Method(
+        text, "fixed", (("root", "single"), ("widths", (1.0, 2.0)), ("prune", "expand"))
+    )
 
 
 def test_an_item_without_a_name_continues_the_list_before_it() -> None:
@@ -38,19 +42,32 @@ def test_alternatives_are_combined() -> None:
     ]
     assert parse_methods("fixed:tau=0.5") == [Method("fixed:tau=0.5", "fixed", (("tau", 0.5),))]
     assert parse_methods("linear") == [Method("linear", "linear")]
+    both = [method.settings for method in parse_methods("fixed:root=single/committed")]
+    assert both == [(("root", "single"),), (("root", "committed"),)]
 
 
 @pytest.mark.parametrize("measurement", ["compare", "sweep"])
 @pytest.mark.parametrize(
     "text",
-    ["", ":a=1", "fixed:", "fixed:depth", "fixed:depth=x", "fixed:=1", "fixed:a=1,a=2", "fixed:1,a=2", "fixed:a=1,,2"],
+    [
+        "",
+        ":a=1",
+        "fixed:",
+        "fixed:depth",
+        "fixed:depth=8x",
+        "fixed:root=a,b",
+        "fixed:=1",
+        "fixed:a=1,a=2",
+        "fixed:1,a=2",
+        "fixed:a=1,,2",
+    ],
 )
 def test_methods_that_are_none(measurement: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", measurement, "--prompts", "x", "--policy", text]) == 2
     assert "argument --policy:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["fixed:depth=1/", "fixed:depth=1/x", "fixed:depth=1/2,depth=3", "fixed:widths=1,/2"])
+@pytest.mark.parametrize("text", ["fixed:depth=1/", "fixed:depth=1/8x", "fixed:depth=1/2,depth=3", "fixed:widths=1,/2"])
 def test_alternatives_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "sweep", "--prompts", "x", "--policy", text]) == 2
     assert "argument --policy:" in capsys.readouterr().err

@@ -80,7 +80,7 @@ def wrong_run(**changes: Any) -> str:
         (wrong_run(equal="yes"), "runs.0.equal: "),
         (wrong_run(statistics=1), "runs.0.statistics: "),
         (wrong_run(policy=3), "runs.0.policy: "),
-        (wrong_run(settings={"depth": "3"}), "runs.0.settings.depth"),
+        (wrong_run(settings={"depth": None}), "runs.0.settings.depth"),
         (wrong_run(agrees=-1), "runs.0.agrees: Input should be greater than or equal to 0"),
         (wrong_run(arrivals=[[1]]), "runs.0.arrivals.0.1: Field required"),
         (wrong_statistics(round_parts={"grow": {}}), "round_parts.grow.total_seconds: Field required"),

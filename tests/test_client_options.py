@@ -47,7 +47,7 @@ def test_every_option_reaches_the_server(client: Client, service: FakeDraftServi
         prompt_log_probs=True,
         trace=True,
         policy="linear",
-        policy_settings={"depth": 8, "widths": (1, 1, 3), "rates": []},
+        policy_settings={"depth": 8, "widths": (1, 1, 3), "rates": [], "root": "single"},
     )
     (request,) = service.requests
     assert list(request.token_ids.ids) == [5, 0, 2**32 - 1]
@@ -65,6 +65,7 @@ def test_every_option_reaches_the_server(client: Client, service: FakeDraftServi
     assert (request.policy.name, dict(request.policy.settings)) == ("linear", {"depth": 8.0})
     lists = {name: list(numbers.values) for name, numbers in request.policy.list_settings.items()}
     assert lists == {"widths": [1.0, 1.0, 3.0], "rates": []}
+    assert dict(request.policy.word_settings) == {"root": "single"}
 
 
 def test_what_the_server_defines_is_sent_as_it_is(client: Client, service: FakeDraftService) -> None:
@@ -183,7 +184,7 @@ def test_values_that_cannot_be_sent(client: Client, prompt: Any, options: dict[s
         ("Once", {"policy_settings": 5}),
         ("Once", {"policy_settings": "depth"}),
         ("Once", {"policy_settings": {5: 1.0}}),
-        ("Once", {"policy_settings": {"depth": "8"}}),
+        ("Once", {"policy_settings": {"depth": None}}),
         ("Once", {"policy_settings": {"depth": True}}),
         ("Once", {"policy_settings": {"widths": {1, 2}}}),
         ("Once", {"policy_settings": {"widths": [1, "1"]}}),

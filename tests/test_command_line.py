@@ -95,7 +95,7 @@ def test_json_is_one_object_and_nothing_else(service: FakeDraftService, capsys: 
 
 def test_every_option_reaches_the_server(service: FakeDraftService) -> None:
     options = "--max-new-tokens 7 --temperature 0.5 --top-k 3 --top-p 0.75 --seed 9 --stop a --stop b --ignore-eos"
-    policy = "--policy linear --set depth=8 --set widths=1,1,3 --timeout 30"
+    policy = "--policy linear --set depth=8 --set widths=1,1,3 --set root=single --timeout 30"
     new = "--min-p 0.25 --repetition-penalty 1.5 --logit-bias 5=-2 --logit-bias 6=0.5 --scheme independent"
     counted = "--frequency-penalty -0.5 --presence-penalty 1.25"
     ends = "--stop-token-id 4 --stop-token-id 8"
@@ -114,6 +114,7 @@ def test_every_option_reaches_the_server(service: FakeDraftService) -> None:
     assert request.ignore_eos
     assert (request.policy.name, dict(request.policy.settings)) == ("linear", {"depth": 8.0})
     assert list(request.policy.list_settings["widths"].values) == [1.0, 1.0, 3.0]
+    assert dict(request.policy.word_settings) == {"root": "single"}
 
 
 def test_several_completions_have_a_heading_each(service: FakeDraftService, capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,18 +374,18 @@ WRONG = [
     [*DRAFT, "--dtype", "x"],
     [*DRAFT, "--verify", "http://localhost:50052"],
     [*DRAFT, "--policy", "nope"],
-    [*DRAFT, "--set", "depth=x"],
+    [*DRAFT, "--set", "depth=8x"],
     [*DRAFT, "--set", "depth=8", "--set", "depth=4"],
     [*DRAFT, "--draft-ahead", "maybe"],
     [*DRAFT, "--verify-timeout", "nan"],
     ["audit", *PAIR, "--dtype", "x"],
     ["audit", *PAIR, "--max-new-tokens", "0"],
     ["demo", "--max-new-tokens", "1"],
-    ["demo", "--set", "depth=x"],
+    ["demo", "--set", "depth=8x"],
     ["generate", "Once", "--scheme", "nope"],
     ["trace", "rounds.jsonl"],
     [*COMPARE, "--dtype", "x"],
-    [*COMPARE, "--policy", "linear:depth=x"],
+    [*COMPARE, "--policy", "linear:depth=8x"],
     [*COMPARE, "--scheme", "nope"],
     [*COMPARE, "--server", "localhost:1", "--threads", "2"],
     ["bench", "costs", "--repetitions", "0"],
@@ -401,6 +402,8 @@ WRONG = [
 REFUSED = [
     [*DRAFT, "--policy", "linear", "--set", "depth=99"],
     [*DRAFT, "--policy", "linear", "--set", "dept=8"],
+    [*DRAFT, "--policy", "linear", "--set", "depth=deep"],
+    [*DRAFT, "--policy", "fixed", "--set", "root=double"],
     ["audit", *PAIR, "--prompts", "/no/such/file"],
     ["generate", "Once", "--server", "localhost"],
     [*COMPARE, "--policy", "nope"],
@@ -472,7 +475,8 @@ def test_choices_are_what_the_services_take() -> None:
         ["generate", "Once", "--logit-bias", "5=much"],
         ["generate", "Once", "--set", "depth"],
         ["generate", "Once", "--set", "=8"],
-        ["generate", "Once", "--set", "depth=deep"],
+        ["generate", "Once", "--set", "depth=8x"],
+        ["generate", "Once", "--set", "root=Single"],
         ["generate", "Once", "--set", "widths=1,"],
         ["generate", "Once", "--set", "widths=1,x"],
         ["generate", "Once", "--set", "depth=8", "--set", "depth=8"],
@@ -597,7 +601,20 @@ def test_serve_passes_on_what_the_services_take(parsed: Callable[..., argparse.N
     names = {action.dest for line, action in service_lines() if line[0] in ("verify", "draft")}
     assert {name for name in names if not name.startswith("verify_")} - own <= set(vars(parsed("serve", *PAIR)))
     options = parsed(
-        *("serve", *PAIR, "--resident-layers", "all", "--fixed-rows", "off", "--set", "depth=3", "--metrics", "h:7"),
+        *(
+            "serve",
+            *PAIR,
+            "--resident-layers",
+            "all",
+            "--fixed-rows",
+            "off",
+            "--set",
+            "depth=3",
+            "--set",
+            "root=single",
+            "--metrics",
+            "h:7",
+        ),
         *("--kv-tokens", "99", "--prefix-cache", "off", "--threads", "1", "--insecure"),
     )
     both = serve._told(options, serve._BOTH)
@@ -606,7 +623,7 @@ def test_serve_passes_on_what_the_services_take(parsed: Callable[..., argparse.N
     for each in (verify, draft):
         assert (each.fixed_rows, each.kv_tokens, each.prefix_cache, each.threads) == ((), 99, "off", 1)
     assert (verify.resident_layers, verify.metrics) == (ALL_LAYERS, "h:8")
-    assert (draft.policy_settings, draft.metrics, draft.insecure) == ({"depth": 3.0}, "h:7", True)
+    assert (draft.policy_settings, draft.metrics, draft.insecure) == ({"depth": 3.0, "root": "single"}, "h:7", True)
 
 
 def test_services_that_a_command_starts_see_none_of_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"temperature": 0, "extra_body": {"policy": "linear", "policy_settings": {"depth": 3}, "ignore_eos": True}},
         {"policy": "linear", "policy_settings": {"depth": 3}, "ignore_eos": True},
     ),
+    "words": (
+        {"temperature": 0, "extra_body": {"policy": "fixed", "policy_settings": {"root": "single", "depth": 3}}},
+        {"policy": "fixed", "policy_settings": {"root": "single", "depth": 3}},
+    ),
     "neutral values": (
         {"temperature": 0, "frequency_penalty": 0, "presence_penalty": 0, "best_of": 1, "user": "somebody"},
         {},

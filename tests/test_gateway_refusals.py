@@ -90,6 +90,9 @@ def test_what_does_not_fit_the_context_is_told_in_the_words_that_clients_look_fo
         (b'{"prompt": NaN}', "prompt"),
         (b'{"prompt": "\\ud800"}', "not JSON"),
         (b'\xef\xbb\xbf{"prompt": 5}', "prompt"),
+        (b'{"prompt": "a", "policy": "fixed", "policy_settings": {"root": "double"}}', "one of committed, single"),
+        (b'{"prompt": "a", "policy": "linear", "policy_settings": {"depth": "8"}}', "depth is '8', expected a number"),
+        (b'{"prompt": "a", "policy_settings": {"root": "%s"}}' % (b"x" * 65), "at most 64 characters"),
     ],
 )
 def test_a_body_that_makes_no_sense_is_refused(gateway: Gateway, data: bytes, words: str) -> None:

@@ -57,11 +57,20 @@ def number(text: str) -> float:
     return float(above) / float(below or 1)
 
 
+def value_of(default: Any) -> Any:
+    """A default, or what a page writes of it: numbers as floats, words as they are."""
+    if isinstance(default, tuple):
+        return tuple(map(float, default))
+    if isinstance(default, str):
+        return number(default) if re.fullmatch(r"[\d./]+", default) else str(default)
+    return float(default)
+
+
 def documented_settings(cell: str) -> dict[str, Any]:
-    """Settings and defaults as the page writes them: `a` 1, `b` (1, 2); switches `c`, `d`, both 0."""
+    """Settings and defaults as the page writes them: `a` 1, `b` (1, 2), `c` word; switches `d`, `e`, both 0."""
     found: dict[str, Any] = {}
-    for names, value in re.findall(r"((?:`\w+`(?:, | and )?)+),? (?:all |both )?(\([\d., ]+\)|[\d./]+)", cell):
-        values = tuple(map(float, value.strip("()").split(","))) if value.startswith("(") else number(value)
+    for names, value in re.findall(r"((?:`\w+`(?:, | and )?)+),? (?:all |both )?(\([\d., ]+\)|[\d./]+|[a-z]+)", cell):
+        values = tuple(map(float, value.strip("()").split(","))) if value.startswith("(") else value_of(value)
         found |= dict.fromkeys(codes(names), values)
     return found
 
@@ -70,10 +79,7 @@ def test_settings_of_policies_and_their_defaults() -> None:
     rows = rows_of("reference/policies.md", "policy", "tree")
     shown = {codes(row[0])[0]: documented_settings(row[2]) for row in rows}
     have = {
-        name: {
-            each.name: tuple(map(float, each.default)) if isinstance(each.default, tuple) else float(each.default)
-            for each in fields(entry.settings)
-        }
+        name: {each.name: value_of(each.default) for each in fields(entry.settings)}
         for name, entry in registry._REGISTRY.items()
     }
     assert shown == have

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from dynatree.cli.arguments import numbers
+from dynatree.cli.arguments import Setting, setting_value
 
 if TYPE_CHECKING:
     from dynatree.client import SamplingScheme
@@ -22,7 +22,7 @@ class Method:
 
     label: str
     policy: str | None
-    settings: tuple[tuple[str, float | tuple[float, ...]], ...] = ()
+    settings: tuple[tuple[str, Setting], ...] = ()
     foreign: bool = False
 
 
@@ -101,18 +101,18 @@ BASELINES = {
 
 
 def parse_method(text: str) -> Method:
-    """An argparse type: `NAME[:setting=number,...]`; an item without `=` continues the list of the one before."""
+    """An argparse type: `NAME[:setting=value,...]`; an item without `=` continues the list of the one before."""
     name, parts = _split(text)
-    settings: dict[str, float | tuple[float, ...]] = {}
+    settings: dict[str, Setting] = {}
     for part in parts:
         key, _, value = part.partition("=")
         try:
-            setting = numbers(value)
+            setting = setting_value(value)
         except ValueError:
             key = ""
         if not key or key in settings:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is not NAME[:setting=value,...] with one or more numbers a setting, and each setting once"
+                f"{text!r} is not NAME[:setting=value,...] with numbers or a word a setting, and each setting once"
             )
         settings[key] = setting
     return Method(text, name, tuple(settings.items()))
@@ -127,7 +127,7 @@ def parse_server(text: str) -> tuple[Method, str]:
 
 
 def parse_methods(text: str) -> list[Method]:
-    """An argparse type: `NAME[:setting=number/number...,...]`, every combination of the settings' alternatives."""
+    """An argparse type: `NAME[:setting=value/value...,...]`, every combination of the settings' alternatives."""
     name, parts = _split(text)
     if not parts:
         return [parse_method(text)]

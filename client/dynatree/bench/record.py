@@ -20,7 +20,7 @@ Schema, version 2; one object:
     options         {"max_new_tokens", "prompt_tokens", "seed", "repetitions", "warmup", "ignore_eos"}
     skipped         [{"label", "scheme", "reason"}]: methods that the server refused under a sampling scheme
     runs            one object for each completion, in the order in which they were made:
-        label, policy, settings      the method; settings by name, numbers or lists, without those left to the server.
+        label, policy, settings      the method; settings by name, without those left to the server.
                                      The baselines, labelled "transformers", "transformers assisted" and
                                      "transformers prompt lookup", have policy null
         temperature                  0 is greedy
@@ -142,7 +142,7 @@ class Run(TypedDict):
 
     label: str
     policy: str | None
-    settings: dict[str, float | Sequence[float]]
+    settings: dict[str, float | str | Sequence[float]]
     temperature: Number
     scheme: str | None
     seed: int | None

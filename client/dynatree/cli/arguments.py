@@ -85,7 +85,7 @@ def add_channel_arguments(parser: argparse.ArgumentParser, title: str) -> argpar
 
 
 def add_policy_settings(parser: argparse._ActionsContainer) -> None:
-    """The option `--set`, which makes `policy_settings`: a dict by name of numbers, and of tuples of numbers."""
+    """The option `--set`, which makes `policy_settings`: a dict by name of numbers, words, and tuples of numbers."""
     parser.add_argument(
         "--set",
         dest="policy_settings",
@@ -93,26 +93,35 @@ def add_policy_settings(parser: argparse._ActionsContainer) -> None:
         action=Keyed,
         default={},
         metavar="NAME=VALUE",
-        help="a setting of the policy, such as depth=8, or widths=1,1,3 where it is a list; may be repeated",
+        help="a setting of the policy, such as depth=8, root=single where it is a word, or widths=1,1,3 where it is a "
+        "list; may be repeated",
     )
 
 
-def _setting(text: str) -> tuple[str, float | tuple[float, ...]]:
+Setting = float | str | tuple[float, ...]  # of a policy, as a command line says it
+
+
+def _setting(text: str) -> tuple[str, Setting]:
     name, _, value = text.partition("=")
     try:
-        setting = numbers(value)
+        setting = setting_value(value)
     except ValueError:
         name = ""
     if not name:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE with a number, or NAME=VALUE,VALUE,...")
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE with a number or a word, or NAME=VALUE,VALUE,...")
     return name, setting
 
 
-def numbers(text: str) -> float | tuple[float, ...]:
-    """A number, or a tuple of those between the commas.
+def setting_value(text: str) -> Setting:
+    """A number, a word of small letters and hyphens, or a tuple of the numbers between the commas.
 
     Raises:
-        ValueError: One of them is no number.
+        ValueError: It is none of them.
     """
-    values = tuple(map(float, text.split(",")))
+    try:
+        values = tuple(map(float, text.split(",")))
+    except ValueError:
+        if not re.fullmatch(r"[a-z]+(-[a-z]+)*", text):
+            raise
+        return text
     return values if len(values) > 1 else values[0]

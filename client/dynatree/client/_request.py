@@ -34,7 +34,7 @@ class Message(TypedDict):
 
 
 Prompt = str | Sequence[int] | Sequence[Message]
-PolicySettings = Mapping[str, float | Sequence[float]]
+PolicySettings = Mapping[str, float | str | Sequence[float]]
 SamplingScheme = Literal["gumbel", "independent", "residual"]
 
 _SCHEMES: dict[str, tree_pb2.SamplingScheme] = {
@@ -85,8 +85,8 @@ class GenerateOptions(TypedDict, total=False):
         trace: whether to return a `RoundTrace` for each round.
         queue_position: whether `stream` returns chunks that say how many requests are ahead, while this one waits.
         policy: how trees are grown, one of `ServiceInfo.policies`; None (the default) is the service's default.
-        policy_settings: the policy's settings by name, each a number or a sequence of numbers, for example {"depth": 8}
-            or {"widths": [1, 1, 3]}; the others keep their defaults.
+        policy_settings: the policy's settings by name, each a number, a word or a sequence of numbers, for example
+            {"depth": 8, "root": "single"} or {"widths": [1, 1, 3]}; the others keep their defaults.
     """
 
     max_new_tokens: int | None
@@ -277,13 +277,15 @@ def _policy(name: str | None, settings: PolicySettings | None) -> draft_pb2.Poli
     message = draft_pb2.Policy(name="" if name is None else _string("policy", name))
     for key, value in (settings or {}).items():
         setting = f"policy_settings: {_string('policy_settings: a name', key)}"
-        if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
+        if isinstance(value, str):
+            message.word_settings[key] = _string(setting, value)
+        elif isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
             numbers = [_number(f"{setting}[{index}]", number) for index, number in enumerate(value)]
             message.list_settings[key].values.extend(numbers)
         elif isinstance(value, Real):
             message.settings[key] = _number(setting, value)
         else:
-            raise TypeError(f"{setting} must be a number or a sequence of numbers, not {type(value).__name__}")
+            raise TypeError(f"{setting} must be a number, a str or a sequence of numbers, not {type(value).__name__}")
     return message
 
 
@@ -326,7 +328,7 @@ def _integer(name: str, value: object, maximum: int) -> int:
     return number
 
 
-def _number(name: str, value: float) -> float:
+def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")
     try:

@@ -28,7 +28,8 @@ _Text = Annotated[str, Field(min_length=1)]
 _StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 _Bias = Annotated[float, Field(ge=-1000, le=1000)]
 _BiasedId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-_Setting = float | Annotated[list[float], Field(max_length=1024, fail_fast=True)]
+_Word = Annotated[str, Field(max_length=64)]
+_Setting = float | _Word | Annotated[list[float], Field(max_length=1024, fail_fast=True)]
 _CountPenalty = Annotated[float, Field(ge=-2, le=2)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import combinations
 from math import exp
 
 from dynatree.common.errors import InvalidArgumentError
@@ -13,16 +15,20 @@ from dynatree.v1 import draft_pb2
 
 
 def policy_settings_from_pb(message: draft_pb2.Policy) -> dict[str, Setting]:
-    """The settings of both maps.
+    """The settings of all maps.
 
     Raises:
-        InvalidArgumentError: A name is in both.
+        InvalidArgumentError: A name is in two of them.
     """
-    numbers = dict(message.settings)
-    lists = {name: tuple(numbers.values) for name, numbers in message.list_settings.items()}
-    for name in sorted(numbers.keys() & lists.keys()):
-        raise InvalidArgumentError(f"setting {name} is given twice, as a number and as a list")
-    return {**numbers, **lists}
+    kinds: dict[str, Mapping[str, Setting]] = {
+        "number": message.settings,
+        "list": {name: tuple(numbers.values) for name, numbers in message.list_settings.items()},
+        "word": message.word_settings,
+    }
+    for one, other in combinations(kinds, 2):
+        for name in sorted(kinds[one].keys() & kinds[other].keys()):
+            raise InvalidArgumentError(f"setting {name} is given twice, as a {one} and as a {other}")
+    return {name: value for settings in kinds.values() for name, value in settings.items()}
 
 
 def response_to_pb(

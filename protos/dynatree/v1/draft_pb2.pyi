@@ -146,7 +146,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Policy(_message.Message):
-    __slots__ = ("name", "settings", "list_settings")
+    __slots__ = ("name", "settings", "list_settings", "word_settings")
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -161,13 +161,22 @@ class Policy(_message.Message):
         key: str
         value: Numbers
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Numbers, _Mapping]] = ...) -> None: ...
+    class WordSettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     LIST_SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    WORD_SETTINGS_FIELD_NUMBER: _ClassVar[int]
     name: str
     settings: _containers.ScalarMap[str, float]
     list_settings: _containers.MessageMap[str, Numbers]
-    def __init__(self, name: _Optional[str] = ..., settings: _Optional[_Mapping[str, float]] = ..., list_settings: _Optional[_Mapping[str, Numbers]] = ...) -> None: ...
+    word_settings: _containers.ScalarMap[str, str]
+    def __init__(self, name: _Optional[str] = ..., settings: _Optional[_Mapping[str, float]] = ..., list_settings: _Optional[_Mapping[str, Numbers]] = ..., word_settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Numbers(_message.Message):
     __slots__ = ("values",)

@@ -11,7 +11,7 @@ from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.draft.growing_tree import GrowingTree
 from dynatree.draft.history import HistoryController
 from dynatree.draft.policies.base import Outcome, Policy, check_range
-from dynatree.draft.policies.level_growth import grow_level
+from dynatree.draft.policies.level_growth import Prune, Root, grow_level
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,9 @@ class DynaTreeSettings:
 
     The paper leaves the steps eta_D and eta_h open. Ours move D_0 by at most 0.35 and tau_h by at most 0.035 a round at
     zero acceptance: a window of ten such rounds crosses the whole range of D_0, and no single round does.
+
+    `root` single and `prune` expand make the tree of Algorithm 1. Without them the tree is section 3.3's as its text
+    reads: it hangs below the prefix, and what tau prunes is not in it.
 
     Each component can be switched off (section 4.5): without `dynamic_breadth` every node gets `breadth_mid` children,
     without `dynamic_depth` every node above depth D_0 is expanded, and without `history` nothing is adapted. With
@@ -42,6 +45,8 @@ class DynaTreeSettings:
     target_acceptance: float = 0.7
     depth_step: float = 0.5
     tau_step: float = 0.05
+    root: Root = Root.COMMITTED
+    prune: Prune = Prune.REMOVE
     dynamic_breadth: bool = True
     dynamic_depth: bool = True
     history: bool = True
@@ -106,7 +111,9 @@ class DynaTree(Policy):
             max_nodes=self._settings.max_nodes,
             children_of=lambda node: self._children_of(tree, node),
             keeps=lambda path_log_prob: path_log_prob >= self._log_tau,
-            expands=lambda node: self._expands(tree, node),
+            expands=lambda node, depth: self._expands(tree.path_log_prob(node), depth),
+            root=self._settings.root,
+            prune=self._settings.prune,
         )
 
     def observe(self, outcome: Outcome) -> None:
@@ -130,9 +137,8 @@ class DynaTree(Policy):
             return self._settings.breadth_mid
         return self._settings.breadth_max
 
-    def _expands(self, tree: GrowingTree, node: int) -> bool:
-        """d(u) < D_max, p(u) >= rho_stop, and d(u) < D_0 or p(u) > rho_deep."""
-        depth, path = tree.depth(node), tree.path_log_prob(node)
+    def _expands(self, path: float, depth: int) -> bool:
+        """d(u) < D_max, p(u) >= rho_stop, and d(u) < D_0 or p(u) > rho_deep; by log p(u) and d(u)."""
         if not self._settings.dynamic_depth:
             return depth < self.history.base_depth
         if depth >= self._settings.max_depth or path < self._log_stop:

@@ -9,20 +9,23 @@ from dataclasses import dataclass
 from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.draft.growing_tree import GrowingTree
 from dynatree.draft.policies.base import Policy, check_range
-from dynatree.draft.policies.level_growth import grow_level
+from dynatree.draft.policies.level_growth import Prune, Root, grow_level
 
 
 @dataclass(frozen=True)
 class FixedSettings:
     """Depth D, breadth B, pruning threshold tau and node budget N_max. The defaults are DynaTree's tuned baseline.
 
-    With `calibrated`, tau prunes by calibrated path probabilities.
+    `root` single and `prune` expand make the tree of Algorithm 1, which the authors' fixed tree is too. With
+    `calibrated`, tau prunes by calibrated path probabilities.
     """
 
     depth: int = 8
     breadth: int = 3
     tau: float = 0.1
     max_nodes: int = 256
+    root: Root = Root.COMMITTED
+    prune: Prune = Prune.REMOVE
     calibrated: bool = False
 
     def __post_init__(self) -> None:
@@ -35,7 +38,9 @@ class FixedSettings:
 class Fixed(Policy):
     """The complete tree, pruned:
 
-    B(u) = B        u is expanded iff d(u) < D        u is kept iff p(u) >= tau
+    B(u) = B        u is expanded iff d(u) < D and p(u) >= tau        u is kept iff p(u) >= tau
+
+    With `prune` expand every child is kept.
     """
 
     supports_residual = True
@@ -53,7 +58,9 @@ class Fixed(Policy):
             max_nodes=self._settings.max_nodes,
             children_of=lambda _: self.breadth,
             keeps=lambda path_log_prob: path_log_prob >= self._log_tau,
-            expands=lambda node: tree.depth(node) < self._settings.depth,
+            expands=lambda _, depth: depth < self._settings.depth,
+            root=self._settings.root,
+            prune=self._settings.prune,
         )
 
 

@@ -3,8 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 
+from dynatree.common.tree import ROOT
 from dynatree.draft.growing_tree import GrowingTree
+
+
+class Root(StrEnum):
+    """What has depth 0: the last committed token, or its one likeliest continuation (Algorithm 1, line 10).
+
+    With a single root every drafted token hangs below one guess: where that is wrong, the whole tree is.
+    """
+
+    COMMITTED = "committed"
+    SINGLE = "single"
+
+
+class Prune(StrEnum):
+    """What pruning takes from a node: its place in the tree, or its expansion alone (Algorithm 1, lines 14 to 16)."""
+
+    REMOVE = "remove"
+    EXPAND = "expand"
 
 
 def grow_level(
@@ -14,29 +33,34 @@ def grow_level(
     max_nodes: int,
     children_of: Callable[[int], int],
     keeps: Callable[[float], bool],
-    expands: Callable[[int], bool],
+    expands: Callable[[int, int], bool],
+    root: Root = Root.COMMITTED,
+    prune: Prune = Prune.REMOVE,
 ) -> list[int]:
     """Give each node of a level its likeliest children; returns the nodes to expand next (DynaTree, Algorithm 1).
 
-    Nodes are added in breadth-first order until the tree has `max_nodes` nodes. Where children are drawn, one that
-    would be pruned for its low probability is kept and not expanded.
+    Nodes are added in breadth-first order until the tree has `max_nodes` nodes. Where children are drawn, none is
+    removed for its low probability, whatever `prune` says: residual sampling would not be exact.
 
     Args:
         tree: The tree that grows.
         level: Expanded nodes.
         max_nodes: The node budget, N_max.
         children_of: B(u), the number of children of an expanded node.
-        keeps: Whether a node of that cumulative log-probability belongs in the tree.
-        expands: Whether a node that was kept may have children.
+        keeps: Whether a node of that cumulative log-probability is left alone by pruning.
+        expands: Whether a node that was kept may have children, by the node and its depth d(u) below the `root`.
+        root: What has depth 0. Under a single root the committed token has one child.
+        prune: What becomes of the others.
     """
     budget = min(max_nodes, tree.max_nodes)
+    single = root is Root.SINGLE
     added = []
     for node in level:
-        for proposal in tree.proposals(node)[: children_of(node)]:
+        for proposal in tree.proposals(node)[: 1 if single and node == ROOT else children_of(node)]:
             if len(tree) == budget:
                 break
-            if tree.sampled or keeps(tree.path_log_prob(node) + proposal.log_prob):
+            if prune is Prune.EXPAND or tree.sampled or keeps(tree.path_log_prob(node) + proposal.log_prob):
                 added.append(tree.add(node, proposal))
     if len(tree) == budget:
         return []
-    return [node for node in added if keeps(tree.path_log_prob(node)) and expands(node)]
+    return [node for node in added if keeps(tree.path_log_prob(node)) and expands(node, tree.depth(node) - single)]

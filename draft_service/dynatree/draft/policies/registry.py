@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
+from enum import StrEnum
 from typing import Any
 
 from dynatree.common.errors import InvalidArgumentError
@@ -23,7 +24,7 @@ from dynatree.draft.policies.specinfer import SpecInfer, SpecInferSettings
 from dynatree.draft.policies.throughput import Throughput, ThroughputSettings
 from dynatree.draft.round_costs import Costs
 
-Setting = float | Sequence[float]
+Setting = float | str | Sequence[float]
 
 DEFAULT_POLICY = "throughput"
 RESIDUAL_POLICY = "dyspec"  # the default under residual sampling, which the other does not support
@@ -74,8 +75,8 @@ def create_policy(
 
     Args:
         name: One of `policy_names`.
-        settings: The policy's settings by name, each a number or a sequence of numbers; the others keep their
-            defaults. A number for a list stands for a list of one.
+        settings: The policy's settings by name, each a number, a word or a sequence of numbers; the others keep their
+            defaults. A number for a list stands for a list of one, and 0 or 1 for the word of that name.
         costs: What all sessions of the service have learnt.
         control: The tuned constants; those of `costs` are its own.
 
@@ -85,12 +86,12 @@ def create_policy(
     entry = _REGISTRY.get(name)
     if entry is None:
         raise InvalidArgumentError(f"unknown policy {name!r}, expected one of {', '.join(policy_names())}")
-    types = {field.name: str(field.type) for field in fields(entry.settings)}
-    unknown = sorted(set(settings) - set(types))
+    known = {field.name: field for field in fields(entry.settings)}
+    unknown = sorted(set(settings) - set(known))
     if unknown:
-        known = ", ".join(types) or "none"
-        raise InvalidArgumentError(f"policy {name} has no setting {', '.join(unknown)}; its settings: {known}")
-    checked = entry.settings(**{key: _typed(key, value, types[key]) for key, value in settings.items()})
+        names = ", ".join(known) or "none"
+        raise InvalidArgumentError(f"policy {name} has no setting {', '.join(unknown)}; its settings: {names}")
+    checked = entry.settings(**{key: _typed(known[key], value) for key, value in settings.items()})
     costs = costs or Costs(control=control)
     policy = entry.create(checked, costs, control)
     if getattr(checked, "calibrated", False):
@@ -98,17 +99,31 @@ def create_policy(
     return policy
 
 
-def _typed(name: str, value: Setting, kind: str) -> Any:
-    """The value as the setting's type: a number or a switch, or a tuple of numbers."""
+def _typed(setting: Field[Any], value: Setting) -> Any:
+    """The value as the setting's type: a number or a switch, a word, or a tuple of numbers."""
+    name, kind = setting.name, str(setting.type)
+    if isinstance(setting.default, StrEnum):
+        return _word(name, value, type(setting.default))
+    if isinstance(value, str):
+        raise InvalidArgumentError(f"{name} is {value!r:.40}, expected a number")
     if not kind.startswith("tuple["):
         if isinstance(value, Sequence):
             raise InvalidArgumentError(f"{name} is a list, expected one number")
         return _number(name, value, kind)
-    values = value if isinstance(value, Sequence) else (value,)
+    values = (value,) if isinstance(value, (int, float)) else value
     if len(values) > MAX_NUMBERS:  # before each of them is looked at
         check_length(name, values)
     element = kind.removeprefix("tuple[").removesuffix(", ...]")
     return tuple(_number(f"{name}[{index}]", each, element) for index, each in enumerate(values))
+
+
+def _word(name: str, value: Setting, words: type[StrEnum]) -> StrEnum:
+    """One of the words; a number stands for the word that is written so."""
+    word = f"{value:g}" if isinstance(value, (int, float)) else value
+    if not isinstance(word, str) or word not in list(words):
+        given = f"{word!r:.40}" if isinstance(word, str) else "a list"
+        raise InvalidArgumentError(f"{name} is {given}, expected one of {', '.join(words)}")
+    return words(word)
 
 
 def _number(name: str, value: float, kind: str) -> float:

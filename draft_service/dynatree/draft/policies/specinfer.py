@@ -46,5 +46,5 @@ class SpecInfer(Policy):
             max_nodes=self._max_nodes,
             children_of=lambda node: self._widths[tree.depth(node)],
             keeps=lambda _: True,
-            expands=lambda node: tree.depth(node) < len(self._widths),
+            expands=lambda _, depth: depth < len(self._widths),
         )
