@@ -66,6 +66,9 @@ def test_cells_as_text() -> None:
     assert figure(Cell(1.234, 1.0, 2.0, 3)) == "1.23 (1.00-2.00)"
     assert figure(Cell(12.34, 9.99, 100.0, 3)) == "12.3 (10.0-100.0)"
     assert figure(Cell(3.0, 3.0, 3.0, 4)) == "3.00"
+    cell = Cell(1.234, 1.0, 2.0, 3, (1.1, 1.5))
+    assert (figure(cell), figure(cell, interval=True)) == ("1.23 (1.00-2.00)", "1.23 (1.00-2.00) [1.10-1.50]")
+    assert cell.times(10).interval == pytest.approx((11.0, 15.0))
     assert (figure(None), milliseconds(0.0123), milliseconds(12.3)) == ("-", "12.3", "12300")
 
 
@@ -83,7 +86,7 @@ def test_a_comparison() -> None:
             *(new_run("fixed", 1.0 / (1 + prompt), prompt=prompt, **drafted) for prompt in range(2)),
         ],
     )
-    speed, trees = tables(report)
+    speed, trees, _ = tables(report)
     assert list(speed.frame) == [
         "method",
         "tokens/s",
@@ -99,14 +102,24 @@ def test_a_comparison() -> None:
     assert speed.rows == [
         ["autoregressive", "10.0", "1.00", "1.25", "2", "100", "100", "100", "yes"],
         ["transformers", "8.0", "0.80", "1.00", "2", "125", "125", "125", "yes"],
-        ["fixed", "30.0 (20.0-40.0)", "3.00 (2.00-4.00)", "3.75 (2.50-5.00)", "2", "37.5", "37.5", "50.0", "yes"],
+        [
+            "fixed",
+            "30.0 (20.0-40.0) [20.0-40.0]",
+            "3.00 (2.00-4.00) [2.00-4.00]",
+            "3.75 (2.50-5.00) [2.50-5.00]",
+            "2",
+            "37.5",
+            "37.5",
+            "50.0",
+            "yes",
+        ],
     ]
     # a round of fixed: 0.95 s / 4 and half of that, by plain steps of 1.9 s / 19
     assert trees.rows == [
         ["autoregressive", "1.00", "0.0", "-", "-", "10.0", "1.90", "50", "1.000"],
         ["fixed", "2.50", "10.0", "15.0", "1.25", "4.0", "1.78 (1.19-2.38)", "60", "1.200"],
     ]
-    assert speed.notes[1] == "plain step 100.00 ms; floor 4.00 ms (40 MB / 10.0 GB/s) = 4 %"
+    assert speed.notes[2] == "plain step 100.00 ms; floor 4.00 ms (40 MB / 10.0 GB/s) = 4 %"
     assert "the median over prompts of the ratio on the same prompt" in speed.notes[0]
 
 
@@ -114,9 +127,10 @@ def test_columns_without_figures_are_left_out() -> None:
     runs = [new_run(label, statistics=None, peak_memory=None, arrivals=[]) for label in ("autoregressive", "linear")]
     report = new_report("compare", runs)
     report["machine"]["read_bandwidth"] = None
-    speed, trees = tables(report)
+    speed, trees, published = tables(report)
     assert list(speed.frame) == ["method", "tokens/s", "x plain", "prompts", "equal to plain"]
-    assert (len(speed.notes), trees.rows) == (1, [])
+    assert (len(speed.notes), trees.rows) == (2, [])
+    assert list(published.frame) == ["method", "tokens/s", "speedup", "s/token (tokens a step)"]
 
 
 def test_each_temperature_has_its_tables() -> None:
@@ -125,8 +139,10 @@ def test_each_temperature_has_its_tables() -> None:
     assert titles == [
         "Speed, temperature 0, greedy",
         "Trees, temperature 0, greedy",
+        "As the papers report, temperature 0, greedy",
         "Speed, temperature 0.7, scheme gumbel",
         "Trees, temperature 0.7, scheme gumbel",
+        "As the papers report, temperature 0.7, scheme gumbel",
     ]
 
 
@@ -179,7 +195,7 @@ def test_a_sweep_is_sorted_within_each_policy_and_names_the_best() -> None:
         ("linear:depth=2", "2.00"),
         ("linear:depth=4", "0.80"),
     ]
-    assert list(tables(report)[0].notes[1:]) == [
+    assert list(tables(report)[0].notes[2:]) == [
         "best of fixed: fixed:depth=4, 2.50 x plain",
         "best of linear: linear:depth=2, 2.00 x plain",
     ]

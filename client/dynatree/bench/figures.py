@@ -8,13 +8,14 @@ of the ratio on the same prompt, in the same repetition. Beside a cell stand the
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 from pandas import DataFrame, Series
 
+from dynatree.bench import bootstrap
 from dynatree.bench.methods import PLAIN
 from dynatree.bench.record import Report, Run
 
@@ -27,20 +28,29 @@ DEFINITION = (
     "A rate is new tokens / wall-clock seconds of one completion, prefill included. A cell is the median "
     "over prompts, a ratio the median over prompts of the ratio on the same prompt; in brackets the range over prompts."
 )
+INTERVALS = (
+    f"In square brackets is the {bootstrap.CONFIDENCE} % confidence interval, by a bootstrap over prompts; that of a "
+    "ratio is paired, since each prompt has its own ratio."
+)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The median over prompts, the lowest and the highest of them, and how many there are."""
+    """The median over prompts, the lowest and the highest of them, how many there are, and the median's interval.
+
+    The interval is None where there are fewer than two prompts.
+    """
 
     median: float
     low: float
     high: float
     prompts: int
+    interval: tuple[float, float] | None = field(default=None, compare=False)
 
     def times(self, factor: float) -> Cell:
         """In another unit."""
-        return Cell(factor * self.median, factor * self.low, factor * self.high, self.prompts)
+        interval = self.interval and (factor * self.interval[0], factor * self.interval[1])
+        return Cell(factor * self.median, factor * self.low, factor * self.high, self.prompts, interval)
 
 
 def cells(runs: DataFrame, figure: str, over: str | None = None, of: str | None = None) -> dict[str, Cell]:
@@ -73,7 +83,8 @@ def cell_of(values: Series[float]) -> Cell | None:
     by_prompt = values.dropna().groupby(level="prompt").median()
     if by_prompt.empty:
         return None
-    return Cell(float(by_prompt.median()), float(by_prompt.min()), float(by_prompt.max()), len(by_prompt))
+    interval = bootstrap.interval(bootstrap.median, by_prompt.to_list())
+    return Cell(float(by_prompt.median()), float(by_prompt.min()), float(by_prompt.max()), len(by_prompt), interval)
 
 
 def frame(report: Report) -> DataFrame:

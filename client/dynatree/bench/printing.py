@@ -13,7 +13,7 @@ from dynatree.bench.record import Report, Run
 from dynatree.bench.table import Marked, to_rich
 from dynatree.bench.tables import tables
 
-_WIDTH = 150  # where the output is not a terminal
+_WIDTH = 170  # where the output is not a terminal
 _NAMED = 10  # differences, at most
 
 

@@ -18,6 +18,7 @@ from pandas import DataFrame
 from dynatree.bench import plots
 from dynatree.bench.figures import (
     DEFINITION,
+    INTERVALS,
     TRANSFORMERS,
     Cell,
     by,
@@ -200,7 +201,7 @@ def _settings(records: Sequence[Record], *commands: str) -> dict[str, dict[str, 
 def _speed(records: Sequence[Record]) -> Iterator[Block]:
     groups = _settings(records, *_METHODS)
     if groups:
-        yield DEFINITION
+        yield f"{DEFINITION} {INTERVALS}"
     for place, data_sets in groups.items():
         over = {name: cells(runs, "rate", over=PLAIN.label) for name, runs in data_sets.items()}
         over = {name: _sorted(each) for name, each in over.items() if each}
@@ -214,14 +215,15 @@ def _sorted(cells: Mapping[str, Cell]) -> dict[str, Cell]:
 
 
 def _matrix(title: str, over: Mapping[str, Mapping[str, Cell]]) -> Table:
-    """Method x data set; what slows decoding down is marked."""
+    """Method x data set, with intervals; what slows decoding down is marked."""
     labels = dict.fromkeys(label for each in over.values() for label in each)
     rows = [{"method": label} | {name: _speedup(each.get(label)) for name, each in over.items()} for label in labels]
     return Table.of(title, rows)
 
 
 def _speedup(cell: Cell | None) -> str:
-    return Marked(figure(cell)) if cell and cell.median < 1 else figure(cell)
+    text = figure(cell, interval=True)
+    return Marked(text) if cell and cell.median < 1 else text
 
 
 def _by_length(records: Sequence[Record]) -> Iterator[Block]:

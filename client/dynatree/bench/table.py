@@ -80,15 +80,21 @@ def _markdown_cell(cell: str) -> str:
     return f"**{markdown_text(cell)}**" if isinstance(cell, Marked) else markdown_text(cell)
 
 
-def figure(cell: Cell | None, digits: int | None = None) -> str:
-    """A median and its range, as `1.35 (1.10-1.52)`; by default three digits that count, and never an exponent."""
+def figure(cell: Cell | None, digits: int | None = None, *, interval: bool = False) -> str:
+    """A median and its range, as `1.35 (1.10-1.52)`; by default three digits that count, and never an exponent.
+
+    With `interval`, the confidence interval follows in square brackets, `1.35 (1.10-1.52) [1.21-1.44]`.
+    """
     if cell is None:
         return NONE
 
     def text(value: float) -> str:
         return f"{value:.{_digits(cell.median) if digits is None else digits}f}"
 
-    return text(cell.median) if cell.low == cell.high else f"{text(cell.median)} ({text(cell.low)}-{text(cell.high)})"
+    if cell.low == cell.high:
+        return text(cell.median)
+    words = f"{text(cell.median)} ({text(cell.low)}-{text(cell.high)})"
+    return words + (f" [{'-'.join(map(text, cell.interval))}]" if interval and cell.interval else "")
 
 
 def _digits(value: float) -> int:

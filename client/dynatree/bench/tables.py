@@ -1,5 +1,7 @@
 """The tables of a report, made of its records alone; `figures` defines rates, cells and ratios.
 
+`paper_figures` has the formulas of the papers' own tables.
+
 Other figures of a method are means over its runs, of the figures of the same names in `dynatree.client.Statistics`.
 """
 
@@ -14,6 +16,7 @@ from pandas import DataFrame
 
 from dynatree.bench.figures import (
     DEFINITION,
+    INTERVALS,
     SIXTEEN_BIT,
     TRANSFORMERS,
     by,
@@ -27,6 +30,7 @@ from dynatree.bench.figures import (
 )
 from dynatree.bench.load.tables import load
 from dynatree.bench.methods import BACKBONE, DYNAMIC, DYNATREE, FIXED, LINEAR, PLAIN, READINGS, SMALL_FIXED
+from dynatree.bench.paper_figures import COLUMNS, DYSPEC, OURS, TABLE_1, TABLE_2, TABLE_3, as_published, change
 from dynatree.bench.ranks import add_ranks, sequoia_rates
 from dynatree.bench.record import Point, Report
 from dynatree.bench.table import NONE, Marked, Table, figure, megabytes, milliseconds
@@ -47,7 +51,7 @@ def tables(report: Report) -> list[Table]:
 
 def _compare(report: Report) -> Iterator[Table]:
     """For each temperature how fast the methods are, and what their trees are."""
-    for title, runs in by_temperature(frame(report)).items():
+    for number, (title, runs) in enumerate(by_temperature(frame(report)).items()):
         rates, over_plain = cells(runs, "rate"), cells(runs, "rate", over=PLAIN.label)
         over_transformers, first = cells(runs, "rate", over=TRANSFORMERS), cells(runs, "ttft")
         temperature = runs["temperature"].iloc[0]
@@ -58,9 +62,9 @@ def _compare(report: Report) -> Iterator[Table]:
             rows.append(
                 {
                     "method": label,
-                    "tokens/s": figure(rates.get(label), 1),
-                    "x plain": figure(over_plain.get(label)),
-                    "x transformers": figure(over_transformers.get(label)),
+                    "tokens/s": figure(rates.get(label), 1, interval=True),
+                    "x plain": figure(over_plain.get(label), interval=True),
+                    "x transformers": figure(over_transformers.get(label), interval=True),
                     "prompts": str(rates[label].prompts),
                     "TTFT ms": milliseconds(first[label].median if label in first else None),
                     "TPOT p50 ms": milliseconds(percentile(gaps, 50)),
@@ -68,8 +72,10 @@ def _compare(report: Report) -> Iterator[Table]:
                     "equal to plain": _equal(same, report),
                 }
             )
-        yield Table.of(f"Speed, {title}", rows, [DEFINITION, *_share_of_floor(report, runs)])
+        yield Table.of(f"Speed, {title}", rows, [DEFINITION, INTERVALS, *_share_of_floor(report, runs)])
         yield _trees(title, runs)
+        columns = (*TABLE_1, *TABLE_2, *TABLE_3, *DYSPEC)
+        yield as_published(f"As the papers report, {title}", runs, columns, formulas=number == 0)
 
 
 def _trees(title: str, runs: DataFrame) -> Table:
@@ -143,8 +149,8 @@ def _sweep(report: Report) -> Iterator[Table]:
             rows += [
                 {
                     "settings": label,
-                    "x plain": figure(over_plain[label]),
-                    "tokens/s": figure(rates[label], 1),
+                    "x plain": figure(over_plain[label], interval=True),
+                    "tokens/s": figure(rates[label], 1, interval=True),
                     "prompts": str(rates[label].prompts),
                     "tokens per round": _mean(same[label], "tokens_per_round", 2),
                     "nodes per round": _mean(same[label], "nodes_per_round", 1),
@@ -155,7 +161,7 @@ def _sweep(report: Report) -> Iterator[Table]:
             ]
             if len(ranked) > 1:
                 best.append(f"best of {policy}: {ranked[0]}, {figure(over_plain[ranked[0]])} x plain")
-        yield Table.of(f"Sweep, {title}", rows, [DEFINITION, *best])
+        yield Table.of(f"Sweep, {title}", rows, [DEFINITION, INTERVALS, *best])
 
 
 def _ablation(report: Report) -> Iterator[Table]:
@@ -173,43 +179,27 @@ def _table_4(runs: DataFrame, title: str) -> Table:
     The row with tau = 0.1 is policy `fixed`, with the pruning of the paper's tuned baseline. The rows below DynaTree's
     are what the paper leaves open.
     """
-    by_prompt = runs.groupby(["label", "prompt"])["rate"].mean().groupby("label")
-    mean, deviation = by_prompt.mean(), by_prompt.std().fillna(0.0)
-    labels = [method.label for method in (SMALL_FIXED, BACKBONE, DYNAMIC, DYNATREE, *READINGS) if method.label in mean]
-    rows = [
-        {
-            "variant": label,
-            "throughput (tokens/s)": f"{mean[label]:.1f} ± {deviation[label]:.1f}",
-            "speedup": f"{mean[label] / mean[PLAIN.label]:.2f}" if PLAIN.label in mean else NONE,
-            "delta vs fixed": f"{100 * (mean[label] / mean[BACKBONE.label] - 1):+.1f} %"
-            if BACKBONE.label in mean
-            else NONE,
-        }
-        for label in labels
-    ]
-    return Table.of(f"Ablation (Table 4), {title}", rows)
+    methods, columns = by_label(runs), dict(zip(("throughput (tokens/s)", "speedup"), TABLE_1, strict=True))
+    rows = []
+    for label in (method.label for method in (SMALL_FIXED, BACKBONE, DYNAMIC, DYNATREE, *READINGS)):
+        if label in methods:
+            same, plain = methods[label], runs[runs["label"] == PLAIN.label]
+            figures = {heading: COLUMNS[column].text(same, plain) for heading, column in columns.items()}
+            delta = {"delta vs fixed": change(same, runs[runs["label"] == BACKBONE.label])}
+            rows.append({"variant": label, **figures, **delta})
+    notes = [f"{heading}: {COLUMNS[column].formula}" for heading, column in columns.items()]
+    return Table.of(f"Ablation (Table 4), {title}", rows, notes)
 
 
 def _table_3(runs: DataFrame, title: str) -> Table:
-    """DynaTree's Table 3. Accept. is the paper's: tokens committed by rounds / levels drafted, which may exceed 100 %.
-
-    The prompt's own forward commits the first token and is not an iteration, so plain decoding takes T - 1 of them.
-    """
-    names = {PLAIN.label: "autoregressive", LINEAR.label: LINEAR.label, FIXED.label: FIXED.label}
-    rows = []
-    for label, name in (names | {DYNATREE.label: "DynaTree"}).items():
-        same, plain = runs[runs["label"] == label], label == PLAIN.label
-        if len(same):
-            rows.append(
-                {
-                    "method": name,
-                    "Accept.": NONE if plain else f"{_mean(same, 'committed_per_level', 1, 100)} %",
-                    "L-bar": _mean(same, "tokens_per_round", 2),
-                    "l-bar": NONE if plain else _mean(same, "mean_path_length", 2),
-                    "#Iter.": _mean(same, "rounds", 0),
-                }
-            )
-    return Table.of(f"Verification efficiency (Table 3), {title}", rows)
+    """DynaTree's Table 3 by the formulas that its figures follow, and beside them ours."""
+    names = {
+        PLAIN.label: "autoregressive",
+        LINEAR.label: LINEAR.label,
+        FIXED.label: FIXED.label,
+        DYNATREE.label: "DynaTree",
+    }
+    return as_published(f"Verification efficiency (Table 3), {title}", runs, (*TABLE_3, *OURS), names)
 
 
 def _coupling(report: Report) -> Iterator[Table]:
