@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from dynatree.bench.measurements import EMBEDDED, MEASUREMENTS, Measurement
 from dynatree.bench.methods import BASELINES, SCHEMES, parse_method, parse_methods, parse_server
+from dynatree.bench.paper.presets import VERSIONS
 from dynatree.cli.arguments import DTYPES, device
 from dynatree.cli.checks import check_pair
 from dynatree.cli.interrupts import raise_interrupts
@@ -20,6 +21,7 @@ _COSTS = "what a round costs by nodes, context and sessions, and a draft forward
 
 _EXTRA = ("markdown_it", "matplotlib", "pandas", "pydantic", "requests", "tabulate")  # what [bench] installs
 _RECORD = "plain decoding, and what the draft proposes along it and off it, for `replay`"
+_PAPER = "the tables and figures of the DynaTree and DySpec papers, and the papers' own figures beside them"
 _REPLAY = "policies on recorded rounds and recorded costs, without a model: tokens a second of each"
 
 EXAMPLE = "dynatree bench compare --prompts book.txt --policy throughput --count 8"
@@ -30,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     subparsers = parser.add_subparsers(metavar="MEASUREMENT", dest="measurement", required=True)
     for name, measurement in MEASUREMENTS.items():
         subparser = subparsers.add_parser(name, help=measurement.help, description=measurement.help, allow_abbrev=False)
-        subparser.set_defaults(usage_error=subparser.error, baselines=[], servers=[])
+        subparser.set_defaults(usage_error=subparser.error, baselines=[], servers=[], recorded={})
         _add_services(subparser)
         _add_prompts(subparser)
         _add_runs(subparser, measurement)
@@ -40,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_costs(subparsers.add_parser("costs", help=_COSTS, description=_COSTS, allow_abbrev=False))
     _add_record(subparsers.add_parser("record", help=_RECORD, description=_RECORD, allow_abbrev=False))
     _add_replay(subparsers.add_parser("replay", help=_REPLAY, description=_REPLAY, allow_abbrev=False))
+    _add_paper(subparsers.add_parser("paper", help=_PAPER, description=_PAPER, allow_abbrev=False))
     help_line = "print the tables of a saved measurement"
     show = subparsers.add_parser("show", help=help_line, description=help_line, allow_abbrev=False)
     show.add_argument("file", type=Path, metavar="FILE", help="what --out wrote")
@@ -59,9 +62,13 @@ def run(options: argparse.Namespace) -> int:
         check_pair(options.target_model, options.draft_model or EMBEDDED)
 
     raise_interrupts()
-    from dynatree.bench.command import run
+    if options.measurement == "paper":
+        from dynatree.bench.paper import command as paper_command
 
-    return run(options)
+        return paper_command.run(options)
+    from dynatree.bench import command
+
+    return command.run(options)
 
 
 def _add_services(parser: argparse.ArgumentParser) -> None:
@@ -192,6 +199,39 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     _add_out(parser, "keep the figures, as JSON")
 
 
+def _add_paper(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(usage_error=parser.error, baselines=[], servers=[])
+    group = parser.add_argument_group("presets", "without --table and --figure all of a version")
+    group.add_argument("--list", action="store_true", help="what there is, and what each takes; measures nothing")
+    group.add_argument(
+        "--version",
+        dest="versions",
+        action="append",
+        choices=VERSIONS,
+        help="000 to 003: DynaTree's versions; may be repeated (default: 003)",
+    )
+    group.add_argument("--table", dest="tables", action="append", metavar="N", help="may be repeated")
+    group.add_argument(
+        "--figure", dest="figures", action="append", metavar="N|NAME", help="by number or name; may be repeated"
+    )
+    group.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="DIR",
+        help="measure nothing: print and draw what --out has kept there",
+    )
+    group.add_argument("--out", type=Path, metavar="DIR", help="keep the records, and the figures as SVG and PNG")
+    _add_services(parser)
+    _add_prompts(parser, paper=True)
+    group = parser.add_argument_group("scaling down", "a record, and what is printed of it, tell of each")
+    group.add_argument("--quick", action="store_true", help="2 prompts, at most 64 new tokens, no warm-up")
+    group.add_argument("--max-new-tokens", type=_at_least(2), metavar="N", help="at most, of each completion")
+    group.add_argument("--warmup", type=_at_least(0), metavar="W", help="runs that do not count (default: 2)")
+    parser.add_argument("--repetitions", type=_at_least(1), default=1, metavar="R", help="of every run (default: 1)")
+    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="S", help="of the first prompt (default: 0)")
+
+
 def _add_temperatures(parser: argparse._ActionsContainer, default: Sequence[float]) -> None:
     words = " and ".join(f"{each:g}" for each in default) or "all that were recorded"
     parser.add_argument(
@@ -208,15 +248,16 @@ def _add_out(parser: argparse.ArgumentParser, what: str = "keep the measurement;
     parser.add_argument("--out", type=Path, metavar="FILE.json", help=what)
 
 
-def _add_prompts(parser: argparse.ArgumentParser, several: bool = False) -> None:
+def _add_prompts(parser: argparse.ArgumentParser, several: bool = False, paper: bool = False) -> None:
     group = parser.add_argument_group("prompts")
     group.add_argument(
         "--prompts",
-        type=Path,
-        action="append" if several else "store",
-        required=True,
-        metavar="FILE|NAME[:CONFIG]",
-        help="a text or JSON Lines, in UTF-8; or a Hugging Face data set, by its hub name or folder",
+        type=str if paper else Path,
+        action="append" if several or paper else "store",
+        required=not paper,
+        metavar="[DATA_SET=]FILE|NAME[:CONFIG]" if paper else "FILE|NAME[:CONFIG]",
+        help="a text or JSON Lines, in UTF-8; or a Hugging Face data set, by its hub name or folder"
+        + ("; for one of the paper's data sets, or for all; may be repeated" if paper else ""),
     )
     group.add_argument(
         "--prompts-format",
@@ -229,16 +270,18 @@ def _add_prompts(parser: argparse.ArgumentParser, several: bool = False) -> None
     group.add_argument(
         "--field", metavar="NAME", help="where the prompt is: a name in a line of JSON, a column (default: found out)"
     )
-    if not several:
+    if not several and not paper:
         help_line = "of the prompts in tables (default: the file's, without suffix)"
         group.add_argument("--name", metavar="NAME", help=help_line)
-    group.add_argument("--count", type=_at_least(1), default=10, metavar="N", help="prompts (default: %(default)s)")
+    count, length = (None, None) if paper else (10, 128)
+    default = "the paper's" if paper else "%(default)s"
+    group.add_argument("--count", type=_at_least(1), default=count, metavar="N", help=f"prompts (default: {default})")
     group.add_argument(
         "--prompt-tokens",
         type=_at_least(1),
-        default=128,
+        default=length,
         metavar="N",
-        help="length of a text's prompts, and the longest of others (default: %(default)s)",
+        help=f"length of a text's prompts, and the longest of others (default: {default})",
     )
 
 

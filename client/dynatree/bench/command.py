@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from dynatree.bench.measurements import EMBEDDED, MEASUREMENTS
 from dynatree.bench.memory import PeakMemory
 from dynatree.bench.methods import ABLATION, ASSISTED, BASELINES, COUPLING, GUESSES, PLAIN, SCHEMES, Case, Method
 from dynatree.bench.progress import progress_bar
-from dynatree.bench.prompts import Prompts, Selection, load_tokenizer, read_prompts
+from dynatree.bench.prompts import Prompts, Selection, Tokenizer, load_tokenizer, read_prompts
 from dynatree.bench.record import (
     REFUSED,
     Costs,
@@ -37,7 +37,8 @@ from dynatree.cli.service_pair import service_pair
 from dynatree.client import Client, ModelInfo, ServiceInfo
 from dynatree.common import embedded
 
-SERVICE_OPTIONS = ("draft_model", "dtype", "device", "threads", "max_sessions")  # of services that are started here
+# Of services that are started here.
+SERVICE_OPTIONS = ("draft_model", "dtype", "device", "threads", "max_sessions", "max_tree_nodes")
 ROUNDS, REQUESTS = 2, 32  # of a closed loop's clients, and of an open loop
 
 
@@ -92,21 +93,48 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _measure_runs(options: argparse.Namespace) -> Report:
-    _check(options)
-    tokenizer = load_tokenizer(options.target_model)
-    selection = Selection(options.count, options.prompt_tokens, options.prompts_format, options.field, options.split)
-    prompts = read_prompts(options.prompts, selection, tokenizer.encode)
-    measured_on = _environment(options)
-    with _services(options) as services:
+    with measuring([options]) as measure:
+        return measure(options)
+
+
+@contextmanager
+def measuring(wanted: Sequence[argparse.Namespace]) -> Iterator[Callable[[argparse.Namespace], Report]]:
+    """What makes one measurement after the other, on the same services: those of the first one's options.
+
+    All options are checked, and all prompts read, before the services start.
+
+    Raises:
+        SystemExit: A file, a model or an address cannot be used.
+    """
+    for options in wanted:
+        _check(options)
+    tokenizer = load_tokenizer(wanted[0].target_model)
+    prompts = {_selection(options): _read_prompts(options, tokenizer) for options in wanted}
+    measured_on = _environment(wanted[0])
+    with _services(wanted[0]) as services:
         info = services.client.model_info()
         if info.target.tokenizer_fingerprint != tokenizer.fingerprint:
             raise SystemExit(
-                f"the tokenizer of {options.target_model} is not that of the server's target {info.target.name}; "
+                f"the tokenizer of {wanted[0].target_model} is not that of the server's target {info.target.name}; "
                 "name the target with --target-model"
             )
-        _check_context(info, prompts, options.max_new_tokens)
-        measure = _measure_loads if options.measurement == "load" else _measure
-        return measure(services, info, prompts, measured_on, options)
+        for options in wanted:
+            _check_context(info, prompts[_selection(options)], options.max_new_tokens)
+
+        def measure(options: argparse.Namespace) -> Report:
+            measure_all = _measure_loads if options.measurement == "load" else _measure
+            return measure_all(services, info, prompts[_selection(options)], measured_on, options)
+
+        yield measure
+
+
+def _selection(options: argparse.Namespace) -> tuple[Path, Selection]:
+    selection = Selection(options.count, options.prompt_tokens, options.prompts_format, options.field, options.split)
+    return options.prompts, selection
+
+
+def _read_prompts(options: argparse.Namespace, tokenizer: Tokenizer) -> Prompts:
+    return read_prompts(*_selection(options), tokenizer.encode)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -223,6 +251,7 @@ def _measure(
             "repetitions": settings.repetitions,
             "warmup": settings.warmup,
             "ignore_eos": True,
+            **options.recorded,
         },
     )
     report["skipped"] += skipped

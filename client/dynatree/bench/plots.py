@@ -52,8 +52,9 @@ Line = Sequence[tuple[float, Cell]]  # a cell at each x
 
 @matplotlib.rc_context(STYLE)
 def save(figure: Figure, path: Path) -> None:
-    """Write an SVG file, the same for the same figure."""
-    figure.savefig(path, format="svg", bbox_inches="tight", metadata={"Date": None})
+    """Write an SVG file, the same for the same figure; or a PNG file, by the name."""
+    metadata = {"Date": None} if path.suffix == ".svg" else {}
+    figure.savefig(path, format=path.suffix.removeprefix("."), dpi=150, bbox_inches="tight", metadata=metadata)
 
 
 @matplotlib.rc_context(STYLE)

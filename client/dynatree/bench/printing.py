@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -10,7 +10,7 @@ from rich.markup import escape
 from dynatree.bench.figures import SIXTEEN_BIT, by, unequal
 from dynatree.bench.load.tables import failures
 from dynatree.bench.record import Report, Run
-from dynatree.bench.table import Marked, to_rich
+from dynatree.bench.table import Marked, Table, to_rich
 from dynatree.bench.tables import tables
 
 _WIDTH = 170  # where the output is not a terminal
@@ -19,19 +19,34 @@ _NAMED = 10  # differences, at most
 
 def print_report(report: Report) -> None:
     """Print a report's tables on standard output."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
+    console = _console()
     console.print(escape(heading(report)), soft_wrap=True)
-    for table in tables(report):
+    print_tables(tables(report))
+    console.print()
+    print_remarks(remarks(report))
+
+
+def print_tables(several: Iterable[Table]) -> None:
+    """Print tables, each below an empty line, and what is noted of them."""
+    console = _console()
+    for table in several:
         console.print()
         console.print(to_rich(table))
         for note in ("", *table.notes) if table.notes else ():
             console.print(escape(note), soft_wrap=True)
-    console.print()
-    for remark in remarks(report):
-        style = "bold red" if isinstance(remark, Marked) else ""
-        console.print(escape(remark), style=style, soft_wrap=True)
+
+
+def print_remarks(lines: Iterable[str]) -> None:
+    """Print what else must be known; what went wrong in red."""
+    for remark in lines:
+        _console().print(escape(remark), style="bold red" if isinstance(remark, Marked) else "", soft_wrap=True)
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    return console
 
 
 def remarks(report: Report) -> Iterator[str]:

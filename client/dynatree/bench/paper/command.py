@@ -1,0 +1,216 @@
+"""`dynatree bench paper`: measure presets, or read what was kept of them; print and draw them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dynatree.bench.figures import unequal
+from dynatree.bench.methods import Method
+from dynatree.bench.paper.presets import DATA_SETS, DYSPEC, NEEDS, PRESETS, VERSIONS, Experiment, Preset
+from dynatree.bench.paper.views import show
+from dynatree.bench.printing import print_remarks, print_tables, remarks
+from dynatree.bench.ranks import add_ranks, sequoia_rates
+from dynatree.bench.record import Report, check_writable, load
+from dynatree.bench.table import Table
+
+SUFFIX = ".json.gz"
+LAST = "003"  # the version where none is named
+QUICK = {"count": 2, "max_new_tokens": 64, "warmup": 0}
+QUIET_RATE = 400  # tokens a second of the embedded pair on two cores, for a guess at the time
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print and keep; 1 if an output that must equal plain decoding's does not.
+
+    Raises:
+        DynaTreeError: The server failed, or refuses a policy or a setting.
+        SystemExit: There is no such preset, or a file, a model or an address cannot be used.
+    """
+    chosen = _chosen(options)
+    if options.list:
+        _print_list(chosen)
+        return 0
+    experiments = list(dict.fromkeys(each for preset in chosen for each in preset.experiments))
+    records = _kept(options.source, experiments) if options.source else dict(_measured(options, experiments))
+    for preset in chosen:
+        own = {each: records[each] for each in preset.experiments if each in records}
+        if own:
+            show(preset, own, options.out)
+    print()
+    print_remarks(_remarks(records, {DYSPEC if each.version == DYSPEC else "dynatree" for each in chosen}))
+    return _status(records)
+
+
+def _chosen(options: argparse.Namespace) -> list[Preset]:
+    """The presets that were asked for: all of the versions where neither a table nor a figure was.
+
+    Raises:
+        SystemExit: The versions have no such table or figure.
+    """
+    versions = options.versions or (VERSIONS if options.list else [LAST])
+    offered = [preset for preset in PRESETS if preset.version in versions]
+    asked = [("table", each) for each in options.tables or ()] + [("figure", each) for each in options.figures or ()]
+    chosen: list[Preset] = []
+    for kind, name in asked:
+        of_kind = [preset for preset in offered if preset.item.startswith(kind)]
+        found = [each for each in of_kind if name in (each.item.removeprefix(f"{kind} "), each.is_figure and each.name)]
+        if not found:
+            known = ", ".join(dict.fromkeys(each.item.removeprefix(f"{kind} ") for each in of_kind))
+            raise SystemExit(f"no {kind} {name} in {', '.join(versions)}; expected one of {known}")
+        chosen += found
+    return list(dict.fromkeys(chosen)) if asked else offered
+
+
+def _print_list(presets: Sequence[Preset]) -> None:
+    rows = []
+    for preset in presets:
+        tokens = sum(each.tokens for each in preset.experiments)
+        rows.append(
+            {
+                "options": f"--version {preset.version} --{preset.item}",
+                "shows": preset.title + (f" (--figure {preset.name})" if preset.is_figure else ""),
+                "texts": ", ".join(dict.fromkeys(each.data_set for each in preset.experiments)),
+                "measurements": str(len(preset.experiments)),
+                "tokens": f"{tokens:,}",
+                "minutes": f"{max(1.0, tokens / QUIET_RATE / 60):.0f}",
+            }
+        )
+    notes = [
+        f"Minutes are a guess: the embedded pair on two quiet cores makes some {QUIET_RATE} tokens/s. --quick and "
+        "--max-new-tokens take less. Presets share measurements.",
+        *(f"The figures of {name} itself need {needs}." for name, needs in NEEDS.items()),
+    ]
+    print_tables([Table.of("Presets", rows, notes)])
+
+
+def _kept(folder: Path, experiments: Sequence[Experiment]) -> dict[Experiment, Report]:
+    """The records of a folder.
+
+    Raises:
+        SystemExit: There is none of these experiments, or one cannot be read.
+    """
+    found = {each: folder / f"{each.name}{SUFFIX}" for each in experiments}
+    records = {each: load(path) for each, path in found.items() if path.exists()}
+    if not records:
+        names = ", ".join(path.name for path in found.values())
+        raise SystemExit(f"{folder} has none of {names}")
+    return records
+
+
+def _measured(options: argparse.Namespace, experiments: Sequence[Experiment]) -> Iterator[tuple[Experiment, Report]]:
+    """Run the experiments whose data set has a text; what is done is kept where a later one fails.
+
+    Raises:
+        SystemExit: None has one, or a file, a model or an address cannot be used.
+    """
+    from dynatree.bench.command import measuring
+
+    texts = _texts(options)
+    wanted = [each for each in experiments if each.data_set in texts]
+    for name in dict.fromkeys(each.data_set for each in experiments if each.data_set not in texts):
+        print(f"left out: {DATA_SETS[name]}, which has no --prompts {name}=FILE", file=sys.stderr)
+    if not wanted:
+        raise SystemExit("expected --prompts: a text for all data sets, or DATA_SET=FILE for some")
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+    nodes = max(each.max_tree_nodes for each in wanted)
+    plans = {each: _options(options, each, texts[each.data_set], nodes) for each in wanted}
+    for plan in plans.values():
+        if plan.out is not None:
+            check_writable(plan.out)
+    with measuring(list(plans.values())) as measure:
+        for experiment, plan in plans.items():
+            if any(_lacks_rates(method) for method in plan.policies):
+                plan.policies = _with_rates(plan.policies, measure(_ranks(plan)))
+            yield experiment, measure(plan)
+
+
+def _lacks_rates(method: Method) -> bool:
+    return method.policy == "sequoia" and "rates" not in dict(method.settings)
+
+
+def _ranks(plan: argparse.Namespace) -> argparse.Namespace:
+    """The same prompts, temperature and scheme as `dynatree bench ranks`."""
+    return argparse.Namespace(**vars(plan) | {"measurement": "ranks", "policies": None, "out": None})
+
+
+def _with_rates(methods: Sequence[Method], ranks: Report) -> list[Method]:
+    """The methods, with the measured rates where they were left open."""
+    rates = tuple(sequoia_rates(add_ranks([run["ranks"] for run in ranks["runs"]])))
+    return [
+        replace(method, settings=(*method.settings, ("rates", rates))) if _lacks_rates(method) else method
+        for method in methods
+    ]
+
+
+def _texts(options: argparse.Namespace) -> dict[str, Path]:
+    """The text of each data set: its own, or the one for all."""
+    texts: dict[str, Path] = {}
+    for given in options.prompts or ():
+        name, _, path = given.partition("=")
+        if name in DATA_SETS and path:
+            texts[name] = Path(path)
+        else:
+            texts = {each: Path(given) for each in DATA_SETS} | texts
+    return texts
+
+
+def _options(
+    options: argparse.Namespace, experiment: Experiment, text: Path, max_tree_nodes: int
+) -> argparse.Namespace:
+    """The experiment as the options of `dynatree bench compare`."""
+    sizes = {
+        "count": experiment.count,
+        "max_new_tokens": experiment.new_tokens,
+        "warmup": experiment.warmup,
+        "prompt_tokens": experiment.prompt_tokens,
+    }
+    given = {name: getattr(options, name) for name in sizes if getattr(options, name) is not None}
+    taken = sizes | (QUICK if options.quick else {}) | given
+    taken["max_new_tokens"] = min(taken["max_new_tokens"], experiment.new_tokens)
+    words = {"count": "prompts", "max_new_tokens": "new tokens", "warmup": "warm-ups", "prompt_tokens": "prompt tokens"}
+    scaled = [f"{taken[name]} of {size} {words[name]}" for name, size in sizes.items() if taken[name] != size]
+    recorded = {"experiment": experiment.name, "data_set": experiment.data_set, "scaled": scaled}
+    out = None if options.out is None else options.out / f"{experiment.name}{SUFFIX}"
+    return argparse.Namespace(
+        **{
+            **vars(options),
+            **taken,
+            "measurement": "compare",
+            "policies": [row.method for row in experiment.rows],
+            "temperatures": [experiment.temperature],
+            "scheme": experiment.scheme,
+            "max_tree_nodes": None if options.server else max_tree_nodes,
+            "prompts": text,
+            "name": experiment.data_set if f"{experiment.data_set}={text}" in options.prompts else None,
+            "recorded": {"paper": recorded},
+            "out": out,
+        }
+    )
+
+
+def _remarks(records: Mapping[Experiment, Report], papers: Collection[str]) -> Iterator[str]:
+    """What was measured on what, and what was not as it must be."""
+    for report in records.values():
+        target, draft = report["models"]["target"], report["models"]["draft"]
+        yield (
+            f"{report['options']['paper']['experiment']}: {target['name']} with {draft['name']}, {target['dtype']} on "
+            f"{target['device']} ({report['machine']['cpu']}), {report['started'][:10]}"
+        )
+        for remark in remarks(report):
+            yield type(remark)(f"  {remark}")
+    for name, needs in NEEDS.items():
+        if name.lower() in papers:
+            yield (
+                f"{name}'s figures are of {needs}. Rates, times and memory of another pair or machine do not compare "
+                "with them, and acceptance of another pair does not either."
+            )
+
+
+def _status(records: Mapping[Experiment, Report]) -> int:
+    exact = [each for each in records.values() if each["models"]["target"]["dtype"] == "float32"]
+    return 1 if any(unequal(each["runs"]) for each in exact) else 0

@@ -1,0 +1,374 @@
+"""What each table and figure of the papers ran, as data: nothing here is left to a server's default.
+
+Versions 000 to 003 are DynaTree's, "dyspec" is DySpec. A preset shows one table or figure; what it needs are
+experiments, each of which becomes one record of `dynatree bench compare`. Presets share experiments.
+
+The DynaTree papers give no unit of L_max. Their public scripts cut prompts at so many characters, which is followed:
+800 tokens and T = 1,500 new ones would not fit into Pythia's context of 2,048. A token is taken for 4 characters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dynatree.bench.methods import Method
+
+if TYPE_CHECKING:
+    from dynatree.cli.arguments import Setting
+    from dynatree.client import SamplingScheme
+
+DYNATREE_VERSIONS = ("000", "001", "002", "003")
+DYSPEC = "dyspec"
+VERSIONS = (*DYNATREE_VERSIONS, DYSPEC)
+
+NEEDS = {
+    "DynaTree": "Pythia-2.8B with Pythia-70M on an A100, in 16 bits",
+    "DySpec": "Llama-2 7B, 13B and 70B with JackFram's 68M or Llama-2 7B on an A100 of 40 GB",
+}
+DATA_SETS = {
+    "wikitext-2": "WikiText-2",
+    "pg-19": "PG-19",
+    "c4": "C4",
+    "openwebtext": "OpenWebText",
+    "cnn-dailymail": "CNN DailyMail",
+}
+COUNT = 10  # N, prompts
+WARMUP = 2  # W
+CHARACTERS_PER_TOKEN = 4
+LENGTHS = (100, 200, 300, 500, 750, 1000, 1500)  # T, of the public logs: the papers draw them only
+PROMPT_LENGTHS = (200, 400, 800, 1200, 1600)  # L_max in characters; ours, the papers draw theirs only
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method, and the row of the paper's table that it stands for."""
+
+    method: Method
+    paper: str
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether it is Algorithm 1's reading, beside section 3.3's."""
+        return ("root", "single") in self.method.settings
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Methods on prompts of one data set, beside plain decoding: one record.
+
+    Attributes:
+        name: Of the record's file.
+        data_set: One of `DATA_SETS`.
+        rows: Methods but for plain decoding; a method `sequoia` without rates gets those measured before.
+        new_tokens: T.
+        prompt_tokens: The prompts' length.
+        temperature: 0 is greedy.
+        scheme: How draft and target draw above 0.
+        max_tree_nodes: What the services must admit.
+        trees: Whether the record keeps every round's tree.
+    """
+
+    name: str
+    data_set: str
+    rows: tuple[Row, ...]
+    new_tokens: int
+    prompt_tokens: int
+    temperature: float = 0.0
+    scheme: SamplingScheme = "residual"
+    count: int = COUNT
+    warmup: int = WARMUP
+    max_tree_nodes: int = 256
+    trees: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are generated."""
+        return (len(self.rows) + 1) * (self.count + self.warmup) * self.new_tokens
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A table or a figure of a version.
+
+    Attributes:
+        version: One of `VERSIONS`.
+        item: "table 1", "figure 6".
+        name: What it shows, one of `tables.VIEWS`.
+        title: In the words of tables and plots.
+        experiments: What is measured for it.
+        notes: What the version says otherwise elsewhere, or leaves open.
+    """
+
+    version: str
+    item: str
+    name: str
+    title: str
+    experiments: tuple[Experiment, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_figure(self) -> bool:
+        """Whether it is drawn."""
+        return self.item.startswith("figure")
+
+
+_READING: Mapping[str, Setting] = {"root": "committed", "prune": "remove"}  # section 3.3, as its text reads
+LISTED: Mapping[str, Setting] = {"root": "single", "prune": "expand"}  # the tree of Algorithm 1, in every version
+
+
+def _method(label: str, policy: str, settings: Mapping[str, Setting]) -> Method:
+    return Method(label, policy, tuple(settings.items()))
+
+
+def linear(k: int) -> Method:
+    """Linear speculation of K tokens."""
+    return _method(f"linear (K = {k})", "linear", {"depth": k})
+
+
+def fixed(depth: int, breadth: int, tau: float, *, listed: bool = False) -> Method:
+    """The static tree, N_max = 256 (appendix A)."""
+    settings: dict[str, Setting] = {"depth": depth, "breadth": breadth, "tau": tau, "max_nodes": 256, "calibrated": 0}
+    reading = LISTED if listed else _READING
+    return _method(f"fixed (D = {depth}, B = {breadth}, tau = {tau}){_said(listed)}", "fixed", {**settings, **reading})
+
+
+def _said(listed: bool) -> str:
+    return ", as listed" if listed else ""
+
+
+# (tau_h, tau_l), (B_min, B_max), D_0 and D_max are appendix A's. B_mid, rho_stop, rho_deep, tau, N_max, W and a* are
+# those of the authors' public scripts. The steps are ours: no version has them.
+_DYNATREE: Mapping[str, float] = {
+    "tau_high": 0.9,
+    "tau_low": 0.4,
+    "breadth_min": 1,
+    "breadth_mid": 2,
+    "breadth_max": 3,
+    "base_depth": 5,
+    "max_depth": 8,
+    "rho_stop": 0.1,
+    "rho_deep": 0.5,
+    "tau": 0.05,
+    "max_nodes": 256,
+    "window": 10,
+    "target_acceptance": 0.7,
+    "depth_step": 0.5,
+    "tau_step": 0.05,
+    "dynamic_breadth": 1,
+    "dynamic_depth": 1,
+    "history": 1,
+    "acceptance_over_nodes": 0,
+    "calibrated": 0,
+}
+
+
+def dynatree(label: str, changed: Mapping[str, float], *, listed: bool = False) -> Method:
+    """DynaTree, with some settings changed."""
+    reading = LISTED if listed else _READING
+    return _method(label + _said(listed), "dynatree", {**_DYNATREE, **reading, **changed})
+
+
+def _dynatree_rows(k: int, tree: tuple[int, int, float], max_depth: int) -> tuple[Row, ...]:
+    return (
+        Row(linear(k), "Linear"),
+        *(Row(fixed(*tree, listed=listed), "Fixed") for listed in (False, True)),
+        *(Row(dynatree("DynaTree", {"max_depth": max_depth}, listed=listed), "DynaTree") for listed in (False, True)),
+    )
+
+
+def _wikitext(name: str, rows: Iterable[Row], new_tokens: int = 1500, characters: int = 800) -> Experiment:
+    return Experiment(name, "wikitext-2", tuple(rows), new_tokens, characters // CHARACTERS_PER_TOKEN)
+
+
+def _pg19(name: str, rows: Iterable[Row]) -> Experiment:
+    return Experiment(name, "pg-19", tuple(rows), 1500, 1000 // CHARACTERS_PER_TOKEN)
+
+
+# The baselines of Tables 1 to 3: 002's differ. D_max = 9 on PG-19 is 003's alone.
+_TUNED, _SMALL = (8, 3, 0.1), (5, 2, 0.05)
+_MAIN = {
+    "000": (
+        _wikitext("wikitext-2", _dynatree_rows(8, _TUNED, 8)),
+        _pg19("pg-19", _dynatree_rows(5, _TUNED, 8)),
+    ),
+    "002": (
+        _wikitext("wikitext-2-small", _dynatree_rows(5, _SMALL, 8)),
+        _pg19("pg-19-small", _dynatree_rows(5, _SMALL, 8)),
+    ),
+    "003": (
+        _wikitext("wikitext-2", _dynatree_rows(8, _TUNED, 8)),
+        _pg19("pg-19-deep", _dynatree_rows(5, _TUNED, 9)),
+    ),
+}
+_MAIN["001"] = _MAIN["000"]
+
+
+def _ablation_rows(*, listed: bool) -> Iterator[Row]:
+    """Table 4. Its fixed tree is policy `dynatree` with every component off: rows differ in their components only."""
+    off = {"dynamic_breadth": 0, "dynamic_depth": 0, "history": 0}
+    yield Row(dynatree("fixed (D = 5, B = 2, tau = 0.05)", off, listed=listed), "Fixed")
+    yield Row(dynatree("+ dynamic tree breadth and depth", {"history": 0}, listed=listed), "+ Breadth & Depth")
+    yield Row(dynatree("+ history adaptation (DynaTree)", {}, listed=listed), "+ History")
+
+
+_ABLATION = _wikitext("ablation", [*_ablation_rows(listed=False), *_ablation_rows(listed=True)])
+
+
+def _scaling(version: str) -> tuple[Experiment, ...]:
+    main = _MAIN[version][0]
+    rows = [row for row in main.rows if not row.is_listed]
+    rest = [_wikitext(f"{main.name}-{length}", rows, length) for length in LENGTHS if length != main.new_tokens]
+    return (*rest, main)
+
+
+def _prompt_lengths(version: str) -> tuple[Experiment, ...]:
+    main = _MAIN[version][0]
+    rows = [row for row in main.rows if not row.is_listed]
+    return tuple(
+        main if length == 800 else _wikitext(f"{main.name}-prompts-{length}", rows, characters=length)
+        for length in PROMPT_LENGTHS
+    )
+
+
+DEPTHS, BREADTHS, TAUS = (3, 4, 5, 6, 7, 8), (2, 3, 4), (0.01, 0.02, 0.03, 0.05, 0.1)  # of the public search
+# Around the best of the grid, as the papers draw it.
+_SWEEP = _wikitext(
+    "sweep",
+    [
+        Row(fixed(depth, breadth, tau), "")
+        for depth, breadth, tau in dict.fromkeys(
+            [
+                *((depth, 3, 0.1) for depth in DEPTHS),
+                *((8, breadth, 0.1) for breadth in BREADTHS),
+                *((8, 3, tau) for tau in TAUS),
+            ]
+        )
+    ],
+)
+THRESHOLDS = ((0.7, 0.2), (0.8, 0.3), (0.9, 0.4))
+BRANCHES = ((1, 2), (1, 3), (1, 4), (2, 4))  # the last is of the public logs alone
+DEPTH_RANGES = ((4, 8), (5, 8), (5, 9), (6, 10))  # ours: the papers draw theirs only
+
+
+def _sensitivity_rows() -> list[Row]:
+    chosen: list[Mapping[str, float]] = [
+        *({"tau_high": high, "tau_low": low} for high, low in THRESHOLDS),
+        *({"breadth_min": low, "breadth_max": high} for low, high in BRANCHES),
+        *({"base_depth": low, "max_depth": high} for low, high in DEPTH_RANGES),
+    ]
+    rows: dict[str, Row] = {}
+    for changed in chosen:
+        full = {**_DYNATREE, **changed}
+        label = sensitivity_label(full)
+        rows[label] = Row(dynatree(label, changed), label)
+    return list(rows.values())
+
+
+def sensitivity_label(settings: Mapping[str, float]) -> str:
+    """Thresholds, branches and depths, as `(0.9, 0.4), (1, 3), (5, 8)`."""
+    pairs = (("tau_high", "tau_low"), ("breadth_min", "breadth_max"), ("base_depth", "max_depth"))
+    return ", ".join(f"({settings[one]:g}, {settings[other]:g})" for one, other in pairs)
+
+
+_SENSITIVITY = _wikitext("sensitivity", [Row(fixed(*_SMALL), "Fixed"), *_sensitivity_rows()])
+
+_MIXED = (
+    "Tables 1 to 3 of this version have the fixed tree D = 8, B = 3, tau = 0.1, where its Table 4 has D = 5, B = 2: so "
+    "DynaTree stands at 219.5 tokens/s there, and at 218.5 here.",
+)
+_TAU = ("No version has a tau of the fixed tree D = 5, B = 2: 0.05 is that of the authors' public scripts.",)
+
+
+def _dynatree_presets(version: str) -> list[Preset]:
+    main, small = _MAIN[version], version == "002"
+    figures = {
+        "000": (3, 4, 5, 6, 7, 8),
+        "001": (3, 4, 5, 6, 7, 8),
+        "002": (3, 4, 5, 7, 8, 9),
+        "003": (4, 5, 6, 8, 7, 9),
+    }[version]
+    bars, progression, scaling, sensitivity, sweep, prompts = (f"figure {number}" for number in figures)
+    notes = _TAU if small else ()
+    memory = main if version == "003" else _MAIN["002"]
+    presets = [
+        Preset(version, "table 1", "throughput", "Main results", main, notes),
+        Preset(version, "table 2", "latency", "Latency", main, notes),
+        Preset(version, "table 3", "efficiency", "Verification efficiency", main, notes),
+        Preset(version, "table 4", "ablation", "Ablation", (_ABLATION,), _TAU if small else _MIXED + _TAU),
+        Preset(version, "table 6" if small else "table 5", "memory", "Peak memory", memory, _TAU),
+        Preset(version, bars, "bars", "Throughput and speedup across data sets", main, notes),
+        Preset(version, progression, "progression", "Ablation progression", (_ABLATION,)),
+        Preset(version, scaling, "scaling", "Throughput by generation length", _scaling(version), notes),
+        Preset(version, sensitivity, "sensitivity", "Sensitivity to hyperparameters", (_SENSITIVITY,)),
+        Preset(version, sweep, "sweep", "Fixed trees by depth, breadth and threshold", (_SWEEP,)),
+        Preset(version, prompts, "prompt-length", "Throughput by prompt length", _prompt_lengths(version), notes),
+    ]
+    if small:
+        presets += [
+            Preset(version, "table 5", "sensitivity-table", "Parameter sensitivity", (_SENSITIVITY,)),
+            Preset(version, "figure 6", "scaling-efficiency", "Efficiency by generation length", _scaling(version)),
+        ]
+    return presets
+
+
+_NEW = 128  # tokens; prompts are as long
+_TEXTS = ("c4", "openwebtext", "cnn-dailymail")
+_ANY_DEPTH, _ANY_BREADTH = 64, 64  # the papers' trees have no such limits; these are the policies' own
+
+
+def _dyspec_rows(nodes: int) -> tuple[Row, ...]:
+    """DySpec and its baselines with so many nodes: 64 by Algorithm 1, 768 by Algorithm 2 (appendix B).
+
+    Sequoia's rates are measured. SpecInfer's tree of 64 nodes is ours, 8 chains of 8: the paper gives none. That of 768
+    is Sequoia's paper's, from which DySpec takes the figures: 16 chains of 48.
+    """
+    limits: dict[str, Setting] = {"max_depth": _ANY_DEPTH, "breadth": _ANY_BREADTH, "calibrated": 0}
+    dyspec = _method("DySpec", "dyspec", {"max_nodes": nodes, **limits})
+    if nodes > 64:
+        dyspec = _method("DySpec", "dyspec-threshold", {"threshold": 0.001, "max_nodes": nodes, **limits})
+    sequoia = _method("Sequoia", "sequoia", {"max_nodes": nodes, "max_depth": 32})
+    chains, length = (8, 8) if nodes == 64 else (16, 48)
+    widths = (chains, *(length - 1) * (1,))
+    specinfer = _method("SpecInfer", "specinfer", {"widths": widths, "max_nodes": nodes})
+    return Row(dyspec, "DySpec"), Row(sequoia, "Sequoia"), Row(specinfer, "SpecInfer")
+
+
+def _dyspec_experiments(nodes: int) -> tuple[Experiment, ...]:
+    """A record for each text and temperature, since Sequoia's rates are of both."""
+    return tuple(
+        Experiment(
+            name=f"{text}-{nodes}-t{temperature:g}",
+            data_set=text,
+            rows=_dyspec_rows(nodes),
+            new_tokens=_NEW,
+            prompt_tokens=_NEW,
+            temperature=temperature,
+            max_tree_nodes=max(256, nodes),
+        )
+        for text in _TEXTS
+        for temperature in (0.0, 0.6)
+    )
+
+
+_DYSPEC_PRESETS = (
+    *(
+        Preset(DYSPEC, f"table {table}", "latency-per-token", f"Latency per token, {pair}, 64 nodes", _64)
+        for _64 in [_dyspec_experiments(64)]
+        for table, pair in enumerate(("Llama-2 7B with 68M", "Llama-2 13B with 68M", "Llama-2 70B with 7B"), start=1)
+    ),
+    Preset(
+        DYSPEC,
+        "table 4",
+        "latency-per-token",
+        "Latency per token, Llama-2 70B with 7B, 768 nodes",
+        _dyspec_experiments(768),
+        ("The paper takes SpecInfer's figures of this table from Sequoia's paper.",),
+    ),
+)
+
+PRESETS: tuple[Preset, ...] = (
+    *(each for version in DYNATREE_VERSIONS for each in _dynatree_presets(version)),
+    *_DYSPEC_PRESETS,
+)
