@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from pandas import DataFrame
 
 from dynatree.bench import plots
 from dynatree.bench.figures import Cell
 from dynatree.bench.methods import PLAIN
-from dynatree.bench.paper.presets import DATA_SETS, Preset
+from dynatree.bench.paper.presets import DATA_SETS, Preset, Row
 from dynatree.bench.paper.tables import (
     AR,
-    COLUMNS,
     Records,
-    Runs,
     beside,
     latency_per_token,
     memory,
@@ -24,6 +23,7 @@ from dynatree.bench.paper.tables import (
     title_of,
     where,
 )
+from dynatree.bench.paper_figures import COLUMNS, acceptance, by_prompt, path_length, speedup, tokens_per_round
 from dynatree.bench.printing import print_tables
 from dynatree.bench.record import Report
 from dynatree.bench.table import Table
@@ -52,94 +52,111 @@ def _table(make: Callable[[Preset, Records], Sequence[Table]]) -> View:
     return lambda preset, records: (make(preset, records), {})
 
 
+FIGURES: Mapping[str, Callable[[DataFrame, DataFrame], float | None]] = {
+    "speedup": lambda runs, plain: (speedup(runs, plain) or (None,))[0],
+    "Accept.": lambda runs, _: None if (share := acceptance(runs)) is None else 100 * share,
+    "L-bar": lambda runs, _: tokens_per_round(runs),
+    "l-bar": lambda runs, _: path_length(runs),
+    "#Iter.": lambda runs, _: float(by_prompt(runs, "rounds").mean()),
+}
+FILES = {
+    "tokens/s": "throughput",
+    "L-bar": "tokens-a-round",
+    "l-bar": "path-length",
+    "Accept.": "acceptance",
+    "#Iter.": "rounds",
+}
+
+
+def cell(column: str, runs: DataFrame, plain: DataFrame) -> Cell | None:
+    """A figure to draw; of rates a standard deviation over prompts below and above the mean."""
+    if column == "tokens/s":
+        rates = by_prompt(runs, "rate")
+        mean, deviation = float(rates.mean()), float(rates.std(ddof=0))
+        return Cell(mean, mean - deviation, mean + deviation, len(rates))
+    figure = FIGURES[column](runs, plain)
+    return None if figure is None else Cell(figure, figure, figure, runs["prompt"].nunique())
+
+
+def _cells(column: str, runs: Mapping[Row, DataFrame]) -> dict[str, Cell]:
+    cells = {row.method.label: cell(column, same, runs[AR]) for row, same in runs.items()}
+    return {label: each for label, each in cells.items() if each is not None}
+
+
 def bars(preset: Preset, records: Records) -> tuple[Sequence[Table], Drawn]:
     """Throughput and speedup, for each method a bar a data set."""
+    columns = ("tokens/s", "speedup")
     drawn = {}
-    for column, name in (("tokens/s", "throughput"), ("speedup", "speedup")):
+    for column in columns:
         series = {
-            DATA_SETS[experiment.data_set]: _cells(runs_of(experiment, report).items(), column)
+            DATA_SETS[experiment.data_set]: _cells(column, runs_of(experiment, report))
             for experiment, report in records.items()
         }
-        drawn[name] = plots.bars(f"{title_of(preset)}: {column}", column, series)
-    return beside(preset, records, ("tokens/s", "speedup")), drawn
-
-
-def _cells(runs: Iterable[tuple[object, Runs]], column: str) -> dict[str, Cell]:
-    cells = {str(each.same["label"].iloc[0]): COLUMNS[column].cell(each) for _, each in runs}
-    return {label: cell for label, cell in cells.items() if cell is not None}
+        drawn[FILES.get(column, column)] = plots.bars(f"{title_of(preset)}: {column}", column, series)
+    return beside(preset, records, columns), drawn
 
 
 def progression(preset: Preset, records: Records) -> tuple[Sequence[Table], Drawn]:
     """What each component adds to throughput, rounds, tokens a round and acceptance."""
     columns = ("tokens/s", "#Iter.", "L-bar", "Accept.")
     [(experiment, report)] = records.items()
-    runs = [item for item in runs_of(experiment, report).items() if item[1].drafts]
+    runs = runs_of(experiment, report)
     drawn = {
-        _file_name(column): plots.bars(f"{title_of(preset)}: {column}", column, {column: _cells(runs, column)})
+        FILES[column]: plots.bars(f"{title_of(preset)}: {column}", column, {column: _cells(column, runs)})
         for column in columns
     }
     return beside(preset, records, columns, plain=False), drawn
-
-
-def _file_name(column: str) -> str:
-    names = {"L-bar": "tokens-a-round", "l-bar": "path-length", "Accept.": "acceptance", "#Iter.": "rounds"}
-    return names.get(column, column.replace("tokens/s", "throughput"))
 
 
 def over(
     preset: Preset, records: Records, *, axis: str, place: Callable[[Report], float], columns: Sequence[str]
 ) -> tuple[Sequence[Table], Drawn]:
     """A table and a plot for each column: a method a row, and an experiment a place on the axis."""
-    lines: dict[str, dict[str, Line]] = {column: {} for column in columns}
-    texts: dict[str, dict[str, dict[str, str]]] = {column: {} for column in columns}
     everywhere = set.intersection(*({row.method for row in (AR, *experiment.rows)} for experiment in records))
-    for experiment, report in sorted(records.items(), key=lambda item: place(item[1])):
-        x = place(report)
-        shared = {row: runs for row, runs in runs_of(experiment, report).items() if row.method in everywhere}
-        for row, runs in shared.items():
-            for column in columns:
-                cell = COLUMNS[column].cell(runs)
-                texts[column].setdefault(row.method.label, {})[f"{x:g}"] = COLUMNS[column].show(runs)
-                if cell is not None:
-                    lines[column].setdefault(row.method.label, []).append((x, cell))
     text = where(next(iter(records.values())), same_length=False)
-    tables = [
-        Table.of(f"{title_of(preset)}, {text}: {column}", [{axis: label} | each for label, each in found.items()])
-        for column, found in texts.items()
-    ]
-    drawn = {
-        _file_name(column): plots.lines(f"{title_of(preset)}: {column}", axis, column, found)
-        for column, found in lines.items()
-    }
+    tables, drawn = [], {}
+    for column in columns:
+        lines: dict[str, Line] = {}
+        rows: dict[str, dict[str, str]] = {}
+        for experiment, report in sorted(records.items(), key=lambda item: place(item[1])):
+            runs = runs_of(experiment, report)
+            for row, same in runs.items():
+                if row.method in everywhere:
+                    label = row.method.label
+                    rows.setdefault(label, {"method": label})[f"{axis} {place(report):g}"] = COLUMNS[column].text(
+                        same, runs[AR]
+                    )
+                    if (drawn_cell := cell(column, same, runs[AR])) is not None:
+                        lines.setdefault(label, []).append((place(report), drawn_cell))
+        notes = [f"{column}: {COLUMNS[column].formula}"]
+        tables.append(Table.of(f"{title_of(preset)}, {text}: {column}", list(rows.values()), notes))
+        drawn[FILES.get(column, column)] = plots.lines(f"{title_of(preset)}: {column}", axis, column, lines)
     return tables, drawn
 
 
 def sweep(preset: Preset, records: Records) -> tuple[Sequence[Table], Drawn]:
-    """Speedups by depth, breadth and threshold, each around the papers' best."""
+    """Throughput by depth, breadth and threshold, each around the papers' best."""
     [(experiment, report)] = records.items()
-    runs = {row: each for row, each in runs_of(experiment, report).items() if each.drafts}
-    best = {"depth": 8.0, "breadth": 3.0, "tau": 0.1}
+    runs = runs_of(experiment, report)
+    cells = _cells("tokens/s", runs)
+    best = {"depth": 8, "breadth": 3, "tau": 0.1}
     drawn = {}
     for name in best:
-        line = []
-        for row, each in runs.items():
+        line: Line = []
+        for row in experiment.rows:
             settings = dict(row.method.settings)
             if all(settings[other] == value for other, value in best.items() if other != name):
-                cell = COLUMNS["tokens/s"].cell(each)
-                assert cell is not None
-                line.append((float(str(settings[name])), cell))
-        plain = COLUMNS["tokens/s"].cell(next(iter(runs_of(experiment, report).values())))
-        assert plain is not None
-        title = f"{title_of(preset)}: by {name}"
-        drawn[name] = plots.lines(title, name, "tokens/s", {"fixed": sorted(line)}, {PLAIN.label: plain.median})
+                line.append((float(str(settings[name])), cells[row.method.label]))
+        reference = {PLAIN.label: cells[PLAIN.label].median}
+        drawn[name] = plots.lines(f"{title_of(preset)}: {name}", name, "tokens/s", {"fixed": sorted(line)}, reference)
     return beside(preset, records, ("tokens/s", "speedup", "L-bar")), drawn
 
 
 def sensitivity(preset: Preset, records: Records) -> tuple[Sequence[Table], Drawn]:
     """Throughput by thresholds, branch bounds and depths, beside the baselines of the same run."""
     [(experiment, report)] = records.items()
-    cells = _cells(runs_of(experiment, report).items(), "tokens/s")
     title = f"{title_of(preset)}: (tau_h, tau_l), (B_min, B_max), (D_0, D_max)"
+    cells = _cells("tokens/s", runs_of(experiment, report))
     drawn = {"throughput": plots.bars(title, "tokens/s", {"tokens/s": cells})}
     return beside(preset, records, ("tokens/s", "speedup", "Accept.")), drawn
 
