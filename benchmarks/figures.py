@@ -18,7 +18,7 @@ from typing import Any
 
 from pandas import DataFrame, json_normalize
 
-from dynatree.bench.figures import DEFINITION, Cell, by, cells, frame
+from dynatree.bench.figures import DEFINITION, INTERVALS, Cell, by, cells, frame
 from dynatree.bench.load.figures import load_runs
 from dynatree.bench.methods import PLAIN
 from dynatree.bench.record import Report, load
@@ -123,7 +123,9 @@ def headline_conditions() -> str:
     lengths = [label.rpartition(" ")[2] for label in labels if "drafting" in label]
     again = " and ".join(f"{rate(f'llama-cpp-{name}', 'throughput').median:.1f}" for name in (first, second))
     return (
-        f"Each figure is the median over {prompts.prompts} prompts of a text, and over {beside.prompts} for llama.cpp. "
+        f"tokens/s is the median over {prompts.prompts} prompts of a text, and over {beside.prompts} for llama.cpp, of "
+        "new tokens / wall-clock seconds of a completion; x plain the median of the ratio on the same prompt, with the "
+        "range. "
         f"llama.cpp ran in 16 bits, in a separate run, in which DynaTree generated {again} tokens/s. The table has the "
         f"best of its draft lengths, which were {', '.join(lengths)} tokens."
     )
@@ -133,9 +135,9 @@ def headline_summary() -> str:
     """The range of the texts' median ratios of the default policy: to its own plain decoding, and to the others'."""
     beside = [f"llama-cpp-{name}" for name in llama_cpp_texts()]
     return (
-        f"Over {len(texts())} texts DynaTree gives {span(PLAIN.label, texts())} times the tokens/s of its own plain "
-        f"decoding and {span('transformers', texts())} times those of transformers' `generate()`; over "
-        f"{len(beside)} texts {span(LLAMA_CPP, beside)} times those of llama.cpp without a draft, and "
+        f"By these medians DynaTree gives {span(PLAIN.label, texts())} times the tokens/s of its own plain decoding "
+        f"over {len(texts())} texts, and {span('transformers', texts())} times those of transformers' `generate()`; "
+        f"over {len(beside)} texts {span(LLAMA_CPP, beside)} times those of llama.cpp without a draft, and "
         f"{span(best_drafting(), beside)} times those of llama.cpp with the same draft."
     )
 
@@ -154,7 +156,10 @@ def by_text(over: str | None = None) -> str:
     rows = []
     for kind in labels:
         found = {text: {kind_of(label): cell for label, cell in each.items()} for text, each in tables.items()}
-        rows.append({"method": kind} | {text: figure(each.get(kind), digits) for text, each in found.items()})
+        rows.append(
+            {"method": kind}
+            | {text: figure(each.get(kind), digits, interval=over is not None) for text, each in found.items()}
+        )
     return markdown(rows)
 
 
@@ -175,7 +180,10 @@ def of(name: str, *overs: str, temperature: float = 0.0) -> str:
             {
                 "method": name_of(label),
                 "tokens/s": figure(cell, 1),
-                **{f"x {name_of(over).replace('*', '')}": figure(each.get(label)) for over, each in ratios.items()},
+                **{
+                    f"x {name_of(over).replace('*', '')}": figure(each.get(label), interval=True)
+                    for over, each in ratios.items()
+                },
                 "tokens a round": _mean(same, "tokens_per_round"),
                 "prompts": str(cell.prompts),
                 "outputs that part from plain": _parting(same),
@@ -205,7 +213,7 @@ def sampling() -> str:
                     "temperature": f"{temperature:g}",
                     "policy": f"`{label}`",
                     "tokens/s": figure(rate("sampling", label, temperature=temperature), 1),
-                    "x plain": figure(rate("sampling", label, PLAIN.label, temperature)),
+                    "x plain": figure(rate("sampling", label, PLAIN.label, temperature), interval=True),
                     "tokens a round": _mean(same[same["label"] == label], "tokens_per_round"),
                     "outputs that part from plain": _parting(same[same["label"] == label]),
                 }
@@ -300,7 +308,7 @@ def machine() -> str:
 
 def definition() -> str:
     """How rates, cells and ratios are defined."""
-    return DEFINITION
+    return f"{DEFINITION} {INTERVALS}"
 
 
 def printed(name: str) -> str:

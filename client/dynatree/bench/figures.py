@@ -26,7 +26,8 @@ TRANSFORMERS = "transformers"  # the label of its plain `generate`
 SIXTEEN_BIT = ("bfloat16", "float16")
 DEFINITION = (
     "A rate is new tokens / wall-clock seconds of one completion, prefill included. A cell is the median "
-    "over prompts, a ratio the median over prompts of the ratio on the same prompt; in brackets the range over prompts."
+    "over prompts, a ratio the median over prompts of the ratio on the same prompt; in parentheses the range over "
+    "prompts."
 )
 INTERVALS = (
     f"In square brackets is the {bootstrap.CONFIDENCE} % confidence interval, by a bootstrap over prompts; that of a "
