@@ -59,8 +59,8 @@ class Outcome:
     next_token: int | None = None
 
 
-def outcome_of(tree, accepted, *, verify=0.1, draft=0.004, levels=2):
-    return Outcome(tree, accepted, levels, draft, verify)
+def outcome_of(tree, accepted, *, verify=0.1, draft=0.004, levels=2, bonus=None):
+    return Outcome(tree, accepted, levels, draft, verify, next_token=bonus)
 
 
 def along(tree, tokens):

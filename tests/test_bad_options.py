@@ -171,7 +171,7 @@ def test_a_setting_of_two_kinds_is_refused(services, kinds):
         ("throughput", {"max_depth": 0}, "max_depth is 0, expected a number in [1, 64]"),
         ("throughput", {"breadth": 65}, "breadth is 65, expected a number in [1, 64]"),
         ("dynatree", {"dynamic_breadth": 2}, "dynamic_breadth is 2, expected 0 (off) or 1 (on)"),
-        ("dynatree", {"history": 0.5}, "history is 0.5, expected 0 (off) or 1 (on)"),
+        ("dynatree", {"history": 0.5}, "history is '0.5', expected one of 0, 1, released"),
         ("dynatree", {"dynamic_depth": nan}, "dynamic_depth is nan, expected 0 (off) or 1 (on)"),
         ("dynatree", {"dynamic_depth": "on"}, "dynamic_depth is 'on', expected a number"),
         ("dynatree", {"root": "Single"}, "root is 'Single', expected one of committed, single"),

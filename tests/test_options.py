@@ -322,8 +322,16 @@ def test_dynatrees_parameters_follow_the_acceptance_of_each_round(pair, over_nod
             error = sum(shares[-10:]) / len(shares[-10:]) - 0.7
             base_depth = min(max(base_depth + 0.5 * error, 1.0), 7.0)
             tau_high = min(max(tau_high - 0.05 * error, 0.0), 1.0)
-        assert round_.parameters == pytest.approx({"base_depth": base_depth, "tau_high": tau_high})
+        assert round_.parameters == pytest.approx({"base_depth": base_depth, "tau_high": tau_high, "rho_deep": 0.5})
     assert len({tuple(round_.parameters.values()) for round_ in completion.trace}) > 10
+
+
+def test_the_released_history_of_dynatree_goes_on_from_completion_to_completion(pair):
+    """No completion reaches an acceptance of 1: the service makes the trees of the sixth shallower."""
+    settings = {"history": "released", "target_acceptance": 1, "window": 6}
+    options = {"trace": True, "policy": "dynatree", "policy_settings": settings, "max_new_tokens": 4, **FEW}
+    depths = [[each.parameters["base_depth"] for each in pair.generate(**options).trace] for _ in range(7)]
+    assert [set(each) for each in depths] == [{5.0}] * 5 + [{4.0}, {3.0}]
 
 
 @pytest.mark.parametrize("policy", [PLAIN, CHAIN, BUSH], ids=lambda policy: policy["policy"])

@@ -3,7 +3,7 @@
 import math
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import astuple, fields, replace
 
 import pytest
 from growing import LOOP, along, grow, outcome_of
@@ -12,7 +12,7 @@ from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.tree import ROOT, TokenTree
 from dynatree.draft.control import DEFAULT_CONTROL, ControlSettings
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
-from dynatree.draft.history import HistoryController
+from dynatree.draft.history import ProportionalHistory, ReleasedHistory, Steering
 from dynatree.draft.policies import create_policy, policy_names
 from dynatree.draft.round_costs import Costs
 
@@ -96,28 +96,77 @@ def test_dynatree_stops_early_and_prunes_leaves():
         assert parent == ROOT or paths[parent] >= 0.2, node
 
 
+START = Steering(base_depth=5, tau_high=0.9, rho_deep=0.5)
+
+
+def moved(history):
+    return history.steering.base_depth, history.steering.tau_high
+
+
 def test_history_follows_the_update_rule():
-    history = HistoryController(
-        base_depth=5, max_depth=8, tau_high=0.9, window=2, target=0.7, depth_step=1.0, tau_step=0.1
-    )
+    history = ProportionalHistory(START, max_depth=8, window=2, target=0.7, depth_step=1.0, tau_step=0.1)
     history.observe(10, 9)  # mean 0.9
-    assert (history.base_depth, history.tau_high) == pytest.approx((5.2, 0.88))
+    assert moved(history) == pytest.approx((5.2, 0.88))
     history.observe(10, 1)  # mean 0.5
-    assert (history.base_depth, history.tau_high) == pytest.approx((5.0, 0.9))
+    assert moved(history) == pytest.approx((5.0, 0.9))
     history.observe(10, 0)  # the first has left the window: mean 0.05
-    assert (history.base_depth, history.tau_high) == pytest.approx((4.35, 0.965))
+    assert moved(history) == pytest.approx((4.35, 0.965))
     history.observe(0, 0)  # drafted nothing, says nothing
-    assert history.base_depth == pytest.approx(4.35)
+    assert moved(history) == pytest.approx((4.35, 0.965))
+    assert history.steering.rho_deep == 0.5
 
 
 def test_history_stays_in_range():
-    history = HistoryController(base_depth=5, max_depth=8, tau_high=0.9, window=3, target=0.7, depth_step=4, tau_step=1)
+    history = ProportionalHistory(START, max_depth=8, window=3, target=0.7, depth_step=4, tau_step=1)
     for _ in range(20):
         history.observe(10, 10)
-    assert (history.base_depth, history.tau_high) == (7.0, 0.0)
+    assert moved(history) == (7.0, 0.0)
     for _ in range(20):
         history.observe(10, 0)
-    assert (history.base_depth, history.tau_high) == (1.0, 1.0)
+    assert moved(history) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("acceptances", "expected"),
+    [
+        ([1.0] * 4, (5, 0.9, 0.5)),  # too few
+        ([1.0] * 5, (6, 0.85, 0.45)),
+        ([1.0] * 40, (7, 0.5, 0.3)),  # the ends of the ranges
+        ([0.25] * 5, (4, 0.95, 0.55)),
+        ([0.25] * 40, (2, 0.95, 0.8)),
+        ([0.75] * 40, (5, 0.9, 0.5)),  # within the dead band
+        ([0.25] * 4 + [1.0] * 4, (2, 0.95, 0.65)),  # means 0.4, 0.5, 0.57, 0.625 of a target of 0.7
+        ([0.25] * 4 + [1.0] * 40, (7, 0.5, 0.3)),  # what has left the window is forgotten
+    ],
+)
+def test_the_released_history_steps_outside_a_dead_band(acceptances, expected):
+    history = ReleasedHistory(START, max_depth=8, window=10, target=0.7, step=0.05)
+    for acceptance in acceptances:
+        history.observe(10, round(acceptance * 60))  # of at most 6 tokens a round
+    history.observe(0, 0)  # a completion without rounds says nothing
+    assert astuple(history.steering) == pytest.approx(expected)
+
+
+def test_the_released_history_is_kept_with_what_the_sessions_share():
+    """Each completion begins with what those before it left, of the same settings and the same service only."""
+    costs, settings = Costs(), {"history": "released", "calibrated": 1}
+    tree = TokenTree((5,), (ROOT,))
+
+    def completed(costs, settings):
+        policy = create_policy("dynatree", settings, costs)
+        began = policy.parameters()["base_depth"]
+        policy.observe(outcome_of(tree, ()))
+        assert policy.parameters()["base_depth"] == began, "nothing changes within a completion"
+        policy.end()
+        return began
+
+    assert [completed(costs, settings) for _ in range(7)] == [5, 5, 5, 5, 5, 4, 3]
+    assert completed(costs, settings | {"breadth_max": 4}) == 5
+    assert completed(Costs(), settings) == 5
+    for base_depth in range(1, 8):
+        for breadth in range(4, 15):
+            completed(costs, settings | {"base_depth": base_depth, "breadth_max": breadth})
+    assert completed(costs, settings) == 5, "the histories of many settings are not kept for ever"
 
 
 @pytest.mark.parametrize(("over_nodes", "deeper"), [(0, True), (1, False)])
@@ -126,15 +175,15 @@ def test_acceptance_is_a_share_of_the_path(over_nodes, deeper):
     policy = create_policy("dynatree", {"acceptance_over_nodes": over_nodes})
     tree = TokenTree((5, 6, 7, 5, 6, 7), (ROOT, ROOT, ROOT, 0, 0, 0))
     policy.observe(outcome_of(tree, (0, 3)))
-    assert (policy.history.base_depth > 5) == deeper
-    assert (policy.history.tau_high < 0.9) == deeper
+    assert (policy.steering.base_depth > 5) == deeper
+    assert (policy.steering.tau_high < 0.9) == deeper
 
 
 def test_sessions_do_not_share_history():
     one, other = create_policy("dynatree", {}), create_policy("dynatree", {})
     tree = TokenTree((5,), (ROOT,))
     one.observe(outcome_of(tree, ()))
-    assert one.history.base_depth < other.history.base_depth == 5
+    assert one.steering.base_depth < other.steering.base_depth == 5
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,7 @@ def complete(
                 policy.observe(last)
             commit_seconds = time.perf_counter() - started
             if verdict.finish_reason is not None:
+                policy.end()
                 break
             growth = pair.drafter.grow(drafting, policy, verifying.remaining - 1, MAX_TREE_NODES)
             growth = replace(growth, commit_seconds=commit_seconds)
@@ -256,4 +257,5 @@ class _Together:
                     growth, verifying, done.verdict, done.timings, exchange, exchange, done.shared, done.trimmed
                 )
             self._scheduler.forget(verifying)
+            policy.end()
         return tuple(verifying.committed[len(prompt) :])

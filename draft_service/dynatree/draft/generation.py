@@ -287,6 +287,7 @@ class Generation:
                 growing = self._commit_and_grow(last, commit)
         finally:
             growing.cancel()
+        self._request.policy.end()
         yield self._completion(commit)
 
     async def _first_tree(self, commit: Commit) -> tuple[Growth | None, dict[str, float]]:

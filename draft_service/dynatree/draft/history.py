@@ -1,40 +1,43 @@
-"""The history controller: drafting parameters follow recent acceptance (DynaTree section 3.3)."""
+"""The history of `dynatree`: drafting parameters follow recent acceptance (DynaTree section 3.3)."""
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, replace
 
 
-class HistoryController:
-    """Proportional control of the base depth D_0 and the high-confidence threshold tau_h.
+@dataclass(frozen=True)
+class Steering:
+    """What history moves: the base depth D_0, the high-confidence threshold tau_h and the deep-expansion rho_deep."""
+
+    base_depth: float
+    tau_high: float
+    rho_deep: float
+
+
+class ProportionalHistory:
+    """Proportional control within a completion, after each of its rounds (versions 001 and 003, section 3.3):
 
         D_0   <- clip(D_0   + eta_D (mean(a) - a*), 1, D_max - 1)
         tau_h <- clip(tau_h - eta_h (mean(a) - a*), 0, 1)
 
-    mean(a) is the mean of a_r over the last W rounds that drafted anything. The paper calls a_r in [0, 1] the "fraction
-    of drafted tokens committed", and leaves open which tokens count as drafted:
+    mean(a) is the mean of a_r over the last W rounds that drafted anything. The papers call a_r in [0, 1] the fraction
+    of drafted tokens that was committed, and leave open which tokens count as drafted:
 
         a_r = accepted nodes / depth of the tree         the share of the longest path that a round could commit
         a_r = accepted nodes / nodes of the tree         the share of all nodes
 
-    The first is meant. The paper's Table 3 gives DynaTree an acceptance of 102.2 and 92.2 %, and its target a* is 0.7.
-    One path of a tree can be accepted, so a tree of two children a node commits at most half of its nodes and cannot
-    come near 0.7: under the second reading D_0 only falls and tau_h only rises.
+    The first is ours. One path of a tree can be accepted, so a tree of two children a node commits at most half of its
+    nodes and cannot come near the authors' a* of 0.7: under the second reading D_0 only falls and tau_h only rises.
+
+    The formula's lower bound of tau_h is 0, and the papers assume tau_l < tau_h. The formula is followed: where tau_h
+    has fallen to tau_l or below, the first case of B(u) that holds counts, and no node has B_mid children.
     """
 
     def __init__(
-        self,
-        *,
-        base_depth: float,
-        max_depth: int,
-        tau_high: float,
-        window: int,
-        target: float,
-        depth_step: float,
-        tau_step: float,
+        self, steering: Steering, *, max_depth: int, window: int, target: float, depth_step: float, tau_step: float
     ) -> None:
-        self.base_depth = base_depth
-        self.tau_high = tau_high
+        self.steering = steering
         self._max_depth = max_depth
         self._target = target
         self._depth_step = depth_step
@@ -47,5 +50,57 @@ class HistoryController:
             return
         self._acceptance.append(accepted / drafted)
         error = sum(self._acceptance) / len(self._acceptance) - self._target
-        self.base_depth = min(max(self.base_depth + self._depth_step * error, 1.0), self._max_depth - 1.0)
-        self.tau_high = min(max(self.tau_high - self._tau_step * error, 0.0), 1.0)
+        self.steering = replace(
+            self.steering,
+            base_depth=_clip(self.steering.base_depth + self._depth_step * error, 1.0, self._max_depth - 1.0),
+            tau_high=_clip(self.steering.tau_high - self._tau_step * error, 0.0, 1.0),
+        )
+
+
+class ReleasedHistory:
+    """The rule of the authors' public repository: steps outside a dead band, after each completion.
+
+        mean(a) > a* + 0.1:   D_0 + 1, at most D_max - 1   tau_h - step, at least 0.5   rho_deep - step, at least 0.3
+        mean(a) < a* - 0.1:   D_0 - 1, at least 2          tau_h + step, at most 0.95   rho_deep + step, at most 0.8
+
+    mean(a) is the mean over the last W completions, 5 at least, whatever their prompts. The acceptance of a completion
+    is (tokens committed by its rounds) / (rounds * (D_0 + 1)), with D_0 as it was set.
+    (cny123222/DynaTree, spec_decode/core/tree_speculative_generator_adaptive.py and tree_speculative_generator.py.)
+    """
+
+    BAND = 0.1
+    LEAST_COMPLETIONS = 5
+
+    def __init__(self, steering: Steering, *, max_depth: int, window: int, target: float, step: float) -> None:
+        self.steering = steering
+        self._most_committed = steering.base_depth + 1.0
+        self._max_depth = max_depth
+        self._target = target
+        self._step = step
+        self._acceptance: deque[float] = deque(maxlen=window)
+
+    def observe(self, rounds: int, committed: int) -> None:
+        """Take in one completion, and adjust; one without rounds is left out."""
+        if rounds == 0:
+            return
+        self._acceptance.append(committed / (rounds * self._most_committed))
+        if len(self._acceptance) < self.LEAST_COMPLETIONS:
+            return
+        error = sum(self._acceptance) / len(self._acceptance) - self._target
+        now = self.steering
+        if error > self.BAND:
+            self.steering = Steering(
+                min(now.base_depth + 1.0, self._max_depth - 1.0),
+                max(now.tau_high - self._step, 0.5),
+                max(now.rho_deep - self._step, 0.3),
+            )
+        elif error < -self.BAND:
+            self.steering = Steering(
+                max(now.base_depth - 1.0, 2.0),
+                min(now.tau_high + self._step, 0.95),
+                min(now.rho_deep + self._step, 0.8),
+            )
+
+
+def _clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)

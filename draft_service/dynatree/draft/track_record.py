@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 from dynatree.draft.calibration import Calibration
 from dynatree.draft.control import DEFAULT_CONTROL, ControlSettings
+from dynatree.draft.history import ReleasedHistory
+
+MAX_HISTORIES = 64  # requests choose the settings, each of which has one
 
 
 class TrackRecord:
@@ -21,3 +26,14 @@ class TrackRecord:
         self.residual_calibration = Calibration(control=control)
         self.child_mass = (control.prior_best_child, control.prior_children)
         self.pause = 1
+        self._histories: dict[Hashable, ReleasedHistory] = {}  # the last used comes last
+
+    def history(self, settings: Hashable, begin: Callable[[], ReleasedHistory]) -> ReleasedHistory:
+        """The history of the completions with these settings, made by `begin` where there is none yet.
+
+        Those of the `MAX_HISTORIES` settings that were used last are kept.
+        """
+        self._histories[settings] = history = self._histories.pop(settings, None) or begin()
+        if len(self._histories) > MAX_HISTORIES:
+            del self._histories[next(iter(self._histories))]
+        return history

@@ -232,6 +232,7 @@ class _Simulation:
             self._figures.nodes += len(growth.tree)
             self._figures.trimmed += done.trimmed
             self._figures.price += done.shared.row_price
+        policy.end()
         self._scheduler.forget(verifying)
         del self._coming[verifying]
         self._drafter.close(drafting)

@@ -93,6 +93,7 @@ def replay(
         nodes += len(growth.tree)
         accepted += len(verdict.accepted)
         seconds += outcome.draft_seconds + outcome.verify_seconds
+    policy.end()
     return Replayed(done - 1, rounds, nodes, accepted, seconds, model.expanded, model.stood_in)
 
 

@@ -79,6 +79,9 @@ class Policy(ABC):
     def observe(self, outcome: Outcome) -> None:  # noqa: B027 - most policies have nothing to learn
         """Learn from a round."""
 
+    def end(self) -> None:  # noqa: B027 - most policies learn from rounds alone
+        """Learn from the completion, which has ended after its last round; not of one that was cancelled."""
+
     def parameters(self) -> dict[str, float]:
         """The learnt quantities that steer the next tree, by name."""
         return {}

@@ -80,6 +80,10 @@ class Calibrated(Policy):
         self._value.observe(outcome)
         self._policy.observe(outcome)
 
+    def end(self) -> None:
+        """The policy's own."""
+        self._policy.end()
+
     def parameters(self) -> dict[str, float]:
         """The policy's own."""
         return self._policy.parameters()

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.draft.growing_tree import GrowingTree
-from dynatree.draft.history import HistoryController
+from dynatree.draft.history import ProportionalHistory, ReleasedHistory, Steering
 from dynatree.draft.policies.base import Outcome, Policy, check_range
 from dynatree.draft.policies.level_growth import Prune, Root, grow_level
+from dynatree.draft.track_record import TrackRecord
+
+
+class History(StrEnum):
+    """What adapts the parameters: nothing, the papers' rule by rounds, or the released rule by completions."""
+
+    OFF = "0"
+    ON = "1"
+    RELEASED = "released"
 
 
 @dataclass(frozen=True)
 class DynaTreeSettings:
-    """The paper's parameters, with the defaults of the paper and its logs.
+    """The papers' parameters. docs/reference/provenance.md says where each default comes from.
 
-    The paper leaves the steps eta_D and eta_h open. Ours move D_0 by at most 0.35 and tau_h by at most 0.035 a round at
-    zero acceptance: a window of ten such rounds crosses the whole range of D_0, and no single round does.
+    The papers leave the steps eta_D and eta_h open. Ours move D_0 by at most 0.35 and tau_h by at most 0.035 a round at
+    zero acceptance: a window of ten such rounds crosses the whole range of D_0, and no single round does. Under the
+    `released` history `tau_step` is the step of tau_h and rho_deep, and `depth_step` is not used.
 
     `root` single and `prune` expand make the tree of Algorithm 1. Without them the tree is section 3.3's as its text
     reads: it hangs below the prefix, and what tau prunes is not in it.
@@ -27,7 +38,7 @@ class DynaTreeSettings:
     Each component can be switched off (section 4.5): without `dynamic_breadth` every node gets `breadth_mid` children,
     without `dynamic_depth` every node above depth D_0 is expanded, and without `history` nothing is adapted. With
     `acceptance_over_nodes` history reads acceptance as a share of all nodes, not of the tree's depth
-    (`HistoryController` says why that is not the default). With `calibrated` every c(u) and p(u) is calibrated.
+    (`ProportionalHistory` says why that is not the default). With `calibrated` every c(u) and p(u) is calibrated.
     """
 
     tau_high: float = 0.9
@@ -49,7 +60,7 @@ class DynaTreeSettings:
     prune: Prune = Prune.REMOVE
     dynamic_breadth: bool = True
     dynamic_depth: bool = True
-    history: bool = True
+    history: History = History.ON
     acceptance_over_nodes: bool = False
     calibrated: bool = False
 
@@ -82,25 +93,39 @@ class DynaTree(Policy):
         u is expanded iff d(u) < D_max and p(u) >= rho_stop and (d(u) < D_0 or p(u) > rho_deep)
         u is pruned iff p(u) < tau
 
-    c(u) is the highest next-token probability after u, p(u) its path probability, d(u) its depth.
+    c(u) is the highest next-token probability after u, p(u) its path probability, d(u) its depth below the root. The
+    state of the `released` history is the service's: all sessions with the same settings share it.
     """
 
     supports_residual = True
 
-    def __init__(self, settings: DynaTreeSettings) -> None:
+    def __init__(self, settings: DynaTreeSettings, track_record: TrackRecord) -> None:
         self.breadth = settings.breadth_max
         self._settings = settings
         self._log_tau = math.log(settings.tau) if settings.tau > 0 else -math.inf
         self._log_stop = math.log(settings.rho_stop)
-        self._log_deep = math.log(settings.rho_deep)
-        self.history = HistoryController(
-            base_depth=settings.base_depth,
+        self.steering = Steering(settings.base_depth, settings.tau_high, settings.rho_deep)
+        self._history = ProportionalHistory(
+            self.steering,
             max_depth=settings.max_depth,
-            tau_high=settings.tau_high,
             window=settings.window,
             target=settings.target_acceptance,
             depth_step=settings.depth_step,
             tau_step=settings.tau_step,
+        )
+        self._released: ReleasedHistory | None = None
+        self._rounds = self._committed = 0
+        if settings.history is History.RELEASED:
+            self._released = track_record.history(settings, self._begin_released)
+            self.steering = self._released.steering
+
+    def _begin_released(self) -> ReleasedHistory:
+        return ReleasedHistory(
+            self.steering,
+            max_depth=self._settings.max_depth,
+            window=self._settings.window,
+            target=self._settings.target_acceptance,
+            step=self._settings.tau_step,
         )
 
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
@@ -118,20 +143,28 @@ class DynaTree(Policy):
 
     def observe(self, outcome: Outcome) -> None:
         """History adaptation."""
-        if self._settings.history:
+        self._rounds += 1
+        self._committed += len(outcome.accepted) + (outcome.next_token is not None)
+        if self._settings.history is History.ON:
             drafted = len(outcome.tree) if self._settings.acceptance_over_nodes else outcome.tree.depth
-            self.history.observe(drafted, len(outcome.accepted))
+            self._history.observe(drafted, len(outcome.accepted))
+            self.steering = self._history.steering
+
+    def end(self) -> None:
+        """The released history's adaptation, for the completions that begin after this one."""
+        if self._released is not None:
+            self._released.observe(self._rounds, self._committed)
 
     def parameters(self) -> dict[str, float]:
-        """D_0 and tau_h."""
-        return {"base_depth": self.history.base_depth, "tau_high": self.history.tau_high}
+        """D_0, tau_h and rho_deep."""
+        return asdict(self.steering)
 
     def _children_of(self, tree: GrowingTree, node: int) -> int:
         """B(u): fewer children where the draft is surer."""
         if not self._settings.dynamic_breadth:
             return self._settings.breadth_mid
         confidence = tree.confidence(node)
-        if confidence >= self.history.tau_high:
+        if confidence >= self.steering.tau_high:
             return self._settings.breadth_min
         if confidence >= self._settings.tau_low:
             return self._settings.breadth_mid
@@ -140,10 +173,10 @@ class DynaTree(Policy):
     def _expands(self, path: float, depth: int) -> bool:
         """d(u) < D_max, p(u) >= rho_stop, and d(u) < D_0 or p(u) > rho_deep; by log p(u) and d(u)."""
         if not self._settings.dynamic_depth:
-            return depth < self.history.base_depth
+            return depth < self.steering.base_depth
         if depth >= self._settings.max_depth or path < self._log_stop:
             return False
-        return depth < self.history.base_depth or path > self._log_deep
+        return depth < self.steering.base_depth or path > math.log(self.steering.rho_deep)
 
 
 def _check_order(low_name: str, low: float, high_name: str, high: float) -> None:

@@ -40,7 +40,7 @@ class _Entry:
 
 _REGISTRY = {
     "autoregressive": _Entry(AutoregressiveSettings, lambda *_: Autoregressive()),
-    "dynatree": _Entry(DynaTreeSettings, lambda settings, *_: DynaTree(settings)),
+    "dynatree": _Entry(DynaTreeSettings, lambda settings, costs, _: DynaTree(settings, costs.track_record)),
     "dyspec": _Entry(DySpecSettings, lambda settings, *_: DySpec(settings)),
     "dyspec-threshold": _Entry(DySpecThresholdSettings, lambda settings, *_: DySpecThreshold(settings)),
     "fixed": _Entry(FixedSettings, lambda settings, *_: Fixed(settings)),
