@@ -55,6 +55,8 @@ def test_depths_that_a_run_leaves_out_are_the_policies_defaults() -> None:
     for policy, most in (("linear", 8), ("fixed", 10), ("dynatree", 7)):
         assert most_tokens(policy, {}) == most
     assert create_policy("dynatree", {}).parameters()["base_depth"] == 5  # type: ignore[attr-defined]
+    assert most_tokens("dynatree", {}, defaults=False) is None, "a server may have others"
+    assert most_tokens("dynatree", {"base_depth": 3.0}, defaults=False) == 5
     assert most_tokens("sequoia", {}) is None
     assert most_tokens(None, {}) is None
 
@@ -96,6 +98,13 @@ def test_a_table_as_the_papers_have_it() -> None:
     assert (plain["Accept."], plain["l-bar"], plain["L-bar"], plain["speedup"]) == ("-", "-", "1.00", "1.00")
     assert plain["s/token (tokens a step)"] == "0.07500"
     assert [note.partition(":")[0] for note in table.notes] == list(table.frame)[1:]
+
+
+def test_a_server_of_others_may_have_another_depth() -> None:
+    report = new_report("compare", [new_run("linear", statistics=DRAFTED)])
+    assert as_published("x", frame(report), ["l-bar", "Accept."]).rows == [["linear", "2.50", "31.2 %"]]
+    report["machine"]["threads"] = None
+    assert as_published("x", frame(report), ["l-bar", "Accept."]).rows == [["linear", "2.50"]]
 
 
 def test_without_plain_decoding_there_is_no_speedup() -> None:

@@ -89,8 +89,12 @@ def cell_of(values: Series[float]) -> Cell | None:
 
 
 def frame(report: Report) -> DataFrame:
-    """A row for each run, in order: its places, its figures and its statistics."""
-    return DataFrame([_row(run) for run in report["runs"]])
+    """A row for each run, in order: its places, its figures and its statistics.
+
+    `defaults` is whether settings that a run leaves out are the policies' own, as those of services started by `bench`.
+    """
+    rows = DataFrame([_row(run) for run in report["runs"]])
+    return rows.assign(defaults=report["machine"]["threads"] is not None)
 
 
 def _row(run: Run) -> dict[str, object]:

@@ -68,7 +68,7 @@ def _dynamic(label: str, *, history: bool, over_nodes: bool = False, calibrated:
         "acceptance_over_nodes": over_nodes,
         "calibrated": calibrated,
     }
-    return Method(label, "dynatree", tuple((name, float(on)) for name, on in switches.items()))
+    return Method(label, "dynatree", (("base_depth", 5.0), *((name, float(on)) for name, on in switches.items())))
 
 
 DYNAMIC = _dynamic("+ dynamic tree breadth and depth", history=False)

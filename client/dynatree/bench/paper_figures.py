@@ -55,12 +55,16 @@ def change(runs: DataFrame, base: DataFrame) -> str:
     return f"{percent[0]} %" + (f" [{percent[1]} to {percent[2]}]" if len(set(percent)) > 1 else "")
 
 
-def most_tokens(policy: str | None, settings: Mapping[str, object]) -> float | None:
-    """What the acceptance of Table 3 is a share of, in tokens a round; None for a policy that is not in the table."""
+def most_tokens(policy: str | None, settings: Mapping[str, object], *, defaults: bool = True) -> float | None:
+    """What the acceptance of Table 3 is a share of, in tokens a round.
+
+    It is None for a policy that is not in the table, and where the settings leave the depth to a server whose
+    `defaults` may be others.
+    """
     if policy not in _DEPTHS:
         return None
     name, default = _DEPTHS[policy]
-    depth = settings.get(name, default)
+    depth = settings.get(name, default if defaults else None)
     return None if not isinstance(depth, int | float) else depth if policy == "linear" else depth + 2.0
 
 
@@ -71,7 +75,8 @@ def path_length(runs: DataFrame) -> float:
 
 def acceptance(runs: DataFrame) -> float | None:
     """Accept.: l-bar / K, or l-bar / (D + 2); None of other policies, and where nothing was drafted."""
-    most = most_tokens(runs["policy"].iloc[0], runs["settings"].iloc[0])
+    first = runs.iloc[0]
+    most = most_tokens(first["policy"], first["settings"], defaults=bool(first["defaults"]))
     return path_length(runs) / most if most is not None and _drafts(runs) else None
 
 

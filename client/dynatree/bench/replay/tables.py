@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dynatree.bench import bootstrap
 from dynatree.bench.figures import by
 from dynatree.bench.replay.runs import Result
 from dynatree.bench.table import NONE, Table
@@ -25,10 +26,12 @@ def _table(results: Sequence[Result]) -> Table:
 
 def _row(result: Result) -> dict[str, str]:
     speedups = result.speedups
+    ends = bootstrap.interval(bootstrap.median, speedups)
     return {
         "policy": result.task.method.label,
         "x plain": _ratio(result.speedup),
         "range": f"{_ratio(min(speedups))}-{_ratio(max(speedups))}",
+        f"{bootstrap.CONFIDENCE} % interval": "-".join(map(_ratio, ends)) if ends else NONE,
         "prompts": str(len(speedups)),
         "tokens per round": f"{result.tokens_per_round:.2f}",
         "nodes per round": f"{result.nodes_per_round:.1f}",
