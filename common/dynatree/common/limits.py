@@ -3,6 +3,7 @@
 MAX_TREE_NODES = 256  # of the largest tree, where the command line names no number
 MOST_TREE_NODES = 2048  # that it may name
 ALL_LAYERS = 2**20  # more than any model has
+MAX_TEMPERATURE = 100.0
 MAX_FIXED_ROWS = 4096  # of a forward
 MAX_SESSIONS = 16  # completions at once, where the command line names no number; more wait in the queue
 MAX_QUEUED = 256

@@ -25,8 +25,8 @@ from torch import Tensor
 from dynatree.common.device_noise import fill_noise, seed_bits
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.gumbel import Stream, gumbel
+from dynatree.common.limits import MAX_TEMPERATURE
 
-MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 100.0  # of repetition
 MAX_COUNT_PENALTY = 2.0  # of frequency and presence, as OpenAI has it
 MAX_BIAS = 1000.0

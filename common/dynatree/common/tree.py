@@ -6,6 +6,7 @@ DynaTree section 3.3.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,19 +14,24 @@ from functools import cached_property
 from dynatree.common.errors import InvalidArgumentError
 
 ROOT = -1
-MAX_CANDIDATES = 64
+MAX_CANDIDATES = 256  # of one distribution: those of the largest tree fit into a message of 4 MiB
+MAX_DRAWS = 64  # with replacement, below one node
 
 
 @dataclass(frozen=True)
 class DraftDistribution:
-    """A truncated draft distribution: what the children of one node were drawn from, without replacement.
+    """A truncated draft distribution: what the children of one node were drawn from.
+
+    `draws` is empty where they were drawn without replacement, in their order. Otherwise it has an entry for each draw
+    with replacement: the place of the drawn child among its siblings, again for each repetition.
 
     Raises:
-        InvalidArgumentError: Not a distribution over 1 to `MAX_CANDIDATES` different tokens.
+        InvalidArgumentError: Not a distribution over 1 to `MAX_CANDIDATES` different tokens, or no such draws.
     """
 
     token_ids: tuple[int, ...]
     probs: tuple[float, ...]
+    draws: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         size = len(self.token_ids)
@@ -40,6 +46,17 @@ class DraftDistribution:
             raise InvalidArgumentError(
                 f"a draft distribution's candidate_probs sum to {sum(self.probs):g}, expected sum 1, each in (0, 1]"
             )
+        if len(self.draws) > MAX_DRAWS:
+            raise InvalidArgumentError(
+                f"a draft distribution has {len(self.draws)} draws, at most {MAX_DRAWS} are accepted"
+            )
+        drawn = 0  # children so far
+        for place in self.draws:
+            if not 0 <= place <= drawn:
+                raise InvalidArgumentError(
+                    f"draws names child {place} after {drawn} children, expected one of them or the next"
+                )
+            drawn = max(drawn, place + 1)
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,7 @@ class TokenTree:
 
     `candidates` is empty unless children were drawn from distributions that the verify side must know (DySpec's
     Algorithm 3). Then it has one entry for the root and one for each node, None where no child was drawn, and siblings
-    stand in the order in which they were drawn.
+    stand in the order in which they were first drawn.
 
     Raises:
         InvalidArgumentError: The arrays do not describe such a tree.
@@ -97,6 +114,12 @@ class TokenTree:
             drawn_from = self.candidates[parent + 1]
             if drawn_from is None or token not in drawn_from.token_ids:
                 raise InvalidArgumentError(f"node {node} carries token {token}, which its parent's candidate_ids lack")
+        siblings = Counter(self.parents)
+        for node, drawn_from in enumerate(self.candidates, start=ROOT):
+            if drawn_from and drawn_from.draws and max(drawn_from.draws) + 1 != siblings[node]:
+                raise InvalidArgumentError(
+                    f"draws below node {node} name {max(drawn_from.draws) + 1} children, the tree has {siblings[node]}"
+                )
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -159,6 +159,7 @@ def session_opened_from_pb(message: verify_pb2.SessionOpened) -> SessionOpened:
 
 def tree_to_pb(tree: TokenTree, *, round_: int, base_length: int) -> tree_pb2.TokenTree:
     """The message of a tree for round `round_` of a session with `base_length` committed tokens."""
+    draws = [place for each in tree.candidates if each for place in each.draws]
     return tree_pb2.TokenTree(
         round=round_,
         base_length=base_length,
@@ -168,6 +169,8 @@ def tree_to_pb(tree: TokenTree, *, round_: int, base_length: int) -> tree_pb2.To
         candidate_counts=[0 if each is None else len(each.token_ids) for each in tree.candidates],
         candidate_ids=[token for each in tree.candidates if each for token in each.token_ids],
         candidate_probs=[prob for each in tree.candidates if each for prob in each.probs],
+        draw_counts=[0 if each is None else len(each.draws) for each in tree.candidates] if draws else (),
+        draws=draws,
     )
 
 
@@ -203,11 +206,21 @@ def _distributions_from_pb(message: tree_pb2.TokenTree, vocab_size: int) -> tupl
             f"{len(counts)} candidate_counts for {len(message.token_ids)} nodes, {len(message.candidate_ids)} "
             f"candidate_ids and {len(message.candidate_probs)} candidate_probs do not fit together"
         )
+    draw_counts = message.draw_counts or [0] * len(counts)
+    if len(draw_counts) != len(counts) or sum(draw_counts) != len(message.draws):
+        raise InvalidArgumentError(
+            f"{len(message.draw_counts)} draw_counts for {len(counts)} candidate_counts and {len(message.draws)} draws "
+            "do not fit together"
+        )
     check_token_ids(message.candidate_ids, vocab_size, "candidate_ids")
-    ids, probs = iter(message.candidate_ids), iter(message.candidate_probs)
-    return tuple(
-        DraftDistribution(tuple(islice(ids, count)), tuple(islice(probs, count))) if count else None for count in counts
-    )
+    ids, probs, draws = iter(message.candidate_ids), iter(message.candidate_probs), iter(message.draws)
+    distributions: list[DraftDistribution | None] = []
+    for count, drawn in zip(counts, draw_counts, strict=True):
+        if drawn and not count:
+            raise InvalidArgumentError(f"draw_counts names {drawn} draws where candidate_counts names no candidate")
+        columns = tuple(islice(ids, count)), tuple(islice(probs, count)), tuple(islice(draws, drawn))
+        distributions.append(DraftDistribution(*columns) if count else None)
+    return tuple(distributions)
 
 
 def commit_to_pb(commit: Commit) -> verify_pb2.Commit:

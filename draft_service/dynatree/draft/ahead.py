@@ -37,7 +37,7 @@ class DraftingAhead:
 
         Of draws, and below a root that the policy chose not to read, there are none.
         """
-        if self._stopped or self._session.sampling.residual or not self._tree.is_expanded(ROOT):
+        if self._stopped or self._session.draws or not self._tree.is_expanded(ROOT):
             return False
         while self._level and all(map(self._tree.is_expanded, self._level)):
             self._level = self._growth.grow(self._tree, self._level)

@@ -28,7 +28,8 @@ class BestGuesses:
 
     def observe(self, session: DraftSession, token_ids: Sequence[int]) -> None:
         """Take in what the target commits next, before the session does."""
-        if self._places >= PLACES or not (session.sampling.greedy or session.sampling.scheme is Scheme.GUMBEL):
+        coupled = session.sampling.greedy or session.sampling.scheme is Scheme.GUMBEL
+        if self._places >= PLACES or session.draws or not coupled:
             return
         node = session.root
         for token in token_ids:

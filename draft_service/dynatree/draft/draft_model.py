@@ -23,13 +23,13 @@ from dynatree.common.sampling import (
     scores,
     warped,
 )
-from dynatree.common.tree import MAX_CANDIDATES, ROOT, DraftDistribution
+from dynatree.common.tree import ROOT, DraftDistribution
 from dynatree.draft.draft_session import DraftSession
 from dynatree.draft.drafter import Expansion
+from dynatree.draft.drawing import Drawing
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 
 LEAST_LOG_PROB = -1e4  # a tree carries finite numbers only
-CANDIDATES = 32  # of a truncated draft distribution; the rest of its mass is dropped
 
 
 class EngineDraftModel:
@@ -96,6 +96,7 @@ class EngineDraftModel:
             and expansion.nodes[:1] == [ROOT]
             and session.levels > 1
             and expansion.breadth <= reader.breadth
+            and not session.draws
             and session.sampling.is_plain
             and (session.sampling.greedy or session.sampling.scheme is Scheme.GUMBEL)
             and len(session.committed) + reader.most(session.levels - 1) <= self.context_length
@@ -112,7 +113,7 @@ class EngineDraftModel:
             session = each.session
             segment = tree_segment(session, each.tree, each.nodes, vocab_size)
             root = len(segment.token_ids) - len(each.nodes)
-            choosing = Choosing([-1] * len(segment.token_ids), session.sampling.temperature, session.sampling.seed)
+            choosing = Choosing([-1] * len(segment.token_ids), session.drafting.temperature, session.sampling.seed)
             wanted.append(LevelsWanted(segment, root, choosing, min(session.vocab_size, vocab_size)))
         levels = max(each.session.levels for each in expansions) - 1
         started = time.perf_counter()
@@ -204,15 +205,16 @@ def _mask(session: DraftSession, tree: GrowingTree, uncached: int, below: Sequen
 
 def _propose(session: DraftSession, tree: GrowingTree, nodes: Sequence[int], logits: Tensor, breadth: int) -> None:
     """Give nodes their best `breadth` continuations, by the logits after each `[nodes, vocabulary]`."""
-    sampling = session.sampling
+    sampling = session.drafting
     logits = logits[:, : session.vocab_size].float().nan_to_num(nan=0.0)  # a guess may be bad; a tree must be finite
     histories = None
     if sampling.needs_history:
         paths = [[above.token for above in reversed(tree.path(node))] for node in nodes]
         histories = Histories(session.committed, paths, session.generated)
     positions = [len(session.committed) + tree.depth(node) for node in nodes]
-    if sampling.residual:
-        drawn = _draw(adjusted(logits, sampling, histories), positions, sampling, session.rounds, breadth)
+    if session.draws:
+        logits = adjusted(logits, sampling, histories)
+        drawn = _draw(logits, positions, sampling, session.rounds, breadth, session.drawing)
         for node, (distribution, draws) in zip(nodes, drawn, strict=True):
             tree.node(node).candidates, tree.node(node).proposals = distribution, draws
     else:
@@ -242,22 +244,26 @@ def _rank(
 
 
 def _draw(
-    logits: Tensor, positions: Sequence[int], sampling: Sampling, round_: int, breadth: int
+    logits: Tensor, positions: Sequence[int], sampling: Sampling, round_: int, breadth: int, drawing: Drawing
 ) -> list[tuple[DraftDistribution, tuple[Proposal, ...]]]:
-    """Up to `breadth` continuations of each row, drawn without replacement from its truncated distribution.
+    """Up to `breadth` draws of each row from its distribution, truncated to so many candidates.
 
-    The order of the log-probabilities with Gumbel noise added is that of draws without replacement (Gumbel-top-k). The
-    noise is fresh in every round: a tree's shape depends on its draws, so what comes later must not.
+    With replacement each draw maximises the log-probabilities with Gumbel noise of its own. The order of those with one
+    row of noise is that of draws without replacement (Gumbel-top-k). The noise is fresh in every round: a tree's shape
+    depends on its draws, so what comes later must not.
     """
-    size = min(CANDIDATES, MAX_CANDIDATES, logits.shape[-1])
+    size = min(drawing.candidates, logits.shape[-1])
     best = warped(logits, sampling).topk(size, dim=-1)
     rows = []
     for position, values, ids in zip(positions, best.values, best.indices.tolist(), strict=True):
         probs = values.softmax(-1)
         count = int((probs > 0).sum())
         log_probs = probs[:count].log().cpu()
-        perturbed = log_probs + gumbel(sampling.seed, position, count, Stream.DRAFT, round_)
-        order = perturbed.argsort(descending=True)[:breadth].tolist()
+        each = breadth if drawing.replacement else 1
+        noise_of = gumbel(sampling.seed, position, each * count, Stream.DRAFT, round_).view(each, count)
+        perturbed = log_probs + noise_of
+        places = perturbed.argmax(-1) if drawing.replacement else perturbed[0].argsort(descending=True)[:breadth]
+        order = places.tolist()
         distribution = DraftDistribution(tuple(ids[:count]), tuple(probs[:count].tolist()))
         draws = tuple(Proposal(ids[place], max(min(log_probs[place].item(), 0.0), LEAST_LOG_PROB)) for place in order)
         rows.append((distribution, draws))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dynatree.common.kv_range import KVRange
 from dynatree.common.sampling import Sampling
+from dynatree.draft.drawing import DEFAULT_DRAWING, Drawing
 from dynatree.draft.growing_tree import TrieNode
 
 
@@ -20,11 +21,13 @@ class DraftSession:
     root has proposals all are read.
 
     Attributes:
+        sampling: How the target chooses.
         vocab_size: Tokens that may be proposed.
         principal: On whose behalf.
         generated: Committed tokens that are not the prompt's.
         rounds: Commits so far.
         levels: That the last tree had, the root's included; as many may be read at once for the next.
+        drawing: How the policy has the draft's distribution made.
     """
 
     kv: KVRange
@@ -37,10 +40,23 @@ class DraftSession:
     num_used: int = 0
     rounds: int = 0
     levels: int = 4
+    drawing: Drawing = DEFAULT_DRAWING
     root: TrieNode = field(init=False)
 
     def __post_init__(self) -> None:
         self.root = TrieNode(self.committed[-1])
+
+    @property
+    def draws(self) -> bool:
+        """Whether continuations are random draws, instead of the best by a ranking."""
+        return self.sampling.residual or (self.sampling.greedy and self.drawing.temperature is not None)
+
+    @property
+    def drafting(self) -> Sampling:
+        """The options by which the draft's distribution is made: the target's, at the draft's temperature."""
+        if self.drawing.temperature is None:
+            return self.sampling
+        return replace(self.sampling, temperature=self.drawing.temperature)
 
     @property
     def speculative_slots(self) -> int:
@@ -60,7 +76,7 @@ class DraftSession:
         self.committed.extend(token_ids)
         self.generated += len(token_ids)
         self.rounds += 1
-        if self.sampling.residual:  # draws that shaped one tree are not fresh in the next, so the root is read anew
+        if self.draws:  # draws that shaped one tree are not fresh in the next, so the root is read anew
             path, node = path[: len(token_ids) - 1], None
         kept = list(node.descendants()) if node is not None else []
         if node is not None and len(kept) > most_kept:  # leave room for the next tree

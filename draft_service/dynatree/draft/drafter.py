@@ -12,6 +12,7 @@ from dynatree.common.kv_range import KVRange
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import ROOT
 from dynatree.draft.draft_session import DraftSession
+from dynatree.draft.drawing import DEFAULT_DRAWING, Drawing
 from dynatree.draft.growing_tree import GrowingTree
 from dynatree.draft.policies import Policy
 from dynatree.draft.round import Growth
@@ -112,6 +113,7 @@ class Drafter:
         limit: int | None = None,
         principal: str = "",
         generated: int = 0,
+        drawing: Drawing = DEFAULT_DRAWING,
     ) -> DraftSession:
         """Reserve a range of the arena; nothing is read yet.
 
@@ -122,6 +124,7 @@ class Drafter:
             limit: Most tokens of the session, prompt included; None: the context.
             principal: Whose earlier sessions it may go on from.
             generated: How many of `prompt_ids`, at their end, the completion has.
+            drawing: How the policy has the draft's distribution made.
 
         Raises:
             ServiceBusyError: Too few slots are free.
@@ -132,7 +135,15 @@ class Drafter:
         if kv is None:
             raise ServiceBusyError("the draft service's KV cache is full; try again later")
         return DraftSession(
-            kv, list(prompt_ids), sampling, vocab_size, principal, generated, num_cached=cached, num_used=cached
+            kv,
+            list(prompt_ids),
+            sampling,
+            vocab_size,
+            principal,
+            generated,
+            num_cached=cached,
+            num_used=cached,
+            drawing=drawing,
         )
 
     def close(self, session: DraftSession) -> None:
@@ -165,7 +176,7 @@ class Drafter:
             levels += 1
         if levels:
             session.levels = levels
-        frozen = tree.freeze(policy.select(tree))
+        frozen = tree.freeze(policy.select(tree), distributions=session.sampling.residual)
         worked = sum(each.total for each in spent)
         return Growth(
             frozen,
@@ -219,7 +230,8 @@ class Drafter:
             session.committed,
             max_nodes=min(max_nodes, self._max_tree_nodes),
             max_depth=max_depth,
-            sampled=session.sampling.residual,
+            sampled=session.draws,
+            replacement=session.drawing.replacement,
         )
 
     def has_room(self, session: DraftSession, tree: GrowingTree, level: Sequence[int]) -> bool:

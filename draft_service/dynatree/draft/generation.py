@@ -212,6 +212,7 @@ class Generation:
             request.limit,
             request.principal,
             len(request.received.token_ids),
+            request.policy.drawing,
         )
         open_session = _open_session(request, backend.engine.info)
         metadata = ((REQUEST_ID, request.request_id), *request.span.metadata) if request.request_id else ()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
@@ -27,7 +28,7 @@ class TrieNode:
     """What the draft model knows of one token in its context; kept across rounds for as long as the context stands.
 
     `slot` is its place in the session's range of the arena and `proposals` its likeliest continuations, best first. The
-    forward that reads the token sets both. Where continuations are drawn, `proposals` are in the order of the draws and
+    forward that reads the token sets both. Where continuations are drawn, `proposals` are the draws in their order and
     `candidates` is the distribution that they were drawn from. `children` are the continuations that a tree has used.
     """
 
@@ -60,6 +61,7 @@ class GrowingTree:
         max_depth: The deepest node that may be sent.
         sampled: Whether continuations are random draws (residual sampling). Whether a draw is kept may then depend on
             its ancestors, its earlier siblings and the distribution it is drawn from, never on its own token.
+        replacement: Whether those are made with replacement, so that one may repeat a token.
         sent: The nodes of the frozen tree, in its order; empty before `freeze`.
     """
 
@@ -71,11 +73,13 @@ class GrowingTree:
         max_nodes: int = MAX_TREE_NODES,
         max_depth: int = MAX_TREE_NODES,
         sampled: bool = False,
+        replacement: bool = False,
     ) -> None:
         self.context = context
         self.max_nodes = max_nodes
         self.max_depth = max_depth
         self.sampled = sampled
+        self.replacement = sampled and replacement
         self.sent: Sequence[int] = ()
         self._root = root
         self._calibrated: Callable[[float], float] | None = None
@@ -87,7 +91,8 @@ class GrowingTree:
         self._path_log_probs: list[float] = []
         self._values: list[float] = []
         self._spent: dict[int, float] = {}  # by node: the probability of the children that it has
-        self._edges: set[tuple[int, int]] = set()
+        self._edges: dict[tuple[int, int], int] = {}  # the node that carries a token below a parent
+        self._draws: dict[int, list[int]] = {}  # by node: the children that draws with replacement gave, in order
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -169,7 +174,12 @@ class GrowingTree:
         return (parent, token) in self._edges
 
     def add(self, parent: int, proposal: Proposal) -> int:
-        """Add a child below a node; returns its index."""
+        """Add a child below a node; returns its index. A token that is drawn again is the child that it gave before."""
+        known = self._edges.get((parent, proposal.token)) if self.replacement else None
+        if self.replacement:
+            self._draws.setdefault(parent, []).append(len(self) if known is None else known)
+        if known is not None:
+            return known
         value = self.next_value(parent, proposal.log_prob)
         self._values.append(value if parent == ROOT else min(value, self._values[parent]))  # against rounding
         self._nodes.append(self.node(parent).child(proposal.token))
@@ -178,7 +188,7 @@ class GrowingTree:
         self._log_probs.append(proposal.log_prob)
         self._draft_log_probs.append(proposal.draft_log_prob)
         self._path_log_probs.append(self.path_log_prob(parent) + proposal.log_prob)
-        self._edges.add((parent, proposal.token))
+        self._edges[parent, proposal.token] = len(self._nodes) - 1
         self._spent[parent] = self._spent.get(parent, 0.0) + math.exp(proposal.log_prob)
         return len(self._nodes) - 1
 
@@ -199,8 +209,11 @@ class GrowingTree:
             index = self._parents[index]
         return path
 
-    def freeze(self, nodes: Sequence[int]) -> TokenTree:
-        """The immutable tree to send: these nodes, parents first, as far as the limits allow."""
+    def freeze(self, nodes: Sequence[int], *, distributions: bool = True) -> TokenTree:
+        """The immutable tree to send: these nodes, parents first, as far as the limits allow.
+
+        Where they were drawn, it carries what they were drawn from, unless `distributions` is false.
+        """
         self.sent = [node for node in nodes if self._depths[node] <= self.max_depth][: self.max_nodes]
         index = {ROOT: ROOT} | {node: place for place, node in enumerate(self.sent)}
         parents = tuple(index[self._parents[node]] for node in self.sent)
@@ -208,12 +221,22 @@ class GrowingTree:
             token_ids=tuple(self._nodes[node].token for node in self.sent),
             parents=parents,
             log_probs=tuple(self._log_probs[node] for node in self.sent),
-            candidates=self._candidates(self.sent, set(parents)) if self.sampled and self.sent else (),
+            candidates=self._candidates(set(parents)) if distributions and self.sampled and self.sent else (),
         )
 
-    def _candidates(self, sent: Sequence[int], parents: set[int]) -> tuple[DraftDistribution | None, ...]:
+    def _candidates(self, parents: set[int]) -> tuple[DraftDistribution | None, ...]:
         """What the children of the root and of each sent node were drawn from; None where none is sent."""
+        sent = set(self.sent)
         return tuple(
-            self.node(node).candidates if place in parents else None
-            for place, node in enumerate((ROOT, *sent), start=ROOT)
+            self._distribution(node, sent) if place in parents else None
+            for place, node in enumerate((ROOT, *self.sent), start=ROOT)
         )
+
+    def _distribution(self, node: int, sent: Set[int]) -> DraftDistribution | None:
+        """What a node's children were drawn from; if draws may repeat, with those before the first that is not sent."""
+        candidates = self.node(node).candidates
+        if candidates is None or not self.replacement:
+            return candidates
+        places: dict[int, int] = {}
+        drawn = takewhile(sent.__contains__, self._draws[node])
+        return replace(candidates, draws=tuple(places.setdefault(child, len(places)) for child in drawn))

@@ -30,7 +30,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_CANCELLED: FinishReason
 
 class TokenTree(_message.Message):
-    __slots__ = ("round", "base_length", "token_ids", "parents", "log_probs", "candidate_counts", "candidate_ids", "candidate_probs")
+    __slots__ = ("round", "base_length", "token_ids", "parents", "log_probs", "candidate_counts", "candidate_ids", "candidate_probs", "draw_counts", "draws")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,8 @@ class TokenTree(_message.Message):
     CANDIDATE_COUNTS_FIELD_NUMBER: _ClassVar[int]
     CANDIDATE_IDS_FIELD_NUMBER: _ClassVar[int]
     CANDIDATE_PROBS_FIELD_NUMBER: _ClassVar[int]
+    DRAW_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    DRAWS_FIELD_NUMBER: _ClassVar[int]
     round: int
     base_length: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -47,7 +49,9 @@ class TokenTree(_message.Message):
     candidate_counts: _containers.RepeatedScalarFieldContainer[int]
     candidate_ids: _containers.RepeatedScalarFieldContainer[int]
     candidate_probs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, round: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., candidate_counts: _Optional[_Iterable[int]] = ..., candidate_ids: _Optional[_Iterable[int]] = ..., candidate_probs: _Optional[_Iterable[float]] = ...) -> None: ...
+    draw_counts: _containers.RepeatedScalarFieldContainer[int]
+    draws: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., candidate_counts: _Optional[_Iterable[int]] = ..., candidate_ids: _Optional[_Iterable[int]] = ..., candidate_probs: _Optional[_Iterable[float]] = ..., draw_counts: _Optional[_Iterable[int]] = ..., draws: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingOptions(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "seed", "min_p", "repetition_penalty", "logit_bias", "scheme", "frequency_penalty", "presence_penalty")

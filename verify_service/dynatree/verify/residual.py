@@ -3,8 +3,13 @@
 A child drawn from the draft's distribution D is accepted with probability min(1, R(y) / D(y)), where R starts as the
 target's distribution and after each rejection becomes the normalised positive part of R - D, while D loses the rejected
 token. What is committed follows the target's distribution exactly, whatever D is, as long as no child was kept or left
-out for the token that it carries. With a single child a node this is speculative sampling (Leviathan et al. 2023), and
-with a fixed number of children SpecInfer's multi-step speculative sampling, drawn without replacement.
+out for the token that it carries. With a single child a node this is speculative sampling (Leviathan et al. 2023).
+
+Children drawn with replacement are SpecInfer's multi-step speculative sampling (Miao et al. 2023, Algorithm 2): D stays
+as it is, and a token that was drawn twice is tried twice. Its second trial always fails, and R loses D once more.
+
+DySpec's listing draws the number that decides about a child from N(0, 1), and no token below an accepted leaf. The
+number is uniform here, as the acceptance probability requires, and a leaf is followed by the target's own token.
 """
 
 from __future__ import annotations
@@ -56,16 +61,17 @@ def _try_children(
     ids = np.array(candidates.token_ids)
     draft = np.zeros_like(residual)
     draft[ids] = np.array(candidates.probs) / sum(candidates.probs)
-    for child in children:
-        token = tree.token_ids[child]
+    for place in candidates.draws or range(len(children)):
+        child, token = children[place], tree.token_ids[children[place]]
         if generator.random() * draft[token] < residual[token]:
             return child, residual
         rest = np.maximum(residual - draft, 0.0)
         if rest.sum() > 0.0:  # else the two are equal up to rounding, where nothing is ever rejected
             residual = rest / rest.sum()
-        draft[token] = 0.0
-        if draft.sum() > 0.0:
-            draft /= draft.sum()
+        if not candidates.draws:
+            draft[token] = 0.0
+            if draft.sum() > 0.0:
+                draft /= draft.sum()
     return None, residual
 
 

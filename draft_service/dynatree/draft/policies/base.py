@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.limits import MAX_TEMPERATURE
 from dynatree.common.pass_statistics import PassStatistics
-from dynatree.common.tree import ROOT, TokenTree
+from dynatree.common.tree import MAX_CANDIDATES, ROOT, TokenTree
+from dynatree.draft.drawing import DEFAULT_DRAWING, Drawing
 from dynatree.draft.growing_tree import GrowingTree
+from dynatree.draft.round_costs import RoundCost
 
 
 class Outcome(Protocol):
@@ -48,6 +52,18 @@ class Outcome(Protocol):
         """Seconds between sending it and going on that neither covers: above all other sessions' verifications."""
 
 
+def cost_of(outcome: Outcome, *, caught_up: bool = True) -> RoundCost:
+    """What a round took; `caught_up` as in `RoundCost`."""
+    return RoundCost(
+        nodes=len(outcome.tree),
+        verify_seconds=outcome.verify_seconds,
+        draft_forwards=outcome.draft_forwards,
+        draft_seconds=outcome.draft_seconds,
+        caught_up=caught_up,
+        shared=outcome.shared.open_sessions > 1,
+    )
+
+
 class Policy(ABC):
     """Decides the shape of one session's trees. It may carry state from round to round; no two sessions share one.
 
@@ -56,10 +72,12 @@ class Policy(ABC):
             draft model is not asked.
         supports_residual: Whether it can grow a tree of random draws (residual sampling): it never keeps a node, or
             leaves one out, for the token that the node carries.
+        drawing: How the draft's distribution is made.
     """
 
     breadth: int
     supports_residual: bool = False
+    drawing: Drawing = DEFAULT_DRAWING
 
     def start(self, tree: GrowingTree) -> list[int]:
         """The nodes to expand first, given the empty tree: the root or nothing. May add nodes that need no model."""
@@ -85,6 +103,27 @@ class Policy(ABC):
     def parameters(self) -> dict[str, float]:
         """The learnt quantities that steer the next tree, by name."""
         return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawingSettings:
+    """What all policies that can draw have: the draft's temperature (0: the request's), and the candidates of draws.
+
+    The draft's distribution may be any: residual acceptance is exact for all of them, and greedy decoding and shared
+    noise are exact for every tree.
+    """
+
+    draft_temperature: float = 0.0
+    candidates: int = 32
+
+    def __post_init__(self) -> None:
+        check_range("draft_temperature", self.draft_temperature, 0.0, MAX_TEMPERATURE)
+        check_range("candidates", self.candidates, 1, MAX_CANDIDATES)
+
+    @property
+    def drawing(self) -> Drawing:
+        """How the draft's distribution is made."""
+        return Drawing(self.draft_temperature or None, self.candidates)
 
 
 MAX_NUMBERS = 64  # of a setting that is a list

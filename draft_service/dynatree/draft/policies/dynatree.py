@@ -11,7 +11,7 @@ from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.draft.growing_tree import GrowingTree
 from dynatree.draft.history import ProportionalHistory, ReleasedHistory, Steering
-from dynatree.draft.policies.base import Outcome, Policy, check_range
+from dynatree.draft.policies.base import DrawingSettings, Outcome, Policy, check_range
 from dynatree.draft.policies.level_growth import Prune, Root, grow_level
 from dynatree.draft.track_record import TrackRecord
 
@@ -25,7 +25,7 @@ class History(StrEnum):
 
 
 @dataclass(frozen=True)
-class DynaTreeSettings:
+class DynaTreeSettings(DrawingSettings):
     """The papers' parameters. docs/reference/provenance.md says where each default comes from.
 
     The papers leave the steps eta_D and eta_h open. Ours move D_0 by at most 0.35 and tau_h by at most 0.035 a round at
@@ -65,6 +65,7 @@ class DynaTreeSettings:
     calibrated: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("tau_high", "tau_low", "rho_stop", "rho_deep", "target_acceptance"):
             check_range(name, getattr(self, name), 0.0, 1.0, open_low=True)
         check_range("tau", self.tau, 0.0, 1.0)

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatree.common.limits import MOST_TREE_NODES
+from dynatree.common.tree import MAX_CANDIDATES
 from dynatree.draft.growing_tree import GrowingTree
-from dynatree.draft.policies.base import Policy, check_range
+from dynatree.draft.policies.base import DrawingSettings, Policy, check_range
 from dynatree.draft.policies.best_first import BestFirst
 
 
 @dataclass(frozen=True)
-class DySpecSettings:
+class DySpecSettings(DrawingSettings):
     """The node budget (the paper's guess length, 64), limits that the paper does not have, and calibrated values."""
 
     max_nodes: int = 64
@@ -22,9 +23,10 @@ class DySpecSettings:
     calibrated: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range("max_nodes", self.max_nodes, 1, MOST_TREE_NODES)
         check_range("max_depth", self.max_depth, 1, 64)
-        check_range("breadth", self.breadth, 1, 64)
+        check_range("breadth", self.breadth, 1, MAX_CANDIDATES)
 
 
 class DySpec(Policy):
@@ -46,7 +48,7 @@ class DySpec(Policy):
 
 
 @dataclass(frozen=True)
-class DySpecThresholdSettings:
+class DySpecThresholdSettings(DrawingSettings):
     """The threshold, "typically around 1/n" for n nodes (section 4.3), a hard budget, and calibrated values."""
 
     threshold: float = 1 / 64
@@ -56,10 +58,11 @@ class DySpecThresholdSettings:
     calibrated: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range("threshold", self.threshold, 0.0, 1.0, open_low=True)
         check_range("max_nodes", self.max_nodes, 1, MOST_TREE_NODES)
         check_range("max_depth", self.max_depth, 1, 64)
-        check_range("breadth", self.breadth, 1, 64)
+        check_range("breadth", self.breadth, 1, MAX_CANDIDATES)
 
 
 class DySpecThreshold(Policy):

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.draft.growing_tree import GrowingTree
-from dynatree.draft.policies.base import Policy, check_range
+from dynatree.draft.policies.base import DrawingSettings, Policy, check_range
 from dynatree.draft.policies.level_growth import Prune, Root, grow_level
 
 
 @dataclass(frozen=True)
-class FixedSettings:
+class FixedSettings(DrawingSettings):
     """Depth D, breadth B, pruning threshold tau and node budget N_max. The defaults are DynaTree's tuned baseline.
 
     `root` single and `prune` expand make the tree of Algorithm 1, which the authors' fixed tree is too. With
@@ -29,6 +29,7 @@ class FixedSettings:
     calibrated: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range("depth", self.depth, 1, 64)
         check_range("breadth", self.breadth, 1, 64)
         check_range("tau", self.tau, 0.0, 1.0)
@@ -65,12 +66,13 @@ class Fixed(Policy):
 
 
 @dataclass(frozen=True)
-class LinearSettings:
+class LinearSettings(DrawingSettings):
     """The chain's length K. The default is the paper's on WikiText-2."""
 
     depth: int = 8
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range("depth", self.depth, 1, 64)
 
 

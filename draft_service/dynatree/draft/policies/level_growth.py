@@ -54,13 +54,13 @@ def grow_level(
     """
     budget = min(max_nodes, tree.max_nodes)
     single = root is Root.SINGLE
-    added = []
+    added: dict[int, None] = {}  # in order; a draw may repeat one
     for node in level:
         for proposal in tree.proposals(node)[: 1 if single and node == ROOT else children_of(node)]:
             if len(tree) == budget:
                 break
             if prune is Prune.EXPAND or tree.sampled or keeps(tree.path_log_prob(node) + proposal.log_prob):
-                added.append(tree.add(node, proposal))
+                added[tree.add(node, proposal)] = None
     if len(tree) == budget:
         return []
     return [node for node in added if keeps(tree.path_log_prob(node)) and expands(node, tree.depth(node) - single)]

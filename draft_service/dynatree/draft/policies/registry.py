@@ -10,7 +10,7 @@ from typing import Any
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.draft.control import DEFAULT_CONTROL, ControlSettings
 from dynatree.draft.policies.autoregressive import Autoregressive, AutoregressiveSettings
-from dynatree.draft.policies.base import MAX_NUMBERS, Policy, check_length
+from dynatree.draft.policies.base import MAX_NUMBERS, DrawingSettings, Policy, check_length
 from dynatree.draft.policies.calibrated import Calibrated, CalibratedValue
 from dynatree.draft.policies.dynatree import DynaTree, DynaTreeSettings
 from dynatree.draft.policies.dyspec import DySpec, DySpecSettings, DySpecThreshold, DySpecThresholdSettings
@@ -48,7 +48,7 @@ _REGISTRY = {
     "linear": _Entry(LinearSettings, lambda settings, *_: linear(settings)),
     "ngram": _Entry(NGramSettings, lambda settings, _, control: NGram(settings, control)),
     "opt-tree": _Entry(OptTreeSettings, lambda settings, *_: OptTree(settings)),
-    "sequoia": _Entry(SequoiaSettings, lambda settings, *_: Sequoia(settings)),
+    "sequoia": _Entry(SequoiaSettings, lambda settings, costs, _: Sequoia(settings, costs)),
     "specinfer": _Entry(SpecInferSettings, lambda settings, *_: SpecInfer(settings)),
     "throughput": _Entry(ThroughputSettings, Throughput),
 }
@@ -95,7 +95,9 @@ def create_policy(
     costs = costs or Costs(control=control)
     policy = entry.create(checked, costs, control)
     if getattr(checked, "calibrated", False):
-        return Calibrated(policy, CalibratedValue(costs.track_record, control))
+        policy = Calibrated(policy, CalibratedValue(costs.track_record, control))
+    if isinstance(checked, DrawingSettings):
+        policy.drawing = checked.drawing
     return policy
 
 

@@ -1,4 +1,4 @@
-"""Sequoia: one static tree shape, the best for acceptance rates by rank (Chen et al. 2024, section 4.1)."""
+"""Sequoia: one static tree shape, the best for acceptance rates by rank (Chen et al. 2024, sections 4.1 and 4.3)."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.common.tree import ROOT
 from dynatree.draft.growing_tree import GrowingTree
-from dynatree.draft.policies.base import Policy, check_length, check_range
+from dynatree.draft.policies.base import DrawingSettings, Outcome, Policy, check_length, check_range, cost_of
+from dynatree.draft.round_costs import Costs
+from dynatree.draft.verify_cost import largest_tree
 
 MAX_RANKS = 8  # the programme's time grows with the ranks
 
 
 @dataclass(frozen=True)
-class SequoiaSettings:
+class SequoiaSettings(DrawingSettings):
     """Node budget, depth, and the rates at which the target chooses the draft's first, second ... guess.
 
+    With `max_nodes` of 0 the measured costs choose both, up to `max_depth` and the services' own limit of nodes.
     `dynatree bench ranks` measures the rates on a pair; the defaults are the embedded pair's, greedy, on a book that it
     was not trained on.
     """
@@ -29,7 +33,8 @@ class SequoiaSettings:
     rates: tuple[float, ...] = (0.732, 0.146, 0.054, 0.017, 0.015, 0.006, 0.005, 0.005)
 
     def __post_init__(self) -> None:
-        check_range("max_nodes", self.max_nodes, 1, MOST_TREE_NODES)
+        super().__post_init__()
+        check_range("max_nodes", self.max_nodes, 0, MOST_TREE_NODES)
         check_range("max_depth", self.max_depth, 1, 32)
         check_length("rates", self.rates, MAX_RANKS)
         for rank, rate in enumerate(self.rates):
@@ -46,11 +51,13 @@ class Shape:
         widths: The number of children of each node.
         first: The index of each node's first child; its other children follow.
         expected: The expected accepted length.
+        depth: The levels.
     """
 
     widths: tuple[int, ...]
     first: tuple[int, ...]
     expected: float
+    depth: int
 
 
 class Sequoia(Policy):
@@ -58,32 +65,95 @@ class Sequoia(Policy):
 
         p(u) = product of rates[rank of w among its siblings] over the nodes w of u's path,   max sum of p(u)
 
-    Only the tokens follow the draft.
+    Only the tokens follow the draft. Where costs choose n and the depth d, a session's first tree decides:
+
+        max over n and d of (1 + the sum for n and d) / (V(n) + d D)
+
+    V(n) and D are seconds of a verification and of a draft forward (`Costs`), one for each of the d levels.
     """
 
     supports_residual = True
 
-    def __init__(self, settings: SequoiaSettings) -> None:
-        self._shape = best_shape(settings.rates, settings.max_nodes, settings.max_depth)
-        self.breadth = max(1, *self._shape.widths)
+    def __init__(self, settings: SequoiaSettings, costs: Costs) -> None:
+        self._settings = settings
+        self._costs = costs
+        self._shape: Shape | None = None
+        self.breadth = len(settings.rates)
+        if settings.max_nodes:
+            self._shape = best_shape(settings.rates, settings.max_nodes, settings.max_depth)
+            self.breadth = max(1, *self._shape.widths)
         self._places: dict[int, int] = {}
+
+    def start(self, tree: GrowingTree) -> list[int]:
+        """The root; the first tree fixes the shape of all."""
+        if self._shape is None:
+            self._shape = fastest_shape(self._settings.rates, tree.max_nodes, self._settings.max_depth, self._costs)
+        return [ROOT]
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learn the costs, where they choose the shapes of the sessions to come."""
+        if not self._settings.max_nodes:
+            self._costs.observe(cost_of(outcome))
+
+    def parameters(self) -> dict[str, float]:
+        """The shape that the costs chose."""
+        if self._settings.max_nodes or self._shape is None:
+            return {}
+        return {"nodes": len(self._shape.widths) - 1.0, "depth": float(self._shape.depth)}
 
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
         """Give each node of the level the children that the shape has there."""
+        shape = self._shape
+        assert shape is not None, "a tree starts before it grows"
         if ROOT in level:
             self._places = {ROOT: 0}
         added = []
         for node in level:
             place = self._places[node]
-            for rank, proposal in enumerate(tree.proposals(node)[: self._shape.widths[place]]):
+            for rank, proposal in enumerate(tree.proposals(node)[: shape.widths[place]]):
                 added.append(tree.add(node, proposal))
-                self._places[added[-1]] = self._shape.first[place] + rank
-        return [node for node in added if self._shape.widths[self._places[node]]]
+                self._places[added[-1]] = shape.first[place] + rank
+        return [node for node in added if shape.widths[self._places[node]]]
 
 
 @lru_cache(maxsize=64)
 def best_shape(rates: tuple[float, ...], max_nodes: int, max_depth: int) -> Shape:
-    """The shape of at most `max_nodes` nodes and `max_depth` levels with the greatest expected accepted length.
+    """The shape of at most `max_nodes` nodes and `max_depth` levels with the greatest expected accepted length."""
+    return _unfold(_programme(rates, max_nodes, max_depth), max_nodes)
+
+
+def fastest_shape(rates: tuple[float, ...], max_nodes: int, max_depth: int, costs: Costs) -> Shape:
+    """The shape of the most expected tokens a second, the target's own token included (Sequoia, section 4.3).
+
+    V is one figure for each bucket of sizes, so that the best tree of a depth is a bucket's largest, or of `max_nodes`.
+    """
+    levels = _programme(rates, max_nodes, max_depth)
+    sizes = {min(largest_tree(nodes), max_nodes) for nodes in range(1, max_nodes + 1)}
+
+    def rate(nodes: int, depth: int) -> float:
+        seconds = costs.verify(nodes) + depth * costs.draft_forward_seconds
+        return (1.0 + levels[depth - 1].expected[nodes]) / seconds
+
+    nodes, depth = max(product(sorted(sizes), range(1, max_depth + 1)), key=lambda size: rate(*size))
+    return _unfold(levels[:depth], nodes)
+
+
+@dataclass(frozen=True)
+class _Level:
+    """The best trees of so many levels, by nodes.
+
+    Attributes:
+        expected: The expected accepted length of each number of nodes.
+        taken: By rank and number of nodes, the nodes of the tree of that rank; 0 ends the forest.
+    """
+
+    expected: Sequence[float]
+    taken: Sequence[Sequence[int]]
+
+
+@lru_cache(maxsize=16)
+def _programme(rates: tuple[float, ...], max_nodes: int, max_depth: int) -> Sequence[_Level]:
+    """The best trees of 1, 2, ... `max_depth` levels and of at most `max_nodes` nodes.
 
     A node whose ranks from the root are k1, k2, ... is accepted with probability rates[k1] * rates[k2] * ..., and
     the expected length is the sum over the nodes. The dynamic programme (Sequoia, section 4.1.2) is over
@@ -94,7 +164,7 @@ def best_shape(rates: tuple[float, ...], max_nodes: int, max_depth: int) -> Shap
     import numpy as np  # takes a tenth of a second, which no other policy's help or errors should wait for
 
     below = np.zeros(max_nodes + 1)  # F(d - 1, 0, m) by m
-    sizes: list[list[list[int]]] = []  # [level][rank][m]: nodes in the tree of that rank; 0 ends the forest
+    levels: list[_Level] = []
     for _ in range(max_depth):
         forest = np.zeros(max_nodes + 1)
         taken: list[list[int]] = []
@@ -108,19 +178,21 @@ def best_shape(rates: tuple[float, ...], max_nodes: int, max_depth: int) -> Shap
             forest = best
             taken.insert(0, size)
         below = forest
-        sizes.append(taken)
-    return _unfold(sizes, max_nodes, float(below[max_nodes]))
+        levels.append(_Level(below.tolist(), taken))
+    return tuple(levels)
 
 
-def _unfold(sizes: list[list[list[int]]], max_nodes: int, expected: float) -> Shape:
+def _unfold(below: Sequence[_Level], max_nodes: int) -> Shape:
+    """The best tree of that many levels and at most so many nodes."""
     widths: list[int] = []
     first: list[int] = []
-    queue = deque([(len(sizes), max_nodes)])  # levels below a node, and nodes to place there
-    placed = 1
+    queue = deque([(len(below), max_nodes)])  # levels below a node, and nodes to place there
+    placed, least = 1, len(below)
     while queue:
         levels, room = queue.popleft()
+        least = min(least, levels)
         children = []
-        for taken in sizes[levels - 1] if levels else ():
+        for taken in below[levels - 1].taken if levels else ():
             if not taken[room]:
                 break
             children.append((levels - 1, taken[room] - 1))
@@ -129,4 +201,4 @@ def _unfold(sizes: list[list[list[int]]], max_nodes: int, expected: float) -> Sh
         widths.append(len(children))
         placed += len(children)
         queue.extend(children)
-    return Shape(tuple(widths), tuple(first), expected)
+    return Shape(tuple(widths), tuple(first), below[-1].expected[max_nodes], len(below) - least)

@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dynatree.common.limits import MOST_TREE_NODES
+from dynatree.common.tree import MAX_DRAWS
+from dynatree.draft.drawing import Drawing
 from dynatree.draft.growing_tree import GrowingTree
-from dynatree.draft.policies.base import Policy, check_length, check_range
+from dynatree.draft.policies.base import DrawingSettings, Policy, check_length, check_range
 from dynatree.draft.policies.level_growth import grow_level
 
 
 @dataclass(frozen=True)
-class SpecInferSettings:
-    """Children of each node at depth 0, 1, 2 and so on, and the node budget.
+class SpecInferSettings(DrawingSettings):
+    """Children of each node at depth 0, 1, 2 and so on, the node budget, and how children are drawn.
 
-    The default is the configuration <1, 1, 3, 1, 1, 1, 1, 1> of SpecInfer (Miao et al. 2023, section 6).
+    The default is the configuration <1, 1, 3, 1, 1, 1, 1, 1> of SpecInfer (Miao et al. 2023, section 6), of 20 nodes.
+    SpecInfer draws with `replacement`; without, which is the default, no draw is lost to a repetition, and the tree is
+    the stronger baseline. DySpec compares with trees of 64 nodes whose widths it does not give.
     """
 
     widths: tuple[int, ...] = (1, 1, 3, 1, 1, 1, 1, 1)
     max_nodes: int = 256
+    replacement: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_length("widths", self.widths)
         for depth, width in enumerate(self.widths):
-            check_range(f"widths[{depth}]", width, 1, 64)
+            check_range(f"widths[{depth}]", width, 1, MAX_DRAWS)
         check_range("max_nodes", self.max_nodes, 1, MOST_TREE_NODES)
+
+    @property
+    def drawing(self) -> Drawing:
+        """As all policies', with or without replacement."""
+        return replace(super().drawing, replacement=self.replacement)
 
 
 class SpecInfer(Policy):

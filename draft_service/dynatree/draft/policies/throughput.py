@@ -9,14 +9,14 @@ from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.common.tree import ROOT
 from dynatree.draft.control import ControlSettings
 from dynatree.draft.growing_tree import GrowingTree
-from dynatree.draft.policies.base import Outcome, Policy, check_range
+from dynatree.draft.policies.base import Outcome, Policy, check_range, cost_of
 from dynatree.draft.policies.best_first import BestFirst
 from dynatree.draft.policies.calibrated import CalibratedValue
 from dynatree.draft.policies.child_mass import ChildMass, open_mass
 from dynatree.draft.policies.merged import MergedNGrams, MergedSettings
 from dynatree.draft.policies.objective import Objective, Plan
 from dynatree.draft.policies.pause import Pause
-from dynatree.draft.round_costs import Costs, RoundCost
+from dynatree.draft.round_costs import Costs
 
 LEAST_NODES = 63
 NEARLY_FREE = 1.5  # plain steps of a verification
@@ -120,16 +120,7 @@ class Throughput(Policy):
     def observe(self, outcome: Outcome) -> None:
         """Learn the costs, the rate, and what became of the draft's nodes."""
         self._is_first = False
-        self._costs.observe(
-            RoundCost(
-                nodes=len(outcome.tree),
-                verify_seconds=outcome.verify_seconds,
-                draft_forwards=outcome.draft_forwards,
-                draft_seconds=outcome.draft_seconds,
-                caught_up=self._caught_up,
-                shared=outcome.shared.open_sessions > 1,
-            )
-        )
+        self._costs.observe(cost_of(outcome, caught_up=self._caught_up))
         seconds = outcome.draft_seconds + outcome.waited_seconds + outcome.verify_seconds
         self._objective.observe(len(outcome.accepted) + 1, seconds, outcome.shared)
         self._value.observe(outcome)
