@@ -108,11 +108,11 @@ def running_services(
         )
     )
     verify_limits = VerifyLimits(sessions, queue, max_tree_nodes, batch_rows, idle_seconds, prefix_cache)
-    draft_limits = DraftLimits(sessions, queue, idle_seconds, prefix_cache, resume_seconds, quota)
+    draft_limits = DraftLimits(sessions, queue, idle_seconds, prefix_cache, resume_seconds, quota, max_tree_nodes)
     draft = load_engine(
         ModelSettings(
             str(draft_model),
-            speculative_slots=2 * MAX_TREE_NODES,
+            speculative_slots=2 * max_tree_nodes,
             chooses_tokens=False,
             max_context=draft_context,
             **shared,

@@ -131,12 +131,19 @@ def test_a_setting_of_two_kinds_is_refused(services, kinds):
         ("dyspec", {"max_nodes": 0}, "max_nodes is 0, expected a number in [1, 2048]"),
         ("dyspec", {"max_nodes": 2049}, "max_nodes is 2049, expected a number in [1, 2048]"),
         ("dyspec", {"max_depth": 65}, "max_depth is 65, expected a number in [1, 64]"),
-        ("dyspec", {"breadth": 0}, "breadth is 0, expected a number in [1, 64]"),
+        ("dyspec", {"breadth": 0}, "breadth is 0, expected a number in [1, 256]"),
+        ("dyspec", {"candidates": 0}, "candidates is 0, expected a number in [1, 256]"),
+        ("sequoia", {"candidates": 257}, "candidates is 257, expected a number in [1, 256]"),
+        ("linear", {"draft_temperature": -0.6}, "draft_temperature is -0.6, expected a number in [0, 100]"),
+        ("fixed", {"draft_temperature": inf}, "draft_temperature is inf, expected a number in [0, 100]"),
+        ("specinfer", {"replacement": 2}, "replacement is 2, expected 0 (off) or 1 (on)"),
+        ("dyspec", {"replacement": 1}, "has no setting replacement"),
+        ("opt-tree", {"draft_temperature": 0.6}, "has no setting draft_temperature"),
         ("dyspec", {"threshold": 0.1}, "has no setting threshold; its settings: max_nodes, max_depth, breadth"),
         ("dyspec-threshold", {"threshold": 0}, "threshold is 0, expected a number in (0, 1]"),
         ("dyspec-threshold", {"threshold": 1.5}, "threshold is 1.5, expected a number in (0, 1]"),
         ("dyspec-threshold", {"threshold": nan}, "threshold is nan, expected a number in (0, 1]"),
-        ("dyspec-threshold", {"breadth": 65}, "breadth is 65, expected a number in [1, 64]"),
+        ("dyspec-threshold", {"breadth": 257}, "breadth is 257, expected a number in [1, 256]"),
         ("specinfer", {"widths": [0]}, "widths[0] is 0, expected a number in [1, 64]"),
         ("specinfer", {"widths": [1] * 15 + [65]}, "widths[15] is 65, expected a number in [1, 64]"),
         ("specinfer", {"widths": (1, -1)}, "widths[1] is -1, expected a number in [1, 64]"),
@@ -192,7 +199,9 @@ def test_policy_settings_out_of_range(client, policy, settings, message):
 # The verify service's own wire
 
 
-def drawn_tree(counts=(2, 1, 0), ids=(8, 10, 9), probs=(0.5, 0.5, 1.0), token_ids=(8, 9), parents=(-1, 0)):
+def drawn_tree(
+    counts=(2, 1, 0), ids=(8, 10, 9), probs=(0.5, 0.5, 1.0), token_ids=(8, 9), parents=(-1, 0), draw_counts=(), draws=()
+):
     """Token 8 drawn below the root from {8, 10}, and 9 below it."""
     return verify_pb2.VerifyRequest(
         tree=tree_pb2.TokenTree(
@@ -202,6 +211,8 @@ def drawn_tree(counts=(2, 1, 0), ids=(8, 10, 9), probs=(0.5, 0.5, 1.0), token_id
             candidate_counts=counts,
             candidate_ids=ids,
             candidate_probs=probs,
+            draw_counts=draw_counts,
+            draws=draws,
         )
     )
 
@@ -235,9 +246,16 @@ NO_FIT = "do not fit together"
         ({"ids": (11, 10, 9)}, "node 0 carries token 8, which its parent's candidate_ids lack"),
         ({"ids": (8, 9, 10)}, "node 1 carries token 9, which its parent's candidate_ids lack"),
         ({"counts": (2, 0, 1)}, "node 1 carries token 9, which its parent's candidate_ids lack"),
+        ({"draws": (0,)}, f"0 draw_counts for 3 candidate_counts and 1 draws {NO_FIT}"),
+        ({"draw_counts": (2, 1), "draws": (0, 0, 0)}, f"2 draw_counts for 3 candidate_counts and 3 draws {NO_FIT}"),
+        ({"draw_counts": (2**32 - 1, 1, 0), "draws": (0, 0)}, NO_FIT),
+        ({"draw_counts": (1, 1, 1), "draws": (0, 0, 0)}, "1 draws where candidate_counts names no candidate"),
+        ({"draw_counts": (2, 1, 0), "draws": (1, 0, 0)}, "draws names child 1 after 0 children"),
+        ({"draw_counts": (2, 1, 0), "draws": (0, 1, 0)}, "draws below node -1 name 2 children, the tree has 1"),
+        ({"draw_counts": (65, 1, 0), "draws": (0,) * 66}, "has 65 draws, at most 64 are accepted"),
         (
-            {"counts": (65, 1, 0), "ids": (*range(65), 9), "probs": (*[1 / 65] * 65, 1.0)},
-            "65 candidate_ids and 65 candidate_probs, expected as many of each, 1 to 64",
+            {"counts": (257, 1, 0), "ids": (*range(257), 9), "probs": (*[1 / 257] * 257, 1.0)},
+            "257 candidate_ids and 257 candidate_probs, expected as many of each, 1 to 256",
         ),
     ],
 )
@@ -251,12 +269,22 @@ def test_draft_distributions_that_cannot_be(services, stub, changes, message):
     "tree",
     [
         drawn_tree(),
-        drawn_tree((64, 1, 0), (*range(64), 9), (*[1 / 64] * 64, 1.0)),
+        drawn_tree((256, 1, 0), (*range(256), 9), (*[1 / 256] * 256, 1.0)),
+        drawn_tree(draw_counts=(64, 0, 0), draws=(0,) * 64),
+        drawn_tree(draw_counts=(2, 1, 0), draws=(0, 0, 0)),
         drawn_tree((2, 1, 1), (8, 10, 9, 11), (0.5, 0.5, 1.0, 1.0)),
         drawn_tree((), (), (), (), ()),
         drawn_tree((0,), (), (), (), ()),
     ],
-    ids=["drawn", "64 candidates", "candidates without a draw", "empty", "empty, none drawn"],
+    ids=[
+        "drawn",
+        "256 candidates",
+        "64 draws with replacement",
+        "two draws and one",
+        "candidates without a draw",
+        "empty",
+        "empty, none drawn",
+    ],
 )
 def test_draft_distributions_that_can(services, stub, tree):
     """The same trees without their fault; only the one after them, of a round that is over, is refused."""

@@ -1,6 +1,7 @@
 """Residual acceptance by itself: what is committed follows the target, whatever the draft proposes."""
 
 import math
+from dataclasses import replace
 from unittest.mock import Mock
 
 import numpy as np
@@ -14,27 +15,29 @@ TARGET = np.array([0.05, 0.3, 0.15, 0.1, 0.4])
 DRAFT = {0: 0.5, 2: 0.2, 3: 0.1, 4: 0.2}  # thinks much of what the target hardly says, and nothing of token 1
 
 
-def drawn_tree(children: int, random: np.random.Generator) -> TokenTree:
-    """A root with so many children, drawn without replacement, and one child below the first."""
+def drawn_tree(draws: int, replacement: bool, random: np.random.Generator) -> TokenTree:
+    """A root whose children are so many draws, and one child below the first."""
     tokens, probs = list(DRAFT), list(DRAFT.values())
-    drawn = random.choice(tokens, size=children, replace=False, p=probs).tolist()
+    drawn = random.choice(tokens, size=draws, replace=replacement, p=probs).tolist()
+    children = list(dict.fromkeys(drawn))
     below = random.choice(tokens, p=probs)
     candidates = DraftDistribution(tuple(tokens), tuple(probs))
+    places = tuple(children.index(token) for token in drawn) if replacement else ()
     return TokenTree(
-        (*drawn, int(below)),
-        (*[ROOT] * children, 0),
-        candidates=(candidates, candidates, *[None] * children),
+        (*children, int(below)),
+        (*[ROOT] * len(children), 0),
+        candidates=(replace(candidates, draws=places), candidates, *[None] * len(children)),
     )
 
 
-@pytest.mark.parametrize("children", [1, 3])
-def test_commits_follow_the_target(children: int) -> None:
+@pytest.mark.parametrize(("children", "replacement"), [(1, False), (3, False), (2, True), (4, True)])
+def test_commits_follow_the_target(children: int, replacement: bool) -> None:
     """The first token, and the second behind each first one, within four standard deviations."""
     random = np.random.default_rng(children)
     turned = TARGET[::-1].copy()  # what the target says below the root
     pairs = np.zeros((5, 5))
     for _ in range(DRAWS):
-        tree = drawn_tree(children, random)
+        tree = drawn_tree(children, replacement, random)
         verdict = accept_residual(tree, lambda node: TARGET if node == ROOT else turned, lambda depth: random)
         assert [tree.token_ids[node] for node in verdict.accepted] == list(verdict.token_ids[:-1])
         first, *rest = verdict.token_ids
@@ -73,3 +76,14 @@ def test_rounded_draft_probabilities_are_normalised() -> None:
     target = np.array([0.0, 0.0, 0.0, 0.5, 0.5])
     unlucky = Mock(**{"random.return_value": 1 - 1e-9})
     assert accept_residual(tree, lambda node: target, lambda depth: unlucky).accepted == (0,)
+
+
+@pytest.mark.parametrize(
+    ("draws", "token"), [((), 1), ((0,), 1), ((0, 0), 2)], ids=["without replacement", "one draw", "a repeated draw"]
+)
+def test_a_repeated_draw_is_rejected_again(draws: tuple[int, ...], token: int) -> None:
+    """R = (0.2, 0.6, 0.2) loses D = (0.5, 0.5, 0): once leaves (0, 1/3, 2/3), twice leaves (0, 0, 1)."""
+    tree = TokenTree((0,), (ROOT,), candidates=(DraftDistribution((0, 1), (0.5, 0.5), draws), None))
+    random = Mock(**{"random.side_effect": [*[0.9] * max(len(draws), 1), 0.1]})
+    verdict = accept_residual(tree, lambda node: np.array([0.2, 0.6, 0.2]), lambda depth: random)
+    assert (verdict.accepted, verdict.token_ids) == ((), (token,))

@@ -39,10 +39,10 @@ def test_malformed_trees_are_refused(token_ids, parents, log_probs, message):
 
 
 def test_a_draft_distribution_names_so_many_tokens():
-    uniform = DraftDistribution(tuple(range(64)), (1 / 64,) * 64)
+    uniform = DraftDistribution(tuple(range(256)), (1 / 256,) * 256)
     assert TokenTree((3,), (ROOT,), candidates=(uniform, None)).candidates[0] == uniform
-    with pytest.raises(InvalidArgumentError, match=r"65 candidate_ids and 65 candidate_probs, expected .* 1 to 64"):
-        DraftDistribution(tuple(range(65)), (1 / 65,) * 65)
+    with pytest.raises(InvalidArgumentError, match=r"257 candidate_ids and 257 candidate_probs, .* 1 to 256"):
+        DraftDistribution(tuple(range(257)), (1 / 257,) * 257)
     with pytest.raises(InvalidArgumentError, match="0 candidate_ids"):
         DraftDistribution((), ())
     with pytest.raises(InvalidArgumentError, match="needs 0 or 2 candidate_counts, got 1"):

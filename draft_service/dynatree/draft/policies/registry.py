@@ -86,7 +86,8 @@ def create_policy(
     entry = _REGISTRY.get(name)
     if entry is None:
         raise InvalidArgumentError(f"unknown policy {name!r}, expected one of {', '.join(policy_names())}")
-    known = {field.name: field for field in fields(entry.settings)}
+    # what policies have in common comes last
+    known = {field.name: field for field in sorted(fields(entry.settings), key=lambda field: field.kw_only)}
     unknown = sorted(set(settings) - set(known))
     if unknown:
         names = ", ".join(known) or "none"
