@@ -87,7 +87,7 @@ def create_policy(
     if entry is None:
         raise InvalidArgumentError(f"unknown policy {name!r}, expected one of {', '.join(policy_names())}")
     # what policies have in common comes last
-    known = {field.name: field for field in sorted(fields(entry.settings), key=lambda field: field.kw_only)}
+    known = {field.name: field for field in sorted(fields(entry.settings), key=lambda field: field.kw_only is True)}
     unknown = sorted(set(settings) - set(known))
     if unknown:
         names = ", ".join(known) or "none"
