@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from dynatree.cli.main import COMMANDS
 from dynatree.client import Statistics
 from dynatree.common.errors import EX_SOFTWARE
+from dynatree.draft.control import ControlSettings
 from dynatree.draft.metrics import DraftMetrics
 from dynatree.draft.policies import registry
 from dynatree.gateway.metrics import GatewayMetrics
@@ -82,6 +83,33 @@ def test_settings_of_policies_and_their_defaults() -> None:
         name: {each.name: value_of(each.default) for each in fields(entry.settings)}
         for name, entry in registry._REGISTRY.items()
     }
+    assert shown == have
+
+
+def test_every_default_of_a_policy_has_a_source() -> None:
+    shown: dict[tuple[str, str], Any] = {}
+    for policies, settings, source in rows_of("reference/provenance.md", "policy", "settings (defaults)"):
+        found = {
+            (policy, name): value for policy in codes(policies) for name, value in documented_settings(settings).items()
+        }
+        assert found
+        assert source
+        assert not found.keys() & shown.keys(), "one line for each default"
+        shown |= found
+    assert shown == {
+        (policy, each.name): value_of(each.default)
+        for policy, entry in registry._REGISTRY.items()
+        for each in fields(entry.settings)
+    }
+
+
+def test_every_constant_of_the_controller_has_its_source() -> None:
+    shown = {
+        name: (value, source)
+        for constants, source in rows_of("reference/provenance.md", "constants", "from")
+        for name, value in documented_settings(constants).items()
+    }
+    have = {each.name: (value_of(each.default), each.metadata["source"]) for each in fields(ControlSettings)}
     assert shown == have
 
 
