@@ -38,14 +38,18 @@ def test_the_nodes_that_are_admitted_bring_the_most():
     for _ in range(60):
         trees = [random_tree(generator, generator.randrange(12)) for _ in range(generator.randint(1, 9))]
         rate, most = generator.uniform(1.0, 80.0), generator.randint(10, 40)
-        admitted = admit(trees, rate, STEEP, most)
-        probs = sorted((prob for tree in trees for prob in path_probs(tree)), reverse=True)
+        worths = [generator.choice([0.2, 1.0, 1.7]) for _ in trees]
+        admitted = admit(trees, worths, rate, STEEP, most)
+        values = [
+            [min(worth * prob, 1.0) for prob in path_probs(tree)] for tree, worth in zip(trees, worths, strict=True)
+        ]
+        probs = sorted((value for of_tree in values for value in of_tree), reverse=True)
 
         def gain(count):
             return sum(probs[:count]) - rate * STEEP.seconds(len(trees) + count)  # noqa: B023 - called at once
 
         kept = sorted(
-            (path_probs(tree)[node] for tree, nodes in zip(trees, admitted.nodes, strict=True) for node in nodes),
+            (of_tree[node] for of_tree, nodes in zip(values, admitted.nodes, strict=True) for node in nodes),
             reverse=True,
         )
         assert kept == probs[: len(kept)]
@@ -58,7 +62,7 @@ def test_the_nodes_that_are_admitted_bring_the_most():
 def test_draws_are_verified_whole():
     draws = DraftDistribution((3, 4), (0.5, 0.5))
     drawn = TokenTree((3, 4), (ROOT, ROOT), (-0.7, -0.7), candidates=(draws, None, None))
-    admitted = admit([drawn, random_tree(random.Random(1), 10)], 1e6, STEEP, 4)
+    admitted = admit([drawn, random_tree(random.Random(1), 10)], [0.1, 1.0], 1e6, STEEP, 4)
     assert admitted.nodes == ((0, 1), ())
 
 
@@ -105,13 +109,14 @@ def test_a_pass_waits_where_all_together_gain(ready, coming, waits):
 
 
 class Target:
-    """Takes the time of a curve, commits one token a session, and notes its passes."""
+    """Takes the time of a curve, accepts all of a tree, which must be a chain, and notes its passes."""
 
     def __init__(self, costs):
         self.costs = costs
         self.passes = []
         self.breaking = set()
         self.failing = set()
+        self.wrong = set()  # sessions of whose trees nothing is accepted
 
     async def __call__(self, parts):
         await asyncio.sleep(self.costs.seconds(sum(part.rows for part in parts)))
@@ -127,7 +132,8 @@ class Target:
             if part.session.unread:
                 verdicts.append(None)
                 continue
-            verdict = Verdict(accepted=(), token_ids=(7,))
+            accepted = () if part.session in self.wrong else tuple(range(len(part.tree)))
+            verdict = Verdict(accepted, (*(part.tree.token_ids[node] for node in accepted), 7))
             part.session.commit(verdict.token_ids, finished=False)
             verdicts.append(verdict)
         return verdicts, Timings(0.1, 0.0, 0.0)
@@ -164,6 +170,28 @@ def test_sessions_that_come_back_together_share_passes():
     run_in_virtual_time(scenario())
     sizes = Counter(len(parts) for parts in target.passes[10:])
     assert sizes[4] >= 40
+
+
+@pytest.mark.parametrize("wrong_from", [0, 20])
+def test_a_draft_that_is_sure_and_wrong_outbids_nobody(wrong_from):
+    """One promises 10 tokens a round and keeps none of it, the other promises 6 and has all 10; nine rows are free."""
+    target = Target(STEEP)
+    sure, modest = session_of(4), session_of(4)
+    trimmed = {sure: [], modest: []}
+
+    async def scenario():
+        scheduler = scheduler_of(target, max_rows=12)
+        await asyncio.gather(scheduler.read(sure), scheduler.read(modest))
+        for round_ in range(80):
+            target.wrong = {sure} if round_ >= wrong_from else set()
+            trees = [TokenTree(tuple(range(10)), (ROOT, *range(9)), (each,) * 10) for each in (-0.001, -0.1)]
+            answers = await asyncio.gather(*map(scheduler.verify, (sure, modest), trees))
+            for session, answer in zip((sure, modest), answers, strict=True):
+                trimmed[session].append(answer.trimmed)
+
+    run_in_virtual_time(scenario())
+    assert sum(trimmed[modest][-40:]) < 5 * 40 < 9 * 40 < sum(trimmed[sure][-40:])
+    assert min(trimmed[sure][-40:]) < 10, "it is tried again"
 
 
 def test_nobody_waits_for_those_who_take_long():

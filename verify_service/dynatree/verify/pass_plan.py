@@ -3,10 +3,12 @@
 A pass over R rows takes c(R) seconds, and while it runs nobody else's tokens come: a second is worth lambda tokens, the
 rate of the whole service. So of all nodes offered, whoever offered them, those n are verified that maximise
 
-    G(n) = sum of the n highest path probabilities - lambda c(roots + n)
+    G(n) = sum of the n highest values - lambda c(roots + n)
 
-which is `throughput`'s own objective, over the trees of all sessions at once. Path probabilities never rise from a node
-to its children, so what is admitted of a tree is a tree.
+which is `throughput`'s own objective, over the trees of all sessions at once. A node's value is its path probability
+times what the probabilities of its session have proved to be worth (`track_record.py`), so that a draft that is sure
+and wrong does not outbid one that is right. Values never rise from a node to its children, so what is admitted of a
+tree is a tree. Admission decides how many tokens a pass commits, never which.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Admitted:
     price: float
 
 
-def admit(trees: Sequence[TokenTree], rate: float, costs: PassCosts, max_rows: int) -> Admitted:
+def admit(
+    trees: Sequence[TokenTree], worths: Sequence[float], rate: float, costs: PassCosts, max_rows: int
+) -> Admitted:
     """Choose the nodes of a pass over these trees, whose roots are in it already.
 
     A tree of random draws is taken whole: its shape has a say in its tokens (DySpec Algorithm 3), and those must not
@@ -35,19 +39,20 @@ def admit(trees: Sequence[TokenTree], rate: float, costs: PassCosts, max_rows: i
 
     Args:
         trees: Of the sessions of the pass.
+        worths: Of each session, the tokens that a token promised by its path probabilities has proved to be worth.
         rate: Lambda, tokens a second of all sessions together.
         costs: c(rows).
         max_rows: Of the pass, roots included.
     """
     kept: list[list[int]] = [[] for _ in trees]
     rows = len(trees)
-    offered: list[tuple[float, int, int]] = []  # (minus the path probability, tree, node)
-    for place, tree in enumerate(trees):
+    offered: list[tuple[float, int, int]] = []  # (minus the value, tree, node): of equals a parent is before its child
+    for place, (tree, worth) in enumerate(zip(trees, worths, strict=True)):
         if is_whole(tree):
             kept[place] = list(range(len(tree)))
             rows += len(tree)
         else:
-            offered += [(-prob, place, node) for node, prob in enumerate(path_probs(tree))]
+            offered += [(-min(worth * prob, 1.0), place, node) for node, prob in enumerate(path_probs(tree))]
     offered.sort()
     size = _best_size([-negative for negative, _, _ in offered], rows, rate, costs, max_rows)
     for _, place, node in offered[:size]:
@@ -64,11 +69,11 @@ def is_whole(tree: TokenTree) -> bool:
     return bool(tree.candidates) or not tree.log_probs
 
 
-def _best_size(probs: Sequence[float], rows: int, rate: float, costs: PassCosts, max_rows: int) -> int:
-    """The n of the highest G(n), for descending probabilities; `rows` are in the pass in any case."""
+def _best_size(values: Sequence[float], rows: int, rate: float, costs: PassCosts, max_rows: int) -> int:
+    """The n of the highest G(n), for descending values; `rows` are in the pass in any case."""
     total, best, size = 0.0, -rate * costs.seconds(rows), 0
-    for nodes, prob in enumerate(probs[: max(max_rows - rows, 0)], start=1):
-        total += prob
+    for nodes, value in enumerate(values[: max(max_rows - rows, 0)], start=1):
+        total += value
         gain = total - rate * costs.seconds(rows + nodes)
         if gain > best:
             best, size = gain, nodes

@@ -20,6 +20,7 @@ from dynatree.verify.pass_costs import PassCosts
 from dynatree.verify.pass_plan import admit, is_whole, subtree
 from dynatree.verify.prompt_budget import PromptBudget
 from dynatree.verify.session import Session
+from dynatree.verify.track_record import TrackRecord
 from dynatree.verify.verifier import Part, Result, Timings
 
 RATE_FADE = 0.9  # weight of the past at each pass in the rate of the service
@@ -112,6 +113,7 @@ class Scheduler:
     _trees: list[_Job] = field(default_factory=list)  # in the order in which they came
     _prompts: list[_Job] = field(default_factory=list)  # the next to be read first
     _paces: dict[Session, Pace] = field(default_factory=dict)
+    _records: dict[Session, TrackRecord] = field(default_factory=dict)
     _loop: asyncio.Task[None] | None = None
     _came: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: float = 0.0  # when the last pass ended
@@ -122,6 +124,7 @@ class Scheduler:
     async def read(self, session: Session) -> Done:
         """Read the rest of a session's prompt, and commit its first token."""
         self._paces[session] = Pace()
+        self._records[session] = TrackRecord()
         return await self._wait(self._prompts, _Job(session, None, _future()))
 
     async def verify(self, session: Session, tree: TokenTree) -> Done:
@@ -132,6 +135,7 @@ class Scheduler:
     def forget(self, session: Session) -> None:
         """A session has ended, or is about to; nobody waits for it."""
         self._paces.pop(session, None)
+        self._records.pop(session, None)
 
     async def _wait(self, queue: list[_Job], job: _Job) -> Done:
         queue.append(job)
@@ -205,10 +209,11 @@ class Scheduler:
             longest = self._longest(sum(map(len, kept)) + len(jobs), len(jobs))
         else:
             rate = self.rate.value(len(jobs), self.costs)
-            admitted = admit(trees, rate, self.costs, self.max_rows)
+            worths = [record.worth if (record := self._records.get(job.session)) else 1.0 for job in jobs]
+            admitted = admit(trees, worths, rate, self.costs, self.max_rows)
             longest = self._longest(sum(map(len, admitted.nodes)) + len(jobs), len(jobs))
             if self._prompts:
-                admitted = admit(trees, rate, self.costs, self._budget.tree_rows(longest, len(jobs)))
+                admitted = admit(trees, worths, rate, self.costs, self._budget.tree_rows(longest, len(jobs)))
             kept, price = list(admitted.nodes), admitted.price
         parts = []
         for job, tree, nodes in zip(jobs, trees, kept, strict=True):
@@ -299,6 +304,8 @@ class Scheduler:
                 pace = self._paces.get(job.session)
                 if pace is not None:
                     pace.answer(now, 1 if part.prompt_tokens else part.rows)
+                    if job.tree is not None and not is_whole(job.tree):
+                        self._records[job.session].observe(part.tree, len(result.accepted))
                     if result.finish_reason is not None:
                         self.forget(job.session)
                 job.settle(result, timings, timings.forward * share, shared)
