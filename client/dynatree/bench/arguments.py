@@ -361,7 +361,9 @@ def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None
             type=_at_least(0),
             default=1,
             metavar="W",
-            help="every method completes the first W prompts once before, which does not count (default: %(default)s)",
+            help="before, and without counting: "
+            + ("every method W times" if measurement.takes_loads else "every method on the first W prompts")
+            + " (default: %(default)s)",
         )
 
 
