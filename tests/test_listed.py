@@ -103,7 +103,7 @@ class Table:
 
     def likeliest(self, text):
         chance = random.Random(repr((self.seed, text)))
-        peak = chance.choice((0.3, 1.0, 3.0, 10.0))
+        peak = chance.choice((0.3, 1.0, 3.0, 10.0, 30.0))
         weights = [chance.random() ** peak + 1e-9 for _ in range(VOCABULARY)]
         row = [(token, weight / sum(weights)) for token, weight in enumerate(weights)]
         row.sort(key=lambda pair: -pair[1])
@@ -151,7 +151,7 @@ def random_settings(chance, policy):
     s.d_0 = chance.randint(1, 4)
     s.d_max = s.d_0 + chance.randint(1, 4)
     s.tau_l, s.tau_h = sorted(chance.uniform(0.05, 0.99) for _ in range(2))
-    s.rho_stop, s.rho_deep = sorted(chance.uniform(0.01, 0.9) for _ in range(2))
+    s.rho_stop, s.rho_deep = sorted(chance.uniform(0.01, 0.6) for _ in range(2))
     s.window, s.target = chance.randint(1, 8), chance.uniform(0.2, 0.9)
     s.eta_d, s.eta_h = chance.uniform(0.0, 3.0), chance.uniform(0.0, 0.3)
     return {
@@ -215,4 +215,4 @@ def accepted_path(chance, tree):
 @pytest.mark.parametrize("sampled", [False, True], ids=["known", "drawn"])
 @pytest.mark.parametrize("policy", ["dynatree", "fixed"])
 def test_trees_are_those_of_algorithm_1(policy, sampled):
-    assert sum(compare(seed, policy, sampled) for seed in range(12)) >= 12 * 12
+    assert sum(compare(seed, policy, sampled) for seed in range(60)) >= 60 * 12

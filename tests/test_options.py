@@ -326,6 +326,16 @@ def test_dynatrees_parameters_follow_the_acceptance_of_each_round(pair, over_nod
     assert len({tuple(round_.parameters.values()) for round_ in completion.trace}) > 10
 
 
+@pytest.mark.parametrize("policy", ["dynatree", "fixed"])
+def test_trees_as_listed_hang_below_one_guess_and_leave_the_tokens(pair, policy):
+    settings = {"root": "single", "prune": "expand"}
+    options = {"policy": policy, "policy_settings": settings, "trace": True, **FEW}
+    completion = pair.generate(**options, temperature=0)
+    assert completion.token_ids == pair.generate(**PLAIN, **FEW, temperature=0).token_ids
+    assert all(round_.parents.count(-1) == 1 for round_ in completion.trace[:-1])
+    assert completion.stats.nodes_per_round > 5
+
+
 def test_the_released_history_of_dynatree_goes_on_from_completion_to_completion(pair):
     """No completion reaches an acceptance of 1: the service makes the trees of the sixth shallower."""
     settings = {"history": "released", "target_acceptance": 1, "window": 6}
