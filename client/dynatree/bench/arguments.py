@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     subparsers = parser.add_subparsers(metavar="MEASUREMENT", dest="measurement", required=True)
     for name, measurement in MEASUREMENTS.items():
         subparser = subparsers.add_parser(name, help=measurement.help, description=measurement.help, allow_abbrev=False)
-        subparser.set_defaults(usage_error=subparser.error, baselines=[], servers=[], recorded={})
+        subparser.set_defaults(usage_error=subparser.error, baselines=[], servers=[], recorded={}, trees=False)
         _add_services(subparser)
         _add_prompts(subparser)
         _add_runs(subparser, measurement)

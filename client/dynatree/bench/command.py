@@ -234,6 +234,7 @@ def _measure(
         repetitions=1 if ranks else options.repetitions,
         warmup=0 if ranks else options.warmup,
         ranks=ranks,
+        trees=options.trees,
     )
     decoders = Decoders(services.address, _load_baselines(options, info))
     memory = PeakMemory({"draft": services.draft_process, "verify": services.verify_process, "client": os.getpid()})

@@ -41,6 +41,8 @@ Schema, version 2; one object:
                                      null where not known. A baseline runs in the client
         statistics                   all of `dynatree.client.Statistics`; null for a baseline
         ranks                        of `dynatree bench ranks` only: {"trials", "hits"}, see `ranks.py`
+        trees                        of some experiments of `dynatree bench paper` only: of each round {"parents",
+                                     "probabilities", "accepted"}, as in `dynatree.client.RoundTrace`
         load                         of `dynatree bench load` only: {"clients", "rate", "client", "start_seconds"}. A
                                      closed loop has `clients`, and one of them, from 0, made the request; an open loop
                                      has a rate, in requests a second. The others are null. The request was due
@@ -108,6 +110,15 @@ class Place(TypedDict):
 
 
 @_checked
+class Tree(TypedDict):
+    """The tree of a round: each node's parent, -1 for the root, its draft probability; and the accepted nodes."""
+
+    parents: list[int]
+    probabilities: list[Number]
+    accepted: list[Count]
+
+
+@_checked
 class Part(TypedDict):
     """What a part of all rounds took."""
 
@@ -157,6 +168,7 @@ class Run(TypedDict):
     peak_memory: NotRequired[dict[str, Count | None] | None]
     statistics: RunStatistics | None
     ranks: NotRequired[RankCounts]
+    trees: NotRequired[list[Tree]]
     load: NotRequired[Place]
 
 

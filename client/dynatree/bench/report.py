@@ -293,20 +293,25 @@ def _round_times(records: Sequence[Record]) -> Iterator[Block]:
     """Milliseconds a round by part, means over all rounds; other is what no part counts."""
     for place, data_sets in _settings(records, *_METHODS).items():
         runs = pd.concat(data_sets.values())
-        if "round_parts" not in runs:
-            continue
-        timed = runs[runs["round_parts"].map(bool) & runs["round_seconds"].notna()].dropna(subset=["round_parts"])
-        rows = {}
-        for label, same in by_label(timed).items():
-            rounds = same["rounds"].sum()
-            totals = DataFrame([{part: each[part]["total_seconds"] for part in PARTS} for each in same["round_parts"]])
-            parts = totals.sum() / rounds
-            whole = (same["rounds"] * same["round_seconds"]).sum() / rounds
-            rows[label] = 1e3 * pd.concat([parts, pd.Series({"other": max(0.0, whole - parts.sum())})])
-        if rows:
-            chart = DataFrame(rows).T.rename(columns=lambda name: str(name).replace("_", " "))
-            chart = chart.loc[chart.sum(axis=1).sort_values().index]
+        chart = part_times(runs)
+        if len(chart):
             yield place, plots.stacked(f"Time of a round: {place}", "ms per round", chart)
+
+
+def part_times(runs: DataFrame) -> DataFrame:
+    """Milliseconds a round, a row for each method that tells them, and a column for each part."""
+    if "round_parts" not in runs:
+        return DataFrame()
+    timed = runs[runs["round_parts"].map(bool) & runs["round_seconds"].notna()].dropna(subset=["round_parts"])
+    rows = {}
+    for label, same in by_label(timed).items():
+        rounds = same["rounds"].sum()
+        totals = DataFrame([{part: each[part]["total_seconds"] for part in PARTS} for each in same["round_parts"]])
+        parts = totals.sum() / rounds
+        whole = (same["rounds"] * same["round_seconds"]).sum() / rounds
+        rows[label] = 1e3 * pd.concat([parts, pd.Series({"other": max(0.0, whole - parts.sum())})])
+    chart = DataFrame(rows).T.rename(columns=lambda name: str(name).replace("_", " "))
+    return chart.loc[chart.sum(axis=1).sort_values().index] if rows else DataFrame()
 
 
 def _costs(records: Sequence[Record]) -> Iterator[Block]:

@@ -9,8 +9,8 @@ from dynatree.bench.decoding import Decoders, Prompt
 from dynatree.bench.memory import PeakMemory
 from dynatree.bench.methods import PLAIN, RANKS, Case, Method
 from dynatree.bench.ranks import count_ranks
-from dynatree.bench.record import Run, Skipped, statistics_of
-from dynatree.client import InvalidRequestError, SamplingScheme
+from dynatree.bench.record import Run, Skipped, Tree, statistics_of
+from dynatree.client import InvalidRequestError, RoundTrace, SamplingScheme
 from dynatree.common.seeds import derived_seed
 
 
@@ -19,7 +19,7 @@ class RunSettings:
     """What all runs of a measurement share; end-of-sequence tokens are ignored, so that all are as long.
 
     Every prompt has a seed of its own in every repetition, derived from `seed`. With `ranks`, runs are traced and
-    guesses counted. `warmup` counts prompts.
+    guesses counted; with `trees`, runs are traced and their trees kept. `warmup` counts prompts.
     """
 
     max_new_tokens: int
@@ -27,6 +27,7 @@ class RunSettings:
     repetitions: int
     warmup: int
     ranks: bool = False
+    trees: bool = False
 
     def seed_of(self, prompt: int, repetition: int = 0) -> int:
         """The seed of a run."""
@@ -105,7 +106,7 @@ def measure(
                     case,
                     max_new_tokens=settings.max_new_tokens,
                     seed=seed,
-                    trace=settings.ranks,
+                    trace=settings.ranks or settings.trees,
                 )
                 peaks = memory.read()
                 if case.method == PLAIN and output.token_ids is not None:
@@ -135,7 +136,15 @@ def measure(
                     run["margin"] = margin([*prompt, *expected[:agrees]])
                 if settings.ranks:
                     run["ranks"] = count_ranks(output.trace, RANKS)
+                if settings.trees and case.method != PLAIN:
+                    run["trees"] = [_tree(each) for each in output.trace]
                 yield run
+
+
+def _tree(trace: RoundTrace) -> Tree:
+    return Tree(
+        parents=list(trace.parents), probabilities=list(trace.probabilities), accepted=list(trace.accepted_nodes)
+    )
 
 
 def agreement(tokens: Sequence[int], expected: Sequence[int]) -> int:

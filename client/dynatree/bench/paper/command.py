@@ -35,10 +35,12 @@ def run(options: argparse.Namespace) -> int:
         _print_list(chosen)
         return 0
     experiments = list(dict.fromkeys(each for preset in chosen for each in preset.experiments))
-    records = _kept(options.source, experiments) if options.source else dict(_measured(options, experiments))
+    records: dict[Experiment, Report] = {}
+    if experiments:
+        records = _kept(options.source, experiments) if options.source else dict(_measured(options, experiments))
     for preset in chosen:
         own = {each: records[each] for each in preset.experiments if each in records}
-        if own:
+        if own or not preset.experiments:
             show(preset, own, options.out)
     print()
     print_remarks(_remarks(records, {DYSPEC if each.version == DYSPEC else "dynatree" for each in chosen}))
@@ -135,7 +137,7 @@ def _lacks_rates(method: Method) -> bool:
 
 def _ranks(plan: argparse.Namespace) -> argparse.Namespace:
     """The same prompts, temperature and scheme as `dynatree bench ranks`."""
-    return argparse.Namespace(**vars(plan) | {"measurement": "ranks", "policies": None, "out": None})
+    return argparse.Namespace(**vars(plan) | {"measurement": "ranks", "policies": None, "out": None, "trees": False})
 
 
 def _with_rates(methods: Sequence[Method], ranks: Report) -> list[Method]:
@@ -188,6 +190,7 @@ def _options(
             "prompts": text,
             "name": experiment.data_set if f"{experiment.data_set}={text}" in options.prompts else None,
             "recorded": {"paper": recorded},
+            "trees": experiment.trees,
             "out": out,
         }
     )

@@ -318,21 +318,30 @@ _TEXTS = ("c4", "openwebtext", "cnn-dailymail")
 _ANY_DEPTH, _ANY_BREADTH = 64, 64  # the papers' trees have no such limits; these are the policies' own
 
 
+_LIMITS: Mapping[str, Setting] = {"max_depth": _ANY_DEPTH, "breadth": _ANY_BREADTH, "calibrated": 0}
+
+
+def _dyspec(nodes: int) -> Row:
+    """Algorithm 1."""
+    return Row(_method("DySpec", "dyspec", {"max_nodes": nodes, **_LIMITS}), "DySpec")
+
+
+_BY_THRESHOLD = Row(
+    _method("DySpec", "dyspec-threshold", {"threshold": 0.001, "max_nodes": 768, **_LIMITS}), "DySpec"
+)  # Algorithm 2, appendix B
+
+
 def _dyspec_rows(nodes: int) -> tuple[Row, ...]:
-    """DySpec and its baselines with so many nodes: 64 by Algorithm 1, 768 by Algorithm 2 (appendix B).
+    """DySpec and its baselines with 64 or 768 nodes.
 
     Sequoia's rates are measured. SpecInfer's tree of 64 nodes is ours, 8 chains of 8: the paper gives none. That of 768
     is Sequoia's paper's, from which DySpec takes the figures: 16 chains of 48.
     """
-    limits: dict[str, Setting] = {"max_depth": _ANY_DEPTH, "breadth": _ANY_BREADTH, "calibrated": 0}
-    dyspec = _method("DySpec", "dyspec", {"max_nodes": nodes, **limits})
-    if nodes > 64:
-        dyspec = _method("DySpec", "dyspec-threshold", {"threshold": 0.001, "max_nodes": nodes, **limits})
     sequoia = _method("Sequoia", "sequoia", {"max_nodes": nodes, "max_depth": 32})
     chains, length = (8, 8) if nodes == 64 else (16, 48)
     widths = (chains, *(length - 1) * (1,))
     specinfer = _method("SpecInfer", "specinfer", {"widths": widths, "max_nodes": nodes})
-    return Row(dyspec, "DySpec"), Row(sequoia, "Sequoia"), Row(specinfer, "SpecInfer")
+    return _dyspec(64) if nodes == 64 else _BY_THRESHOLD, Row(sequoia, "Sequoia"), Row(specinfer, "SpecInfer")
 
 
 def _dyspec_experiments(nodes: int) -> tuple[Experiment, ...]:
@@ -352,19 +361,55 @@ def _dyspec_experiments(nodes: int) -> tuple[Experiment, ...]:
     )
 
 
+def _trees(name: str, data_set: str, row: Row, temperature: float, nodes: int = 64) -> Experiment:
+    """DySpec's trees, kept."""
+    return Experiment(name, data_set, (row,), _NEW, _NEW, temperature, max_tree_nodes=max(256, nodes), trees=True)
+
+
+_64, _768 = _dyspec_experiments(64), _dyspec_experiments(768)
+_ACCEPTANCE = tuple(_trees(f"acceptance-t{each:g}", "cnn-dailymail", _dyspec(64), each) for each in (0.0, 0.6))
+_SIZES = (_trees("tree-sizes", "openwebtext", _BY_THRESHOLD, 0.6, 768),)
+_MASKS = tuple(_trees(f"masks-{rows}", "c4", _dyspec(rows - 1), 0.0, rows) for rows in (768, 1024))
 _DYSPEC_PRESETS = (
-    *(
-        Preset(DYSPEC, f"table {table}", "latency-per-token", f"Latency per token, {pair}, 64 nodes", _64)
-        for _64 in [_dyspec_experiments(64)]
-        for table, pair in enumerate(("Llama-2 7B with 68M", "Llama-2 13B with 68M", "Llama-2 70B with 7B"), start=1)
-    ),
+    Preset(DYSPEC, "table 1", "latency-per-token", "Latency per token, Llama-2 7B with 68M, 64 nodes", _64),
+    Preset(DYSPEC, "table 2", "latency-per-token", "Latency per token, Llama-2 13B with 68M, 64 nodes", _64),
+    Preset(DYSPEC, "table 3", "latency-per-token", "Latency per token, Llama-2 70B with 7B, 64 nodes", _64),
     Preset(
         DYSPEC,
         "table 4",
         "latency-per-token",
         "Latency per token, Llama-2 70B with 7B, 768 nodes",
-        _dyspec_experiments(768),
+        _768,
         ("The paper takes SpecInfer's figures of this table from Sequoia's paper.",),
+    ),
+    Preset(
+        DYSPEC,
+        "table 5",
+        "random-masks",
+        "Blocks of random trees' masks",
+        (),
+        ("The kernels' times need a GPU: benchmarks/gpu/blocks.py.",),
+    ),
+    Preset(
+        DYSPEC,
+        "figure 2",
+        "acceptance",
+        "Acceptance by draft probability",
+        _ACCEPTANCE,
+        (
+            "The paper draws densities of min(1, T[x] / D[x]) and of T[x]. Here is the share of accepted nodes, since "
+            "a record does not have T[x].",
+        ),
+    ),
+    Preset(DYSPEC, "figure 4", "parts", "Time of a round by part", _64[:2]),
+    Preset(DYSPEC, "figure 5", "tree-sizes", "Size of the tree and accepted tokens, step by step", _SIZES),
+    Preset(
+        DYSPEC,
+        "figure 9",
+        "masks",
+        "Blocks of real trees' masks by prefix",
+        _MASKS,
+        ("The paper names neither the text nor the prefix of its block counts.",),
     ),
 )
 

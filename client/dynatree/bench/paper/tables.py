@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from dynatree.bench.figures import frame
+from dynatree.bench.figures import Cell, frame
 from dynatree.bench.methods import PLAIN
 from dynatree.bench.paper.presets import DATA_SETS, Experiment, Preset, Row
 from dynatree.bench.paper.published import PUBLISHED, Figures
@@ -15,6 +16,8 @@ from dynatree.bench.record import Report
 from dynatree.bench.table import NONE, Table
 
 Records = Mapping[Experiment, Report]
+Line = list[tuple[float, Cell]]  # of a plot
+Drawn = Mapping[str, Figure]  # by what each shows
 AR = Row(PLAIN, "AR")
 _DRAWN = {"bars": "table 1", "progression": "table 4"}  # the tables that figures draw
 
@@ -57,7 +60,7 @@ def beside(preset: Preset, records: Records, columns: Sequence[str], plain: bool
                     line[f"{column}, paper"] = _row(published, experiment, row).get(column, NONE)
                 rows.append(line)
         formulas = [f"{column}: {COLUMNS[column].formula}" for column in columns if column in COLUMNS]
-        notes = [*_notes(experiment, report), *(formulas if not tables else ())]
+        notes = [*notes_of(experiment, report), *(formulas if not tables else ())]
         tables.append(Table.of(f"{title_of(preset)}, {where(report)}", rows, notes))
     return tables
 
@@ -78,7 +81,7 @@ def _row(published: Figures, experiment: Experiment, row: Row) -> Mapping[str, s
     return published.get((experiment.data_set, row.paper), {})
 
 
-def _notes(experiment: Experiment, report: Report) -> list[str]:
+def notes_of(experiment: Experiment, report: Report) -> list[str]:
     """The experiment's sizes."""
     tokens = sorted({min(report["prompts"]["tokens"]), max(report["prompts"]["tokens"])})
     options = report["options"]
@@ -108,7 +111,7 @@ def latency_per_token(preset: Preset, records: Records) -> list[Table]:
                 }
             )
     texts = dict.fromkeys(where(report) for report in records.values())
-    notes = dict.fromkeys(note for experiment, report in records.items() for note in _notes(experiment, report))
+    notes = dict.fromkeys(note for experiment, report in records.items() for note in notes_of(experiment, report))
     notes[f"{column}: {COLUMNS[column].formula}"] = None
     return [Table.of(f"{title_of(preset)}, {'; '.join(texts)}", rows, list(notes))]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from dynatree.bench import plots
@@ -15,6 +15,8 @@ from dynatree.bench.methods import PLAIN
 from dynatree.bench.paper.presets import DATA_SETS, Preset, Row
 from dynatree.bench.paper.tables import (
     AR,
+    Drawn,
+    Line,
     Records,
     beside,
     latency_per_token,
@@ -23,15 +25,13 @@ from dynatree.bench.paper.tables import (
     title_of,
     where,
 )
+from dynatree.bench.paper.tree_views import masks, parts, random_masks, tree_acceptance, tree_sizes
 from dynatree.bench.paper_figures import COLUMNS, acceptance, by_prompt, path_length, speedup, tokens_per_round
 from dynatree.bench.printing import print_tables
 from dynatree.bench.record import Report
 from dynatree.bench.table import Table
 
-Drawn = Mapping[str, Figure]  # by what each shows
 View = Callable[[Preset, Records], tuple[Sequence[Table], Drawn]]
-
-Line = list[tuple[float, Cell]]
 
 
 def show(preset: Preset, records: Records, out: Path | None) -> None:
@@ -114,20 +114,22 @@ def over(
     """A table and a plot for each column: a method a row, and an experiment a place on the axis."""
     everywhere = set.intersection(*({row.method for row in (AR, *experiment.rows)} for experiment in records))
     text = where(next(iter(records.values())), same_length=False)
+    places = sorted(
+        ((place(report), runs_of(experiment, report)) for experiment, report in records.items()),
+        key=itemgetter(0),
+    )
     tables, drawn = [], {}
     for column in columns:
         lines: dict[str, Line] = {}
         rows: dict[str, dict[str, str]] = {}
-        for experiment, report in sorted(records.items(), key=lambda item: place(item[1])):
-            runs = runs_of(experiment, report)
+        for x, runs in places:
             for row, same in runs.items():
                 if row.method in everywhere:
                     label = row.method.label
-                    rows.setdefault(label, {"method": label})[f"{axis} {place(report):g}"] = COLUMNS[column].text(
-                        same, runs[AR]
-                    )
+                    texts = rows.setdefault(label, {"method": label})
+                    texts[f"{axis} {x:g}"] = COLUMNS[column].text(same, runs[AR])
                     if (drawn_cell := cell(column, same, runs[AR])) is not None:
-                        lines.setdefault(label, []).append((place(report), drawn_cell))
+                        lines.setdefault(label, []).append((x, drawn_cell))
         notes = [f"{column}: {COLUMNS[column].formula}"]
         tables.append(Table.of(f"{title_of(preset)}, {text}: {column}", list(rows.values()), notes))
         drawn[FILES.get(column, column)] = plots.lines(f"{title_of(preset)}: {column}", axis, column, lines)
@@ -186,4 +188,9 @@ VIEWS: Mapping[str, View] = {
     "prompt-length": partial(over, axis="prompt tokens", place=_prompt_tokens, columns=("tokens/s", "speedup")),
     "sweep": sweep,
     "sensitivity": sensitivity,
+    "random-masks": random_masks,
+    "acceptance": tree_acceptance,
+    "tree-sizes": tree_sizes,
+    "masks": masks,
+    "parts": parts,
 }
