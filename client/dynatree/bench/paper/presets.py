@@ -50,7 +50,7 @@ class Row:
 
     @property
     def is_listed(self) -> bool:
-        """Whether it is Algorithm 1's reading, beside section 3.3's."""
+        """Whether its tree is Algorithm 1's, not the one of section 3.3 as its text reads."""
         return ("root", "single") in self.method.settings
 
 
@@ -114,8 +114,10 @@ class Preset:
         return self.item.startswith("figure")
 
 
-_READING: Mapping[str, Setting] = {"root": "committed", "prune": "remove"}  # section 3.3, as its text reads
-LISTED: Mapping[str, Setting] = {"root": "single", "prune": "expand"}  # the tree of Algorithm 1, in every version
+_TEXT: Mapping[str, Setting] = {"root": "committed", "prune": "remove"}  # section 3.3, as its text reads
+_LISTING: Mapping[str, Setting] = {"root": "single", "prune": "expand"}  # Algorithm 1, of every version
+_RELEASED: Mapping[str, Setting] = {**_LISTING, "history": "released"}  # the authors' public code
+READINGS = {"": _TEXT, ", as listed": _LISTING, ", as released": _RELEASED}  # by what labels say of them
 
 
 def _method(label: str, policy: str, settings: Mapping[str, Setting]) -> Method:
@@ -127,15 +129,11 @@ def linear(k: int) -> Method:
     return _method(f"linear (K = {k})", "linear", {"depth": k})
 
 
-def fixed(depth: int, breadth: int, tau: float, *, listed: bool = False) -> Method:
+def fixed(depth: int, breadth: int, tau: float, reading: str = "") -> Method:
     """The static tree, N_max = 256 (appendix A)."""
     settings: dict[str, Setting] = {"depth": depth, "breadth": breadth, "tau": tau, "max_nodes": 256, "calibrated": 0}
-    reading = LISTED if listed else _READING
-    return _method(f"fixed (D = {depth}, B = {breadth}, tau = {tau}){_said(listed)}", "fixed", {**settings, **reading})
-
-
-def _said(listed: bool) -> str:
-    return ", as listed" if listed else ""
+    label = f"fixed (D = {depth}, B = {breadth}, tau = {tau}){reading}"
+    return _method(label, "fixed", {**settings, **READINGS[reading]})
 
 
 # (tau_h, tau_l), (B_min, B_max), D_0 and D_max are appendix A's. B_mid, rho_stop, rho_deep, tau, N_max, W and a* are
@@ -164,17 +162,16 @@ _DYNATREE: Mapping[str, float] = {
 }
 
 
-def dynatree(label: str, changed: Mapping[str, float], *, listed: bool = False) -> Method:
+def dynatree(label: str, changed: Mapping[str, float], reading: str = "") -> Method:
     """DynaTree, with some settings changed."""
-    reading = LISTED if listed else _READING
-    return _method(label + _said(listed), "dynatree", {**_DYNATREE, **reading, **changed})
+    return _method(label + reading, "dynatree", {**_DYNATREE, **READINGS[reading], **changed})
 
 
 def _dynatree_rows(k: int, tree: tuple[int, int, float], max_depth: int) -> tuple[Row, ...]:
     return (
         Row(linear(k), "Linear"),
-        *(Row(fixed(*tree, listed=listed), "Fixed") for listed in (False, True)),
-        *(Row(dynatree("DynaTree", {"max_depth": max_depth}, listed=listed), "DynaTree") for listed in (False, True)),
+        *(Row(fixed(*tree, reading), "Fixed") for reading in ("", ", as listed")),
+        *(Row(dynatree("DynaTree", {"max_depth": max_depth}, reading), "DynaTree") for reading in READINGS),
     )
 
 
@@ -205,15 +202,22 @@ _MAIN = {
 _MAIN["001"] = _MAIN["000"]
 
 
-def _ablation_rows(*, listed: bool) -> Iterator[Row]:
+def _ablation_rows(reading: str) -> Iterator[Row]:
     """Table 4. Its fixed tree is policy `dynatree` with every component off: rows differ in their components only."""
     off = {"dynamic_breadth": 0, "dynamic_depth": 0, "history": 0}
-    yield Row(dynatree("fixed (D = 5, B = 2, tau = 0.05)", off, listed=listed), "Fixed")
-    yield Row(dynatree("+ dynamic tree breadth and depth", {"history": 0}, listed=listed), "+ Breadth & Depth")
-    yield Row(dynatree("+ history adaptation (DynaTree)", {}, listed=listed), "+ History")
+    yield Row(dynatree("fixed (D = 5, B = 2, tau = 0.05)", off, reading), "Fixed")
+    yield Row(dynatree("+ dynamic tree breadth and depth", {"history": 0}, reading), "+ Breadth & Depth")
+    yield Row(dynatree("+ history adaptation (DynaTree)", {}, reading), "+ History")
 
 
-_ABLATION = _wikitext("ablation", [*_ablation_rows(listed=False), *_ablation_rows(listed=True)])
+_ABLATION = _wikitext(
+    "ablation",
+    [
+        *_ablation_rows(""),
+        *_ablation_rows(", as listed"),
+        Row(dynatree("+ history adaptation (DynaTree)", {}, ", as released"), "+ History"),
+    ],
+)
 
 
 def _scaling(version: str) -> tuple[Experiment, ...]:
