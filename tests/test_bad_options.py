@@ -155,6 +155,7 @@ def test_a_setting_of_two_kinds_is_refused(services, kinds):
         ("specinfer", {"k1": 1}, "has no setting k1; its settings: widths, max_nodes"),
         ("specinfer", {"max_nodes": [8]}, "max_nodes is a list, expected one number"),
         ("specinfer", {"max_nodes": 2049}, "max_nodes is 2049, expected a number in [1, 2048]"),
+        ("sequoia", {"max_nodes": 2049}, "max_nodes is 2049, expected a number in [0, 2048]"),
         ("sequoia", {"rates": [0.25] * 8}, "rates sum to 2, expected at most 1"),
         ("sequoia", {"rates": [0.1] * 7 + [-0.1]}, "rates[7] is -0.1, expected a number in [0, 1]"),
         ("sequoia", {"rates": [nan]}, "rates[0] is nan, expected a number in [0, 1]"),

@@ -19,6 +19,8 @@ from dynatree.common.kv_range import KVRange
 from dynatree.common.sampling import Sampling, Scheme
 from dynatree.common.tree import ROOT, DraftDistribution
 from dynatree.common.wire import tree_from_pb, tree_to_pb
+from dynatree.draft.ahead import DraftingAhead
+from dynatree.draft.best_guesses import BestGuesses
 from dynatree.draft.draft_model import EngineDraftModel
 from dynatree.draft.draft_session import DraftSession
 from dynatree.draft.drafter import Drafter
@@ -54,6 +56,7 @@ EXTRAS = {
     "few": {"candidates": 2},
     "hot, few": {"draft_temperature": 2.5, "candidates": 2},
 }
+HOT = EXTRAS["hot"]
 REPEATED = {"replacement": 1, "max_nodes": 5}  # the budget cuts the second level's draws short
 CASES = {f"{name}, {extra}": (name, SMALL[name] | EXTRAS[extra]) for name in SMALL for extra in EXTRAS}
 CASES |= {
@@ -174,7 +177,32 @@ def test_greedy_decoding_walks_trees_of_draws(case):
     assert len({tree.token_ids[0] for tree in trees if len(tree)}) > 1, "the cycle below has one best first token"
 
 
-@pytest.mark.parametrize(("settings", "temperature"), [({}, TEMPERATURE), ({"draft_temperature": 2.5}, 2.5)])
+def test_under_shared_noise_the_drafts_temperature_changes_the_trees_alone():
+    def gumbel(seed):
+        return Sampling(temperature=TEMPERATURE, seed=seed)
+
+    plain, _ = decoded(("autoregressive", {}), gumbel, LENGTH)
+    chains, trees = zip(
+        *(decoded(("linear", {"depth": 2, **extra}), gumbel, LENGTH) for extra in ({}, HOT)), strict=True
+    )
+    assert chains == (plain, plain)
+    assert trees[0] != trees[1]
+
+
+@pytest.mark.parametrize("case", ["dyspec, hot", "dyspec, few"])
+def test_nothing_is_read_ahead_or_judged_of_draws(case, caplog):
+    """Draws are fresh in every round, and a good draft's first draw is often wrong."""
+    chain = Chain(CASES[case], greedy(0) if case == "dyspec, hot" else residual(0))
+    drafter = Drafter(EngineDraftModel(Table(DRAFT)), 64)
+    drafter.grow(chain.drafting, chain.policy, 4, 64)
+    assert not DraftingAhead(drafter, chain.drafting, 4, 2).step()
+    guesses = BestGuesses()
+    for _ in range(60):
+        guesses.observe(chain.drafting, [-1])
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("settings", "temperature"), [({}, TEMPERATURE), (HOT, 2.5)])
 def test_draws_are_the_drafts_at_its_temperature(settings, temperature):
     _, trees = decoded(("linear", {"depth": 2, **settings}), residual, 1_000)
     counts = counted((tree.token_ids[0], tree.token_ids[1]) for tree in trees if len(tree) > 1)

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.model_info import ForwardCost
 from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.draft.policies import create_policy, policy_names, residual_policies
-from dynatree.draft.policies.sequoia import best_shape
+from dynatree.draft.policies.sequoia import best_shape, fastest_shape
 from dynatree.draft.round_costs import Costs
+from dynatree.draft.verify_cost import largest_tree
 
 VOCABULARY = 3
 
@@ -248,6 +250,54 @@ def test_sequoias_programme_matches_brute_force(rates, nodes, depth):
     assert sum(values.values()) - 1.0 == pytest.approx(shape.expected)
     assert len(shape.widths) - 1 <= nodes
     assert max(levels.values()) <= depth
+
+
+class Linear:
+    """Costs of a verification and of a draft forward that are known, in plain steps."""
+
+    def __init__(self, row, draft_forward):
+        self.draft_forward_seconds = draft_forward
+        self._row = row
+
+    def verify(self, nodes):
+        return 1.0 + self._row * largest_tree(nodes)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rates=st.lists(st.integers(0, 20), min_size=3, max_size=3),
+    row=st.sampled_from([0.0, 0.02, 0.2, 2.0]),
+    draft_forward=st.sampled_from([0.0, 0.05, 0.5]),
+)
+def test_sequoia_takes_the_shape_of_the_most_tokens_a_second(rates, row, draft_forward):
+    rates = tuple(rate / 60 for rate in rates)
+    costs, nodes, depth = Linear(row, draft_forward), 6, 3
+    shape = fastest_shape(rates, nodes, depth, costs)
+
+    def rate(expected, size, levels):
+        return (1 + expected) / (costs.verify(size) + levels * draft_forward)
+
+    best = max(rate(brute_force_shape(rates, n, d), n, d) for n in range(1, nodes + 1) for d in range(1, depth + 1))
+    size = max(len(shape.widths) - 1, 1)
+    assert rate(shape.expected, size, max(shape.depth, 1)) == pytest.approx(best)
+
+
+def test_sequoia_learns_the_costs_that_choose_its_shape():
+    """Where the services' start saw free rows the largest tree is best; once its rounds were dear, a small one is."""
+    costs = Costs([ForwardCost(1, 0.1), ForwardCost(256, 0.1)], [ForwardCost(1, 0.0001)])
+
+    def sent():
+        policy = create_policy("sequoia", {"max_nodes": 0}, costs)
+        tree = frozen(policy, constant(*[0.1] * 8), max_nodes=255)
+        assert policy.parameters() == {"nodes": len(tree), "depth": tree.depth}
+        return policy, tree
+
+    policy, largest = sent()
+    assert len(largest) == 255
+    for _ in range(10):
+        policy.observe(outcome_of(largest, (0,), verify=3.0, draft=0.0002))
+        policy.observe(outcome_of(TokenTree(), (), verify=0.1, draft=0.0, levels=0))
+    assert len(sent()[1]) < 255
 
 
 def test_sequoia_sends_its_shape_whatever_the_draft_says():

@@ -18,6 +18,7 @@ from dynatree.bench.replay.machines import Machine, load_machines
 from dynatree.bench.replay.recording import RecordedRun
 from dynatree.bench.table import to_rich
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.draft.drawing import DEFAULT_DRAWING
 from dynatree.draft.policies import DEFAULT_POLICY, create_policy, policy_names
 
 if TYPE_CHECKING:  # the drafter and the verifier import torch, which mistakes are answered without
@@ -142,6 +143,8 @@ def _machines(options: argparse.Namespace) -> list[Machine]:
 def _check_methods(methods: Sequence[Method]) -> None:
     for method in methods:
         try:
-            create_policy(method.policy or "", dict(method.settings))
+            policy = create_policy(method.policy or "", dict(method.settings))
         except InvalidArgumentError as error:
             raise SystemExit(f"--policy {method.label}: {error}") from None
+        if policy.drawing != DEFAULT_DRAWING:
+            raise SystemExit(f"--policy {method.label}: a recording has no draws, and one temperature of the draft's")

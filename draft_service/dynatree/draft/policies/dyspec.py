@@ -15,7 +15,12 @@ from dynatree.draft.policies.best_first import BestFirst
 
 @dataclass(frozen=True)
 class DySpecSettings(DrawingSettings):
-    """The node budget (the paper's guess length, 64), limits that the paper does not have, and calibrated values."""
+    """The node budget (the paper's guess length, 64), limits that the paper does not have, and calibrated values.
+
+    The paper evaluates 64 and 768 nodes with `draft_temperature` 0.6, at every temperature of the target (sections 5.1
+    and B.1), draws from the whole distribution, and limits neither depth nor breadth. A depth is "usually less than 30"
+    there (section 4.3). `max_depth` 64, `breadth` 256 and `candidates` 256 come nearest to it.
+    """
 
     max_nodes: int = 64
     max_depth: int = 16
@@ -30,7 +35,11 @@ class DySpecSettings(DrawingSettings):
 
 
 class DySpec(Policy):
-    """Algorithm 1, a greedy heap under a fixed budget: the n nodes of highest value v(u)."""
+    """Algorithm 1, a greedy heap under a fixed budget: the n nodes of highest value v(u).
+
+    The listing multiplies values by the renormalised R[y]. Along siblings these products telescope to the values of
+    `GrowingTree.value` (appendix D, equations 9 to 11). Draws are from the `candidates` likeliest tokens, renormalised.
+    """
 
     supports_residual = True
 
