@@ -11,13 +11,14 @@ import pytest
 from bench_records import DRAFTED, STATISTICS, costs_report, detailed, new_report, new_run
 from conftest import EmbeddedServices
 
-from dynatree.bench.methods import PLAIN, Method, parse_method
+from dynatree.bench.methods import PLAIN, Method, parse_method, parse_methods
 from dynatree.bench.record import save
 from dynatree.bench.replay import constants, measured_machines, recording
 from dynatree.bench.replay.machines import Machine, load_machines, seconds_on, to_json
 from dynatree.bench.replay.many import simulate
 from dynatree.bench.replay.recorder import Recorder
 from dynatree.bench.replay.recording import LOG_PROB_STEPS, RecordedRun, Recording
+from dynatree.bench.replay.replay_command import check_methods
 from dynatree.bench.replay.runs import Group, Result, Settings, Task, groups, replay_all, replay_group
 from dynatree.bench.replay.session import Replayed, replay, sampling_of
 from dynatree.bench.replay.table_model import FIRST_TAIL_TOKEN, TableModel
@@ -175,6 +176,14 @@ def test_seconds_are_on_lines_between_the_points_and_on_by_the_mean_slope() -> N
     curve = ((2, 1.0), (4, 2.0), (8, 2.5))
     assert [seconds_on(curve, rows) for rows in (1, 2, 3, 6, 8, 12)] == pytest.approx([1.0, 1.0, 1.5, 2.25, 2.5, 3.5])
     assert seconds_on(((3, 1.0),), 100) == 1.0
+
+
+def test_policies_that_draw_otherwise_are_not_replayed() -> None:
+    """A recording has the draft's proposals at one temperature, and no draws."""
+    check_methods(parse_methods("dyspec:max_nodes=8/64"))
+    for text in ("dyspec:draft_temperature=0.6", "specinfer:replacement=1"):
+        with pytest.raises(SystemExit, match="a recording has no draws"):
+            check_methods(parse_methods(text))
 
 
 def test_machines_are_read_as_they_were_written(tmp_path: Path) -> None:

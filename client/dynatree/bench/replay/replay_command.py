@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         check_writable(options.out)
     names = [DEFAULT_POLICY] if options.constants else policy_names()
     methods = options.policies or [Method(name, name) for name in names]
-    _check_methods(methods)
+    check_methods(methods)
     runs = _runs(options)  # first, so that a recording that is missing is named, and not the costs beside it
     if options.clients:
         _clients(methods, _machines(options), runs, options)
@@ -140,7 +140,12 @@ def _machines(options: argparse.Namespace) -> list[Machine]:
     return [machines[name] for name in options.machine or machines]
 
 
-def _check_methods(methods: Sequence[Method]) -> None:
+def check_methods(methods: Sequence[Method]) -> None:
+    """Refuse policies that cannot be replayed.
+
+    Raises:
+        SystemExit: There is no such policy, or setting, or a recording does not have what it asks for.
+    """
     for method in methods:
         try:
             policy = create_policy(method.policy or "", dict(method.settings))
