@@ -9,8 +9,6 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from forked import Forked
 from grpc_proxy import VERIFY, GrpcProxy, ProxyLoop, forward_all
 
 from dynatree.client import Client, Completion
 from dynatree.common import healthcheck
 from dynatree.v1 import verify_pb2
 
-COMMAND = [sys.executable, "-m", "dynatree.cli.main"]
 START_SECONDS = 60.0
 DELAY_SECONDS = 0.3
 QUEUED_SECONDS = 0.2  # a session waits so long for another one's end before a fault, and again behind it
@@ -56,23 +54,22 @@ PROMPT = "It was a bright cold morning, and the captain"
 
 @dataclass
 class Process:
-    """One service, as the command line starts it."""
+    """One service, a process."""
 
     name: str
     arguments: list[str]
     address: str
     log: Path
     metrics: str | None = None
-    process: subprocess.Popen[bytes] | None = None
+    process: Forked | None = None
     ending: bool = False
 
     def start(self) -> None:
         """Start it, without waiting."""
-        command = [*COMMAND, *self.arguments, "--listen", self.address, "--threads", "1", "--grace", "0.2"]
+        arguments = [*self.arguments, "--listen", self.address, "--threads", "1", "--grace", "0.2"]
         if self.metrics:
-            command += ["--metrics", self.metrics]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            arguments += ["--metrics", self.metrics]
+        self.process = Forked(arguments, self.log)
 
     def wait(self) -> None:
         """Wait until it serves."""

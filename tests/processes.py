@@ -1,13 +1,13 @@
-"""A service as a process of its own, as the command line starts it."""
+"""A service as a process of its own."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from forked import Forked
 
 from dynatree.common import healthcheck
 
@@ -18,7 +18,7 @@ END_SECONDS = 20.0
 @contextmanager
 def service(
     folder: Path, name: str, *arguments: str, seconds: float = START_SECONDS
-) -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
+) -> Iterator[tuple[str, Forked, Path]]:
     """A `dynatree` process that serves on a socket, and its log.
 
     Args:
@@ -28,9 +28,8 @@ def service(
         seconds: That it may take to start.
     """
     address, log = f"unix:{folder}/{name}.sock", folder / f"{name}.log"
-    command = [sys.executable, "-m", "dynatree.cli.main", *arguments, "--listen", address]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    log.unlink(missing_ok=True)
+    process = Forked([*arguments, "--listen", address], log)
     try:
         deadline = time.monotonic() + seconds
         while healthcheck.failure(address, timeout=1.0) is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import processes
 import pytest
+from forked import Forked
 from model_zoo import save_noisy_copy, save_random_model
 from processes import is_running, wait_until
 
@@ -24,7 +25,7 @@ from dynatree.draft.policies import policy_names
 FAMILIES = {"gpt_neox": {}, "llama": {}, "qwen2": {"num_key_value_heads": 2}}
 PROMPTS = int(os.environ.get("DYNATREE_PROMPTS", "3"))  # of each policy; 20 take minutes
 EX_SOFTWARE = 70
-Started = tuple[str, subprocess.Popen[bytes], Path]
+Started = tuple[str, Forked, Path]
 
 
 def service(folder: Path, name: str, *arguments: str) -> AbstractContextManager[Started]:
@@ -32,7 +33,7 @@ def service(folder: Path, name: str, *arguments: str) -> AbstractContextManager[
     return processes.service(folder, name, *arguments, "--threads", "1")
 
 
-def children(process: subprocess.Popen[bytes]) -> list[int]:
+def children(process: Forked) -> list[int]:
     """The processes that follow."""
     listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
     return [int(each) for each in listed.split()]
@@ -90,10 +91,7 @@ def test_followers_end_with_the_service(
     target = save_random_model(tmp_path / "target", "llama", seed=1)
     arguments = ("verify", "--target-model", str(target), "--tensor-parallel", "2", "--threads", "1")
     log = tmp_path / "log"
-    with log.open("wb") as output:
-        address = f"unix:{tmp_path}/verify.sock"
-        command = [sys.executable, "-m", "dynatree.cli.main", *arguments, "--listen", address]
-        process = subprocess.Popen(command, stderr=output)
+    process = Forked([*arguments, "--listen", f"unix:{tmp_path}/verify.sock"], log)
     try:
         wait_until(lambda: children(process) and (delay is not None or "dynatree verify:" in log.read_text()))
         time.sleep(delay or 0.0)
