@@ -120,8 +120,12 @@ _RELEASED: Mapping[str, Setting] = {**_LISTING, "history": "released"}  # the au
 READINGS = {"": _TEXT, ", as listed": _LISTING, ", as released": _RELEASED}  # by what labels say of them
 
 
+# where a paper does not say how the draft draws, it is at the target's temperature
+_DRAWING: Mapping[str, Setting] = {"draft_temperature": 0, "candidates": 32}
+
+
 def _method(label: str, policy: str, settings: Mapping[str, Setting]) -> Method:
-    return Method(label, policy, tuple(settings.items()))
+    return Method(label, policy, tuple({**_DRAWING, **settings}.items()))
 
 
 def linear(k: int) -> Method:
@@ -319,32 +323,34 @@ def _dynatree_presets(version: str) -> list[Preset]:
 
 _NEW = 128  # tokens; prompts are as long
 _TEXTS = ("c4", "openwebtext", "cnn-dailymail")
-_ANY_DEPTH, _ANY_BREADTH = 64, 64  # the papers' trees have no such limits; these are the policies' own
-
-
-_LIMITS: Mapping[str, Setting] = {"max_depth": _ANY_DEPTH, "breadth": _ANY_BREADTH, "calibrated": 0}
+# the paper has no limits of depth, breadth and candidates; these are the policies' own
+_LIMITS: Mapping[str, Setting] = {"max_depth": 64, "breadth": 256, "candidates": 256, "calibrated": 0}
+# the draft's temperature is 0.6 whatever the target's (section 5.1); the paper tells no baseline's
+_DYSPEC: Mapping[str, Setting] = {"draft_temperature": 0.6, **_LIMITS}
 
 
 def _dyspec(nodes: int) -> Row:
     """Algorithm 1."""
-    return Row(_method("DySpec", "dyspec", {"max_nodes": nodes, **_LIMITS}), "DySpec")
+    return Row(_method("DySpec", "dyspec", {"max_nodes": nodes, **_DYSPEC}), "DySpec")
 
 
 _BY_THRESHOLD = Row(
-    _method("DySpec", "dyspec-threshold", {"threshold": 0.001, "max_nodes": 768, **_LIMITS}), "DySpec"
+    _method("DySpec", "dyspec-threshold", {"threshold": 0.001, "max_nodes": 768, **_DYSPEC}), "DySpec"
 )  # Algorithm 2, appendix B
 
 
 def _dyspec_rows(nodes: int) -> tuple[Row, ...]:
     """DySpec and its baselines with 64 or 768 nodes.
 
-    Sequoia's rates are measured. SpecInfer's tree of 64 nodes is ours, 8 chains of 8: the paper gives none. That of 768
-    is Sequoia's paper's, from which DySpec takes the figures: 16 chains of 48.
+    Sequoia's rates are measured. SpecInfer draws with replacement, as its paper does. Its tree of 64 nodes is ours, 8
+    chains of 8: the paper gives none. That of 768 is Sequoia's paper's, from which DySpec takes the figures: 16 chains
+    of 48.
     """
-    sequoia = _method("Sequoia", "sequoia", {"max_nodes": nodes, "max_depth": 32})
+    draws = {"max_nodes": nodes, "candidates": 256}
+    sequoia = _method("Sequoia", "sequoia", {"max_depth": 32, **draws})
     chains, length = (8, 8) if nodes == 64 else (16, 48)
     widths = (chains, *(length - 1) * (1,))
-    specinfer = _method("SpecInfer", "specinfer", {"widths": widths, "max_nodes": nodes})
+    specinfer = _method("SpecInfer", "specinfer", {"widths": widths, "replacement": 1, **draws})
     return _dyspec(64) if nodes == 64 else _BY_THRESHOLD, Row(sequoia, "Sequoia"), Row(specinfer, "SpecInfer")
 
 
