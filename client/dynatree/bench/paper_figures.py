@@ -151,11 +151,15 @@ COLUMNS: Mapping[str, Column] = {
         _seconds_per_token,
     ),
     "per level": Column(
-        "ours: tokens of all rounds / summed depths of their trees",
+        "ours, mean over prompts: tokens of all rounds / summed depths of their trees",
         _of_trees(_mean("committed_per_level", 1, " %", 100)),
     ),
-    "path": Column("ours: accepted nodes a round, without the bonus token", _of_trees(_mean("mean_path_length", 2))),
-    "nodes accepted": Column("ours: accepted nodes / drafted nodes", _of_trees(_mean("acceptance_rate", 1, " %", 100))),
+    "path": Column(
+        "ours, mean over prompts: accepted nodes a round, no bonus token", _of_trees(_mean("mean_path_length", 2))
+    ),
+    "nodes accepted": Column(
+        "ours, mean over prompts: accepted / drafted nodes", _of_trees(_mean("acceptance_rate", 1, " %", 100))
+    ),
 }
 TABLE_1 = ("tokens/s", "speedup")
 TABLE_2 = ("TTFT ms", "TPOT ms")
