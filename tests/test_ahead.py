@@ -203,3 +203,21 @@ def test_a_cancelled_stream_frees_its_row(services, ahead_client):
 def test_a_device_is_known_again_and_told_from_others():
     assert device_id(torch.device("cpu")) == device_id(torch.device("cpu"))
     assert device_id(torch.device("cpu")) != device_id(torch.device("meta"))
+
+
+def test_a_tree_of_draws_is_the_same_where_it_has_just_room(engine):
+    """What was read of draws that fell out is forgotten, and the slots of the others move together."""
+    more_than_room = 0
+    for seed in range(6):
+        grown = []
+        for room in (24, 256):
+            drafter = Drafter(EngineDraftModel(engine), room)
+            session = drafter.open(PROMPT, Sampling(temperature=0.01, seed=seed, scheme=Scheme.RESIDUAL), 2048)
+            policy = create_policy("dyspec", {"max_nodes": 24})
+            for _ in range(2):
+                grown.append(drafter.grow(session, policy, 16, room).tree)
+                more_than_room += session.speculative_slots > 48
+                drafter.commit(session, grown[-1].token_ids[:1] or [1])
+            drafter.close(session)
+        assert grown[:2] == grown[2:]
+    assert more_than_room > 2

@@ -23,16 +23,15 @@ from dynatree.common.noise_kernels import noise_of, random_words  # noqa: E402
 
 SEEDS = (0, 1, 2**63, 2**64 - 1)
 POSITIONS = (0, 1, 2047, 2**31 - 1)
-ROUNDS = (0, 1, 2**31 - 1, 2**40)
 # The interpreter of Triton 3.9 keeps an argument between the two in 32 bits, and takes it for one of 64.
 INTEGERS = st.integers(0, 2**31 - 1) | st.integers(2**32, 2**63 - 1)
 BOTH = [(seed, position) for seed in SEEDS for position in POSITIONS]
 
 
 @triton.jit
-def words_kernel(out, seeds, positions, stream, round_, first_block):
+def words_kernel(out, seeds, positions, stream, first_block):
     blocks = first_block + tl.arange(0, 2).to(tl.int64)
-    words = random_words(tl.load(seeds), tl.load(positions), stream, round_, blocks)
+    words = random_words(tl.load(seeds), tl.load(positions), stream, blocks)
     for place in tl.static_range(4):
         tl.store(out + tl.arange(0, 2) * 4 + place, words[place])
 
@@ -49,38 +48,37 @@ def parameters(rows, dtype=torch.int64):
     return torch.tensor([seed_bits(seed) for seed in seeds]), torch.tensor(positions, dtype=dtype)
 
 
-def drawn(rows, vocab_size, stream=Stream.CHOICE, round_=0, dtype=torch.int64):
+def drawn(rows, vocab_size, stream=Stream.CHOICE, dtype=torch.int64):
     """The kernel's noise for rows of (seed, position)."""
     out = torch.full((len(rows), vocab_size), torch.nan)
-    by_triton(out, *parameters(rows, dtype), stream, round_)
+    by_triton(out, *parameters(rows, dtype), stream)
     return out
 
 
-def assert_noise(out, rows, stream=Stream.CHOICE, round_=0):
+def assert_noise(out, rows, stream=Stream.CHOICE):
     for row, (seed, position) in zip(out, rows, strict=True):
-        expected = gumbel(seed, position, len(row), stream, round_)
+        expected = gumbel(seed, position, len(row), stream)
         np.testing.assert_array_max_ulp(row.numpy(), expected.numpy(), maxulp=1)
 
 
-def assert_words(seed, position, stream, round_, first_block=0):
+def assert_words(seed, position, stream, first_block=0):
     out = torch.zeros(8, dtype=torch.uint64)
-    words_kernel[1,](out, *parameters([(seed, position)]), stream, round_, first_block)
-    generator = random_generator(seed, position, stream, round_).bit_generator
+    words_kernel[1,](out, *parameters([(seed, position)]), stream, first_block)
+    generator = random_generator(seed, position, stream).bit_generator
     generator.advance(first_block)
     np.testing.assert_array_equal(out.numpy(), generator.random_raw(8))
 
 
-@pytest.mark.parametrize("round_", ROUNDS)
 @pytest.mark.parametrize("stream", Stream)
-def test_random_bits_are_those_of_numpy(stream, round_):
+def test_random_bits_are_those_of_numpy(stream):
     for seed, position in BOTH:
-        assert_words(seed, position, stream, round_)
+        assert_words(seed, position, stream)
 
 
 @settings(deadline=None)
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1), st.sampled_from(Stream), INTEGERS, INTEGERS)
-def test_random_bits_are_those_of_numpy_anywhere(seed, position, stream, round_, first_block):
-    assert_words(seed, position, stream, round_, first_block)
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1), st.sampled_from(Stream), INTEGERS)
+def test_random_bits_are_those_of_numpy_anywhere(seed, position, stream, first_block):
+    assert_words(seed, position, stream, first_block)
 
 
 def test_noise_is_finite_for_any_bits():
@@ -94,8 +92,7 @@ def test_noise_is_finite_for_any_bits():
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("stream", Stream)
 def test_each_row_has_the_noise_of_its_seed_and_position(stream, dtype):
-    for round_ in ROUNDS[:3]:
-        assert_noise(drawn(BOTH, 5, stream, round_, dtype), BOTH, stream, round_)
+    assert_noise(drawn(BOTH, 5, stream, dtype), BOTH, stream)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 3, 4, 5, 1000, 1024, 2048, 2051])
@@ -108,10 +105,9 @@ def test_noise_of_any_vocabulary(vocab_size):
     st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1)), min_size=1, max_size=3),
     st.integers(1, 1100),
     st.sampled_from(Stream),
-    st.integers(0, 2**31 - 1),
 )
-def test_noise_is_that_of_the_cpu(rows, vocab_size, stream, round_):
-    assert_noise(drawn(rows, vocab_size, stream, round_, torch.int32), rows, stream, round_)
+def test_noise_is_that_of_the_cpu(rows, vocab_size, stream):
+    assert_noise(drawn(rows, vocab_size, stream, torch.int32), rows, stream)
 
 
 def test_noise_does_not_depend_on_the_vocabulary_size():
@@ -122,8 +118,8 @@ def test_noise_does_not_depend_on_the_vocabulary_size():
 
 def test_nothing_is_written_beside_the_rows():
     wide = torch.zeros(3, 12)
-    by_triton(wide[:, 1:8], *parameters(BOTH[4:7]), Stream.DRAFT, 3)
-    assert_noise(wide[:, 1:8], BOTH[4:7], Stream.DRAFT, 3)
+    by_triton(wide[:, 1:8], *parameters(BOTH[4:7]), Stream.DRAFT)
+    assert_noise(wide[:, 1:8], BOTH[4:7], Stream.DRAFT)
     assert wide[:, 0].eq(0).all()
     assert wide[:, 8:].eq(0).all()
 
@@ -138,7 +134,7 @@ def test_it_runs_without_storage_and_under_fake_tensors():
 
 
 def test_the_operation_mutates_its_output_and_nothing_else():
-    arguments = (torch.zeros(2, 9), *parameters(BOTH[:2]), 0, 0)
+    arguments = (torch.zeros(2, 9), *parameters(BOTH[:2]), 0)
     torch.library.opcheck(torch.ops.dynatree.fill_noise, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -173,6 +169,6 @@ def test_services_start_without_triton():
 def test_a_cpu_draws_the_same_rows():
     rows = [*BOTH[:3], BOTH[0]]
     out = torch.full((4, 9), torch.nan)
-    fill_noise(out, *parameters(rows), Stream.DRAFT, 2)
-    expected = [gumbel(seed, position, 9, Stream.DRAFT, 2) for seed, position in rows]
+    fill_noise(out, *parameters(rows), Stream.DRAFT)
+    expected = [gumbel(seed, position, 9, Stream.DRAFT) for seed, position in rows]
     assert torch.equal(out, torch.stack(expected))

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from dynatree.common.errors import InvalidArgumentError
-from dynatree.common.gumbel import Stream, gumbel, random_generator
+from dynatree.common.gumbel import Stream, gumbel, node_of, random_generator
 from dynatree.common.sampling import (
     Histories,
     Sampling,
@@ -40,13 +40,14 @@ def test_noise_depends_on_seed_and_position_only():
     assert torch.isfinite(far).all()
 
 
-def test_streams_and_rounds_have_random_numbers_of_their_own():
+def test_streams_rounds_and_nodes_have_random_numbers_of_their_own():
     draws = [
-        tuple(random_generator(seed, position, stream, round_).random(4))
+        tuple(random_generator(seed, position, stream, round_=round_, node=node).random(4))
         for seed in (1, 2**64 - 1)
         for position in (0, 1, 2**31)
         for stream in Stream
         for round_ in (0, 1, 2**31)
+        for node in (0, 1, node_of([]), node_of([7]), node_of([7, 7]), 2**64 - 1)
     ]
     assert len(set(draws)) == len(draws)
     assert draws[0] == tuple(random_generator(1, 0, Stream.CHOICE).random(4))

@@ -331,7 +331,7 @@ def noise(context: Context) -> Measured:
     given = torch.tensor([seed_bits(seed) for seed, _ in places], device=context.device)
     at = torch.tensor([position for _, position in places], dtype=torch.int32, device=context.device)
     drawn = torch.empty(len(places), vocabulary, device=context.device)
-    noise_by_triton(drawn, given, at, int(Stream.CHOICE), 0)
+    noise_by_triton(drawn, given, at, int(Stream.CHOICE))
     expected = torch.stack([gumbel(seed, position, vocabulary) for seed, position in places]).numpy()
     steps = np.abs(_ordered(drawn.cpu().numpy()) - _ordered(expected))
     words = _differing_words(places, context)
@@ -357,7 +357,7 @@ def _differing_words(places: Sequence[tuple[int, int]], context: Context) -> int
     for seed, position in places:
         out = torch.zeros(8, dtype=torch.int64, device=context.device)
         given = torch.tensor([seed_bits(seed)], device=context.device)
-        words_kernel.words[1,](out, given, torch.tensor([position], device=context.device), int(Stream.CHOICE), 0)
+        words_kernel.words[1,](out, given, torch.tensor([position], device=context.device), int(Stream.CHOICE))
         expected = random_generator(seed, position, Stream.CHOICE).bit_generator.random_raw(8)
         differing += int((out.cpu().numpy().view(np.uint64) != expected).sum())
     return differing

@@ -7,9 +7,9 @@ from dynatree.common.noise_kernels import random_words
 
 
 @triton.jit
-def words(out, seeds, positions, stream, round_):
+def words(out, seeds, positions, stream):
     """The eight uint64 of the first two blocks."""
     blocks = tl.arange(0, 2).to(tl.int64)
-    drawn = random_words(tl.load(seeds), tl.load(positions), stream, round_, blocks)
+    drawn = random_words(tl.load(seeds), tl.load(positions), stream, blocks)
     for place in tl.static_range(4):
         tl.store(out + tl.arange(0, 2) * 4 + place, drawn[place].to(tl.int64, bitcast=True))

@@ -19,17 +19,17 @@ from dynatree.common.gumbel import Stream, gumbel
 _BLOCKS = 256  # Philox blocks, of four numbers, that one program draws
 
 
-def fill_noise(out: Tensor, seeds: Tensor, positions: Tensor, stream: int, round_: int = 0) -> None:
-    """Write the noise `gumbel(seed, position, vocabulary, stream, round_)` into each row.
+def fill_noise(out: Tensor, seeds: Tensor, positions: Tensor, stream: int) -> None:
+    """Write the noise `gumbel(seed, position, vocabulary, stream)` into each row.
 
-    A captured graph reads `seeds` and `positions` at each replay; `stream` and `round_` are part of it.
+    A captured graph reads `seeds` and `positions` at each replay; `stream` is part of it. What a tree draws has a
+    `round_` and a `node` as well, and is drawn on the host for every device.
 
     Args:
         out: `[rows, vocabulary]`, float32; each row is contiguous.
         seeds: `[rows]`, int64, from `seed_bits`; contiguous.
         positions: `[rows]`, int32 or int64; contiguous.
         stream: A `Stream`, that of all rows.
-        round_: That of all rows.
 
     Raises:
         ValueError: A tensor has another dtype, shape or layout.
@@ -41,7 +41,7 @@ def fill_noise(out: Tensor, seeds: Tensor, positions: Tensor, stream: int, round
         if tensor.dtype not in dtypes or tensor.shape != out.shape[:1] or not tensor.is_contiguous():
             kinds = " or ".join(map(str, dtypes))
             raise ValueError(f"{name} is {_described(tensor)}, expected {kinds} [{out.shape[0]}], contiguous")
-    torch.ops.dynatree.fill_noise(out, seeds, positions, stream, round_)
+    torch.ops.dynatree.fill_noise(out, seeds, positions, stream)
 
 
 def seed_bits(seed: int) -> int:
@@ -54,23 +54,23 @@ def _described(tensor: Tensor) -> str:
 
 
 @torch.library.custom_op("dynatree::fill_noise", mutates_args={"out"})
-def _fill_noise(out: Tensor, seeds: Tensor, positions: Tensor, stream: int, round_: int) -> None:
+def _fill_noise(out: Tensor, seeds: Tensor, positions: Tensor, stream: int) -> None:
     if HAS_TRITON and out.is_cuda:
-        by_triton(out, seeds, positions, stream, round_)
+        by_triton(out, seeds, positions, stream)
     else:
-        by_numpy(out, seeds, positions, stream, round_)
+        by_numpy(out, seeds, positions, stream)
 
 
-def by_numpy(out: Tensor, seeds: Tensor, positions: Tensor, stream: int, round_: int) -> None:
+def by_numpy(out: Tensor, seeds: Tensor, positions: Tensor, stream: int) -> None:
     """The same by the CPU; rows that have one seed and position are drawn once."""
     rows: dict[tuple[int, int], Tensor] = {}
     for row, key in zip(out, zip(seeds.tolist(), positions.tolist(), strict=True), strict=True):
         if key not in rows:
-            rows[key] = gumbel(key[0] % 2**64, key[1], out.shape[1], Stream(stream), round_)
+            rows[key] = gumbel(key[0] % 2**64, key[1], out.shape[1], Stream(stream))
         row.copy_(rows[key])
 
 
-def by_triton(out: Tensor, seeds: Tensor, positions: Tensor, stream: int, round_: int) -> None:
+def by_triton(out: Tensor, seeds: Tensor, positions: Tensor, stream: int) -> None:
     """The same by Triton's kernel: on a GPU, or in Triton's interpreter."""
     from dynatree.common.noise_kernels import fill
 
@@ -81,7 +81,6 @@ def by_triton(out: Tensor, seeds: Tensor, positions: Tensor, stream: int, round_
             seeds,
             positions,
             stream,
-            round_,
             vocab_size,
             out.stride(0),
             block_count=_BLOCKS,

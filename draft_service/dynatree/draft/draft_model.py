@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynatree.common.engine import Choosing, Engine, KVMove, LevelRead, LevelsWanted, Segment
-from dynatree.common.gumbel import Stream, gumbel
+from dynatree.common.gumbel import Stream, gumbel, node_of
 from dynatree.common.kv_range import KVRange
 from dynatree.common.prefix_cache import PrefixCache
 from dynatree.common.sampling import (
@@ -207,14 +208,17 @@ def _propose(session: DraftSession, tree: GrowingTree, nodes: Sequence[int], log
     """Give nodes their best `breadth` continuations, by the logits after each `[nodes, vocabulary]`."""
     sampling = session.drafting
     logits = logits[:, : session.vocab_size].float().nan_to_num(nan=0.0)  # a guess may be bad; a tree must be finite
-    histories = None
-    if sampling.needs_history:
+    paths: list[list[int]] = []
+    if sampling.needs_history or session.draws:
         paths = [[above.token for above in reversed(tree.path(node))] for node in nodes]
-        histories = Histories(session.committed, paths, session.generated)
+    histories = Histories(session.committed, paths, session.generated) if sampling.needs_history else None
     positions = [len(session.committed) + tree.depth(node) for node in nodes]
     if session.draws:
-        logits = adjusted(logits, sampling, histories)
-        drawn = _draw(logits, positions, sampling, session.rounds, breadth, session.drawing)
+        noise_of = [
+            partial(gumbel, sampling.seed, position, stream=Stream.DRAFT, round_=session.rounds, node=node_of(path))
+            for position, path in zip(positions, paths, strict=True)
+        ]
+        drawn = _draw(adjusted(logits, sampling, histories), noise_of, sampling, breadth, session.drawing)
         for node, (distribution, draws) in zip(nodes, drawn, strict=True):
             tree.node(node).candidates, tree.node(node).proposals = distribution, draws
     else:
@@ -244,24 +248,30 @@ def _rank(
 
 
 def _draw(
-    logits: Tensor, positions: Sequence[int], sampling: Sampling, round_: int, breadth: int, drawing: Drawing
+    logits: Tensor,
+    noise_of: Sequence[Callable[[int], Tensor]],
+    sampling: Sampling,
+    breadth: int,
+    drawing: Drawing,
 ) -> list[tuple[DraftDistribution, tuple[Proposal, ...]]]:
     """Up to `breadth` draws of each row from its distribution, truncated to so many candidates.
 
     With replacement each draw maximises the log-probabilities with Gumbel noise of its own. The order of those with one
-    row of noise is that of draws without replacement (Gumbel-top-k). The noise is fresh in every round: a tree's shape
-    depends on its draws, so what comes later must not.
+    row of noise is that of draws without replacement (Gumbel-top-k).
+
+    `noise_of` gives each row so many numbers of noise. They are independent of those of every other node and of every
+    other round: whether a draw is kept may depend on what other nodes drew, and must not depend on its own token
+    (docs/explanation/exactness.md).
     """
     size = min(drawing.candidates, logits.shape[-1])
     best = warped(logits, sampling).topk(size, dim=-1)
     rows = []
-    for position, values, ids in zip(positions, best.values, best.indices.tolist(), strict=True):
+    for noise_of_row, values, ids in zip(noise_of, best.values, best.indices.tolist(), strict=True):
         probs = values.softmax(-1)
         count = int((probs > 0).sum())
         log_probs = probs[:count].log().cpu()
         each = breadth if drawing.replacement else 1
-        noise_of = gumbel(sampling.seed, position, each * count, Stream.DRAFT, round_).view(each, count)
-        perturbed = log_probs + noise_of
+        perturbed = log_probs + noise_of_row(each * count).view(each, count)
         places = perturbed.argmax(-1) if drawing.replacement else perturbed[0].argsort(descending=True)[:breadth]
         order = places.tolist()
         distribution = DraftDistribution(tuple(ids[:count]), tuple(probs[:count].tolist()))

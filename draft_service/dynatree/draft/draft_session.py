@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from dynatree.common.kv_range import KVRange
@@ -89,6 +89,22 @@ class DraftSession:
         self.num_cached = start + len(path)
         self.num_used = start + len(survivors)
         self.root = node if node is not None else TrieNode(self.committed[-1])
+        return moved
+
+    def forget_all_but(self, kept: Set[int]) -> list[int]:
+        """Forget what was read of nodes below the root but for those of these identities (`id`).
+
+        Returns:
+            The slots that now belong behind the cached prefix, in their new order; the caller moves them.
+        """
+        read = list(self.root.descendants())
+        stay = [node for node in read if id(node) in kept]
+        moved = [node.slot for node in stay if node.slot is not None]
+        for node in read:
+            node.slot = None
+        for slot, node in enumerate(stay, start=self.num_cached):
+            node.slot = slot
+        self.num_used = self.num_cached + len(stay)
         return moved
 
     def _follow(self, token_ids: Sequence[int]) -> tuple[list[TrieNode], TrieNode | None]:

@@ -168,7 +168,7 @@ class Drafter:
         tree = self.new_tree(session, max_nodes, max_depth)
         level = policy.start(tree) if max_depth > 0 else []
         levels = 0
-        while level and self.has_room(session, tree, level):
+        while level and (self.has_room(session, tree, level) or self._makes_room(session, tree, policy)):
             asked = time.perf_counter()
             spent += yield from self._expanding(session, tree, level, policy.breadth)
             waited += time.perf_counter() - asked
@@ -238,6 +238,20 @@ class Drafter:
         """Whether the session's range has slots for a level's unread nodes."""
         unread = sum(not tree.is_expanded(node) for node in level if node != ROOT)
         return session.speculative_slots + unread <= 2 * self._max_tree_nodes
+
+    def _makes_room(self, session: DraftSession, tree: GrowingTree, policy: Policy) -> bool:
+        """Forget what was read of draws that will not be sent, so that there is always room for the next level.
+
+        A level that finds no room ends the growth of other trees. How much room is left depends on the tokens that were
+        drawn, and the shape of a tree of draws must not. The nodes of the level are among the policy's selection, which
+        is no larger than a tree.
+        """
+        if not tree.sampled:
+            return False
+        start = session.num_cached
+        moved = session.forget_all_but({id(tree.node(node)) for node in policy.select(tree)})
+        self._model.move(session.kv, moved, start)
+        return True
 
     def expand(self, session: DraftSession, tree: GrowingTree, level: Sequence[int], breadth: int) -> None:
         """Read the nodes of a level that have no proposals yet, in one forward."""

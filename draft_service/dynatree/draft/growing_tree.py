@@ -60,7 +60,8 @@ class GrowingTree:
         max_nodes: The largest tree that may be sent.
         max_depth: The deepest node that may be sent.
         sampled: Whether continuations are random draws (residual sampling). Whether a draw is kept may then depend on
-            its ancestors, its earlier siblings and the distribution it is drawn from, never on its own token.
+            its ancestors, its earlier siblings, the distribution that it is drawn from and other nodes' draws, never on
+            its own token, nor on draws below it.
         replacement: Whether those are made with replacement, so that one may repeat a token.
         sent: The nodes of the frozen tree, in its order; empty before `freeze`.
     """

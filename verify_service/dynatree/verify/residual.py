@@ -3,7 +3,8 @@
 A child drawn from the draft's distribution D is accepted with probability min(1, R(y) / D(y)), where R starts as the
 target's distribution and after each rejection becomes the normalised positive part of R - D, while D loses the rejected
 token. What is committed follows the target's distribution exactly, whatever D is, as long as no child was kept or left
-out for the token that it carries. With a single child a node this is speculative sampling (Leviathan et al. 2023).
+out for the token that it carries (docs/explanation/exactness.md has the condition and its proof). With a single child a
+node this is speculative sampling (Leviathan et al. 2023).
 
 Children drawn with replacement are SpecInfer's multi-step speculative sampling (Miao et al. 2023, Algorithm 2): D stays
 as it is, and a token that was drawn twice is tried twice. Its second trial always fails, and R loses D once more.
