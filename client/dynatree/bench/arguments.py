@@ -221,7 +221,12 @@ def _add_paper(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="measure nothing: print and draw what --out has kept there",
     )
-    group.add_argument("--out", type=Path, metavar="DIR", help="keep the records, and the figures as SVG and PNG")
+    group.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="keep the records, and the figures as SVG and PNG; what is there already is not measured again",
+    )
     _add_services(parser)
     _add_prompts(parser, paper=True)
     group = parser.add_argument_group("scaling down", "a record, and what is printed of it, tell of each")

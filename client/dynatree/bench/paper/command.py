@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dynatree.bench.figures import unequal
+from dynatree.bench.measurements import EMBEDDED
 from dynatree.bench.methods import Method
 from dynatree.bench.paper.presets import DATA_SETS, DYSPEC, NEEDS, PRESETS, VERSIONS, Experiment, Preset
 from dynatree.bench.paper.views import show
@@ -104,7 +105,7 @@ def _kept(folder: Path, experiments: Sequence[Experiment]) -> dict[Experiment, R
 
 
 def _measured(options: argparse.Namespace, experiments: Sequence[Experiment]) -> Iterator[tuple[Experiment, Report]]:
-    """Run the experiments whose data set has a text; what is done is kept where a later one fails.
+    """Run the experiments whose data set has a text; what is done is kept, and what was kept is not run again.
 
     Raises:
         SystemExit: None has one, or a file, a model or an address cannot be used.
@@ -121,14 +122,48 @@ def _measured(options: argparse.Namespace, experiments: Sequence[Experiment]) ->
         options.out.mkdir(parents=True, exist_ok=True)
     nodes = max(each.max_tree_nodes for each in wanted)
     plans = {each: _options(options, each, texts[each.data_set], nodes) for each in wanted}
-    for plan in plans.values():
+    plans = {each: plan for each, plan in plans.items() if not _is_twice(each, plans)}
+    missing = {}
+    for experiment, plan in plans.items():
         if plan.out is not None:
             check_writable(plan.out)
-    with measuring(list(plans.values())) as measure:
-        for experiment, plan in plans.items():
+        if (report := _there(plan)) is not None:
+            yield experiment, report
+        else:
+            missing[experiment] = plan
+    if not missing:
+        return
+    with measuring(list(missing.values())) as measure:
+        for experiment, plan in missing.items():
             if any(_lacks_rates(method) for method in plan.policies):
                 plan.policies = _with_rates(plan.policies, measure(_ranks(plan)))
             yield experiment, measure(plan)
+
+
+def _is_twice(experiment: Experiment, plans: Mapping[Experiment, argparse.Namespace]) -> bool:
+    """Whether another experiment, cut to the same number of new tokens, has all of its methods on the same prompts."""
+
+    def place(each: Experiment) -> tuple[object, ...]:
+        taken = plans[each]
+        return each.data_set, taken.max_new_tokens, taken.prompt_tokens, each.temperature, each.trees
+
+    return experiment.new_tokens > plans[experiment].max_new_tokens and any(
+        place(other) == place(experiment) and set(experiment.rows) < set(other.rows)
+        for other in plans
+        if other != experiment
+    )
+
+
+def _there(plan: argparse.Namespace) -> Report | None:
+    """The complete record of the experiment that an earlier run has kept, of the same models and text."""
+    if plan.out is None or not plan.out.exists():
+        return None
+    report, told = load(plan.out), plan.recorded["paper"]
+    kept = report["options"].get("paper", {})
+    same = all(kept.get(name) == told[name] for name in ("models", "text"))
+    if not same:
+        raise SystemExit(f"{plan.out} is of other models or another text; expected a folder of its own for --out")
+    return report if report["complete"] else None
 
 
 def _lacks_rates(method: Method) -> bool:
@@ -176,7 +211,13 @@ def _options(
     taken["max_new_tokens"] = min(taken["max_new_tokens"], experiment.new_tokens)
     words = {"count": "prompts", "max_new_tokens": "new tokens", "warmup": "warm-ups", "prompt_tokens": "prompt tokens"}
     scaled = [f"{taken[name]} of {size} {words[name]}" for name, size in sizes.items() if taken[name] != size]
-    recorded = {"experiment": experiment.name, "data_set": experiment.data_set, "scaled": scaled}
+    recorded = {
+        "experiment": experiment.name,
+        "data_set": experiment.data_set,
+        "scaled": scaled,
+        "models": [options.target_model, options.draft_model or EMBEDDED],
+        "text": text.name,
+    }
     out = None if options.out is None else options.out / f"{experiment.name}{SUFFIX}"
     return argparse.Namespace(
         **{
