@@ -1,5 +1,6 @@
 """The presets of `dynatree bench paper`: each can be run, each is shown, and the papers' figures stand beside it."""
 
+import argparse
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import pytest
 from bench_records import DRAFTED, STATISTICS, detailed, new_report, new_run
 
+from dynatree.bench.arguments import add_arguments
 from dynatree.bench.methods import PLAIN
+from dynatree.bench.paper.command import _is_twice, _options
 from dynatree.bench.paper.presets import DATA_SETS, PRESETS, VERSIONS, Experiment
 from dynatree.bench.paper.published import BLOCKS, PUBLISHED
 from dynatree.bench.paper.tables import AR, beside
@@ -116,8 +119,8 @@ def test_blocks_of_masks() -> None:
     forks = [*4 * [-1], *range(124)]  # four chains of 32, grown in turns
     assert blocks(forks, range(128)) == 15  # every tile on and below the diagonal
     assert blocks(forks, reordered(forks)) == 1 + 2 + 3 + 3 + 3  # the root's tile, the own one and the one before it
-    assert by_value(Tree(parents=[-1, -1, 0], probabilities=[0.6, 0.4, 0.5], accepted=[])) == [0, 1, 2]
-    assert by_value(Tree(parents=[-1, -1, 0], probabilities=[0.6, 0.2, 0.5], accepted=[])) == [0, 2, 1]
+    assert by_value(Tree(parents=[-1, -1, 0], probabilities=[0.6, 0.2, 0.5], accepted=[])) == [0, 2, 1]  # 1, 0.4, 0.6
+    assert by_value(Tree(parents=[-1, -1, 0], probabilities=[0.3, 0.2, 0.5], accepted=[])) == [0, 1, 2]  # 1, 0.7, 0.3
 
 
 def test_blocks_of_random_trees_are_the_papers() -> None:
@@ -158,6 +161,17 @@ def test_the_list_has_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for preset in PRESETS:
         assert f"--version {preset.version} --{preset.item} " in out
+
+
+def test_what_is_cut_to_the_same_length_is_measured_once() -> None:
+    """T = 300 to 1,000 are Table 1's T where 300 tokens are the most, and Table 1's runs have all of their methods."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = parser.parse_args(["paper", "--max-new-tokens", "300", "--prompts", "text.txt"])
+    [preset] = [each for each in PRESETS if (each.version, each.item) == ("003", "figure 6")]
+    plans = {each: _options(options, each, Path("text.txt"), 256) for each in preset.experiments}
+    kept = [(each.name, plan.max_new_tokens) for each, plan in plans.items() if not _is_twice(each, plans)]
+    assert kept == [("wikitext-2-100", 100), ("wikitext-2-200", 200), ("wikitext-2", 300)]
 
 
 @pytest.mark.long

@@ -141,17 +141,13 @@ def _measured(options: argparse.Namespace, experiments: Sequence[Experiment]) ->
 
 
 def _is_twice(experiment: Experiment, plans: Mapping[Experiment, argparse.Namespace]) -> bool:
-    """Whether another experiment, cut to the same number of new tokens, has all of its methods on the same prompts."""
+    """Whether another experiment, which --max-new-tokens makes as long, has all of its methods on the same prompts."""
 
     def place(each: Experiment) -> tuple[object, ...]:
         taken = plans[each]
-        return each.data_set, taken.max_new_tokens, taken.prompt_tokens, each.temperature, each.trees
+        return each.data_set, taken.max_new_tokens, taken.prompt_tokens, each.temperature, each.scheme, each.trees
 
-    return experiment.new_tokens > plans[experiment].max_new_tokens and any(
-        place(other) == place(experiment) and set(experiment.rows) < set(other.rows)
-        for other in plans
-        if other != experiment
-    )
+    return any(place(other) == place(experiment) and set(experiment.rows) < set(other.rows) for other in plans)
 
 
 def _there(plan: argparse.Namespace) -> Report | None:
@@ -172,7 +168,7 @@ def _lacks_rates(method: Method) -> bool:
 
 def _ranks(plan: argparse.Namespace) -> argparse.Namespace:
     """The same prompts, temperature and scheme as `dynatree bench ranks`."""
-    return argparse.Namespace(**vars(plan) | {"measurement": "ranks", "policies": None, "out": None, "trees": False})
+    return argparse.Namespace(**vars(plan) | {"measurement": "ranks", "out": None, "trees": False})
 
 
 def _with_rates(methods: Sequence[Method], ranks: Report) -> list[Method]:

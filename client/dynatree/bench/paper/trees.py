@@ -70,11 +70,17 @@ def blocks(parents: Sequence[int], order: Sequence[int]) -> int:
 
 
 def by_value(tree: Tree) -> list[int]:
-    """The order in which Algorithm 1's heap gives out the nodes of a greedy tree: the likeliest path first."""
-    values: list[float] = []
-    for parent, probability in zip(tree["parents"], tree["probabilities"], strict=True):
-        values.append(probability * (values[parent] if parent != ROOT else 1.0))
-    return sorted(range(len(values)), key=lambda node: -values[node])
+    """The order in which Algorithm 1's heap draws the nodes, each when its slot's value is the highest.
+
+    v(k-th child of u) = p(u) * (1 - the draft's probability of the children before it), p(u) the path probability.
+    """
+    paths, values = {ROOT: 1.0}, {ROOT: 1.0}
+    left: dict[int, float] = {}  # of each node's draft distribution
+    for node, (parent, probability) in enumerate(zip(tree["parents"], tree["probabilities"], strict=True)):
+        rest = left.get(parent, 1.0)
+        values[node] = min(values[parent], paths[parent] * rest)  # probabilities are rounded
+        paths[node], left[parent] = paths[parent] * probability, rest - probability
+    return sorted(range(len(tree["parents"])), key=lambda node: -values[node])
 
 
 def reordered(parents: Sequence[int]) -> list[int]:
