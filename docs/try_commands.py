@@ -32,7 +32,7 @@ LEFT_OUT = {
     r"--(?:server localhost:50051,localhost:50052|server localhost:50050)|:9901": "needs containers, or Envoy",
     r"^make|^pip|^python3? -m venv|^\. ": "installs, or is run by CI, or takes hours",
     r"^rm": "removes results",
-    r"cuda:|--tensor-parallel": "needs GPUs, or several devices",
+    r"cuda:|--device cuda|--tensor-parallel": "needs GPUs, or several devices",
     r"--baseline-server": "needs servers of others",
     r"embedded\.grow|/tmp/target": "takes minutes and memory",
     r"chat/completions|^dynatree chat": "needs a model with a chat template",
@@ -47,6 +47,7 @@ STAND_INS = {
     r"--count \d+": "--count 1",
     r"--clients [\d,]+": "--clients 1,2",
     r"(dynatree bench (?:compare|load|sweep|record|ranks) )": r"\1--max-new-tokens 12 --prompt-tokens 32 ",
+    r"(bench paper --version 003) --table": r"\1 --count 1 --max-new-tokens 6 --prompt-tokens 16 --table",
     r"^curl ": "curl --silent --show-error --fail ",
 }
 TOKEN = "4f0c2b7d9a3e8851"
