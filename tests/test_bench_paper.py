@@ -134,7 +134,7 @@ def test_what_was_kept_is_printed_again(tmp_path: Path, capsys: pytest.CaptureFi
     for experiment in preset.experiments:
         save(record(experiment), tmp_path / f"{experiment.name}.json.gz")
     drawn = tmp_path / "drawn"
-    options = ["--version", "003", "--figure", "bars", "--from", str(tmp_path), "--out", str(drawn)]
+    options = ["--version", "003", "--figure", "bars", "--from", str(tmp_path), "--plots", str(drawn)]
     assert main(["bench", "paper", *options]) == 0
     assert {path.suffix for path in drawn.iterdir()} == {".svg", ".png"}
     out = capsys.readouterr().out

@@ -219,14 +219,11 @@ def _add_paper(parser: argparse.ArgumentParser) -> None:
         dest="source",
         type=Path,
         metavar="DIR",
-        help="measure nothing: print and draw what --out has kept there",
+        help="measure nothing: show what --out has kept there",
     )
-    group.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="keep the records, and the figures as SVG and PNG; what is there already is not measured again",
-    )
+    help_line = "keep the records; what is there already is not measured again"
+    group.add_argument("--out", type=Path, metavar="DIR", help=help_line)
+    group.add_argument("--plots", type=Path, metavar="DIR", help="draw the figures, as SVG and PNG")
     _add_services(parser)
     _add_prompts(parser, paper=True)
     group = parser.add_argument_group("scaling down", "a record, and what is printed of it, tell of each")

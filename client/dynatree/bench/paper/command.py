@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     for preset in chosen:
         own = {each: records[each] for each in preset.experiments if each in records}
         if own or not preset.experiments:
-            show(preset, own, options.out)
+            show(preset, own, options.plots)
     print()
     print_remarks(_remarks(records, {DYSPEC if each.version == DYSPEC else "dynatree" for each in chosen}))
     return _status(records)

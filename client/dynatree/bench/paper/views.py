@@ -34,18 +34,18 @@ from dynatree.bench.table import Table
 View = Callable[[Preset, Records], tuple[Sequence[Table], Drawn]]
 
 
-def show(preset: Preset, records: Records, out: Path | None) -> None:
-    """Print a preset's tables, and draw its figure into a folder."""
+def show(preset: Preset, records: Records, folder: Path | None) -> None:
+    """Print a preset's tables, and draw its figures into a folder."""
     tables, drawn = VIEWS[preset.name](preset, records)
     print_tables(tables)
     for note in preset.notes:
         print(note)
-    if out is None:
+    if folder is None:
         return
-    out.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name, figure in drawn.items():
         for suffix in (".svg", ".png"):
-            plots.save(figure, out / f"{preset.version}-{preset.item.replace(' ', '-')}-{name}{suffix}")
+            plots.save(figure, folder / f"{preset.version}-{preset.item.replace(' ', '-')}-{name}{suffix}")
 
 
 def _table(make: Callable[[Preset, Records], Sequence[Table]]) -> View:
