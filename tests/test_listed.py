@@ -170,7 +170,7 @@ def compare(seed, policy, sampled, *, rounds=3):
     settings, s = random_settings(chance, policy)
     if sampled:
         s.prune = "expand"  # a draw may not be left out for its token
-    rule, history, most = settings.get("history", 0), [], s.d_0 + 1
+    rule, history, most = settings.get("history", 0), [], s.d_0 + 2
     start = SimpleNamespace(**vars(s))
     costs, model = Costs(), Table(seed, sampled)
     sampling = Sampling(temperature=1.0, seed=1, scheme=Scheme.RESIDUAL) if sampled else Sampling()

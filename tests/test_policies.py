@@ -142,7 +142,7 @@ def test_history_stays_in_range():
 def test_the_released_history_steps_outside_a_dead_band(acceptances, expected):
     history = ReleasedHistory(START, max_depth=8, window=10, target=0.7, step=0.05)
     for acceptance in acceptances:
-        history.observe(10, round(acceptance * 60))  # of at most 6 tokens a round
+        history.observe(20, round(acceptance * 140))  # of at most 7 tokens a round
     history.observe(0, 0)  # a completion without rounds says nothing
     assert astuple(history.steering) == pytest.approx(expected)
 

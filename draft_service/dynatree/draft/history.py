@@ -64,8 +64,9 @@ class ReleasedHistory:
         mean(a) < a* - 0.1:   D_0 - 1, at least 2          tau_h + step, at most 0.95   rho_deep + step, at most 0.8
 
     mean(a) is the mean over the last W completions, 5 at least, whatever their prompts. The acceptance of a completion
-    is (tokens committed by its rounds) / (rounds * (D_0 + 1)), with D_0 as it was set.
-    (cny123222/DynaTree, spec_decode/core/tree_speculative_generator_adaptive.py and tree_speculative_generator.py.)
+    is (tokens committed by its rounds) / (rounds * (D_0 + 2)), with D_0 as it was set: u0, D_0 levels below
+    it and the bonus token. (cny123222/DynaTree, commit ec83bab, spec_decode/core/tree_speculative_generator_adaptive.py
+    and tree_speculative_generator.py.)
     """
 
     BAND = 0.1
@@ -73,7 +74,7 @@ class ReleasedHistory:
 
     def __init__(self, steering: Steering, *, max_depth: int, window: int, target: float, step: float) -> None:
         self.steering = steering
-        self._most_committed = steering.base_depth + 1.0
+        self._most_committed = steering.base_depth + 2.0
         self._max_depth = max_depth
         self._target = target
         self._step = step
