@@ -206,6 +206,14 @@ def test_trees_of_draws_leave_the_targets_distribution(name, pair):
     assert accepted > 500 or name == "autoregressive", "nothing is shown where nothing is accepted"
 
 
+@pytest.mark.parametrize(("name", "prune"), [("dynatree", "remove"), ("fixed", "expand")])
+def test_trees_below_one_draw_leave_it_too(name, prune):
+    settings = TIGHT[name] | {"root": "single", "prune": prune, "tau": 0.5, "max_nodes": 5}
+    counts, accepted = drawn(MIRROR, name, settings, draws=2000, length=6)
+    assert_the_targets(counts, MIRROR.target)
+    assert accepted > 500
+
+
 @pytest.mark.long
 def test_random_tables_and_tight_budgets_leave_it():
     """Tables of 3 to 8 tokens in which most tokens are rare, and each policy with limits from its smallest on."""
