@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from pandas import DataFrame, json_normalize
@@ -333,6 +333,33 @@ def replayed(name: str) -> str:
         }
         for each in sorted(greedy, key=lambda each: -each["speedup"])
     ]
+    return markdown(rows)
+
+
+def regrets() -> str:
+    """What each objective loses against the size oracle, by text and kind of costs, and what its values promise."""
+    found = json.loads(gzip.decompress((HERE / "replay" / "objectives.json.gz").read_bytes()))["results"]
+    rules = list(dict.fromkeys(each["rule"] for each in found))
+
+    def row(text: str, costs: str, same: list[dict[str, Any]], name: str, cell: str) -> dict[str, str]:
+        values = {
+            rule: [each[name] for each in same if each["rule"] == rule and each[name] is not None] for rule in rules
+        }
+        return {"text": text, "costs": costs, **{rule: format(fmean(values[rule]), cell) for rule in rules}}
+
+    kinds = {"CPU": True, "GPU-like": False}
+    rows = [
+        row(
+            text,
+            kind,
+            [each for each in found if (each["text"], each["measured"]) == (text, measured)],
+            "regret",
+            "+.0%",
+        )
+        for text in dict.fromkeys(each["text"] for each in found)
+        for kind, measured in kinds.items()
+    ]
+    rows += [row("all, promised / accepted", "all", found, "promised", ".2f")]
     return markdown(rows)
 
 

@@ -55,6 +55,7 @@ class Outcome:
     draft_seconds: float
     verify_seconds: float
     waited_seconds: float = 0.0
+    others_draft_seconds: float = 0.0
     shared: PassStatistics = ALONE
     next_token: int | None = None
 

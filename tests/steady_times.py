@@ -22,6 +22,7 @@ class SteadyOutcome:
     draft_forwards: int
     shared: PassStatistics
     waited_seconds = 0.0
+    others_draft_seconds = 0.0
 
     @property
     def draft_seconds(self) -> float:

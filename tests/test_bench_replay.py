@@ -13,7 +13,7 @@ from conftest import EmbeddedServices
 
 from dynatree.bench.methods import PLAIN, Method, parse_method, parse_methods
 from dynatree.bench.record import save
-from dynatree.bench.replay import constants, measured_machines, recording
+from dynatree.bench.replay import constants, measured_machines, objectives, recording
 from dynatree.bench.replay.machines import Machine, load_machines, seconds_on, to_json
 from dynatree.bench.replay.many import simulate
 from dynatree.bench.replay.recorder import Recorder
@@ -67,7 +67,30 @@ def test_a_chain_worked_out_by_hand() -> None:
     done = replay(hand_made(), create_policy("linear", {"depth": 2}), TOY)
     # the trees 2-7, of which 2 is right and 3 comes with it, and 4-5; before them the prompt is read
     forwards, trees = 4 * (0.1 + 0.01), 2 * (1.4 + 0.5)
-    assert done == Replayed(5, 2, 4, 3, pytest.approx(forwards + trees), expanded=5, stood_in=0)
+    promised = 2 * (1 / 2 + 1 / 4)
+    seconds = pytest.approx(forwards + trees)
+    assert done == Replayed(5, 2, 4, 3, seconds, expanded=5, stood_in=0, promised=pytest.approx(promised))
+
+
+def test_oracles_know_what_comes() -> None:
+    """The path oracle sends 2, 3, 4, 5 at once. Ranked, 3 comes fifth: so 2 alone, then 4 and 5, which comes third."""
+    level, round_ = 0.1 + TOY.level_seconds, TOY.round_seconds
+    assert objectives.path_oracle(hand_made(), TOY) == pytest.approx(4 * level + seconds_on(TOY.verify, 5) + round_)
+    trees = (level + seconds_on(TOY.verify, 2) + round_, 2 * level + seconds_on(TOY.verify, 4) + round_)
+    assert objectives.size_oracle(hand_made(), TOY) == pytest.approx(sum(trees))
+
+
+@pytest.mark.parametrize("machine", ["2.8b-avx512", "gpu-flat-expected"])
+def test_no_objective_without_ngrams_is_faster_than_the_path_oracle(machine: str) -> None:
+    (costs,) = (each for each in load_machines(DATA / "costs.json") if each.name == machine)
+    run = recording.load(DATA / "books.npz").runs[0]
+    short = replace(run, completion=run.completion[:40], nodes=list(run.nodes))
+    (judged,) = objectives.study([("a book", short)], [costs])
+    for each in judged:
+        assert each.tokens == 39
+        assert each.path_oracle <= each.size_oracle
+        assert "n-grams" in each.rule or each.path_oracle <= each.seconds
+    assert len(objectives.table(judged).rows) == len(judged) + 2
 
 
 def test_plain_decoding_takes_a_round_a_token() -> None:

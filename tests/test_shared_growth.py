@@ -1,16 +1,21 @@
 """Sessions that grow together: who is in a draft forward, and who fails with whom; the draft model is scripted."""
 
 import asyncio
+import time
 from collections import Counter
 
 import pytest
 
 from dynatree.common.kv_range import KVRange
+from dynatree.common.messages import Commit, VerifyTimings
 from dynatree.common.model_thread import ModelThread
 from dynatree.common.sampling import Sampling
 from dynatree.draft.drafter import PIECE, Drafter
 from dynatree.draft.growing_tree import Proposal
 from dynatree.draft.policies import create_policy
+from dynatree.draft.policies.base import cost_of
+from dynatree.draft.round import Round
+from dynatree.draft.round_costs import Costs
 from dynatree.draft.shared_growth import SharedGrowth
 
 
@@ -22,6 +27,7 @@ class ScriptedModel:
     def __init__(self):
         self.forwards = []
         self.broken = set()
+        self.seconds = 0.0  # of a forward
 
     def reserve(self, slots, prompt_ids, principal):
         return KVRange(0, slots), 0
@@ -39,7 +45,8 @@ class ScriptedModel:
         for each in expansions:
             for node in each.nodes:
                 each.tree.node(node).proposals = (Proposal(7, -0.1), Proposal(8, -2.4))
-        return 0.001
+        time.sleep(self.seconds)
+        return self.seconds
 
 
 @pytest.fixture(name="growth")
@@ -63,6 +70,27 @@ def test_only_the_session_at_fault_fails(growth):
     first, second, third = asyncio.run(scenario())
     assert isinstance(second, RuntimeError)
     assert len(first.tree) == len(third.tree) == 4
+
+
+@pytest.mark.parametrize("sessions", [1, 4, 16])
+def test_a_draft_forward_is_as_dear_to_each_as_it_is_long_whoever_shares_it(growth, sessions):
+    """All wait for all of it: m sessions that are each charged an m-th of it would draft as if it were nearly free."""
+    shared, drafter = growth
+    costs = Costs()
+    open_ = [drafter.open([5, 6], Sampling(), 100) for _ in range(sessions)]
+
+    async def scenario():
+        growing = create_policy("linear", {"depth": 4})
+        return await asyncio.gather(
+            *(shared.run(lambda each=each: drafter.growing(each, growing, 10, 64)) for each in open_)
+        )
+
+    drafter._model.seconds = 0.005
+    commit = Commit(1, 5, (7,), (), drafted=4, tree_depth=4, timings=VerifyTimings(0.1, 0.0, 0.0, 0.1))
+    for each in asyncio.run(scenario()):
+        costs.observe(cost_of(Round(each, commit, exchange_seconds=0.1)))
+        assert each.forward_seconds == pytest.approx(each.draft_forwards * 0.005 / sessions)
+    assert costs.draft_forward_seconds >= 0.005
 
 
 def test_prompts_that_come_together_hold_no_tree_up_for_all_of_them(growth):

@@ -173,6 +173,11 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         help="what each tuned constant is worth, to --policy or to throughput: the speed with other values of it",
     )
     parser.add_argument(
+        "--objectives",
+        action="store_true",
+        help="rules by which trees are sized, against two oracles that know the completion, by text",
+    )
+    parser.add_argument(
         "--clients",
         type=_list_of(_at_least(1)),
         metavar="N,N,...",

@@ -50,11 +50,12 @@ class Expansion:
 class Spent:
     """Seconds that reading an expansion took: the forward, and with the ranking of what may follow.
 
-    Of a forward that several sessions share, each has its share by its nodes.
+    Of a forward that several sessions share, each has its share by its nodes; `others` are the forward's other shares.
     """
 
     forward: float
     total: float
+    others: float = 0.0
 
 
 T = TypeVar("T")
@@ -184,6 +185,7 @@ class Drafter:
             forward_seconds=sum(each.forward for each in spent),
             draft_forwards=len(spent),
             waited_seconds=max(waited - worked, 0.0),
+            others_seconds=sum(each.others for each in spent),
         )
 
     def grow(self, session: DraftSession, policy: Policy, max_depth: int, max_nodes: int) -> Growth:
@@ -211,7 +213,8 @@ class Drafter:
         forward = self._model.expand(expansions)
         total = time.perf_counter() - started
         shares = [each.tokens for each in expansions]
-        return [Spent(forward * share / sum(shares), total * share / sum(shares)) for share in shares]
+        parts = [share / sum(shares) for share in shares]
+        return [Spent(forward * part, total * part, forward * (1.0 - part)) for part in parts]
 
     def commit(self, session: DraftSession, token_ids: Sequence[int]) -> None:
         """Append committed tokens: slots on their path join the cached prefix, those below stay, others go."""

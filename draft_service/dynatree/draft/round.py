@@ -21,6 +21,7 @@ class Growth:
         draft_forwards: Their number.
         commit_seconds: What went before: taking in the last commit, and learning from its round.
         waited_seconds: Other sessions' shares of the draft forwards, and their trees.
+        others_seconds: Other sessions' shares of the draft forwards.
     """
 
     tree: TokenTree
@@ -29,6 +30,7 @@ class Growth:
     draft_forwards: int
     commit_seconds: float = 0.0
     waited_seconds: float = 0.0
+    others_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,11 @@ class Round:
     def draft_seconds(self) -> float:
         """Growing the tree, and taking in the commit before it."""
         return self.growth.seconds + self.growth.commit_seconds
+
+    @property
+    def others_draft_seconds(self) -> float:
+        """Of the draft forwards, what was other sessions' share; the session waited for it."""
+        return self.growth.others_seconds
 
     @property
     def wire_seconds(self) -> float:

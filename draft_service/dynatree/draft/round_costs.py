@@ -20,7 +20,7 @@ class RoundCost:
         nodes: Nodes of its tree.
         verify_seconds: Seconds of the verification.
         draft_forwards: Draft forwards that growing the tree took.
-        draft_seconds: Seconds of the draft's work.
+        draft_seconds: Seconds of the draft's work; draft forwards that sessions share count whole.
         caught_up: Whether the draft had read all but the last round's tokens before. If not, its forwards also read
             what a pause had left unread, and their time is no more than an upper bound.
         shared: Whether other sessions were open on the target: it may have verified less than the tree, or more

@@ -87,6 +87,7 @@ class SharedRound:
     next_token: int | None
     draft_forwards: int
     draft_seconds: float
+    others_draft_seconds: float
     verify_seconds: float
     waited_seconds: float
     shared: PassStatistics
@@ -222,6 +223,7 @@ class _Simulation:
                     done.verdict.bonus,
                     growth.draft_forwards,
                     draft_seconds,
+                    growth.others_seconds,
                     verify_seconds,
                     waited_seconds=max(grown - draft_seconds, 0.0) + exchange - done.timings.forward,
                     shared=done.shared,

@@ -40,6 +40,9 @@ def run(options: argparse.Namespace) -> int:
     methods = options.policies or [Method(name, name) for name in names]
     check_methods(methods)
     runs = _runs(options)  # first, so that a recording that is missing is named, and not the costs beside it
+    if options.objectives:
+        _objectives(options)
+        return 0
     if options.clients:
         _clients(methods, _machines(options), runs, options)
         return 0
@@ -101,6 +104,23 @@ def _clients(
             console.print()
             loads += [to_dict(load, group) for load in here]
     _save(loads, options)
+
+
+def _objectives(options: argparse.Namespace) -> None:
+    from dynatree.bench.replay import objectives
+
+    runs = [
+        (recorded.header["texts"][run.text]["data_set"], run)
+        for recorded in map(recording.load, options.recordings)
+        for run in recorded.runs
+        if run.temperature in (options.temperatures or [run.temperature])
+    ]
+    console, found = Console(width=WIDTH), []
+    for judged in objectives.study(runs, _machines(options)):
+        console.print(to_rich(objectives.table(judged)))
+        console.print()
+        found += [objectives.to_dict(each) for each in judged]
+    _save(found, options)
 
 
 def _constants(tasks: Sequence[Task], options: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ from dynatree.common.tree import TokenTree
 from dynatree.draft.drafter import Drafter
 from dynatree.draft.policies import Policy
 from dynatree.verify.accept import Verdict, accept, cut
+from dynatree.verify.pass_plan import path_probs
 
 Noise = Callable[[], float]
 VOCAB_SIZE = 0  # a recording asks for none
@@ -30,6 +31,7 @@ class ReplayedRound:
     draft_forwards: int
     draft_seconds: float
     verify_seconds: float
+    others_draft_seconds: float = 0.0
     waited_seconds: float = 0.0
     shared: PassStatistics = ALONE
 
@@ -46,6 +48,7 @@ class Replayed:
         seconds: Of all rounds.
         expanded: Nodes that the policy had expanded.
         stood_in: Those among them that were not recorded.
+        promised: The sum of the path probabilities of all nodes, as their trees carry them.
     """
 
     tokens: int
@@ -55,6 +58,7 @@ class Replayed:
     seconds: float
     expanded: int
     stood_in: int
+    promised: float = 0.0
 
 
 def replay(
@@ -74,7 +78,7 @@ def replay(
     session = drafter.open(run.prompt_ids, sampling_of(run), VOCAB_SIZE)
     drafter.read(session, policy)
     drafter.commit(session, run.completion[:1])
-    done, rounds, nodes, accepted, seconds = 1, 0, 0, 0, 0.0
+    done, rounds, nodes, accepted, seconds, promised = 1, 0, 0, 0, 0.0, 0.0
     while (remaining := len(run.completion) - done) > 0:
         growth = drafter.grow(session, policy, remaining - 1, MAX_TREE_NODES)
         verdict = verify(growth.tree, run.completion[done:])
@@ -93,8 +97,9 @@ def replay(
         nodes += len(growth.tree)
         accepted += len(verdict.accepted)
         seconds += outcome.draft_seconds + outcome.verify_seconds
+        promised += sum(path_probs(growth.tree))
     policy.end()
-    return Replayed(done - 1, rounds, nodes, accepted, seconds, model.expanded, model.stood_in)
+    return Replayed(done - 1, rounds, nodes, accepted, seconds, model.expanded, model.stood_in, promised)
 
 
 def sampling_of(run: RecordedRun) -> Sampling:

@@ -37,7 +37,11 @@ class Outcome(Protocol):
 
     @property
     def draft_seconds(self) -> float:
-        """Seconds of growing and committing, on the draft side."""
+        """Seconds of growing and committing, on the draft side; of a shared draft forward, this session's share."""
+
+    @property
+    def others_draft_seconds(self) -> float:
+        """Seconds of the same draft forwards that were other sessions' shares."""
 
     @property
     def verify_seconds(self) -> float:
@@ -58,7 +62,7 @@ def cost_of(outcome: Outcome, *, caught_up: bool = True) -> RoundCost:
         nodes=len(outcome.tree),
         verify_seconds=outcome.verify_seconds,
         draft_forwards=outcome.draft_forwards,
-        draft_seconds=outcome.draft_seconds,
+        draft_seconds=outcome.draft_seconds + outcome.others_draft_seconds,
         caught_up=caught_up,
         shared=outcome.shared.open_sessions > 1,
     )

@@ -29,12 +29,13 @@ class Objective:
 
             max G(with them) - max G(without them) > lambda (k D + contention of the first)
 
-    V(n) and D are seconds of a verification and of a draft forward (`Costs`). Maximising a round's own ratio of tokens
-    to seconds instead stops too early in easy rounds and too late in hard ones.
+    V(n) and D are seconds of a verification and of a draft forward (`Costs`). Were rounds independent and alike,
+    maximising a round's own ratio of tokens to seconds would stop too early in easy ones and too late in hard ones.
 
     Where other sessions share the target's passes, a row delays all of them, and the verify service says what a row is
     worth: with its price in tokens, lambda (V(n) - V(0)) is the price times n, and lambda the session's own rate. D is
-    the session's share of a draft forward, so lambda D is what the forward takes from all, shared by those it is for.
+    the whole of a draft forward that m sessions share: all m wait for it, which takes m lambda D tokens from them, and
+    lambda D is the part of each.
     """
 
     def __init__(self, costs: Costs, control: ControlSettings) -> None:
