@@ -12,6 +12,7 @@ dynatree=${DYNATREE:-.venv/bin/dynatree}
 dynatree_texts="--prompts wikitext-2=$texts/wikitext-2.txt --prompts $texts/book.txt"
 # Table 1 of 003, which Tables 2 and 3 share, is as long as the paper's.
 $dynatree bench paper --version 003 --table 1 $dynatree_texts --out "$out" ${SCALE:-}
+$dynatree bench paper --version 003 --figure scaling $dynatree_texts --out "$out" --max-new-tokens 500 ${SCALE:-}
 $dynatree bench paper --version 000 --version 001 --version 002 --version 003 $dynatree_texts --out "$out" \
   --max-new-tokens 200 ${SCALE:-}
 dyspec_texts="--prompts c4=$texts/c4.jsonl --prompts openwebtext=$texts/openwebtext.jsonl --prompts $texts/spec-bench.jsonl"

@@ -10,7 +10,7 @@ from bench_records import DRAFTED, STATISTICS, detailed, new_report, new_run
 
 from dynatree.bench.arguments import add_arguments
 from dynatree.bench.methods import PLAIN
-from dynatree.bench.paper.command import _is_twice, _options
+from dynatree.bench.paper.command import _is_twice, _options, _there
 from dynatree.bench.paper.presets import DATA_SETS, PRESETS, VERSIONS, Experiment
 from dynatree.bench.paper.published import BLOCKS, PUBLISHED
 from dynatree.bench.paper.tables import AR, beside
@@ -170,8 +170,48 @@ def test_what_is_cut_to_the_same_length_is_measured_once() -> None:
     options = parser.parse_args(["paper", "--max-new-tokens", "300", "--prompts", "text.txt"])
     [preset] = [each for each in PRESETS if (each.version, each.item) == ("003", "figure 6")]
     plans = {each: _options(options, each, Path("text.txt"), 256) for each in preset.experiments}
-    kept = [(each.name, plan.max_new_tokens) for each, plan in plans.items() if not _is_twice(each, plans)]
+    lengths = {each: plan.max_new_tokens for each, plan in plans.items()}
+    kept = [(each.name, length) for each, length in lengths.items() if not _is_twice(each, lengths)]
     assert kept == [("wikitext-2-100", 100), ("wikitext-2-200", 200), ("wikitext-2", 300)]
+    lengths[preset.experiments[-1]] = 1500  # as an earlier run has kept it
+    kept = [(each.name, length) for each, length in lengths.items() if not _is_twice(each, lengths)]
+    assert kept[1:] == [("wikitext-2-200", 200), ("wikitext-2-300", 300), ("wikitext-2", 1500)]
+
+
+def test_prompt_lengths_are_compared_at_one_length_of_the_output() -> None:
+    [preset] = [each for each in PRESETS if (each.version, each.item) == ("003", "figure 9")]
+    records = {each: record(each) for each in preset.experiments}
+    main = preset.experiments[-1]
+    for experiment, report in records.items():
+        if experiment != main:
+            report["options"]["max_new_tokens"] = 200
+    headings = {heading for table in VIEWS[preset.name](preset, records)[0] for heading in table.frame}
+    assert headings == {"method", *(f"prompt tokens {each}" for each in (50, 100, 200, 300, 400))}
+    cut = {each: report for each, report in records.items() if each.prompt_tokens != main.prompt_tokens}
+    assert VIEWS[preset.name](preset, cut)[0][0].frame.shape[1] == 5
+
+
+def test_what_was_kept_is_not_measured_again(tmp_path: Path) -> None:
+    def found(*more: str) -> bool:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        options = parser.parse_args(["paper", "--out", str(tmp_path), "--prompts", "text.txt", *more])
+        return _there(_options(options, EXPERIMENTS[0], Path(options.prompts[-1]), 256)) is not None
+
+    kept = record(EXPERIMENTS[0], prompts=10)
+    kept["options"] |= {"warmup": 2, "seed": 0, "repetitions": 1}
+    kept["options"]["paper"] |= {"models": ["embedded", "embedded"], "text": "text.txt"}
+    kept["prompts"]["count"] = 10
+    assert not found()
+    save(kept, tmp_path / f"{EXPERIMENTS[0].name}.json.gz")
+    assert found()
+    assert found("--quick"), "it is larger"
+    assert not found("--count", "12")
+    assert not found("--prompt-tokens", "16")
+    assert not found("--seed", "1")
+    for other in (["--prompts", "other.txt"], ["--target-model", "elsewhere"]):
+        with pytest.raises(SystemExit, match="of other models or another text"):
+            found(*other)
 
 
 @pytest.mark.long

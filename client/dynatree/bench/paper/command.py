@@ -122,15 +122,14 @@ def _measured(options: argparse.Namespace, experiments: Sequence[Experiment]) ->
         options.out.mkdir(parents=True, exist_ok=True)
     nodes = max(each.max_tree_nodes for each in wanted)
     plans = {each: _options(options, each, texts[each.data_set], nodes) for each in wanted}
-    plans = {each: plan for each, plan in plans.items() if not _is_twice(each, plans)}
-    missing = {}
-    for experiment, plan in plans.items():
+    for plan in plans.values():
         if plan.out is not None:
             check_writable(plan.out)
-        if (report := _there(plan)) is not None:
-            yield experiment, report
-        else:
-            missing[experiment] = plan
+    there = {each: report for each, plan in plans.items() if (report := _there(plan)) is not None}
+    yield from there.items()
+    lengths = {each: plan.max_new_tokens for each, plan in plans.items()}
+    lengths |= {each: report["options"]["max_new_tokens"] for each, report in there.items()}
+    missing = {each: plan for each, plan in plans.items() if each not in there and not _is_twice(each, lengths)}
     if not missing:
         return
     with measuring(list(missing.values())) as measure:
@@ -140,26 +139,39 @@ def _measured(options: argparse.Namespace, experiments: Sequence[Experiment]) ->
             yield experiment, measure(plan)
 
 
-def _is_twice(experiment: Experiment, plans: Mapping[Experiment, argparse.Namespace]) -> bool:
-    """Whether another experiment, which --max-new-tokens makes as long, has all of its methods on the same prompts."""
+def _is_twice(experiment: Experiment, lengths: Mapping[Experiment, int]) -> bool:
+    """Whether another one, which --max-new-tokens makes as long, has all of its methods on the same prompts.
+
+    Of two that have the same methods the first is run.
+    """
+    everything = list(lengths)
 
     def place(each: Experiment) -> tuple[object, ...]:
-        taken = plans[each]
-        return each.data_set, taken.max_new_tokens, taken.prompt_tokens, each.temperature, each.scheme, each.trees
+        return each.data_set, lengths[each], each.prompt_tokens, each.temperature, each.scheme, each.trees
 
-    return any(place(other) == place(experiment) and set(experiment.rows) < set(other.rows) for other in plans)
+    def replaces(other: Experiment) -> bool:
+        mine, others = set(experiment.rows), set(other.rows)
+        return mine < others or (mine == others and everything.index(other) < everything.index(experiment))
+
+    return any(place(other) == place(experiment) and replaces(other) for other in everything)
 
 
 def _there(plan: argparse.Namespace) -> Report | None:
-    """The complete record of the experiment that an earlier run has kept, of the same models and text."""
+    """The record of the experiment that an earlier run has kept, if it is complete, and not smaller than this one.
+
+    Raises:
+        SystemExit: It is of other models or another text.
+    """
     if plan.out is None or not plan.out.exists():
         return None
     report, told = load(plan.out), plan.recorded["paper"]
     kept = report["options"].get("paper", {})
-    same = all(kept.get(name) == told[name] for name in ("models", "text"))
-    if not same:
+    if any(kept.get(name) != told[name] for name in ("models", "text")):
         raise SystemExit(f"{plan.out} is of other models or another text; expected a folder of its own for --out")
-    return report if report["complete"] else None
+    sizes = {**report["options"], "count": report["prompts"]["count"]}
+    large = all(sizes[name] >= getattr(plan, name) for name in ("count", "max_new_tokens", "warmup", "repetitions"))
+    same = sizes["prompt_tokens"] == plan.prompt_tokens and sizes["seed"] == plan.seed
+    return report if report["complete"] and large and same else None
 
 
 def _lacks_rates(method: Method) -> bool:

@@ -232,12 +232,11 @@ def _scaling(version: str) -> tuple[Experiment, ...]:
 
 
 def _prompt_lengths(version: str) -> tuple[Experiment, ...]:
+    """Table 1's runs are those of 800 characters where they are as long as the others."""
     main = _MAIN[version][0]
     rows = [row for row in main.rows if not row.is_listed]
-    return tuple(
-        main if length == 800 else _wikitext(f"{main.name}-prompts-{length}", rows, characters=length)
-        for length in PROMPT_LENGTHS
-    )
+    others = (_wikitext(f"{main.name}-prompts-{each}", rows, characters=each) for each in PROMPT_LENGTHS)
+    return (*others, main)
 
 
 DEPTHS, BREADTHS, TAUS = (3, 4, 5, 6, 7, 8), (2, 3, 4), (0.01, 0.02, 0.03, 0.05, 0.1)  # of the public search

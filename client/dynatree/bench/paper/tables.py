@@ -35,13 +35,13 @@ def title_of(preset: Preset) -> str:
     return f"{preset.item.capitalize()} of {paper}: {preset.title}"
 
 
-def where(report: Report, same_length: bool = True) -> str:
-    """The text that was measured, and by how much less than the preset's."""
+def where(report: Report, axis: str = "") -> str:
+    """The text that was measured, and which sizes are not the preset's; but for the one that is an axis."""
     told = report["options"]["paper"]
     name = DATA_SETS[told["data_set"]]
     measured = report["prompts"]["data_set"]
     text = name if measured == told["data_set"] else f"{measured} for {name}"
-    scaled = [each for each in told["scaled"] if same_length or "tokens" not in each]
+    scaled = [each for each in told["scaled"] if not axis or not each.endswith(axis)]
     return f"{text}; scaled: {', '.join(scaled)}" if scaled else text
 
 

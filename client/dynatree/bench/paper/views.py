@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 
 from pandas import DataFrame
@@ -52,6 +51,7 @@ def _table(make: Callable[[Preset, Records], Sequence[Table]]) -> View:
     return lambda preset, records: (make(preset, records), {})
 
 
+NEW_TOKENS = "new tokens"  # an axis
 FIGURES: Mapping[str, Callable[[DataFrame, DataFrame], float | None]] = {
     "speedup": lambda runs, plain: (speedup(runs, plain) or (None,))[0],
     "Accept.": lambda runs, _: None if (share := acceptance(runs)) is None else 100 * share,
@@ -113,16 +113,18 @@ def over(
 ) -> tuple[Sequence[Table], Drawn]:
     """A table and a plot for each column: a method a row, and an experiment a place on the axis."""
     everywhere = set.intersection(*({row.method for row in (AR, *experiment.rows)} for experiment in records))
-    text = where(next(iter(records.values())), same_length=False)
-    places = sorted(
-        ((place(report), runs_of(experiment, report)) for experiment, report in records.items()),
-        key=itemgetter(0),
-    )
+    if axis != NEW_TOKENS:  # a run of Table 1 may be longer than the others, which were cut
+        length = _new_tokens(next(iter(records.values())))
+        records = {each: report for each, report in records.items() if _new_tokens(report) == length}
+    text = where(next(iter(records.values())), axis)
+    found: dict[float, dict[Row, DataFrame]] = {}
+    for experiment, report in records.items():
+        found.setdefault(place(report), runs_of(experiment, report))
     tables, drawn = [], {}
     for column in columns:
         lines: dict[str, Line] = {}
         rows: dict[str, dict[str, str]] = {}
-        for x, runs in places:
+        for x, runs in sorted(found.items()):
             for row, same in runs.items():
                 if row.method in everywhere:
                     label = row.method.label
@@ -182,9 +184,9 @@ VIEWS: Mapping[str, View] = {
     "bars": bars,
     "progression": progression,
     "scaling": partial(
-        over, axis="new tokens", place=_new_tokens, columns=("tokens/s", "speedup", "L-bar", "l-bar", "Accept.")
+        over, axis=NEW_TOKENS, place=_new_tokens, columns=("tokens/s", "speedup", "L-bar", "l-bar", "Accept.")
     ),
-    "scaling-efficiency": partial(over, axis="new tokens", place=_new_tokens, columns=("L-bar", "l-bar", "Accept.")),
+    "scaling-efficiency": partial(over, axis=NEW_TOKENS, place=_new_tokens, columns=("L-bar", "l-bar", "Accept.")),
     "prompt-length": partial(over, axis="prompt tokens", place=_prompt_tokens, columns=("tokens/s", "speedup")),
     "sweep": sweep,
     "sensitivity": sensitivity,
