@@ -41,7 +41,7 @@ test: $(READY)  ## Run the tests that every commit must pass (minutes)
 	@$(PYTEST) -m 'not long'
 
 test-long: $(READY)  ## Run the others: every policy with every model family, real processes, npm, a browser
-	@$(PYTEST) -m long
+	@$(PYTEST) -m long $$(grep -l 'mark\.long' tests/test_*.py)
 
 test-all: $(READY)  ## Run both
 	@$(PYTEST)
