@@ -1,6 +1,7 @@
 """The `dynatree` command, in this process where that is enough and as a child where signals and pipes matter."""
 
 import argparse
+import gc
 import importlib
 import io
 import json
@@ -31,6 +32,7 @@ from dynatree.bench import methods
 from dynatree.bench.arguments import MEASUREMENTS
 from dynatree.cli import serve
 from dynatree.cli.arguments import DTYPES, SCHEMES
+from dynatree.cli.imports import without_collection
 from dynatree.cli.main import COMMANDS, main
 from dynatree.cli.parser import Parser, with_commands, without_options
 from dynatree.client import SamplingScheme
@@ -709,3 +711,10 @@ def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     with_command(monkeypatch, run)
     assert main(["demo"]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_long_import_that_fails_leaves_garbage_collection_on() -> None:
+    with pytest.raises(ImportError), without_collection():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dynatree.cli.arguments import add_policy_settings, positive
 from dynatree.cli.checks import check_draft
+from dynatree.cli.imports import without_collection
 from dynatree.cli.parser import group
 from dynatree.cli.service_arguments import add_groups, add_service_arguments, network_addresses, seconds
 from dynatree.common import embedded
@@ -105,6 +106,7 @@ def run(options: argparse.Namespace) -> int:
     configure_logging(options.log_format, options.log_level)
     log.info("loading %s", described(options.draft_model, embedded.draft_path()))  # torch's import takes seconds too
 
-    from dynatree.draft.serve_draft import run
+    with without_collection():
+        from dynatree.draft.serve_draft import run
 
     return run(options)

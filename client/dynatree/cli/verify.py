@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dynatree.cli.arguments import not_negative, positive
 from dynatree.cli.checks import check_verify
+from dynatree.cli.imports import without_collection
 from dynatree.cli.parser import group
 from dynatree.cli.service_arguments import add_groups, add_service_arguments
 from dynatree.common import embedded
@@ -100,6 +101,7 @@ def run(options: argparse.Namespace) -> int:
     configure_logging(options.log_format, options.log_level)
     log.info("loading %s", described(options.target_model, embedded.target_path()))  # torch's import takes seconds too
 
-    from dynatree.verify.serve_target import run
+    with without_collection():
+        from dynatree.verify.serve_target import run
 
     return run(options)
