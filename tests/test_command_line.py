@@ -714,7 +714,11 @@ def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_a_long_import_that_fails_leaves_garbage_collection_on() -> None:
-    with pytest.raises(ImportError), without_collection():
-        assert not gc.isenabled()
-        raise ImportError
+    def import_it() -> None:
+        with without_collection():
+            assert not gc.isenabled()
+            raise ImportError
+
+    with pytest.raises(ImportError):
+        import_it()
     assert gc.isenabled()
