@@ -236,15 +236,7 @@ def test_coupling(
 
 @pytest.mark.usefixtures("shared_pair")
 def test_ranks(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check_ranks(text, tmp_path / "out.json", capsys)
-
-
-@pytest.mark.long
-def test_ranks_on_services_of_its_own(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check_ranks(text, tmp_path / "out.json", capsys)
-
-
-def check_ranks(text: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
     arguments = ["--count", "2", "--prompt-tokens", "12", "--max-new-tokens", "16", "--threads", "1"]
     assert main(["bench", "ranks", "--prompts", str(text), *arguments, "--out", str(out)]) == 0
     counts = add_ranks([run["ranks"] for run in load(out)["runs"]])
