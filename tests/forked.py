@@ -30,6 +30,7 @@ class Forked:
         from dynatree.cli.main import _MODEL_ENVIRONMENT
 
         log.touch()
+        self.log = log
         with patch.dict(os.environ, _MODEL_ENVIRONMENT):  # which libraries read when they are loaded
             ensure_running()
         self._process = _CONTEXT.Process(target=_run, args=(tuple(arguments), dict(os.environ), log))

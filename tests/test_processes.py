@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from forked import Forked
 from model_zoo import save_random_model
 from processes import is_running, wait_until
 from transformers import PreTrainedTokenizerFast
@@ -80,9 +81,26 @@ def starting():
 
 
 @pytest.fixture
-def start():
-    with starting() as started:
-        yield started
+def start(tmp_path):
+    """Start a service, forked, and wait until it says that it listens; returns the process, whose log is `log_of`."""
+    processes = []
+
+    def started(name, *arguments):
+        process = Forked([name, *arguments, "--threads", "1"], tmp_path / f"{len(processes)}.log")
+        processes.append(process)
+        wait_until(lambda: f"dynatree {name}: " in log_of(process) or process.poll() is not None)
+        assert process.poll() is None, log_of(process)
+        return process
+
+    yield started
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def log_of(process):
+    """What it printed; of one that is no fork it can be read once."""
+    return process.log.read_text() if isinstance(process, Forked) else process.stderr.read()
 
 
 class Pair:
@@ -259,7 +277,7 @@ def test_both_services_from_start_to_drain(running):
 
 def assert_nothing_is_wrong(process):
     """A log of nothing but what services tell of their work."""
-    log = process.stderr.read()
+    log = log_of(process)
     for line in log.splitlines():
         assert " INFO " in line or "the verify service at" in line, log
 
@@ -298,7 +316,7 @@ def test_a_verify_service_that_comes_back_with_another_model(models, tmp_path, s
         assert error.value.token_ids == ()
     drafting.terminate()
     drafting.wait()
-    log = drafting.stderr.read()
+    log = log_of(drafting)
     assert f"the verify service at {verify} now has longer (float32)" in log
     assert "different tokenizers" in log
 
