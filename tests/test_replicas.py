@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
@@ -281,3 +282,25 @@ def test_one_that_nobody_answers_for_after_new_certificates(monkeypatch: pytest.
         await settled(lambda: not only.ready)
 
     run("a:1", lambda: {"a:1": FakeService()}, work)
+
+
+def test_a_connection_that_breaks_while_it_is_closed_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call that follows the health fails then, as gRPC's does; asyncio logs errors that nobody has looked at."""
+    unseen: list[dict[str, Any]] = []
+
+    async def breaking(_: FakeClient) -> AsyncGenerator[bool]:
+        yield True
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise PeerUnavailableError("the verify service is out of reach: CANCELLED") from None
+
+    async def work(replicas: Replicas) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+        await replicas.close()
+        assert len(asyncio.all_tasks()) == 1, "something goes on after the channels are closed"
+
+    monkeypatch.setattr(FakeClient, "serving", breaking)
+    run("a:1", lambda: {"a:1": FakeService()}, work)
+    gc.collect()
+    assert unseen == []

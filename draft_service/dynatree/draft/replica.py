@@ -84,6 +84,8 @@ class Replica:
                 await asyncio.wait([self._following])
             finally:
                 self._following.cancel()
+                # its end is awaited before the channel is closed, and its error is seen
+                await asyncio.gather(self._following, return_exceptions=True)
             error = None if self._following.cancelled() else self._following.exception()
             if error is not None and not isinstance(error, PeerUnavailableError):
                 log.error("watching the verify service at %s failed", self.address, exc_info=error)
