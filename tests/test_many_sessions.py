@@ -197,7 +197,10 @@ def test_of_many_calls_half_are_cancelled_and_nothing_of_them_remains(tmp_path, 
             with gate.shut():
                 streams = {prompt: client.stream([prompt], **options) for prompt in prompts}
                 queued = prompts[MAX_SESSIONS:]
-                assert [next(streams[prompt]).queue_position for prompt in queued] == list(range(len(queued)))
+                positions = [next(streams[prompt]).queue_position for prompt in queued]
+                assert sorted(positions) == list(range(len(queued)))
+                # calls that arrive together are checked side by side
+                assert all(abs(position - place) < MAX_SESSIONS for place, position in enumerate(positions))
                 left = set(generator.sample(queued, 60))
                 for prompt in left:
                     streams[prompt].close()
