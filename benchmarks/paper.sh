@@ -16,8 +16,8 @@ $dynatree bench paper --version 003 --figure scaling $dynatree_texts --out "$out
 $dynatree bench paper --version 000 --version 001 --version 002 --version 003 $dynatree_texts --out "$out" \
   --max-new-tokens 200 ${SCALE:-}
 dyspec_texts="--prompts c4=$texts/c4.jsonl --prompts openwebtext=$texts/openwebtext.jsonl"
-$dynatree bench paper --version dyspec --table 1 $dyspec_texts --out "$out" ${SCALE:-}
-$dynatree bench paper --version dyspec --figure 2 --prompts "$texts/spec-bench.jsonl" --out "$out" ${SCALE:-}
+$dynatree bench paper --version dyspec --table 1 $dyspec_texts --out "$out" --count 10 ${SCALE:-}
+$dynatree bench paper --version dyspec --figure 2 --prompts "$texts/spec-bench.jsonl" --out "$out" --count 10 ${SCALE:-}
 for item in "table 4" "figure 5" "figure 9"; do  # 768 nodes and more
-  $dynatree bench paper --version dyspec --$item $dyspec_texts --out "$out" --max-new-tokens 32 --warmup 1 ${SCALE:-}
+  $dynatree bench paper --version dyspec --$item $dyspec_texts --out "$out" --count 10 --max-new-tokens 32 --warmup 1 ${SCALE:-}
 done

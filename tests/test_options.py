@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dynatree.client import Client, InvalidRequestError
 from dynatree.common.seeds import completion_seed
-from dynatree.draft.policies import DEFAULT_POLICY, policy_names
+from dynatree.draft.policies import DEFAULT_POLICY, policy_names, residual_policies
 
 PROMPT = random.Random(0).choices(range(2, VOCAB_SIZE), k=7)
 CHAIN = {"policy": "linear", "policy_settings": {"depth": 6}}
@@ -75,6 +75,30 @@ def test_completion_i_is_that_of_its_own_seed(pair, scheme):
         assert completion.stats.draft_n == alone.stats.draft_n
         check_trace(pair, completion)
     assert len({completion.token_ids for completion in completions}) == 4
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "repeats"),
+    [
+        *((name, {}, True) for name in residual_policies()),
+        *((name, {"calibrated": 1}, False) for name in ("dynatree", "dyspec", "dyspec-threshold", "fixed")),
+        ("dynatree", {"history": "released"}, False),
+        ("sequoia", {"max_nodes": 0}, False),
+    ],
+)
+def test_a_residual_sample_repeats_unless_its_trees_learn_from_other_requests(pair, policy, settings, repeats):
+    """What was learnt of a request may have come of its noise, so that one with the same seed must draw other noise."""
+    options = {"scheme": "residual", "seed": 3, "policy": policy, "policy_settings": settings, "max_new_tokens": 12}
+    one, other = (pair.generate(temperature=1.0, **options) for _ in range(2))
+    assert (one.token_ids == other.token_ids) == repeats
+    assert one.stats.seed == other.stats.seed == 3
+
+
+@pytest.mark.parametrize("options", [{"scheme": "residual", "temperature": 1.0}, {"temperature": 0.0}])
+def test_a_tree_of_draws_has_the_services_limit(pair, options):
+    settings = {"max_nodes": 2048, "draft_temperature": 1.0, "max_depth": 32}
+    done = pair.generate(policy="sequoia", policy_settings=settings, max_new_tokens=20, **options)
+    assert len(done.token_ids) == 20
 
 
 def test_without_a_seed_the_first_completions_seed_makes_the_others(pair):

@@ -169,7 +169,7 @@ class Drafter:
         tree = self.new_tree(session, max_nodes, max_depth)
         level = policy.start(tree) if max_depth > 0 else []
         levels = 0
-        while level and (self.has_room(session, tree, level) or self._makes_room(session, tree, policy)):
+        while level and (self.has_room(session, tree, level) or self._makes_room(session, tree, level, policy)):
             asked = time.perf_counter()
             spent += yield from self._expanding(session, tree, level, policy.breadth)
             waited += time.perf_counter() - asked
@@ -242,7 +242,7 @@ class Drafter:
         unread = sum(not tree.is_expanded(node) for node in level if node != ROOT)
         return session.speculative_slots + unread <= 2 * self._max_tree_nodes
 
-    def _makes_room(self, session: DraftSession, tree: GrowingTree, policy: Policy) -> bool:
+    def _makes_room(self, session: DraftSession, tree: GrowingTree, level: Sequence[int], policy: Policy) -> bool:
         """Forget what was read of draws that will not be sent, so that there is always room for the next level.
 
         A level that finds no room ends the growth of other trees. How much room is left depends on the tokens that were
@@ -254,7 +254,7 @@ class Drafter:
         start = session.num_cached
         moved = session.forget_all_but({id(tree.node(node)) for node in policy.select(tree)})
         self._model.move(session.kv, moved, start)
-        return True
+        return self.has_room(session, tree, level)
 
     def expand(self, session: DraftSession, tree: GrowingTree, level: Sequence[int], breadth: int) -> None:
         """Read the nodes of a level that have no proposals yet, in one forward."""

@@ -75,6 +75,8 @@ NOTHING = Received()
 class GenerationRequest:
     """A request for one completion, checked as far as the draft side can; `policy` is this completion's own.
 
+    `seed` is the request's, which `sampling` has as well unless the policy learns from other requests.
+
     `received` is what the client has of it from a draft service that was lost. `request_id` names it in logs; `span` is
     its time.
     """
@@ -89,6 +91,7 @@ class GenerationRequest:
     trace: bool
     policy: Policy
     target: Target
+    seed: int
     top_log_probs: int = 0
     prompt_log_probs: bool = False
     principal: str = ""
@@ -402,7 +405,7 @@ class Generation:
             text=text,
             finish_reason=FinishReason.STOP if self._text.stopped else commit.finish_reason,
             prompt_tokens=len(self._request.prompt_ids),
-            statistics=self._recorder.result(seed=0 if sampling.greedy else sampling.seed),
+            statistics=self._recorder.result(seed=0 if sampling.greedy else self._request.seed),
         )
 
 

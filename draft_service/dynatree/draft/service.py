@@ -307,10 +307,12 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                 f"policy {name} chooses nodes by their tokens, which scheme residual does not allow; "
                 f"expected one of {', '.join(residual_policies())}"
             )
+        learnt = sampling.residual and policy.learns_from_others  # perhaps of the noise that this seed has
         request = GenerationRequest(
             prompt_ids=prompt_ids,
             max_new_tokens=_new_tokens(message),
-            sampling=sampling,
+            sampling=replace(sampling, seed=secrets.randbits(63)) if learnt else sampling,
+            seed=seed,
             stop=tuple(message.stop),
             stop_token_ids=(*message.stop_token_ids, *self._encoder.special_ids(message.stop)),
             ignore_eos=message.ignore_eos,

@@ -34,7 +34,8 @@ DATA_SETS = {
     "openwebtext": "OpenWebText",
     "cnn-dailymail": "CNN DailyMail",
 }
-COUNT = 10  # N, prompts
+COUNT = 10  # N, prompts, of DynaTree
+DYSPEC_COUNT = 1000  # pieces of each data set (appendix B)
 WARMUP = 2  # W
 CHARACTERS_PER_TOKEN = 4
 LENGTHS = (100, 200, 300, 500, 750, 1000, 1500)  # T, of the public logs: the papers draw them only
@@ -363,6 +364,7 @@ def _dyspec_experiments(nodes: int) -> tuple[Experiment, ...]:
             new_tokens=_NEW,
             prompt_tokens=_NEW,
             temperature=temperature,
+            count=DYSPEC_COUNT,
             max_tree_nodes=max(256, nodes),
         )
         for text in _TEXTS
@@ -372,7 +374,9 @@ def _dyspec_experiments(nodes: int) -> tuple[Experiment, ...]:
 
 def _trees(name: str, data_set: str, row: Row, temperature: float, nodes: int = 64) -> Experiment:
     """DySpec's trees, kept."""
-    return Experiment(name, data_set, (row,), _NEW, _NEW, temperature, max_tree_nodes=max(256, nodes), trees=True)
+    return Experiment(
+        name, data_set, (row,), _NEW, _NEW, temperature, count=DYSPEC_COUNT, max_tree_nodes=max(256, nodes), trees=True
+    )
 
 
 _64, _768 = _dyspec_experiments(64), _dyspec_experiments(768)

@@ -77,11 +77,14 @@ class Policy(ABC):
         supports_residual: Whether it can grow a tree of random draws (residual sampling): it never keeps a node, or
             leaves one out, for the token that the node carries.
         drawing: How the draft's distribution is made.
+        learns_from_others: Whether its trees depend on other requests. Under residual sampling such a session draws
+            with a seed of its own, since what it has learnt may have come of the noise of the request's seed.
     """
 
     breadth: int
     supports_residual: bool = False
     drawing: Drawing = DEFAULT_DRAWING
+    learns_from_others: bool = False
 
     def start(self, tree: GrowingTree) -> list[int]:
         """The nodes to expand first, given the empty tree: the root or nothing. May add nodes that need no model."""

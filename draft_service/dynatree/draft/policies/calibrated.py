@@ -56,6 +56,8 @@ class CalibratedValue:
 class Calibrated(Policy):
     """Another policy, on calibrated values: its thresholds, budgets and breadths go by q(p) in place of p."""
 
+    learns_from_others = True
+
     def __init__(self, policy: Policy, value: CalibratedValue) -> None:
         self.breadth = policy.breadth
         self.supports_residual = policy.supports_residual

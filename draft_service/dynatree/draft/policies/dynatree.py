@@ -116,6 +116,7 @@ class DynaTree(Policy):
         )
         self._released: ReleasedHistory | None = None
         self._rounds = self._committed = 0
+        self.learns_from_others = settings.history is History.RELEASED
         if settings.history is History.RELEASED:
             self._released = track_record.history(settings, self._begin_released)
             self.steering = self._released.steering

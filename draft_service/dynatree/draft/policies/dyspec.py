@@ -58,7 +58,7 @@ class DySpec(Policy):
 
 @dataclass(frozen=True)
 class DySpecThresholdSettings(DrawingSettings):
-    """The threshold, "typically around 1/n" for n nodes (section 4.3), a hard budget, and calibrated values."""
+    """The threshold, "typically around 1/n" for n nodes (section 4.4), a hard budget, and calibrated values."""
 
     threshold: float = 1 / 64
     max_nodes: int = 256

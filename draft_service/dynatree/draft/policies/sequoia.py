@@ -77,17 +77,18 @@ class Sequoia(Policy):
     def __init__(self, settings: SequoiaSettings, costs: Costs) -> None:
         self._settings = settings
         self._costs = costs
+        self.learns_from_others = not settings.max_nodes
         self._shape: Shape | None = None
         self.breadth = len(settings.rates)
-        if settings.max_nodes:
-            self._shape = best_shape(settings.rates, settings.max_nodes, settings.max_depth)
-            self.breadth = max(1, *self._shape.widths)
         self._places: dict[int, int] = {}
 
     def start(self, tree: GrowingTree) -> list[int]:
-        """The root; the first tree fixes the shape of all."""
-        if self._shape is None:
-            self._shape = fastest_shape(self._settings.rates, tree.max_nodes, self._settings.max_depth, self._costs)
+        """The root. Where costs choose, the first tree fixes the shape of all."""
+        settings = self._settings
+        if settings.max_nodes:
+            self._shape = best_shape(settings.rates, min(settings.max_nodes, tree.max_nodes), settings.max_depth)
+        elif self._shape is None:
+            self._shape = fastest_shape(settings.rates, tree.max_nodes, settings.max_depth, self._costs)
         return [ROOT]
 
     def observe(self, outcome: Outcome) -> None:
