@@ -8,7 +8,8 @@ import argparse
 import math
 import time
 
-from test_distribution import MIRROR, THREE, TIGHT, chi_square, drawn, p_value
+from markov import chi_square, p_value
+from test_distribution import MIRROR, THREE, TIGHT, drawn
 
 import dynatree.draft.draft_model
 from dynatree.common.sampling import Scheme

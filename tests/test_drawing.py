@@ -7,10 +7,10 @@ acceptance run on them (`test_distribution.py` does the same for the policies' d
 import math
 from collections import Counter
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
+from markov import Table, p_value
 from services import running_services
 
 from dynatree.client import Client
@@ -63,27 +63,6 @@ CASES = {
 IN_MAKE_TEST = ("dyspec, hot", "dyspec, few", "sequoia, cold", "specinfer, repeated", "specinfer, repeated, hot")
 
 
-class Table:
-    """Stands in for an engine: the logits after a token are a row of its table, so there is nothing to remember."""
-
-    def __init__(self, logits):
-        self._logits = logits
-        self.info = SimpleNamespace(context_length=2 * LENGTH, vocab_size=len(logits))
-        self.arena = SimpleNamespace(move=lambda kv, sources, start: None)
-
-    def forward(self, segments):
-        kept = [segment.keep if segment.keep is not None else range(len(segment.token_ids)) for segment in segments]
-        return [
-            self._logits[[segment.token_ids[place] for place in keep]]
-            for segment, keep in zip(segments, kept, strict=True)
-        ]
-
-    reader = decider = None  # each level is a forward, and the host decides
-
-    def synchronize(self):
-        pass
-
-
 class Chain:
     """The two sides' sessions of one chain of draws."""
 
@@ -119,18 +98,6 @@ def residual(seed):
 
 def greedy(seed):
     return Sampling(seed=seed)
-
-
-def p_value(observed, expected):
-    """Pearson's chi-square of counts `[contexts, tokens]`; a context's cells of fewer than five expected are one."""
-    statistic, freedom = 0.0, 0
-    for seen, share in zip(observed, expected, strict=True):
-        wanted = share * seen.sum()
-        small = wanted < 5
-        cells = [(seen[~small], wanted[~small]), (seen[small].sum(), wanted[small].sum())]
-        statistic += sum(((got - due) ** 2 / due.clamp(min=1e-9)).sum().item() for got, due in cells)
-        freedom += max(int((~small).sum()) + bool(small.any()) - 1, 0)
-    return torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(statistic / 2)).item()
 
 
 def counted(pairs):

@@ -37,9 +37,9 @@ from dynatree.cli.service_pair import service_pair
 from dynatree.client import Client, ModelInfo, ServiceInfo
 from dynatree.common import embedded
 
-# Of services that are started here.
+# Options of the services that this command starts.
 SERVICE_OPTIONS = ("draft_model", "dtype", "device", "threads", "max_sessions", "max_tree_nodes")
-ROUNDS, REQUESTS = 2, 32  # of a closed loop's clients, and of an open loop
+ROUNDS, REQUESTS = 2, 32  # rounds of each client of a closed loop, requests of an open loop
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""The tables and figures of the papers as presets, and the papers' own figures beside what is measured."""
+"""Presets that run the papers' tables and figures, and print the papers' numbers beside the measured ones."""

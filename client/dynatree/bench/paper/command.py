@@ -142,7 +142,7 @@ def _measured(options: argparse.Namespace, experiments: Sequence[Experiment]) ->
 def _is_twice(experiment: Experiment, lengths: Mapping[Experiment, int]) -> bool:
     """Whether another one, which --max-new-tokens makes as long, has all of its methods on the same prompts.
 
-    Of two that have the same methods the first is run.
+    Where two experiments have the same methods, the first one is run.
     """
     everything = list(lengths)
 
@@ -160,14 +160,16 @@ def _there(plan: argparse.Namespace) -> Report | None:
     """The record of the experiment that an earlier run has kept, if it is complete, and not smaller than this one.
 
     Raises:
-        SystemExit: It is of other models or another text.
+        SystemExit: It was measured with other models or another text.
     """
     if plan.out is None or not plan.out.exists():
         return None
     report, told = load(plan.out), plan.recorded["paper"]
     kept = report["options"].get("paper", {})
     if any(kept.get(name) != told[name] for name in ("models", "text")):
-        raise SystemExit(f"{plan.out} is of other models or another text; expected a folder of its own for --out")
+        raise SystemExit(
+            f"{plan.out} was measured with other models or another text; name another folder with --out"
+        )
     sizes = {**report["options"], "count": report["prompts"]["count"]}
     large = all(sizes[name] >= getattr(plan, name) for name in ("count", "max_new_tokens", "warmup", "repetitions"))
     same = sizes["prompt_tokens"] == plan.prompt_tokens and sizes["seed"] == plan.seed
