@@ -424,3 +424,14 @@ def test_a_tree_with_other_probabilities() -> None:
     )
     assert [tree.value(node) for node in (top, below, beside)] == pytest.approx([0.8, 0.32, 0.1])
     assert [tree.draft_log_prob(node) for node in (top, below, beside)] == [-3.0, None, None]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_sequoias_shape_is_the_best_within_the_services_limit(sampled):
+    model = constant(0.4, 0.3, 0.2, 0.1)
+    trees = [
+        frozen(create_policy("sequoia", {"max_nodes": nodes}), model, max_nodes=20, sampled=sampled)
+        for nodes in (20, 500)
+    ]
+    assert trees[0] == trees[1]
+    assert len(trees[0]) == 20

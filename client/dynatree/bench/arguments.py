@@ -231,9 +231,7 @@ def _add_paper(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--plots", type=Path, metavar="DIR", help="draw the figures, as SVG and PNG")
     _add_services(parser)
     _add_prompts(parser, paper=True)
-    group = parser.add_argument_group(
-        "scaling down", "the record and the printed titles name each one given"
-    )
+    group = parser.add_argument_group("scaling down", "the record and the printed titles name each one given")
     group.add_argument("--quick", action="store_true", help="2 prompts, at most 64 new tokens, no warm-up")
     group.add_argument("--max-new-tokens", type=_at_least(2), metavar="N", help="at most, of each completion")
     group.add_argument("--warmup", type=_at_least(0), metavar="W", help="runs that do not count (default: 2)")
