@@ -148,12 +148,19 @@ def test_what_was_kept_is_printed_again(tmp_path: Path, capsys: pytest.CaptureFi
         (["--table", "9"], "no table 9 in 003; expected one of 1, 2, 3, 4, 5"),
         (["--version", "002", "--figure", "throughput"], "no figure throughput in 002; expected one of 3, 4"),
         (["--table", "1"], "expected --prompts"),
+        (["--table", "1", "--prompts", "c5=no.txt"], "c5=no.txt: no data set c5; expected one of wikitext-2, pg-19"),
         (["--table", "1", "--from", "nowhere"], "nowhere has none of wikitext-2.json.gz, pg-19-deep.json.gz"),
     ],
 )
 def test_what_there_is_not(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "paper", *options]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_records_are_shown_or_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "paper", "--from", "a", "--out", "b"])
+    assert "--out: not allowed with argument --from" in capsys.readouterr().err
 
 
 def test_the_list_has_every_preset(capsys: pytest.CaptureFixture[str]) -> None:

@@ -219,7 +219,8 @@ def _add_paper(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--figure", dest="figures", action="append", metavar="N|NAME", help="by number or name; may be repeated"
     )
-    group.add_argument(
+    kept = group.add_mutually_exclusive_group()
+    kept.add_argument(
         "--from",
         dest="source",
         type=Path,
@@ -227,7 +228,7 @@ def _add_paper(parser: argparse.ArgumentParser) -> None:
         help="measure nothing: show what --out has kept there",
     )
     help_line = "keep the records; what is there already is not measured again"
-    group.add_argument("--out", type=Path, metavar="DIR", help=help_line)
+    kept.add_argument("--out", type=Path, metavar="DIR", help=help_line)
     group.add_argument("--plots", type=Path, metavar="DIR", help="draw the figures, as SVG and PNG")
     _add_services(parser)
     _add_prompts(parser, paper=True)

@@ -108,7 +108,8 @@ def _setting(text: str) -> tuple[str, Setting]:
     except ValueError:
         name = ""
     if not name:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE with a number or a word, or NAME=VALUE,VALUE,...")
+        known = "a number, a word of small letters and hyphens, or numbers with commas between them"
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, where VALUE is {known}")
     return name, setting
 
 

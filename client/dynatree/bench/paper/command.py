@@ -193,12 +193,18 @@ def _with_rates(methods: Sequence[Method], ranks: Report) -> list[Method]:
 
 
 def _texts(options: argparse.Namespace) -> dict[str, Path]:
-    """The text of each data set: its own, or the one for all."""
+    """The text of each data set: its own, or the one for all.
+
+    Raises:
+        SystemExit: There is no such data set.
+    """
     texts: dict[str, Path] = {}
     for given in options.prompts or ():
         name, _, path = given.partition("=")
         if name in DATA_SETS and path:
             texts[name] = Path(path)
+        elif path and not Path(given).exists():
+            raise SystemExit(f"--prompts {given}: no data set {name}; expected one of {', '.join(DATA_SETS)}")
         else:
             texts = {each: Path(given) for each in DATA_SETS} | texts
     return texts

@@ -318,7 +318,7 @@ def _dynatree_presets(version: str) -> list[Preset]:
             Preset(version, "table 5", "sensitivity-table", "Parameter sensitivity", (_SENSITIVITY,)),
             Preset(version, "figure 6", "scaling-efficiency", "Efficiency by generation length", _scaling(version)),
         ]
-    return presets
+    return sorted(presets, key=lambda each: (each.is_figure, each.item))
 
 
 _NEW = 128  # tokens; prompts are as long
