@@ -44,6 +44,26 @@ class Objective:
         self._tokens = 0.0
         self._seconds = 0.0
         self._row_price: float | None = None  # tokens a row; None while the session is alone
+        self._drafted = 0.0  # seconds of this round's draft forwards
+        self._ratio = 1.0 / costs.verify(0)
+
+    def begin(self) -> None:
+        """A round begins, of which nothing has been drafted."""
+        self._drafted = 0.0
+
+    def spend(self, seconds: float) -> None:
+        """A draft forward of this round is made."""
+        self._drafted += seconds
+
+    def settle(self, values: Sequence[float]) -> None:
+        """Take for lambda the best ratio of the nodes at hand, whose values are in descending order."""
+        size, tokens = 0, 1.0
+        self._ratio = tokens / (self._drafted + self._costs.verify(0))
+        while size < len(values):
+            larger = min(largest_tree(size + 1), len(values))
+            tokens += sum(values[size:larger])
+            size = larger
+            self._ratio = max(self._ratio, tokens / (self._drafted + self._costs.verify(size)))
 
     def observe(self, tokens: int, seconds: float, shared: PassStatistics) -> None:
         """Take in what one round committed, its seconds, waiting included, and the pass that verified its tree."""
@@ -61,8 +81,7 @@ class Objective:
         """Lambda: the tokens that a second is worth."""
         if self._row_price is not None and self._seconds:
             return self._tokens / self._seconds
-        plain = 1.0 / self._costs.verify(0)
-        return max(plain, self._tokens / self._seconds) if self._seconds else plain
+        return self._ratio
 
     def best_size(self, values: Sequence[float]) -> tuple[float, int]:
         """The maximum of G and its n, for node values in descending order.
@@ -84,13 +103,13 @@ class Objective:
                 highest, best = gain, size
         return highest, best
 
-    def forward_price(self, *, from_root: bool) -> float:
-        """Lambda D of one draft forward, in tokens; the root's also makes the verification longer."""
+    def forward_seconds(self, *, from_root: bool) -> float:
+        """D of one draft forward; the root's also makes the verification longer."""
         contention = self._costs.draft_contention if from_root and self._row_price is None else 0.0
-        return self.rate * (self._costs.draft_forward_seconds + contention)
+        return self._costs.draft_forward_seconds + contention
 
     def plan(
-        self, known: Sequence[float], leaves: Sequence[float], price: float, mass: ChildMass, max_nodes: int
+        self, known: Sequence[float], leaves: Sequence[float], seconds: float, mass: ChildMass, max_nodes: int
     ) -> Plan | None:
         """What to expand; None if no number of further levels is expected to gain more than it costs.
 
@@ -100,12 +119,13 @@ class Objective:
         Args:
             known: The values of the nodes at hand, in descending order.
             leaves: The values of the nodes that may be expanded.
-            price: Lambda D of the next forward, in tokens.
+            seconds: D of the next forward.
             mass: What children are expected to be worth.
             max_nodes: The largest tree that may be sent.
         """
+        self.settle(known)
         highest, _ = self.best_size(known)
-        further = self.forward_price(from_root=False)
+        price, further = self.rate * seconds, self.rate * self.forward_seconds(from_root=False)
         others = max(mass.children - mass.best, 0.0)
         expected: list[float] = []
         plan = None

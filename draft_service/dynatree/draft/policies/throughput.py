@@ -79,6 +79,7 @@ class Throughput(Policy):
         self._caught_up = self._levels > 0 or self._is_first
         self._levels = 0
         self._value.start(tree)
+        self._objective.begin()
         if self._costs.plain_is_due and self._objective.row_price is None:
             return []
         level = [ROOT, *self._ngrams.add_to(tree)]
@@ -87,9 +88,9 @@ class Throughput(Policy):
         leaves = open_mass(tree, level)
         if self._plan(tree, level, leaves) is not None and not self._fruitless:
             self._pause.reset()
-            return level
-        hopeless = sum(leaves) <= self._price(tree, level)
-        return level if self._pause.is_over(hopeless=hopeless) else []
+            return self._expanding(tree, level)
+        hopeless = sum(leaves) <= self._objective.rate * self._seconds(tree, level)
+        return self._expanding(tree, level) if self._pause.is_over(hopeless=hopeless) else []
 
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
         """Add candidates of both sources; expand on where that pays."""
@@ -102,14 +103,18 @@ class Throughput(Policy):
             return []
         likeliest = sorted(open_mass(tree, candidates), reverse=True)[: self._control.foresight_leaves]
         plan = self._plan(tree, candidates, likeliest)
-        return [] if plan is None else [node for node in candidates if tree.value(node) > plan.threshold]
+        if plan is None:
+            return []
+        return self._expanding(tree, [node for node in candidates if tree.value(node) > plan.threshold])
 
     def select(self, tree: GrowingTree) -> Sequence[int]:
         """The n nodes of highest value, n = argmax G."""
         ranked = self._ranked(tree)
         price = self._objective.row_price
         if price is None:
-            _, size = self._objective.best_size([tree.value(node) for node in ranked])
+            values = [tree.value(node) for node in ranked]
+            self._objective.settle(values)
+            _, size = self._objective.best_size(values)
         else:
             size = sum(tree.value(node) > self._control.offered_share * price for node in ranked)
         sent = sorted(ranked[:size])
@@ -143,13 +148,18 @@ class Throughput(Policy):
     def _plan(self, tree: GrowingTree, level: Sequence[int], leaves: Sequence[float]) -> Plan | None:
         """Whether, and how far, to expand a level whose nodes have those open masses."""
         known = [tree.value(node) for node in self._ranked(tree)]
-        return self._objective.plan(known, leaves, self._price(tree, level), self._mass, self._max_nodes)
+        return self._objective.plan(known, leaves, self._seconds(tree, level), self._mass, self._max_nodes)
 
-    def _price(self, tree: GrowingTree, level: Sequence[int]) -> float:
-        """Lambda D of the level's forward, in tokens; 0 where all of it has been expanded before."""
+    def _seconds(self, tree: GrowingTree, level: Sequence[int]) -> float:
+        """Seconds of the level's forward; 0 where all of it has been expanded before."""
         if all(map(tree.is_expanded, level)):
             return 0.0
-        return self._objective.forward_price(from_root=ROOT in level)
+        return self._objective.forward_seconds(from_root=ROOT in level)
+
+    def _expanding(self, tree: GrowingTree, level: list[int]) -> list[int]:
+        """The level, whose forward is now spent."""
+        self._objective.spend(self._seconds(tree, level))
+        return level
 
     def _ranked(self, tree: GrowingTree) -> list[int]:
         """The best nodes, those of highest value first."""
