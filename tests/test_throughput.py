@@ -403,7 +403,7 @@ def test_waiting_for_other_sessions_is_no_cost_of_a_trees_size():
         outcome = outcome_of(tree.freeze(selected), (), verify=0.2, draft=0.01, levels=forwards)
         policy.observe(replace(outcome, waited_seconds=0.9))
     assert costs.verify(0) == 0.2
-    assert policy.parameters()["rate"] == pytest.approx(5.0), "never less than plain decoding's"
+    assert policy.parameters()["rate"] >= 5.0, "never less than plain decoding's"
 
 
 def gpu(step):

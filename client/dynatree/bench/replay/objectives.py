@@ -40,7 +40,6 @@ from dynatree.draft.policies.merged import MergedNGrams
 from dynatree.draft.policies.objective import Objective, Plan
 from dynatree.draft.policies.throughput import LEAST_NODES, NEARLY_FREE, Throughput, ThroughputSettings
 from dynatree.draft.round_costs import Costs
-from dynatree.draft.verify_cost import largest_tree
 
 BREADTH = 16  # of the path oracle: as many proposals as are recorded on the true path
 DEPTH = 16  # of `throughput` and the size oracle
@@ -48,50 +47,25 @@ CHAIN = 8  # tokens of a drafted chain
 GOODPUT_STEP = 0.1  # weight of one round in the acceptance that goodput goes by
 
 
-class RatioObjective(Objective):
-    """The own ratio of each round, (1 + sum of values) / (drafting so far + V(n)), in place of lambda's difference.
+class LambdaObjective(Objective):
+    """The session's rate so far for lambda, or plain decoding's if that is higher.
 
-    CaDDTree (arXiv:2606.01813). By Dinkelbach's argument a larger tree has a higher ratio if and only if it gains at
-    the rate that is the ratio without it, so the rule is the same as lambda's, with that ratio for lambda.
-
-    Attributes:
-        spent: Seconds of the draft forwards of this round.
+    Were rounds independent and alike, it would be the best of all rules by the renewal-reward argument, and a round's own
+    ratio would stop too early in easy rounds and too late in hard ones.
     """
-
-    def __init__(self, costs: Costs) -> None:
-        super().__init__(costs, DEFAULT_CONTROL)
-        self.spent = 0.0
-        self._ratio = 1.0 / costs.verify(0)
 
     @property
     def rate(self) -> float:
-        """The best ratio at hand."""
-        return self._ratio
-
-    def settle(self, values: Sequence[float]) -> None:
-        """Take the best ratio of the nodes at hand, whose values are in descending order."""
-        size, total = 0, 1.0
-        self._ratio = total / (self.spent + self._costs.verify(0))
-        while size < len(values):
-            larger = min(largest_tree(size + 1), len(values))
-            total += sum(values[size:larger])
-            size = larger
-            self._ratio = max(self._ratio, total / (self.spent + self._costs.verify(size)))
-
-    def plan(
-        self, known: Sequence[float], leaves: Sequence[float], price: float, mass: ChildMass, max_nodes: int
-    ) -> Plan | None:
-        """As lambda's, with the ratio of the nodes at hand."""
-        seconds = price / self.rate
-        self.settle(known)
-        return super().plan(known, leaves, self.rate * seconds, mass, max_nodes)
+        """Tokens over seconds, both faded by `rate_fade` a round."""
+        plain = 1.0 / self._costs.verify(0)
+        return max(plain, self._tokens / self._seconds) if self._seconds else plain
 
 
-class PrefixObjective(RatioObjective):
+class PrefixObjective(Objective):
     """A chain that is drafted in any case, of which the prefix of the highest ratio is sent: vLLM's adaptive rule."""
 
     def plan(
-        self, known: Sequence[float], leaves: Sequence[float], price: float, mass: ChildMass, max_nodes: int
+        self, known: Sequence[float], leaves: Sequence[float], seconds: float, mass: ChildMass, max_nodes: int
     ) -> Plan | None:
         """Go on."""
         self.settle(known)
@@ -109,44 +83,14 @@ class _NoNGrams(MergedNGrams):
         return []
 
 
-class Lambda(Throughput):
-    """`throughput`, with n-grams or with the draft model's nodes only."""
+class Variant(Throughput):
+    """`throughput` by another objective, with n-grams or with the draft model's nodes only."""
 
-    def __init__(self, settings: ThroughputSettings, costs: Costs, *, ngrams: bool = False) -> None:
+    def __init__(self, settings: ThroughputSettings, costs: Costs, objective: type[Objective], *, ngrams: bool) -> None:
         super().__init__(settings, costs, DEFAULT_CONTROL)
+        self._objective = objective(costs, DEFAULT_CONTROL)
         if not ngrams:
             self._ngrams = _NoNGrams()
-
-
-class Ratio(Lambda):
-    """The same trees, sized by another objective."""
-
-    def __init__(
-        self, settings: ThroughputSettings, costs: Costs, objective: RatioObjective, *, ngrams: bool = False
-    ) -> None:
-        super().__init__(settings, costs, ngrams=ngrams)
-        self._objective = self._own = objective
-        self._asked = 0.0  # seconds of the next level
-
-    def start(self, tree: GrowingTree) -> list[int]:
-        """Begin a round, of which nothing is spent."""
-        self._own.spent = 0.0
-        return self._noted(tree, super().start(tree))
-
-    def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
-        """Go on, with the level's forward spent."""
-        self._own.spent += self._asked
-        return self._noted(tree, super().grow(tree, level))
-
-    def select(self, tree: GrowingTree) -> Sequence[int]:
-        """The tree of the highest ratio."""
-        self._own.settle([tree.value(node) for node in self._ranked(tree)])
-        return super().select(tree)
-
-    def _noted(self, tree: GrowingTree, level: list[int]) -> list[int]:
-        is_read = all(map(tree.is_expanded, level))
-        self._asked = 0.0 if is_read else self._costs.draft_forward_seconds
-        return level
 
 
 class Goodput(Policy):
@@ -199,12 +143,16 @@ def _named(policy: str, **settings: float) -> Callable[[Costs], Policy]:
     return lambda costs: create_policy(policy, settings, costs)
 
 
+def _variant(objective: type[Objective], *, ngrams: bool, **settings: int) -> Callable[[Costs], Policy]:
+    return lambda costs: Variant(ThroughputSettings(**settings), costs, objective, ngrams=ngrams)
+
+
 RULES = (
-    Rule("lambda, n-grams", _named("throughput")),
-    Rule("ratio, n-grams", lambda costs: Ratio(ThroughputSettings(), costs, RatioObjective(costs), ngrams=True)),
-    Rule("lambda", lambda costs: Lambda(ThroughputSettings(), costs)),
-    Rule("ratio", lambda costs: Ratio(ThroughputSettings(), costs, RatioObjective(costs))),
-    Rule("prefix", lambda costs: Ratio(ThroughputSettings(breadth=1, max_depth=CHAIN), costs, PrefixObjective(costs))),
+    Rule("ratio, n-grams", _named("throughput")),
+    Rule("lambda, n-grams", _variant(LambdaObjective, ngrams=True)),
+    Rule("ratio", _variant(Objective, ngrams=False)),
+    Rule("lambda", _variant(LambdaObjective, ngrams=False)),
+    Rule("prefix", _variant(PrefixObjective, ngrams=False, breadth=1, max_depth=CHAIN)),
     Rule("goodput", Goodput),
     Rule("sequoia", _named("sequoia", max_nodes=0)),
     Rule("opt-tree", _named("opt-tree")),

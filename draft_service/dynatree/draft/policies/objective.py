@@ -1,4 +1,4 @@
-"""The objective of `throughput`: what a tree gains in tokens, over what its time would have brought otherwise."""
+"""The objective of `throughput`: what a tree gains in tokens, over what its time is worth."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ class Plan:
 
 
 class Objective:
-    """Tokens a second over the session, by the renewal-reward argument: a second is worth lambda tokens.
+    """Sizes trees for the most tokens a second. A second is worth lambda tokens:
 
-        lambda = max(1 / V(0), tokens / seconds)                 plain decoding's rate, or the session's if higher
         G(n)   = sum of the n highest values - lambda V(n)       the tokens that a tree of n nodes gains
         send the n nodes of highest value,   n = argmax G
         expand a level iff, with the nodes expected of it and of k - 1 more levels for some k,
 
             max G(with them) - max G(without them) > lambda (k D + contention of the first)
 
-    V(n) and D are seconds of a verification and of a draft forward (`Costs`). Were rounds independent and alike,
-    maximising a round's own ratio of tokens to seconds would stop too early in easy ones and too late in hard ones.
+    V(n) and D are seconds of a verification and of a draft forward (`Costs`). While the session is alone, lambda is the
+    best ratio that the round has at hand (CaDDTree, arXiv:2606.01813):
+
+        lambda = max over n of (1 + sum of the n highest values) / (seconds drafted + V(n))
+
+    With it a level is expanded if and only if it is expected to raise the round's tokens a second (Dinkelbach, 1967).
 
     Where other sessions share the target's passes, a row delays all of them, and the verify service says what a row is
     worth: with its price in tokens, lambda (V(n) - V(0)) is the price times n, and lambda the session's own rate. D is
@@ -57,7 +60,7 @@ class Objective:
 
     def settle(self, values: Sequence[float]) -> None:
         """Take for lambda the best ratio of the nodes at hand, whose values are in descending order."""
-        size, tokens = 0, 1.0
+        size, tokens = 0, 1.0  # the target's own token
         self._ratio = tokens / (self._drafted + self._costs.verify(0))
         while size < len(values):
             larger = min(largest_tree(size + 1), len(values))

@@ -50,7 +50,7 @@ class ThroughputSettings(MergedSettings):
 
 
 class Throughput(Policy):
-    """Maximises tokens a second over the session (`Objective`), over trees of any size, the empty one included.
+    """Maximises tokens a second (`Objective`), over trees of any size, the empty one included.
 
     Sources: the session's n-grams and the draft model. Values: calibrated path probabilities. Where the model is not
     expected to pay it pauses (`Pause`). A session begins with what the sessions before it found the draft to be worth.
