@@ -50,8 +50,8 @@ GOODPUT_STEP = 0.1  # weight of one round in the acceptance that goodput goes by
 class LambdaObjective(Objective):
     """The session's rate so far for lambda, or plain decoding's if that is higher.
 
-    Were rounds independent and alike, it would be the best of all rules by the renewal-reward argument, and a round's own
-    ratio would stop too early in easy rounds and too late in hard ones.
+    Were rounds independent and alike, no rule would be better, by the renewal-reward argument: a round's own ratio would
+    stop too early in easy rounds and too late in hard ones.
     """
 
     @property
