@@ -211,7 +211,8 @@ def _tight(choose, name):
     return settings
 
 
-def test_the_room_of_a_session_decides_nothing():
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_room_of_a_session_decides_nothing(temperature):
     """How many nodes are read depends on the draws, so a tree must be the same where they have just room."""
     more_than_room = 0
     for case in range(60):
@@ -219,7 +220,7 @@ def test_the_room_of_a_session_decides_nothing():
         drafter_of = partial(Drafter, EngineDraftModel(Table(6.0 * torch.randn(32, 32, generator=generator))))
         trees = []
         for room in (nodes, 1000):
-            sampling = Sampling(temperature=1.0, seed=case, scheme=Scheme.RESIDUAL)
+            sampling = Sampling(temperature=temperature, seed=case, scheme=Scheme.RESIDUAL)
             session = DraftSession(KVRange(0, 0), [0], sampling, 32)
             policy = create_policy("dyspec", {"max_nodes": nodes})
             trees.append(drafter_of(room).grow(session, policy, 16, room).tree)

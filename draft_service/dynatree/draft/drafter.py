@@ -243,16 +243,19 @@ class Drafter:
         return session.speculative_slots + unread <= 2 * self._max_tree_nodes
 
     def _makes_room(self, session: DraftSession, tree: GrowingTree, level: Sequence[int], policy: Policy) -> bool:
-        """Forget what was read of draws that will not be sent, so that there is always room for the next level.
+        """Forget what was read of nodes that will not be sent, so that there is room for the next level.
 
-        A level that finds no room ends the growth of other trees. How much room is left depends on the tokens that were
-        drawn, and the shape of a tree of draws must not. The nodes of the level are among the policy's selection, which
-        is no larger than a tree.
+        Growth ends at a level that finds no room. The level, what it is below and the policy's selection stay. Where
+        the nodes of the level are among the selection, which is no larger than a tree, there is always room. So it is
+        for draws: how much room is left depends on the tokens that were drawn, and the shape of a tree must not.
         """
-        if not tree.sampled:
-            return False
+        kept = set(policy.select(tree))
+        for node in level:
+            while node != ROOT and node not in kept:
+                kept.add(node)
+                node = tree.parent(node)
         start = session.num_cached
-        moved = session.forget_all_but({id(tree.node(node)) for node in policy.select(tree)})
+        moved = session.forget_all_but({id(tree.node(node)) for node in kept})
         self._model.move(session.kv, moved, start)
         return self.has_room(session, tree, level)
 

@@ -50,7 +50,7 @@ GOODPUT_STEP = 0.1  # weight of one round in the acceptance that goodput goes by
 class LambdaObjective(Objective):
     """The session's rate so far for lambda, or plain decoding's if that is higher.
 
-    Were rounds independent and alike, no rule would be better, by the renewal-reward argument: a round's own ratio would
+    Were rounds independent and alike, none would be better, by the renewal-reward argument: a round's own ratio would
     stop too early in easy rounds and too late in hard ones.
     """
 
