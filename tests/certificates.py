@@ -36,12 +36,24 @@ class Authority:
         self.file = folder / f"{name}.pem"
         self.file.write_bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
-    def pair(self, name: str, *, expired: bool = False) -> Pair:
-        """A certificate of `name`, for localhost; one that is `expired` was good until yesterday."""
+    def pair(
+        self,
+        name: str,
+        *,
+        expired: bool = False,
+        common_name: str | None = None,
+        others: list[x509.GeneralName] | None = None,
+    ) -> Pair:
+        """A certificate of `name`, for localhost, or for `others`; one that is `expired` was good until yesterday.
+
+        `common_name` is its name in the certificate, if that is another one; "" for none.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         names = [x509.DNSName("localhost"), x509.DNSName(name), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-        builder = _builder(_name(name), self._name, key, -DAY if expired else DAY)
-        builder = builder.add_extension(x509.SubjectAlternativeName(names), False)
+        subject = _name(name) if common_name is None else _name(common_name) if common_name else x509.Name([])
+        builder = _builder(subject, self._name, key, -DAY if expired else DAY)
+        if others is None or others:
+            builder = builder.add_extension(x509.SubjectAlternativeName(names if others is None else others), False)
         pair = Pair(self._folder / f"{name}.pem", self._folder / f"{name}.key")
         certificate = builder.sign(self._key, hashes.SHA256())
         pair.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))

@@ -1,4 +1,4 @@
-"""The table of limits in docs/guides/security.md against the code: every limit has a row, and every row the code's figure."""
+"""The table of limits in docs/guides/security.md against the code, both ways."""
 
 from __future__ import annotations
 

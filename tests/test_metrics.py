@@ -6,9 +6,11 @@ import json
 import logging
 import socket
 import ssl
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from services import Services, running_services
 
 from dynatree.client import Client, DynaTreeError
-from dynatree.common import files
+from dynatree.common import files, metrics
 from dynatree.common.errors import StartupError
 from dynatree.common.logs import JsonLines, TextLines
 from dynatree.common.metrics import new_registry, serve_metrics
@@ -106,6 +108,82 @@ def test_silent_connections_hold_up_no_scrape_and_no_end(tmp_path: Path, monkeyp
         started = time.monotonic()
         end()
         assert time.monotonic() - started < 3.0
+
+
+@pytest.fixture(name="scraped")
+def scraped_fixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[tuple[str, int, ssl.SSLContext | None]]:
+    """The scheme and port of an endpoint with 3 places, and whom its certificate is by, if it has one."""
+    monkeypatch.setattr(metrics, "MAX_SCRAPES", 3)
+    monkeypatch.setattr(metrics, "SCRAPE_SECONDS", request.param[1])
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    if request.param[0] == "http":
+        end, trusted = serve_metrics(f"localhost:{port}", new_registry(), SecuritySettings()), None
+    else:
+        authority = Authority(tmp_path)
+        pair = authority.pair("server")
+        end = serve_metrics(f"localhost:{port}", new_registry(), SecuritySettings(pair.certificate, pair.key))
+        trusted = ssl.create_default_context(cafile=str(authority.file))
+    try:
+        yield request.param[0], port, trusted
+    finally:
+        end()
+
+
+@pytest.mark.parametrize("scraped", [("http", 0.3), ("https", 0.3)], indirect=True, ids=["http", "https"])
+def test_a_scrape_that_takes_too_long_is_closed_whatever_it_says(scraped: tuple[str, int, ssl.SSLContext]) -> None:
+    _, port, trusted = scraped
+    with ExitStack() as stack:
+        dripping = stack.enter_context(socket.create_connection(("localhost", port)))
+        if trusted is not None:
+            dripping = stack.enter_context(trusted.wrap_socket(dripping, server_hostname="localhost"))
+        dripping.settimeout(0.05)
+        ended = False
+        while not ended:  # byte by byte, a line that never ends
+            try:
+                dripping.sendall(b"x")
+                ended = not dripping.recv(1)
+            except TimeoutError:
+                continue
+            except OSError:
+                ended = True
+
+
+@pytest.mark.parametrize("scraped", [("http", 60.0), ("https", 60.0)], indirect=True, ids=["http", "https"])
+def test_silent_scrapes_take_no_more_threads_than_there_are_places(scraped: tuple[str, int, ssl.SSLContext]) -> None:
+    """Those that have waited longest are closed, and a scrape is answered."""
+    scheme, port, trusted = scraped
+    before = threading.active_count()
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(("localhost", port))) for _ in range(20)]
+        for connection in silent[:17]:
+            connection.settimeout(30)
+            assert connection.recv(100) == b""
+        url = f"{scheme}://localhost:{port}/metrics"
+        with urllib.request.urlopen(url, timeout=30, context=trusted) as response:
+            assert b"process_resident_memory_bytes" in response.read()
+        assert threading.active_count() - before <= 3
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\xff\xfe\r\n\r\n",
+        b"GET //[ HTTP/1.0\r\n\r\n",
+        b"GET / HTTP/1.0\r\nAccept: application/openmetrics-text;version=x\r\n\r\n",
+    ],
+)
+@pytest.mark.parametrize("scraped", [("http", 60.0)], indirect=True)
+def test_a_scrape_that_makes_no_sense_leaves_no_traceback(
+    scraped: tuple[str, int, None], said: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_connection(("localhost", scraped[1]), timeout=30) as connection:
+        connection.sendall(said)
+        while connection.recv(65536):
+            pass
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_completion_is_one_line(services: Services, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -183,18 +183,17 @@ def test_tokens_are_replaced_under_load(secured: Secured, monkeypatch: pytest.Mo
     before = tokens.read_text()
     with secured.client() as client, ThreadPoolExecutor(1) as pool:
         running = pool.submit(lambda: [client.generate("Once", max_new_tokens=8) for _ in range(30)])
-        replacement = tokens.with_suffix(".new")
-        replacement.write_text(f"{before}carol:{carol}\n")
-        os.replace(replacement, tokens)
-        time.sleep(0.1)
+
+        def replace(text: str) -> None:
+            replacement = tokens.with_suffix(".new")
+            replacement.write_text(text)
+            os.replace(replacement, tokens)
+            time.sleep(0.1)
+
+        replace(f"nobody\n{before}carol:{carol}\n")  # the first line makes no sense
         with secured.client(token=carol) as other:
             assert other.generate("Once", max_new_tokens=4).token_ids
-        tokens.write_text("nobody\n")  # makes no sense: what was there before stays in force
-        time.sleep(0.1)
-        with secured.client(token=carol) as other:
-            assert other.generate("Once", max_new_tokens=4).token_ids
-        tokens.write_text(before)
-        time.sleep(0.1)
+        replace(before)
         with secured.client(token=carol) as other, pytest.raises(AuthenticationError):
             other.generate("Once", max_new_tokens=4)
         assert len(running.result(60)) == 30

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -16,23 +18,26 @@ from google.protobuf.message import DecodeError
 from dynatree.common.errors import (
     ContextLengthError,
     IdleSessionError,
+    InvalidArgumentError,
     ServiceBusyError,
     ServiceError,
     UnauthenticatedError,
 )
 from dynatree.common.grpc_options import CONTEXT_LENGTH, PROMPT_TOKENS, REQUEST_ID, RETRY_AFTER
 from dynatree.common.limits import IDLE_SECONDS
+from dynatree.common.openings import FIRST_MESSAGE_SECONDS, Openings
 from dynatree.common.security import LOCAL, Authentication
 
 log = logging.getLogger(__name__)
 
 Metadata = tuple[tuple[str, str], ...]
 LONGEST_DETAILS = 1000  # characters; errors quote what was sent
+MAX_STANDARD_CALLS = 16  # of health and reflection, of one connection
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
 class CallTracker(grpc.aio.ServerInterceptor):
-    """The open calls of this package's services, each ended with the code that its error has.
+    """The open calls of a server, each ended with the code that its error has.
 
     Domain errors have their gRPC codes; anything else becomes INTERNAL, its detail only in the log. Every error names
     the request's id, which is the caller's own where it names one. Handlers get a `Call` for their context.
@@ -47,7 +52,7 @@ class CallTracker(grpc.aio.ServerInterceptor):
         """Track nothing yet.
 
         Args:
-            idle_seconds: How long a call may wait for a peer that reads nothing.
+            idle_seconds: How long a call may wait for a peer that sends or reads nothing.
             authentication: Finds out who calls; None: nobody is asked.
             most: Calls at once; one more is refused. Health and reflection are not among them. None: any number.
 
@@ -58,6 +63,8 @@ class CallTracker(grpc.aio.ServerInterceptor):
         self._idle_seconds = idle_seconds
         self._most = most
         self._authentication = authentication or Authentication(LOCAL)
+        self._openings = Openings(min(idle_seconds, FIRST_MESSAGE_SECONDS))
+        self._standard: Counter[str] = Counter()  # calls of health and reflection, by connection
         # each call's task, which ends when its status is sent, and a future that is done when its handler is
         self._open: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
         self._ending = False
@@ -67,21 +74,17 @@ class CallTracker(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Wrap the handlers of this package; health and reflection map their own errors.
+        """Make a handler of any kind a bidirectional one: gRPC runs those before a message has come.
 
-        Its bidirectional handlers read and write through the context, so they are awaited like unary ones.
+        So whoever calls is asked who he is first, and his message has a deadline.
         """
         handler: Any = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith("/dynatree."):
-            return handler  # type: ignore[no-any-return]
-        if handler.unary_unary or handler.unary_stream:
-            # gRPC ends a call whose one request cannot be decoded with UNKNOWN, and says what was raised
-            handler = handler._replace(request_deserializer=_decoded(handler.request_deserializer))
-        if handler.unary_unary:
-            return handler._replace(unary_unary=self._awaited(handler.unary_unary))  # type: ignore[no-any-return]
-        if handler.unary_stream:
-            return handler._replace(unary_stream=self._stream(handler.unary_stream))  # type: ignore[no-any-return]
-        return handler._replace(stream_stream=self._awaited(handler.stream_stream))  # type: ignore[no-any-return]
+        if handler is None:
+            return None  # type: ignore[return-value]
+        own = handler_call_details.method.startswith("/dynatree.")
+        return grpc.stream_stream_rpc_method_handler(
+            self._mapped(handler, own), handler.request_deserializer, handler.response_serializer
+        )
 
     @property
     def open(self) -> int:
@@ -99,34 +102,48 @@ class CallTracker(grpc.aio.ServerInterceptor):
         if self._open:
             await asyncio.wait(self._open.values())
 
-    def _awaited(self, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            handled = self._begin()
+    def _mapped(self, handler: Any, own: bool) -> Callable[..., Awaitable[None]]:
+        async def mapped(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             call = Call(context, self._idle_seconds)
             try:
-                call.principal = self._authentication.principal(context)
-                if isinstance(request, DecodeError):
-                    raise request
-                if self._most is not None and len(self._open) > self._most:
-                    raise ServiceBusyError(f"{self._most} calls are open, the most that may")
-                return await behavior(request, call)
+                if own:
+                    call.principal = self._authentication.principal(context)
+                call.first = await self._openings.first(context)
+                with self._counted() if own else self._counted_standard(context.peer()):
+                    await _answer(handler, call)
+                return
             except (Exception, asyncio.CancelledError) as error:
                 failure = error
-            finally:
-                handled.set_result(None)
-            return await self._abort(failure, call)
+            await self._abort(failure, call)
 
         return mapped
 
-    def _stream(self, behavior: Callable[..., AsyncIterator[Any]]) -> Callable[..., Awaitable[Any]]:
-        """Written from here, not by gRPC, so that the generator is closed before the call ends, whatever ends it."""
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Among the open calls, of which there is a most."""
+        handled = self._begin()
+        try:
+            if self._most is not None and len(self._open) > self._most:
+                raise ServiceBusyError(f"{self._most} calls are open, the most that may")
+            yield
+        finally:
+            handled.set_result(None)
 
-        async def written(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            async with aclosing(behavior(request, context)) as responses:  # type: ignore[type-var]
-                async for response in responses:
-                    await context.write(response)
-
-        return self._awaited(written)
+    @contextmanager
+    def _counted_standard(self, peer: str) -> Iterator[None]:
+        """Among a connection's calls of health and reflection, which show no token and may watch for ever."""
+        if peer.startswith("unix:"):  # whatever the connection: all have one name
+            yield
+            return
+        if self._standard[peer] >= MAX_STANDARD_CALLS:
+            raise ServiceBusyError(f"{MAX_STANDARD_CALLS} calls of health and reflection are open, the most that may")
+        self._standard[peer] += 1
+        try:
+            yield
+        finally:
+            self._standard[peer] -= 1
+            if not self._standard[peer]:
+                del self._standard[peer]
 
     def _begin(self) -> asyncio.Future[None]:
         """The task that runs a call is gRPC's own, and ends when the status is sent."""
@@ -171,10 +188,12 @@ class Call:
     Attributes:
         principal: On whose behalf the call is made; None where the server asks nobody who he is.
         request_id: Names the request in logs and errors.
+        first: The message that came first, `grpc.aio.EOF` where none did; None once it is read.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], idle_seconds: float) -> None:
         self.principal: str | None = None
+        self.first: Any = None
         self.request_id = _request_id(context)
         self._context = context
         self._idle_seconds = idle_seconds
@@ -182,6 +201,39 @@ class Call:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
+
+    async def read(self) -> Any:
+        """As the context's own."""
+        if self.first is not None:
+            first, self.first = self.first, None
+            return first
+        return await self._context.read()
+
+    def request(self) -> Any:
+        """The one message of a call that has one.
+
+        Raises:
+            InvalidArgumentError: It has none.
+        """
+        if self.first is grpc.aio.EOF:
+            raise InvalidArgumentError("the call has no message; expected one")
+        return self.first
+
+    async def requests(self) -> AsyncGenerator[Any]:
+        """The messages of a call, none of which may keep it waiting for long.
+
+        Raises:
+            IdleSessionError: The peer sent nothing for too long.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(self._idle_seconds):
+                    message = await self.read()
+            except TimeoutError:
+                raise IdleSessionError(f"the client sent nothing for {self._idle_seconds:g} s") from None
+            if message is grpc.aio.EOF:
+                return
+            yield message
 
     async def write(self, message: Any) -> None:
         """As the context's own, but not for longer than a peer may read nothing.
@@ -197,7 +249,7 @@ class Call:
             raise IdleSessionError(f"the client read nothing for {self._idle_seconds:g} s")
         await self._writing
 
-    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Metadata = ()) -> NoReturn:
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
         """As the context's own, after the message that is on its way, if one is."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
@@ -206,18 +258,21 @@ class Call:
         await self._context.abort(code, f"{short} (request {self.request_id})", named)
 
 
-def _decoded(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Decodes a request, or returns the error that says why it cannot."""
-    if decode is None:
-        return None
-
-    def attempt(data: bytes) -> Any:
-        try:
-            return decode(data)
-        except DecodeError as error:
-            return error
-
-    return attempt
+async def _answer(handler: Any, call: Call) -> None:
+    """Run a handler of any kind; a generator is closed before the call ends, whatever ends it."""
+    if handler.unary_unary:
+        await call.write(await handler.unary_unary(call.request(), call))
+        return
+    if handler.unary_stream:
+        answering = handler.unary_stream(call.request(), call)
+    else:
+        answering = handler.stream_stream(call.requests(), call)
+    if not inspect.isasyncgen(answering):  # it writes through the context, which costs less a message
+        await answering
+        return
+    async with aclosing(answering) as responses:
+        async for response in responses:
+            await call.write(response)
 
 
 def is_poison(error: BaseException | None) -> bool:

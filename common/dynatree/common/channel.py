@@ -82,9 +82,9 @@ class Connector:
             return [path.read_bytes() for path in paths]
 
         try:
-            self._files = Reloaded(paths, read)
+            self._files = Reloaded(paths, read, secrets=[settings.key] if settings.key is not None else [])
             token = settings.token
-            self._token = Reloaded([token], partial(read_token, token)) if token is not None else None
+            self._token = Reloaded([token], partial(read_token, token), secrets=[token]) if token is not None else None
         except (OSError, ValueError) as error:
             raise StartupError(f"the way to the verify services cannot be secured: {error}") from error
 

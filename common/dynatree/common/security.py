@@ -1,12 +1,14 @@
 """Who may call a server, and over what: TLS, client certificates, tokens.
 
-Whoever calls is a principal: the owner of the token, or else the common name of the client's certificate. Without both
-anybody may call, and is whoever he says he is.
+Whoever calls is a principal: the owner of the token, or else whom the client's certificate names. Without both anybody
+may call, and is whoever he says he is.
 """
 
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ import grpc
 from dynatree.common.certificates import check_certificates
 from dynatree.common.errors import StartupError, UnauthenticatedError
 from dynatree.common.files import Reloaded
+from dynatree.common.limits import MAX_PRINCIPAL_LENGTH
+from dynatree.common.principals import is_principal
 from dynatree.common.tokens import AUTHORIZATION, TokenFile
 
 
@@ -78,7 +82,7 @@ class SecuritySettings:
             return [path.read_bytes() for path in paths]
 
         try:
-            reloaded = Reloaded(paths, read)
+            reloaded = Reloaded(paths, read, secrets=[self.key])
         except (OSError, ValueError) as error:
             raise StartupError(f"TLS cannot be used: {_reason(error)}") from error
         served = reloaded.value
@@ -103,6 +107,7 @@ class SecuritySettings:
 
 
 LOCAL = SecuritySettings()
+CERTIFICATE_NAMES = ("x509_common_name", "peer_uri", "peer_dns")  # as gRPC calls them; the first that there is counts
 
 
 class Authentication:
@@ -116,7 +121,7 @@ class Authentication:
         """The principal of a call; None where the server asks nobody who he is.
 
         Raises:
-            UnauthenticatedError: The call shows no token that is known.
+            UnauthenticatedError: The call shows no token that is known, or a certificate that names nobody.
         """
         if self._tokens is not None:
             shown = dict(context.invocation_metadata() or ()).get(AUTHORIZATION, "")
@@ -125,9 +130,24 @@ class Authentication:
                 raise UnauthenticatedError("no known token; expected the metadata `authorization: Bearer TOKEN`")
             return principal
         if self._certificates:
-            names = context.auth_context().get("x509_common_name", ())
-            return names[0].decode(errors="replace") if names else "certificate"
+            return _certificate_name(context.auth_context())
         return None
+
+
+def _certificate_name(shown: Mapping[str, Sequence[bytes]]) -> str:
+    """Whom a client's certificate names: its common name, or else its first URI, or else its first DNS name.
+
+    Raises:
+        UnauthenticatedError: It names nobody, or so that a line of a log cannot hold it.
+    """
+    names = [name for kind in CERTIFICATE_NAMES for name in shown.get(kind, ()) if name]
+    with suppress(UnicodeDecodeError):
+        if names and is_principal(name := names[0].decode()):
+            return name
+    raise UnauthenticatedError(
+        f"the certificate names nobody; expected a common name, a URI or a DNS name of at most {MAX_PRINCIPAL_LENGTH} "
+        "printable characters"
+    )
 
 
 def is_local(address: str) -> bool:

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from dynatree.common.address import check_address
 from dynatree.common.call_tracker import CallTracker
 from dynatree.common.errors import DeviceFailedError, StartupError
-from dynatree.common.grpc_options import SERVER_OPTIONS
+from dynatree.common.grpc_options import server_options
 from dynatree.common.limits import IDLE_SECONDS
 from dynatree.common.security import LOCAL, Authentication, SecuritySettings
 from dynatree.common.stopping import on_stop
@@ -59,7 +59,7 @@ class Server:
             idle_seconds, Authentication(security), None if most_calls is None else most_calls + FREE_CALLS
         )
         self._security = security
-        self._server = grpc.aio.server(interceptors=[self._calls], options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[self._calls], options=server_options())
         self._health = health.aio.HealthServicer()
         self._names = service_names
         self._serving = True

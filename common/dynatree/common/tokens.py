@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from codecs import BOM_UTF8
+from dataclasses import dataclass
 from pathlib import Path
 
 from dynatree.common.errors import StartupError
 from dynatree.common.files import Reloaded
+from dynatree.common.principals import is_principal
 
 AUTHORIZATION = "authorization"
 SCHEME = "bearer "
 LEAST_LENGTH = 16  # characters of a token
+NAMED_LINES = 5  # that the log names, of those that are left out
+SPIFFE = "spiffe://"
 
 
 def bearer(token: str) -> tuple[str, str]:
@@ -22,19 +27,19 @@ def bearer(token: str) -> tuple[str, str]:
 class TokenFile:
     """Who is known by which token: lines `principal:token` of a file that is read anew when it is replaced.
 
-    A principal may have several tokens, so that one can be replaced without a pause. Empty lines and lines that begin
-    with # say nothing.
+    A principal may have several tokens, so that one can be replaced without a pause. It ends at the first colon of its
+    line, a SPIFFE name at the first one behind `spiffe://`. Empty lines and lines that begin with # say nothing. A line
+    that makes no sense is left out and logged, and so is one with a token that an earlier line gives to another
+    principal. A file that is empty, or gone, admits nobody.
 
     Raises:
         StartupError: The file cannot be read, or has no token.
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._known = Reloaded([path], lambda: _read(path))
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise StartupError(f"the token file cannot be used: {reason}") from error
+        if not (lines := _read(path)).known:
+            raise StartupError(f"the token file cannot be used: it {lines.wrong}")
+        self._lines = Reloaded([path], lambda: _read(path), lambda lines: lines.wrong, secrets=[path])
 
     def principal(self, authorization: str) -> str | None:
         """Whose token the value of `authorization` shows; None where it shows none that is known.
@@ -45,7 +50,8 @@ class TokenFile:
             return None
         shown = _digest(authorization[len(SCHEME) :].strip())
         found = None
-        for principal, digest in self._known.value:
+        # one that admits nobody may be about to be written
+        for principal, digest in self._lines.value.known or self._lines.look().known:
             if hmac.compare_digest(digest, shown):
                 found = principal
         return found
@@ -64,18 +70,57 @@ def read_token(path: Path) -> str:
     return token
 
 
-def _read(path: Path) -> list[tuple[str, bytes]]:
-    known = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip() or line.startswith("#"):
+@dataclass(frozen=True)
+class _Lines:
+    """A token file.
+
+    Attributes:
+        known: Principals, each with the digest of one of its tokens.
+        wrong: What is wrong with the file, without its subject; "" for nothing.
+    """
+
+    known: tuple[tuple[str, bytes], ...]
+    wrong: str
+
+
+def _read(path: Path) -> _Lines:
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        return _Lines((), f"admits nobody: {error.strerror}")
+    known: list[tuple[str, bytes]] = []
+    owners: dict[bytes, str] = {}
+    left_out: list[str] = []
+    for number, line in enumerate(text.removeprefix(BOM_UTF8).splitlines(), start=1):
+        if not line.strip() or line.startswith(b"#"):
             continue
-        principal, colon, token = (part.strip() for part in line.partition(":"))
-        if not colon or not principal or len(token) < LEAST_LENGTH:
-            raise ValueError(f"line {number} is not principal:token with a token of {LEAST_LENGTH} characters or more")
-        known.append((principal, _digest(token)))
+        try:
+            principal, token = _split(line.decode())
+        except ValueError:
+            left_out.append(f"line {number} is not principal:token with a token of {LEAST_LENGTH} characters or more")
+            continue
+        digest = _digest(token)
+        if owners.setdefault(digest, principal) != principal:
+            left_out.append(f"line {number} has the token of another principal")
+            continue
+        known.append((principal, digest))
+    reasons = "; ".join(left_out[:NAMED_LINES]) + "; ..." * (len(left_out) > NAMED_LINES)
     if not known:
-        raise ValueError("expected lines principal:token, and found none")
-    return known
+        return _Lines((), f"admits nobody: {reasons or 'expected lines principal:token, and found none'}")
+    return _Lines(tuple(known), f"has lines that are left out: {reasons}" if left_out else "")
+
+
+def _split(line: str) -> tuple[str, str]:
+    """The principal and the token of a line.
+
+    Raises:
+        ValueError: It has not both.
+    """
+    scheme, rest = (SPIFFE, line.removeprefix(SPIFFE)) if line.startswith(SPIFFE) else ("", line)
+    principal, _, token = (part.strip() for part in rest.partition(":"))
+    if not principal or not is_principal(scheme + principal) or len(token) < LEAST_LENGTH:
+        raise ValueError("no principal with a token")
+    return scheme + principal, token
 
 
 def _digest(token: str) -> bytes:

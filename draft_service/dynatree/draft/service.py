@@ -19,6 +19,7 @@ from dynatree.common.limits import MAX_PRINCIPAL_LENGTH, MAX_STOP_TOKENS
 from dynatree.common.log_probs import check_log_probs
 from dynatree.common.model_info import ModelInfo, token_limit
 from dynatree.common.model_thread import ModelThread
+from dynatree.common.principals import is_principal
 from dynatree.common.sampling import Sampling
 from dynatree.common.seeds import completion_seed
 from dynatree.common.tracing import NOTHING as NO_SPAN
@@ -385,8 +386,8 @@ def _principal(context: Context) -> str:
     if context.principal is not None:
         return str(context.principal)
     named = dict(context.invocation_metadata() or ()).get(PRINCIPAL, "")
-    if not isinstance(named, str) or len(named) > MAX_PRINCIPAL_LENGTH:
-        raise InvalidArgumentError(f"{PRINCIPAL} is longer than {MAX_PRINCIPAL_LENGTH} characters")
+    if not isinstance(named, str) or (named and not (is_principal(named) and named.isascii())):
+        raise InvalidArgumentError(f"{PRINCIPAL} has at most {MAX_PRINCIPAL_LENGTH} characters, all printable ASCII")
     return named
 
 

@@ -20,6 +20,7 @@ from dynatree.common.limits import IDLE_SECONDS, MAX_PRINCIPAL_LENGTH, MAX_STOP_
 from dynatree.common.messages import Commit, SessionOpened, VerifyTimings
 from dynatree.common.model_info import token_limit
 from dynatree.common.model_thread import ModelThread
+from dynatree.common.principals import is_principal, joint
 from dynatree.common.shared_cores import SharedCores, ShortWaits
 from dynatree.common.tracing import OFF, Span, Tracing
 from dynatree.common.tree import TokenTree
@@ -86,11 +87,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
 
         Reads and writes through the context, which costs less a message than an asynchronous generator does.
         """
-        try:
-            async with asyncio.timeout(self._idle_seconds):
-                first, arrival = await _read(context)
-        except TimeoutError:
-            raise IdleSessionError(f"no session was opened within {self._idle_seconds:g} s") from None
+        first, arrival = await _read(context)
         if first is None:
             return
         request = self._check_open(first, context.principal)
@@ -160,15 +157,15 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         ):
             if len(ids) > most:
                 raise OutOfRangeError(f"{len(ids)} {name}, at most {most} are accepted")
-        if len(message.open.principal) > MAX_PRINCIPAL_LENGTH:
-            raise InvalidArgumentError(f"the principal is longer than {MAX_PRINCIPAL_LENGTH} characters")
+        if message.open.principal and not is_principal(message.open.principal):
+            raise InvalidArgumentError(f"a principal has at most {MAX_PRINCIPAL_LENGTH} characters, all printable")
         if message.open.round > target.context_length:
             raise OutOfRangeError(f"round is {message.open.round}, more than a context of {target.context_length} has")
         request = open_session_from_pb(
             message.open, default_seed=secrets.randbits(63), default_penalty=target.repetition_penalty
         )
         if caller is not None:  # a draft service speaks for its own principals, and for nobody else's
-            request = replace(request, principal=f"{caller}/{request.principal}")
+            request = replace(request, principal=joint(caller, request.principal))
         return SessionRequest.checked(request, target, self._verifier.engine.eos_token_ids)
 
     def _check_tree(self, session: Session, request: verify_pb2.VerifyRequest) -> TokenTree:
