@@ -61,6 +61,7 @@ class Process:
     address: str
     log: Path
     metrics: str | None = None
+    ca: Path | None = None
     process: Forked | None = None
     ending: bool = False
 
@@ -74,7 +75,8 @@ class Process:
     def wait(self) -> None:
         """Wait until it serves."""
         deadline = time.monotonic() + START_SECONDS
-        while (reason := healthcheck.failure(self.address, timeout=1.0)) is not None:
+        credentials = None if self.ca is None else grpc.ssl_channel_credentials(self.ca.read_bytes())
+        while (reason := healthcheck.failure(self.address, timeout=1.0, credentials=credentials)) is not None:
             assert time.monotonic() < deadline, f"{self.name}: {reason}\n{self.log.read_text()[-2000:]}"
             time.sleep(0.02)
 

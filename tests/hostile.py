@@ -1,307 +1,397 @@
-"""Messages that nobody should send: `python tests/hostile.py [--messages 100000] [--seconds 60]`.
+"""Hostile traffic of every kind at once: `python tests/hostile.py [--minutes 30] [--json FILE]`.
 
-Three attacks go to the real services over real sockets, one after the other, beside a client that behaves: random
-messages of both services, whole and with bytes changed, cut off or repeated; HTTP/2 frames (hostile_frames.py); and
-requests that are as large, as many or as slow as they may be. Prints the status codes, what was answered with the wrong
-one, and how fast that client is, alone and beside them. The attackers are processes of the lowest priority: what is
-measured is what the services do, not what the attackers take from the processor.
+A gateway, draft services and a verify service run as processes; eight clients that behave use them, four over gRPC and
+four over HTTP. In turns they are alone, and beside hostile traffic: connections that are silent or drip, messages and
+bodies that are huge, compressed or malformed, calls that are cancelled or have no message, answers that would be huge,
+quotas that are evaded. It fails unless
+
+- every token of the eight is right, none of their requests fails, and each way of theirs (gRPC or HTTP, streamed or
+  not) is at least 0.8 times as fast as alone;
+- every port answers whoever asks whether it is well within a second, on a new connection, at any time;
+- what must be refused is refused within a second, what is silent or drips is closed in time, and no quota is passed;
+- memory, threads and files of each process are what they were before.
+
+Alone they are before the hostile traffic, and at its pauses, when nothing of it is left but connections that are silent
+or drip. A second is longer where processors are busy: by as much as a piece of work takes longer than its CPU time, in
+the median while those clients are alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import grpc
+import hostile_calls
 import hostile_frames
-from faults import running_cluster
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
+import hostile_http
+from hostile_clients import WAYS, GoodClient, expected_of
+from hostile_site import CLIENTS, SITES, Held, Site, running_site
+from hostile_targets import Answer, Kind, Target
 
-from dynatree.client import Client
-from dynatree.v1 import draft_pb2, tree_pb2, verify_pb2
-
-NUMBERS = (0, 1, 2, 5, 63, 64, 255, 256, 2047, 2048, 4096, 2**31 - 1, 2**32 - 1)
-FLOATS = (0.0, 1.0, -1.0, 0.5, 1e-30, 1e30, float("inf"), float("-inf"), float("nan"))
-TEXTS = ("", "a", "Once upon a time", "\0", "\x1b[31m", "<|endoftext|>", "é" * 50, "../../etc/passwd", "%s%n", "\ud7ff")
-QUOTAS = ("--principal-sessions", "2", "--principal-queue", "4")
-OURS = {  # the codes with which a wrong message may be answered
-    grpc.StatusCode.OK,
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.OUT_OF_RANGE,
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.ABORTED,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-}
+KINDS = (hostile_http.KINDS, (*hostile_frames.KINDS, *hostile_calls.KINDS))  # one process each
+ANSWER_SECONDS = 1.0
+SPEED = 0.8  # of the clients that behave, beside hostile ones
+MEGABYTES = 64.0  # that a process may hold more afterwards
+PEAK = 256.0  # MB that it may hold more meanwhile
+THREADS = 4  # that it may have more afterwards
+FILES = 4
+QUIET_SECONDS = 5.0
+CYCLE_SECONDS = 120.0  # at most, to a pause
+SETTLE_SECONDS = 3.0
+ASK_SECONDS = 0.5  # between two questions whether a port is well
+PULSE_SECONDS = 0.01  # of CPU time
 
 
-def fill(message: Message, generator: random.Random, depth: int = 0) -> Message:
-    """A message with some of its fields set to something."""
-    for field in message.DESCRIPTOR.fields:
-        if generator.random() < 0.5 + 0.1 * depth:
-            continue
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            _fill_map(message, field, generator, depth)
-        elif field.is_repeated:
-            values = [_value(field, generator) for _ in range(generator.choice((0, 1, 2, 5, 40)))]
-            if field.message_type is None:
-                getattr(message, field.name).extend(values)
-        elif field.message_type is not None:
-            fill(getattr(message, field.name), generator, depth + 1)
-            getattr(message, field.name).SetInParent()
-        else:
-            setattr(message, field.name, _value(field, generator))
-    return message
+@dataclass
+class Told:
+    """How the requests of one kind to one target were answered."""
+
+    count: int = 0
+    answers: Counter[str] = field(default_factory=Counter)
+    slowest: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, answer: Answer, patience: float) -> None:
+        """Count an answer."""
+        self.count += 1
+        self.answers[answer.what] += 1
+        if answer.must:
+            self.slowest = max(self.slowest, answer.seconds)
+        if answer.wrong:
+            self.wrong.append(answer.wrong)
+        elif answer.must and answer.seconds > patience:
+            self.wrong.append(f"{answer.what} after {answer.seconds:.2f} s")
 
 
-def _fill_map(message: Message, field: FieldDescriptor, generator: random.Random, depth: int) -> None:
-    keys, values = field.message_type.fields_by_name["key"], field.message_type.fields_by_name["value"]
-    for _ in range(generator.choice((0, 1, 3))):
-        key = _value(keys, generator)
-        if values.message_type is not None:
-            fill(getattr(message, field.name)[key], generator, depth + 1)
-        else:
-            getattr(message, field.name)[key] = _value(values, generator)
+Answers = list[tuple[str, str, Answer]]
 
 
-def _value(field: FieldDescriptor, generator: random.Random) -> Any:
-    if field.type == FieldDescriptor.TYPE_STRING:
-        return generator.choice(TEXTS)
-    if field.type == FieldDescriptor.TYPE_BOOL:
-        return generator.random() < 0.5
-    if field.type in (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_DOUBLE):
-        return generator.choice(FLOATS) if generator.random() < 0.5 else generator.random()
-    if field.type == FieldDescriptor.TYPE_ENUM:
-        return generator.choice((0, 1, 2, 3, 4, -1))
-    number = generator.choice(NUMBERS) if generator.random() < 0.5 else generator.randrange(2048)
-    if field.type == FieldDescriptor.TYPE_INT32:
-        return generator.choice((-1, -2, number % 2**31))
-    return number
+def chosen(group: int, names: Sequence[str]) -> list[Kind]:
+    """The kinds of a process whose names have one of these parts; no part is all."""
+    return [kind for kind in KINDS[group] if not names or any(name in kind.name for name in names)]
 
 
-def broken(data: bytes, generator: random.Random) -> bytes:
-    """The bytes with some of them changed, cut off, or repeated."""
-    data = bytes(data)
-    for _ in range(generator.choice((0, 0, 1, 1, 3))):
-        place = generator.randrange(len(data) + 1)
-        kind = generator.randrange(4)
-        if kind == 0:
-            data = data[:place]
-        elif kind == 1:
-            data = data[:place] + generator.randbytes(generator.choice((1, 2, 8))) + data[place:]
-        elif kind == 2:
-            data = data[:place] + generator.randbytes(1) + data[place + 1 :]
-        else:
-            data += data[place:]
-    return data
+def attack(targets: dict[str, Target], group: int, names: Sequence[str], told: Connection) -> None:
+    """A process: for as long as it is told, send traffic of each kind, and tell the answers; again and again."""
+    os.nice(10)
+    kinds = chosen(group, names)
+    pairs = [(kind, targets[name]) for kind in kinds for name in kind.targets]
+    if any(kind.name == "adversarial JSON" for kind in kinds):
+        for name in hostile_http.BODIES:
+            hostile_http.body(name)
+    if any(kind.name == "compressed messages" for kind in kinds):
+        hostile_frames.bomb()
+    told.send(None)
+    cycle = 0
+    while (seconds := told.recv()) is not None:
+        over = threading.Event()
+        answers: Answers = []
+        cycle += 1
+        senders = [
+            threading.Thread(target=_send, args=(kind, target, f"{cycle}", over, answers)) for kind, target in pairs
+        ]
+        for thread in senders:
+            thread.start()
+        time.sleep(seconds)
+        over.set()
+        for thread in senders:
+            thread.join()
+        told.send(answers)
 
 
-def calls(generator: random.Random, model: tree_pb2.ModelInfo) -> Iterator[tuple[str, list[bytes]]]:
-    """Methods and the messages to send to them, for ever."""
-    while True:
-        if generator.random() < 0.5:
-            request = fill(draft_pb2.GenerateRequest(), generator)
-            assert isinstance(request, draft_pb2.GenerateRequest)
-            if generator.random() < 0.8:
-                request.max_new_tokens = generator.choice((0, 1, 2, 3, 2**32 - 1))
-                request.n = generator.choice((0, 1, 2, 65))
-            yield "/dynatree.v1.DraftService/Generate", [broken(request.SerializeToString(), generator)]
-            continue
-        opening = verify_pb2.OpenSession(prompt_ids=[5, 6, 7], max_new_tokens=3, draft=model)
-        if generator.random() < 0.3:
-            fill(opening, generator)
-        messages: list[Message] = [verify_pb2.VerifyRequest(open=opening)]
-        for number in range(generator.randrange(3)):
-            tree = tree_pb2.TokenTree(round=number, base_length=4 + number)
-            if generator.random() < 0.7:
-                fill(tree, generator)
-            messages.append(verify_pb2.VerifyRequest(tree=tree))
-        yield "/dynatree.v1.VerifyService/Verify", [broken(each.SerializeToString(), generator) for each in messages]
+def _send(kind: Kind, target: Target, seed: str, over: threading.Event, answers: Answers) -> None:
+    """Attack as often as the kind says; attacks that take longer go on side by side."""
+    generator = random.Random(f"{seed} {kind.name} {target.name}")
+    running = []
+    over.wait(generator.random() * min(kind.every, 1.0))
+    while not over.is_set():
+        running.append(threading.Thread(target=_once, args=(kind, target, generator.random(), over, answers)))
+        running[-1].start()
+        over.wait(kind.every or None)
+    for each in running:
+        each.join()
 
 
-def attack_with_messages(share: int, rate: float, seed: int, draft: str, verify: str, model: bytes, told: Any) -> None:
-    """Send so many messages."""
-    os.nice(19)
-    generator, sent, started = random.Random(seed), 0, time.monotonic()
-    codes: Counter[str] = Counter()
-    wrong: list[str] = []
-    with grpc.insecure_channel(draft) as one, grpc.insecure_channel(verify) as other:
-        for method, messages in calls(generator, tree_pb2.ModelInfo.FromString(model)):
-            channel = one if "Draft" in method else other
-            _call(channel, method, messages, 5.0, codes, wrong)
-            sent += len(messages)
-            if sent >= share:
-                break
-            if rate:
-                time.sleep(max(0.0, started + sent / rate - time.monotonic()))
-    told.put((sent, codes, wrong))
+def _once(kind: Kind, target: Target, seed: float, over: threading.Event, answers: Answers) -> None:
+    try:
+        for answer in kind.attack(target, random.Random(seed), over):
+            answers.append((kind.name, target.name, answer))
+    except (ConnectionRefusedError, TimeoutError) as error:
+        answers.append((kind.name, target.name, Answer("no connection", wrong=f"no connection: {error}")))
+    except OSError as error:  # hung up
+        answers.append((kind.name, target.name, Answer(type(error).__name__, must=False)))
+    except Exception as error:
+        answers.append((kind.name, target.name, Answer("failed", wrong=f"the attack itself failed: {error!r}")))
 
 
-def attack_with_frames(
-    seconds: float, rate: float, seed: int, draft: str, verify: str, model: bytes, told: Any
-) -> None:
-    """Send frames for so long."""
-    os.nice(19)
-    generator, until = random.Random(seed), time.monotonic() + seconds
-    codes: Counter[str] = Counter()
-    sent = 0
-    while time.monotonic() < until:
-        attack = generator.choice(hostile_frames.ATTACKS)
-        if rate:
-            time.sleep(1.0 / rate)
-        try:
-            sent += attack(generator.choice((draft, verify)).removeprefix("unix:"), generator)
-            codes[f"{attack.__name__} connections"] += 1
-        except OSError as error:
-            codes[f"{attack.__name__} {type(error).__name__}"] += 1
-    told.put((sent, codes, []))
+def measure_load(told: Connection) -> None:
+    """A process: by how much a piece of work takes longer than its CPU time, every second until it is asked."""
+    loads = []
+    while not told.poll(1.0):
+        began, used = time.monotonic(), time.process_time()
+        while time.process_time() - used < PULSE_SECONDS:
+            pass
+        loads.append((began, (time.monotonic() - began) / PULSE_SECONDS))
+    told.send(loads)
 
 
-def attack_with_bombs(seconds: float, rate: float, seed: int, draft: str, verify: str, model: bytes, told: Any) -> None:
-    """Ask for much for so long."""
-    os.nice(19)
-    generator, until = random.Random(seed), time.monotonic() + seconds
-    codes: Counter[str] = Counter()
-    wrong: list[str] = []
-    many = tree_pb2.ModelInfo.FromString(model)
-    ids = [5] * (4 * 1024 * 1024 - 1000)  # a byte each
-    large = draft_pb2.GenerateRequest(max_new_tokens=1)
-    large.token_ids.ids.extend(ids)
-    opening = verify_pb2.VerifyRequest(open=verify_pb2.OpenSession(prompt_ids=ids, max_new_tokens=1, draft=many))
-    tree = verify_pb2.VerifyRequest(tree=tree_pb2.TokenTree(token_ids=ids[:2_000_000], parents=ids[:2_000_000]))
-    small = verify_pb2.VerifyRequest(open=verify_pb2.OpenSession(prompt_ids=[5], max_new_tokens=3, draft=many))
-    stops = [chr(97 + number % 26) * 64 + str(number) for number in range(16)]
-    everything = draft_pb2.GenerateRequest(text="Once", n=64, log_probs=True, stop=stops, max_new_tokens=1000)
-    bombs: list[tuple[str, list[bytes], float]] = [
-        ("/dynatree.v1.DraftService/Generate", [large.SerializeToString()], 5.0),
-        ("/dynatree.v1.VerifyService/Verify", [opening.SerializeToString()], 5.0),
-        ("/dynatree.v1.VerifyService/Verify", [small.SerializeToString(), tree.SerializeToString()], 5.0),
-        ("/dynatree.v1.DraftService/Generate", [everything.SerializeToString()], 0.3),
-        ("/dynatree.v1.DraftService/Generate", [b"\x0a" + b"\xff" * 4_000_000], 5.0),
-    ]
-    sent = 0
-    with grpc.insecure_channel(draft) as one, grpc.insecure_channel(verify) as other:
-        while time.monotonic() < until:
-            if rate:
-                time.sleep(1.0 / rate)
-            if generator.random() < 0.2:  # many calls at once, of which nobody reads anything
-                flood = [
-                    one.unary_stream("/dynatree.v1.DraftService/Generate")(everything.SerializeToString(), timeout=0.3)
-                    for _ in range(100)
-                ]
-                time.sleep(0.3)
-                for call in flood:
-                    call.cancel()
-                codes["flood calls"] += len(flood)
-                sent += len(flood)
-                continue
-            method, messages, timeout = generator.choice(bombs)
-            _call(one if "Draft" in method else other, method, messages, timeout, codes, wrong)
-            sent += len(messages)
-    told.put((sent, codes, wrong))
+@dataclass
+class Watch:
+    """Asks a port again and again whether it is well."""
+
+    site: Site
+    name: str
+    over: threading.Event
+    asked: list[tuple[float, str]] = field(default_factory=list)
+
+    def run(self) -> None:
+        while not self.over.wait(ASK_SECONDS):
+            began = time.monotonic()
+            try:
+                reason = self.site.health(self.name, 5.0)
+            except Exception as error:
+                reason = repr(error)
+            self.asked.append((time.monotonic() - began, reason))
 
 
-def _call(
-    channel: grpc.Channel, method: str, messages: list[bytes], timeout: float, codes: Counter[str], wrong: list[str]
-) -> None:
-    code, details = status(channel.stream_stream(method)(iter(messages), timeout=timeout))
-    codes[f"{method.rpartition('/')[2]} {code.name}"] += 1
-    leaks = any(word in details for word in ("/tmp", "/root", ".py", ".sock", "Traceback"))
-    if code not in OURS or leaks:
-        wrong.append(f"{method}: {code.name}: {details[:300]} {[each[:200] for each in messages]}")
+@dataclass
+class Report:
+    """What came of a site."""
+
+    site: str
+    seconds: float
+    patience: float
+    told: dict[tuple[str, str], Told]
+    speeds: dict[str, tuple[float, float]]
+    completions: int
+    wrong: list[str]
+    watches: dict[str, list[tuple[float, str]]]
+    before: dict[str, Held]
+    peaks: dict[str, Held]
+    after: dict[str, Held]
+    ended: list[str]
+
+    @property
+    def failures(self) -> list[str]:
+        """What is not as it must be."""
+        found = [f"{way}: {beside / alone:.2f} times as fast as alone" for way, (alone, beside) in self._slow()]
+        for way in WAYS:
+            if wrong := [text for text in self.wrong if text.startswith(f"{way}: ")]:
+                found.append(f"{len(wrong)} wrong or failed, first: {wrong[0]}")
+        for name, asked in self.watches.items():
+            bad = [f"{seconds:.2f} s {why}" for seconds, why in asked if why or seconds > self.patience]
+            if bad:
+                found.append(f"{name} is not well: {len(bad)} of {len(asked)} times, first {bad[0]}")
+        for (kind, target), told in self.told.items():
+            if told.wrong:
+                found.append(f"{kind}, {target}: {len(told.wrong)} of {told.count} wrong, first: {told.wrong[0]}")
+        for name, before in self.before.items():
+            peak, after = self.peaks[name], self.after.get(name, before)
+            for what, was, now, more in (
+                ("MB", before.megabytes, after.megabytes, MEGABYTES),
+                ("MB at most", before.megabytes, peak.peak, PEAK),
+                ("threads", before.threads, after.threads, THREADS),
+                ("files", before.files, after.files, FILES),
+            ):
+                if now > was + more:
+                    found.append(f"{name}: {now:.0f} {what}, {was:.0f} before")
+        return found + [f"{name} has ended" for name in self.ended]
+
+    def _slow(self) -> list[tuple[str, tuple[float, float]]]:
+        return [(way, both) for way, both in self.speeds.items() if both[1] < SPEED * both[0]]
+
+    def show(self) -> None:
+        """Print the tables."""
+        print(f"\n== {self.site}: {self.seconds:.0f} s of hostile traffic; a second has {self.patience:.2f} s")
+        rows = [("kind", "target", "sent", "slowest refusal", "wrong", "answers")]
+        for (kind, target), told in sorted(self.told.items()):
+            answers = ", ".join(f"{what}: {count}" for what, count in told.answers.most_common(5))
+            rows.append((kind, target, str(told.count), f"{told.slowest:.2f} s", str(len(told.wrong)), answers))
+        _table(rows)
+        rows = [("clients that behave", "tokens/s alone", "beside", "ratio")]
+        for way, (alone, beside) in self.speeds.items():
+            rows.append((way, f"{alone:.0f}", f"{beside:.0f}", f"{beside / max(alone, 1e-9):.2f}"))
+        _table(rows)
+        print(f"{self.completions} completions, {len(self.wrong)} wrong or failed")
+        rows = [("port", "asked", "slowest", "failed")]
+        for name, asked in self.watches.items():
+            slowest = max((seconds for seconds, _ in asked), default=0.0)
+            rows.append((name, str(len(asked)), f"{slowest:.2f} s", str(sum(bool(why) for _, why in asked))))
+        _table(rows)
+        then = ("at most", "after")
+        rows = [("process", "MB before", *then, "threads", *then, "files", *then)]
+        for name, before in self.before.items():
+            peak, after = self.peaks[name], self.after.get(name, before)
+            sizes = [f"{size:.0f}" for size in (before.megabytes, peak.peak, after.megabytes)]
+            counts = [before.threads, peak.threads, after.threads, before.files, peak.files, after.files]
+            rows.append((name, *sizes, *map(str, counts)))
+        _table(rows)
+        for failure in self.failures:
+            print(f"FAILED: {failure}")
+        print(f"{self.site}: {len(self.failures)} failures", flush=True)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, for a file."""
+        told = {
+            f"{kind}, {target}": {
+                "sent": each.count,
+                "answers": each.answers,
+                "slowest": each.slowest,
+                "wrong": len(each.wrong),
+            }
+            for (kind, target), each in self.told.items()
+        }
+        held = {name: [asdict(each[name]) for each in (self.before, self.peaks, self.after)] for name in self.after}
+        watches = {
+            name: {"asked": len(asked), "slowest": max((s for s, _ in asked), default=0.0)}
+            for name, asked in self.watches.items()
+        }
+        return {
+            **{"site": self.site, "seconds": self.seconds, "patience": self.patience, "kinds": told},
+            **{"speeds": self.speeds, "completions": self.completions, "watches": watches, "held": held},
+            "failures": self.failures,
+        }
+
+
+def _table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print()
+    for row in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+def run_site(site: Site, seconds: float, names: Sequence[str]) -> Report:
+    """Attack a site for so long."""
+    spawn = multiprocessing.get_context("spawn")
+    processes = []
+
+    def start(target: Any, *arguments: Any) -> Connection:
+        here, there = spawn.Pipe()
+        processes.append(spawn.Process(target=target, args=(*arguments, there), daemon=True))
+        processes[-1].start()
+        return here
+
+    load = start(measure_load)
+    pipes = [start(attack, site.targets, group, names) for group in range(len(KINDS)) if chosen(group, names)]
+    expected = expected_of(site)
+    for pipe in pipes:
+        pipe.recv()
+    enough, over = threading.Event(), threading.Event()
+    clients = [GoodClient(site, number, expected, enough) for number in range(CLIENTS)]
+    watches = [Watch(site, name, over) for name in site.targets if name != "quota draft"]
+    threads = [threading.Thread(target=each.run) for each in (*clients, *watches)]
+    samples: dict[str, list[Held]] = {name: [] for name in site.processes}
+
+    def sample() -> None:
+        while not over.wait(0.5):
+            for name, held in site.held().items():
+                samples[name].append(held)
+
+    answers: Answers = []
+    alone, beside = [], []
+
+    def quiet() -> None:
+        began = time.monotonic()
+        time.sleep(QUIET_SECONDS)
+        alone.append((began, time.monotonic()))
+
+    for thread in threads:
+        thread.start()
+    time.sleep(SETTLE_SECONDS)
+    quiet()
+    site.forget_peaks()
+    before = site.held()
+    threads.append(threading.Thread(target=sample))
+    threads[-1].start()
+    left = seconds
+    while left > 0:
+        now = min(left, CYCLE_SECONDS)
+        left -= now
+        began = time.monotonic()
+        for pipe in pipes:
+            pipe.send(now)
+        time.sleep(now)
+        beside.append((began, time.monotonic()))
+        time.sleep(SETTLE_SECONDS)
+        quiet()
+        if left <= 0:
+            enough.set()
+        for pipe in pipes:
+            answers += pipe.recv()
+    time.sleep(SETTLE_SECONDS)
+    after = site.held()
+    over.set()
+    for thread in threads:
+        thread.join()
+    for pipe in (load, *pipes):
+        pipe.send(None)
+    loads = [each for when, each in load.recv() if any(begin <= when <= end for begin, end in alone)]
+    for process in processes:
+        process.join()
+    patience = ANSWER_SECONDS * max(1.0, median(loads))
+    told: dict[tuple[str, str], Told] = {}
+    for kind, target, answer in answers:
+        told.setdefault((kind, target), Told()).add(answer, patience)
+
+    def speed(way: str, phases: Sequence[tuple[float, float]]) -> float:
+        seconds = sum(end - begin for begin, end in phases)
+        theirs = [each for each in clients if each.way == way]
+        return sum(each.speed(*phase) * (phase[1] - phase[0]) for each in theirs for phase in phases) / seconds
+
+    peaks = {
+        name: Held(
+            *(max(getattr(each, what) for each in held) for what in ("megabytes", "peak", "threads", "files")),
+        )
+        for name, held in samples.items()
+    }
+    return Report(
+        site.name,
+        seconds,
+        patience,
+        told,
+        {way: (speed(way, alone), speed(way, beside)) for way in WAYS},
+        sum(len(each.done) for each in clients),
+        [text for each in clients for text in each.wrong],
+        {each.name: each.asked for each in watches},
+        before,
+        peaks,
+        after,
+        [name for name, process in site.processes.items() if process.poll() is not None],
+    )
 
 
 def main() -> int:
-    """Run the attacks; the exit status."""
+    """Run the campaign; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--messages", type=int, default=100_000)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of frames, and of large requests")
-    parser.add_argument("--attackers", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=0.0, help="messages, or attacks, a second of each; 0: any")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of hostile traffic, over all sites")
+    parser.add_argument("--sites", default=",".join(SITES), help="where (default: %(default)s)")
+    parser.add_argument("--kinds", default="", help="parts of the names of kinds, with commas (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the tables, for programs")
     options = parser.parse_args()
-    failed = False
-    with tempfile.TemporaryDirectory() as folder, running_cluster(Path(folder), draft_arguments=QUOTAS) as cluster:
-        verify, draft = cluster.verifies[0].address, cluster.drafts[0].address
-        with grpc.insecure_channel(verify) as channel:
-            ask = channel.unary_unary("/dynatree.v1.VerifyService/GetModelInfo")
-            model = verify_pb2.VerifyServiceGetModelInfoResponse.FromString(ask(b"")).model.SerializeToString()
-        for attack, share in (
-            (attack_with_messages, options.messages // options.attackers),
-            (attack_with_frames, options.seconds),
-            (attack_with_bombs, options.seconds),
-        ):
-            with Client(draft, principal="good") as client:
-                failed |= run(attack, share, options.rate, options.attackers, (draft, verify, model), client)
-            for process in (*cluster.verifies, *cluster.drafts):
-                if process.process is None or process.process.poll() is not None:
-                    print(f"{process.name} has ended: {process.log.read_text()[-1000:]}")
-                    failed = True
-    return 1 if failed else 0
-
-
-def run(attack: Any, share: float, rate: float, attackers: int, where: tuple[str, str, bytes], client: Client) -> bool:
-    """One attack, and what came of it; whether something was answered wrongly."""
-    spawn = multiprocessing.get_context("spawn")
-    told = spawn.Queue()
-    alone = speed(client, 20)
-    processes = [spawn.Process(target=attack, args=(share, rate, seed, *where, told)) for seed in range(attackers)]
-    started = time.monotonic()
-    for process in processes:
-        process.start()
-    beside, results = [], []
-    while len(results) < attackers and all(not process.exitcode for process in processes):
-        beside.append(speed(client, 3))
-        while not told.empty():
-            results.append(told.get())
-    seconds = time.monotonic() - started
-    for process in processes:
-        process.join()
-    after = speed(client, 20)
-    codes: Counter[str] = sum((each for _, each, _ in results), Counter())
-    wrong = [text for *_, texts in results for text in texts]
-    print(f"== {attack.__name__}: {sum(sent for sent, *_ in results)} sent in {seconds:.0f} s")
-    for code, count in sorted(codes.items()):
-        print(f"   {code}: {count}")
-    for text in wrong[:10]:
-        print(f"   WRONG {text}")
-    print(f"   {len(wrong)} wrongly answered, {attackers - len(results)} attackers failed")
-    print(
-        f"   tokens/s of a client that behaves: {alone:.0f} before, {median(beside):.0f} beside them "
-        f"({median(beside) / alone:.2f}), {after:.0f} after",
-        flush=True,
-    )
-    return bool(wrong) or len(results) < attackers
-
-
-def status(call: Any) -> tuple[grpc.StatusCode, str]:
-    """How a call ends."""
-    try:
-        for _ in call:
-            pass
-    except grpc.RpcError as error:
-        return error.code(), error.details() or ""
-    return grpc.StatusCode.OK, ""
-
-
-def speed(client: Client, count: int) -> float:
-    """Tokens a second of some completions."""
-    rates = []
-    for _ in range(count):
-        started = time.monotonic()
-        tokens = len(client.generate("Once upon a time", max_new_tokens=48, ignore_eos=True).token_ids)
-        rates.append(tokens / (time.monotonic() - started))
-    return median(rates)
+    sites = options.sites.split(",")
+    reports = []
+    for name in sites:
+        with tempfile.TemporaryDirectory() as folder, running_site(name, Path(folder)) as site:
+            names = [each for each in options.kinds.split(",") if each]
+            reports.append(run_site(site, 60 * options.minutes / len(sites), names))
+            reports[-1].show()
+    if options.json:
+        options.json.write_text(json.dumps([report.to_json() for report in reports]) + "\n")
+    return 1 if any(report.failures for report in reports) else 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Many clients on services that are killed all the time: `python tests/soak.py [--minutes 30]`.
+"""Many clients on services that are killed all the time: `python tests/soak.py [--minutes 20]`.
 
-Two verify services and two draft services; one of them is killed every so often, and started anew. Every completion is
-compared with the one that comes without a fault. After a sixth of the time only the second of each is killed, so that
-the first of each shows whether memory grows. Prints what went wrong, and what each process held over time.
+Two verify services, two draft services and a gateway before them, over TLS, with tokens and quotas. One of the services
+is killed every so often, and started anew. Clients over gRPC and over HTTP compare every completion with the one that
+comes without a fault; some leave in the middle, and one principal asks for more than its quota. After a sixth of the
+time only the second of each is killed, so that the first of each shows whether memory grows. Prints what went wrong,
+and what each process held over time.
 """
 
 from __future__ import annotations
@@ -10,46 +12,156 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import random
 import signal
+import ssl
 import sys
 import tempfile
 import threading
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException, HTTPSConnection
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from faults import Cluster, Process, outcome, running_cluster
+from certificates import Authority
+from faults import Process, free_address, outcome
+from forked import Forked
+from processes import wait_until
 
-from dynatree.client import Client, Completion, DynaTreeError
+from dynatree.client import Client, DynaTreeError, ServerBusyError
+from dynatree.common import healthcheck
 
 EARLY = 1 / 6  # of the time: memory may grow, and every service is killed
 GROWTH = 0.01  # of memory, thereafter
 GAUGES = ("dynatree_num_requests_", "dynatree_kv_cache_usage_perc", "dynatree_verify_replicas")
 PROMPTS = ("Call me", "It was a bright cold morning, and the captain", "The sea", "She said that", "1, 2, 3,")
+PRINCIPALS = 8  # that keep to their quotas
+QUOTAS = ("--principal-sessions", "6", "--principal-queue", "8", "--principal-tokens", "24000")
+GREEDY = "greedy"  # the principal that does not
+GREEDY_CLIENTS = 4
+ROUNDING = 1e-3  # of a log-probability
+CLOSED_SECONDS = 20.0  # in which files that nobody uses any more are closed
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8, "seed": 7},
+    {"repetition_penalty": 1.2},
+    {"stop": ["the"]},
+    {"temperature": 0.7, "seed": 3, "n": 2, "log_probs": True},
+    {"top_log_probs": 3, "prompt_log_probs": True, "temperature": 0.6, "seed": 14},
+)
 
 
-def options_of(number: int) -> dict[str, object]:
+def token_of(principal: str) -> str:
+    """What a principal shows."""
+    return f"{principal}-0123456789abcdef"
+
+
+def options_of(number: int) -> dict[str, Any]:
     """The options of completion `number`; a few kinds, so that each can be known beforehand."""
-    kinds: list[dict[str, object]] = [
-        {},
-        {"temperature": 0.8, "seed": 7},
-        {"repetition_penalty": 1.2},
-        {"stop": ["the"]},
-        {"temperature": 0.7, "seed": 3, "n": 2},
-        {"log_probs": True},
+    return {"max_new_tokens": 16 + 8 * (number % 4), "ignore_eos": True} | KINDS[number % len(KINDS)]
+
+
+def body_of(prompt: str, number: int) -> dict[str, Any]:
+    """The same over HTTP."""
+    options = {"temperature": 0.0, "return_token_ids": True, **options_of(number)}
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": options.pop("max_new_tokens")}
+    if options.pop("prompt_log_probs", False):
+        body["echo"] = True
+    if "top_log_probs" in options or "log_probs" in options:
+        body["logprobs"] = options.pop("top_log_probs", 0)
+        options.pop("log_probs", None)
+    return body | options
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two answers are the same, but for the rounding of log-probabilities beside other requests."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, abs_tol=ROUNDING)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
+    return bool(one == other)
+
+
+@dataclass(frozen=True)
+class Secured:
+    """Services over TLS.
+
+    Attributes:
+        gateway: `host:port`.
+        ca: Who signed every certificate.
+        before: The gateway's process.
+    """
+
+    verifies: list[Process]
+    drafts: list[Process]
+    gateway: str
+    ca: Path
+    before: Forked
+
+    @property
+    def services(self) -> list[Process]:
+        """Those that may be killed."""
+        return [*self.verifies, *self.drafts]
+
+    def client(self, addresses: list[str], principal: str, **settings: Any) -> Client:
+        """A gRPC client of some draft services."""
+        return Client(",".join(addresses), ca=self.ca, token=token_of(principal), **settings)
+
+    def http(self, principal: str) -> tuple[HTTPSConnection, dict[str, str]]:
+        """A connection with the gateway, and its headers."""
+        context = ssl.create_default_context(cafile=self.ca)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token_of(principal)}"}
+        return HTTPSConnection(self.gateway, timeout=120.0, context=context), headers
+
+
+@contextmanager
+def secured_cluster(folder: Path) -> Iterator[Secured]:
+    """Two services of each kind, of the embedded pair, and a gateway."""
+    authority = Authority(folder)
+    pair = authority.pair("server")
+    principals = ["drafts", GREEDY, *(f"client-{number}" for number in range(PRINCIPALS))]
+    (folder / "tokens").write_text("".join(f"{each}:{token_of(each)}\n" for each in principals))
+    (folder / "token").write_text(token_of("drafts"))
+    tls = ["--tls-cert", str(pair.certificate), "--tls-key", str(pair.key)]
+    secured = [*tls, "--token-file", str(folder / "tokens")]
+    verify = ["verify", "--target-model", "embedded", *secured]
+    at = [free_address() for _ in range(5)]
+    channel = ["--verify-ca", str(authority.file), "--verify-token-file", str(folder / "token")]
+    draft = ["draft", "--draft-model", "embedded", "--verify", ",".join(at[:2]), *channel, *secured, *QUOTAS]
+    names = ("verify a", "verify b", "draft 1", "draft 2")
+    processes = [
+        Process(name, draft if "draft" in name else verify, at[place], folder / f"{name}.log", free_address())
+        for place, name in enumerate(names)
     ]
-    return {"max_new_tokens": 16 + 8 * (number % 4), "ignore_eos": True} | kinds[number % len(kinds)]
+    with ExitStack() as stack:
+        for process in processes:
+            process.ca = authority.file
+            stack.callback(process.end)
+            process.start()
+        for process in processes:
+            process.wait()
+        drafts = ",".join(at[2:4])
+        gateway = ["gateway", "--server", drafts, "--ca", str(authority.file), *tls, "--listen", at[4]]
+        before = Forked(gateway, folder / "gateway.log")
+        stack.callback(before.kill)
+        wait_until(lambda: healthcheck.http_failure(f"https://{at[4]}", 1.0, authority.file) is None)
+        yield Secured(processes[:2], processes[2:], at[4], authority.file, before)
 
 
 class Soak:
     """The clients' work, and what came of it."""
 
-    def __init__(self, cluster: Cluster, seconds: float, cancelled: float) -> None:
+    def __init__(self, cluster: Secured, seconds: float, cancelled: float, prompts: int) -> None:
         self.counts: Counter[str] = Counter()
         self.wrong: list[dict[str, object]] = []
         self.seconds = seconds
@@ -57,53 +169,102 @@ class Soak:
         self._cancelled = cancelled
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._expected = {key: self._complete(cluster.client, *key) for key in itertools.product(PROMPTS, range(12))}
+        self._keys = list(itertools.product(PROMPTS[:prompts], range(12)))
+        self._expected: dict[Any, Any] = {}
+        connection, headers = cluster.http("client-0")
+        with cluster.client([cluster.drafts[0].address], "client-0") as client:
+            for prompt, number in self._keys:
+                self._expected[prompt, number] = outcome(client.generate(prompt, **options_of(number)))
+                self._expected[prompt, number, "http"] = self._asked(connection, headers, prompt, number)
+        connection.close()
         self._started = time.monotonic()
-
-    def _complete(self, client: Client, prompt: str, number: int) -> Completion:
-        return client.generate(prompt, **options_of(number))  # type: ignore[arg-type]
 
     @property
     def share(self) -> float:
         """How much of the time is over; 1 at its end."""
         return (time.monotonic() - self._started) / self.seconds
 
+    def _next(self, generator: random.Random) -> tuple[str, int]:
+        with self._lock:
+            number = next(self._numbers)
+        return generator.choice(self._keys)[0], number % 12
+
     def work(self, seed: int) -> None:
-        """One client's completions, one after the other."""
+        """One gRPC client's completions, one after the other."""
         generator = random.Random(seed)
         addresses = [draft.address for draft in self._cluster.drafts]
         generator.shuffle(addresses)
-        with Client(",".join(addresses), timeout=120.0, resume_timeout=60.0, connect_timeout=60.0) as client:
+        patience = {"timeout": 120.0, "resume_timeout": 60.0, "connect_timeout": 60.0}
+        with self._cluster.client(addresses, f"client-{seed % PRINCIPALS}", **patience) as client:
             while self.share < 1:
-                with self._lock:
-                    number = next(self._numbers)
-                key = generator.choice(PROMPTS), number % 12
+                prompt, number = self._next(generator)
+                try:
+                    if generator.random() < self._cancelled:
+                        with client.stream(prompt, **options_of(number)) as stream:
+                            for _ in itertools.islice(stream, generator.randrange(1, 4)):
+                                pass
+                        self.counts["cancelled"] += 1
+                        continue
+                    completion = client.generate(prompt, **options_of(number))
+                except DynaTreeError as error:
+                    self._failed(prompt, number, error)
+                    continue
+                self.counts["resumes"] += completion.stats.resumes
+                self._compare((prompt, number), outcome(completion))
+
+    def work_over_http(self, seed: int) -> None:
+        """One HTTP client's."""
+        generator = random.Random(seed)
+        connection, headers = self._cluster.http(f"client-{seed % PRINCIPALS}")
+        while self.share < 1:
+            prompt, number = self._next(generator)
+            try:
                 if generator.random() < self._cancelled:
-                    self._cancel(client, *key, generator.randrange(1, 4))
-                else:
-                    self._check(client, *key)
+                    connection.request("POST", "/v1/completions", json.dumps(body_of(prompt, number)), headers)
+                    time.sleep(generator.uniform(0.0, 0.1))
+                    connection.close()
+                    self.counts["cancelled over HTTP"] += 1
+                    continue
+                answer = self._asked(connection, headers, prompt, number)
+            except (OSError, HTTPException) as error:
+                connection.close()
+                self._failed(prompt, number, error)
+                continue
+            self._compare((prompt, number, "http"), answer)
+        connection.close()
 
-    def _cancel(self, client: Client, prompt: str, number: int, chunks: int) -> None:
-        try:
-            with client.stream(prompt, **options_of(number)) as stream:  # type: ignore[arg-type]
-                for _ in itertools.islice(stream, chunks):
-                    pass
-            self.counts["cancelled"] += 1
-        except DynaTreeError as error:
-            self.counts[f"failed: {error.code.name}"] += 1
+    def ask_for_more(self, seed: int) -> None:
+        """Prompts of a principal whose quota is far less."""
+        generator = random.Random(f"greedy {seed}")
+        with self._cluster.client([self._cluster.drafts[0].address], GREEDY, resume=False) as client:
+            while self.share < 1:
+                try:
+                    prompt = [generator.randrange(5, 1000) for _ in range(2000)]
+                    client.generate(prompt, max_new_tokens=1, timeout=60.0)
+                    self.counts["greedy, admitted"] += 1
+                except ServerBusyError:
+                    self.counts["greedy, refused"] += 1
+                    time.sleep(0.2)
+                except DynaTreeError:  # its service was killed
+                    time.sleep(0.2)
 
-    def _check(self, client: Client, prompt: str, number: int) -> None:
-        try:
-            completion = self._complete(client, prompt, number)
-        except DynaTreeError as error:
-            self.counts[f"failed: {error.code.name}"] += 1
-            self.wrong.append({"prompt": prompt, "options": options_of(number), "error": str(error)})
-            return
-        self.counts["completed"] += 1
-        self.counts["resumes"] += completion.stats.resumes
-        if outcome(completion) != outcome(self._expected[prompt, number]):
+    def _asked(self, connection: HTTPSConnection, headers: dict[str, str], prompt: str, number: int) -> Any:
+        connection.request("POST", "/v1/completions", json.dumps(body_of(prompt, number)), headers)
+        answer = connection.getresponse()
+        told = answer.read()
+        if answer.status != 200:
+            raise HTTPException(f"{answer.status}: {told[:300].decode()}")
+        return json.loads(told)["choices"]
+
+    def _compare(self, key: tuple[Any, ...], got: Any) -> None:
+        self.counts["completed over HTTP" if len(key) == 3 else "completed"] += 1
+        if not same(got, self._expected[key]):
             self.counts["wrong"] += 1
-            self.wrong.append({"prompt": prompt, "options": options_of(number), "text": completion.text})
+            self.wrong.append({"prompt": key[0], "options": options_of(key[1]), "got": repr(got)[:500]})
+
+    def _failed(self, prompt: str, number: int, error: Exception) -> None:
+        self.counts[f"failed: {type(error).__name__}"] += 1
+        self.wrong.append({"prompt": prompt, "options": options_of(number), "error": str(error)})
 
     def kill(self, every: float) -> None:
         """Kill one service after the other, and start it anew; the next is killed once that one is up."""
@@ -137,9 +298,10 @@ class Held:
             return None
 
 
-def gauges(process: Process) -> dict[str, float]:
+def gauges(cluster: Secured, process: Process) -> dict[str, float]:
     """The gauges of a service that say what it holds."""
-    with urllib.request.urlopen(f"http://{process.metrics}/metrics", timeout=10) as response:
+    context = ssl.create_default_context(cafile=cluster.ca)
+    with urllib.request.urlopen(f"https://{process.metrics}/metrics", timeout=10, context=context) as response:
         lines = response.read().decode().splitlines()
     return {name: float(value) for name, value in (line.split() for line in lines if line.startswith(GAUGES))}
 
@@ -147,48 +309,66 @@ def gauges(process: Process) -> dict[str, float]:
 def main() -> int:
     """Run it; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--clients", type=int, default=32, help="a quarter of them over HTTP (default: 32)")
     parser.add_argument("--cancelled", type=float, default=0.3, help="share of completions (default: 0.3)")
     parser.add_argument("--kill-every", type=float, default=20.0, metavar="SECONDS", help="0: never")
+    parser.add_argument("--growth", type=float, default=GROWTH, help="of memory, that is no leak (default: 0.01)")
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help=f"of {len(PROMPTS)} (default: all)")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, running_cluster(Path(folder), metrics=True) as cluster:
-        processes = (*cluster.verifies, *cluster.drafts)
-        soak = Soak(cluster, 60 * options.minutes, options.cancelled)
-        before = {each.name: gauges(each) for each in processes}
-        threads = [threading.Thread(target=soak.work, args=(seed,)) for seed in range(options.clients)]
+    with tempfile.TemporaryDirectory() as folder, secured_cluster(Path(folder)) as cluster:
+        soak = Soak(cluster, 60 * options.minutes, options.cancelled, options.prompts)
+        before = {each.name: gauges(cluster, each) for each in cluster.services}
+        works = [soak.work_over_http if seed % 4 == 3 else soak.work for seed in range(options.clients)]
+        threads = [threading.Thread(target=work, args=(seed,)) for seed, work in enumerate(works)]
+        threads += [threading.Thread(target=soak.ask_for_more, args=(seed,)) for seed in range(GREEDY_CLIENTS)]
         if options.kill_every:
             threads.append(threading.Thread(target=soak.kill, args=(options.kill_every,)))
         samples: dict[str, list[tuple[float, Held]]] = {}
 
         def sample() -> None:
-            pids = {each.name: each.process.pid for each in processes if each.process} | {"clients": os.getpid()}
-            for name, pid in pids.items():
+            pids = {each.name: each.process.pid for each in cluster.services if each.process}
+            for name, pid in (pids | {"gateway": cluster.before.pid, "clients": os.getpid()}).items():
                 if held := Held.of(pid):
                     samples.setdefault(name, []).append((soak.share, held))
 
+        def files(name: str) -> bool:
+            """Whether a process has as many open as at first."""
+            held = [each.files for _, each in samples[name]]
+            return held[-1] == held[0]
+
+        lived = ("verify a", "draft 1", "gateway")  # not the clients: gRPC's own files there are not closed
         sample()
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            time.sleep(10.0)
+            time.sleep(min(10.0, soak.seconds / 30))
             sample()
-            print(json.dumps(soak.counts), flush=True)
-        time.sleep(5.0)
-        sample()
-        after = {each.name: gauges(each) for each in processes}
+        until = time.monotonic() + CLOSED_SECONDS
+        while not all(map(files, lived)) and time.monotonic() < until:
+            time.sleep(1.0)
+            sample()
+        after = {each.name: gauges(cluster, each) for each in cluster.services}
     grown = report(samples)
     for name in before:
         print(f"{name}: gauges {json.dumps(before[name])} before, {json.dumps(after[name])} after")
     for each in soak.wrong[:20]:
         print(json.dumps(each))
     print(json.dumps(soak.counts))
-    return 1 if soak.wrong or before != after or grown > GROWTH else 0
+    failures = [f"{len(soak.wrong)} completions are wrong or failed"] * bool(soak.wrong)
+    failures += [f"{name} has other gauges" for name in before if before[name] != after[name]]
+    failures += [f"{name} has other files" for name in lived if not files(name)]
+    failures += [f"{name} grew by {share:.1%}" for name, share in grown.items() if share > options.growth]
+    failures += ["no quota was reached"] * (not soak.counts["greedy, refused"])
+    failures += ["nothing was resumed"] * (bool(options.kill_every) and not soak.counts["resumes"])
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    return 1 if failures else 0
 
 
-def report(samples: dict[str, list[tuple[float, Held]]]) -> float:
-    """Print what each process held; by what share the one that lived on and grew most did."""
-    most = 0.0
+def report(samples: dict[str, list[tuple[float, Held]]]) -> dict[str, float]:
+    """Print what each process held; by what share each that lived on grew."""
+    grown = {}
     for name, each in samples.items():
         early = median(held.megabytes for share, held in each if EARLY <= share <= 2 * EARLY)
         late = median(held.megabytes for share, held in each if share >= 1 - EARLY / 2)
@@ -198,8 +378,8 @@ def report(samples: dict[str, list[tuple[float, Held]]]) -> float:
             f"files {files[0]} before, {max(files)} at most, {files[-1]} after"
         )
         if not name.endswith(("b", "2")):  # those that were killed are younger
-            most = max(most, late / early - 1)
-    return most
+            grown[name] = late / early - 1
+    return grown
 
 
 if __name__ == "__main__":
