@@ -25,6 +25,7 @@ class Fail:
 
     code: grpc.StatusCode
     details: str = "as scripted"
+    trailing: tuple[tuple[str, str], ...] = ()
 
 
 class Hang:
@@ -136,6 +137,7 @@ class FakeDraftService(draft_pb2_grpc.DraftServiceServicer):
         self.requests.append(request)
         for step in self.script:
             if isinstance(step, Fail):
+                context.set_trailing_metadata(step.trailing)
                 context.abort(step.code, step.details)
             elif isinstance(step, Hang):
                 ended.wait(10)

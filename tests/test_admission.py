@@ -3,6 +3,8 @@
 import asyncio
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dynatree.common.admission import Admission, Quota
 from dynatree.common.errors import OutOfRangeError, ServiceBusyError
@@ -12,6 +14,7 @@ class Visitor:
     """A request that stays until it is told to leave."""
 
     def __init__(self, admission, name, order, principal="", slots=1, seconds=None):
+        self.name, self.principal = name, principal
         self.leave = asyncio.Event()
         self.positions = []
         self.task = asyncio.ensure_future(self._run(admission, name, order, principal, slots, seconds))
@@ -149,13 +152,19 @@ def test_who_has_no_room_in_the_kv_cache_waits_like_others():
         with pytest.raises(ServiceBusyError, match="100% of the KV cache is in use and 0 requests wait") as refused:
             await Visitor(admission, "one more", order).task
         assert refused.value.retry_after == pytest.approx(5.0), "two at a time, whatever sessions would allow"
-        admission._queue = 1
+        for visitor in running:
+            visitor.leave.set()
+        await settle()
+        admission = Admission(sessions=9, slots=10, queue=1)
+        admission._usual = 10.0
+        running = [Visitor(admission, number, order, slots=5) for number in (2, 3)]
+        await settle()
         with pytest.raises(ServiceBusyError, match="after the deadline"):
             await Visitor(admission, "hurried", order, seconds=2.0).task
         for visitor in running:
             visitor.leave.set()
         await settle()
-        assert order == [0, 1]
+        assert order == [0, 1, 2, 3]
 
     run(scenario())
 
@@ -207,6 +216,94 @@ def test_a_quota_of_waiting_requests_alone():
         for each in kept:
             each.leave.set()
             await settle()
+
+    run(scenario())
+
+
+def test_a_full_queue_has_a_place_for_whoever_has_fewer():
+    """As in the review: five requests of one principal, and another's was refused at once."""
+
+    async def scenario():
+        admission, order = Admission(sessions=1, slots=100, queue=4), []
+        kept = [Visitor(admission, number, order, "a") for number in range(5)]
+        await settle()
+        kept += [Visitor(admission, name, order, "b") for name in ("b0", "b1", "b2")]
+        await settle()
+        assert [each.task.done() for each in kept] == [False, False, False, True, True, False, False, True]
+        assert admission.waiting == 4
+        for each in (kept[3], kept[4]):
+            with pytest.raises(ServiceBusyError, match="made room for a principal with fewer") as refused:
+                await each.task
+            assert refused.value.retry_after is not None
+        with pytest.raises(ServiceBusyError, match="4 requests wait, the most that may"):
+            await kept[7].task
+        for each in kept:
+            each.leave.set()
+            await settle()
+        assert order == [0, 1, "b0", 2, "b1"]
+        assert (admission.running, admission.waiting, admission.slots_held) == (0, 0, 0)
+
+    run(scenario())
+
+
+def test_a_deadline_counts_the_principals_that_are_ahead_and_not_all_of_their_requests():
+    async def scenario():
+        admission, order = Admission(sessions=1, slots=100, queue=9), []
+        admission._usual = 10.0
+        kept = [Visitor(admission, number, order, "a") for number in range(6)]
+        await settle()
+        with pytest.raises(ServiceBusyError, match="5 requests are ahead"):
+            await Visitor(admission, "a", order, "a", seconds=25.0).task
+        kept.append(Visitor(admission, "b", order, "b", seconds=25.0))
+        for each in kept:
+            each.leave.set()
+            await settle()
+        assert order == [0, 1, "b", 2, 3, 4, 5]
+
+    run(scenario())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.lists(st.one_of(st.sampled_from("aaabcd"), st.integers(0, 20)), max_size=60),
+)
+def test_nobody_with_less_than_its_share_is_refused(queue, sessions, steps):
+    """Requests come (letters) and go (numbers). A principal's share is the queue over the principals that wait."""
+
+    async def scenario():
+        admission, order, visitors = Admission(sessions, 100, queue), [], []
+        for step in steps:
+            if isinstance(step, int):
+                present = [each for each in visitors if not each.task.done()]
+                for each in present[step : step + 1]:
+                    each.leave.set()
+                    if step % 2:
+                        each.task.cancel()
+                await settle()
+                continue
+            waiting = [each for each in visitors if not each.task.done() and each.name not in order]
+            share = queue // len({each.principal for each in waiting} | {step})
+            visitor = Visitor(admission, len(visitors), order, step)
+            visitors.append(visitor)
+            await settle()
+            left = [each for each in waiting if each.task.done()]
+            assert len(left) + visitor.task.done() <= 1, "nobody more is refused than there is no room for"
+            if sum(each.principal == step for each in waiting) < share:
+                assert not visitor.task.done()
+            for each in left:
+                others = [other for other in waiting if other.principal == each.principal]
+                assert each is others[-1], "the newest"
+                assert len(others) > sum(other.principal == step for other in waiting) + 1, "of those who have more"
+            assert admission.waiting <= queue
+        for each in visitors:
+            each.leave.set()
+        await asyncio.gather(*(each.task for each in visitors), return_exceptions=True)
+        for principal in "abcd":
+            names = [each.name for each in visitors if each.principal == principal]
+            assert [name for name in order if name in names] == sorted(set(order) & set(names)), "first come"
+        assert (admission.running, admission.waiting, admission.slots_held) == (0, 0, 0)
 
     run(scenario())
 

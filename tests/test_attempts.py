@@ -66,6 +66,16 @@ def test_a_server_that_refused_is_not_asked_again(clock: list[float]) -> None:
         assert attempts.after(code, retry_after=0.5) is None
 
 
+def test_a_quotas_refusal_holds_for_every_server(clock: list[float]) -> None:
+    """Of which nothing came. One that has begun waits for its quota, and does not go through the servers meanwhile."""
+    attempts = Attempts(3, connect_seconds=5.0, resume_seconds=30.0)
+    assert attempts.after(BUSY, retry_after=0.5, quota=True) is None
+    attempts.received()
+    assert attempts.after(UNAVAILABLE) == 0.0
+    assert attempts.after(BUSY, retry_after=0.5, quota=True) == 0.5
+    assert attempts.after(BUSY, retry_after=60.0, quota=True) == 1.0
+
+
 def test_one_that_has_begun_waits_for_room(clock: list[float]) -> None:
     attempts = Attempts(1, connect_seconds=5.0, resume_seconds=30.0)
     attempts.received()

@@ -89,6 +89,20 @@ def test_a_request_that_the_server_dropped_is_sent_anew(service: FakeDraftServic
         client.generate("Once")
 
 
+@pytest.mark.parametrize(("refused", "asked"), [("queue", 2), ("quota", 1)])
+def test_a_quota_is_not_looked_for_at_another_server(tmp_path: Path, refused: str, asked: int) -> None:
+    def folder(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        return tmp_path / name
+
+    with serving(folder("a")) as first, serving(folder("b")) as second:
+        for service in (first, second):
+            service.script = [Fail(grpc.StatusCode.RESOURCE_EXHAUSTED, trailing=(("dynatree-refused", refused),))]
+        with Client(f"{first.address},{second.address}") as client, pytest.raises(ServerBusyError):
+            client.generate("Once")
+        assert len(first.requests) + len(second.requests) == asked
+
+
 def test_an_answer_that_is_whole_needs_no_status(client: Client, service: FakeDraftService) -> None:
     """The connection broke behind the last message: nothing is missing."""
     service.script = [message("Hé", 1), last(), Fail(grpc.StatusCode.UNAVAILABLE, "Socket closed")]

@@ -19,6 +19,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from dynatree.cli import draft as draft_command
+from dynatree.common.grpc_options import QUEUE, REFUSED
 from dynatree.common.metrics import new_registry
 from dynatree.draft.metrics import DraftMetrics
 from dynatree.gateway.description import description
@@ -176,6 +177,18 @@ def test_probes_of_the_gateway_ask_for_routes_that_there_are() -> None:
     routes = {container[probe]["httpGet"]["path"] for probe in ("readinessProbe", "livenessProbe")}
     routes.add(gateway["spec"]["template"]["metadata"]["annotations"]["prometheus.io/path"])
     assert routes <= set(description()["paths"])
+
+
+def test_envoy_sends_on_what_a_full_queue_refused_and_not_what_a_quota_did() -> None:
+    config = yaml.safe_load((ROOT / "deploy" / "envoy" / "envoy.yaml").read_text())
+    (listener,) = config["static_resources"]["listeners"]
+    (filter_,) = listener["filter_chains"][0]["filters"]
+    (host,) = filter_["typed_config"]["route_config"]["virtual_hosts"]
+    policy = host["routes"][0]["route"]["retry_policy"]
+    conditions = policy["retry_on"].split(",")
+    assert "resource-exhausted" not in conditions
+    assert "retriable-headers" in conditions
+    assert policy["retriable_headers"] == [{"name": REFUSED, "string_match": {"exact": QUEUE}}]
 
 
 def test_every_service_has_an_image_and_is_deployed_and_scraped() -> None:

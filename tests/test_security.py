@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,14 @@ from certificates import Authority
 from model_zoo import save_random_model
 from services import Services, running_services
 
-from dynatree.client import AsyncClient, AuthenticationError, Client, ServerBusyError, ServerUnavailableError
+from dynatree.client import (
+    AsyncClient,
+    AuthenticationError,
+    Client,
+    DynaTreeError,
+    ServerBusyError,
+    ServerUnavailableError,
+)
 from dynatree.common import files, healthcheck
 from dynatree.common.admission import Quota
 from dynatree.common.channel import ChannelSettings, Connector
@@ -27,6 +35,7 @@ from dynatree.common.grpc_options import MAX_METADATA_BYTES
 from dynatree.common.security import SecuritySettings, is_local
 from dynatree.common.tokens import TokenFile, read_token
 from dynatree.draft import replicas
+from dynatree.draft.prompts import PromptEncoder
 from dynatree.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 
 ALICE, BOB, DRAFT = "alice-0123456789abcdef", "bob-0123456789abcdef", "draft-0123456789abcdef"
@@ -282,19 +291,126 @@ def test_quotas_of_sessions(models: tuple[Path, Path], tmp_path: Path) -> None:
             assert sum(len(chunk.token_ids) for chunk in stream)
 
 
-def test_a_quota_of_tokens(models: tuple[Path, Path], tmp_path: Path) -> None:
-    quota = Quota(tokens=60)
+@pytest.fixture(scope="module", name="with_quota")
+def with_quota_fixture(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    """A token a second: whoever has used what there is has nothing for as long as a test takes."""
+    with running_services(tmp_path_factory.mktemp("q"), *models, quota=Quota(tokens=60)) as services:
+        yield services
+
+
+def quota_client(services: Services, principal: str) -> Client:
+    return Client(services.draft_address, principal=principal, resume=False)
+
+
+def is_exhausted(client: Client, tokens: int = 50) -> bool:
+    """Whether a request of so many tokens is refused for the quota."""
+    try:
+        client.generate([5], max_new_tokens=tokens - 1)
+    except ServerBusyError as error:
+        return "60 tokens a minute" in error.details and error.retry_after is not None
+    return False
+
+
+def test_a_quota_of_tokens(with_quota: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    with quota_client(with_quota, "greedy") as greedy, quota_client(with_quota, "other") as other:
+        completion = greedy.generate("Once", max_new_tokens=100, ignore_eos=True)
+        assert len(completion.token_ids) == 100, "with all of the minute's tokens left"
+        assert is_exhausted(greedy, 5)
+        assert other.generate("Once", max_new_tokens=4).token_ids
+        monkeypatch.delattr(PromptEncoder, "text")
+        with pytest.raises(ServerBusyError):  # before its text is made tokens of
+            greedy.generate("Once", max_new_tokens=5)
+
+
+def test_a_quota_counts_what_may_be_used_at_once(with_quota: Services) -> None:
+    def generate(_: int) -> int:
+        try:
+            return len(client.generate([7], max_new_tokens=49, ignore_eos=True).token_ids)
+        except ServerBusyError:
+            return 0
+
+    with quota_client(with_quota, "at once") as client, ThreadPoolExecutor(30) as threads:
+        assert sum(threads.map(generate, range(30))) == 49
+
+
+def test_a_quota_counts_the_tokens_that_a_request_goes_on_from(with_quota: Services) -> None:
+    request = draft_pb2.GenerateRequest(token_ids=draft_pb2.TokenIds(ids=[7]), max_new_tokens=50, ignore_eos=True)
+    request.resume.token_ids[:] = range(20, 65)
+    outcomes = []
+    with grpc.insecure_channel(with_quota.draft_address) as channel:
+        stub = draft_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
+        for _ in range(12):
+            call = stub.Generate(request, metadata=(("dynatree-principal", "resuming"),))
+            try:
+                outcomes.append(sum(len(response.token_ids) for response in call))
+            except grpc.RpcError as error:
+                outcomes.append(dict(error.trailing_metadata())["dynatree-refused"])
+    assert outcomes == [5, *["quota"] * 11]
+
+
+def test_a_quota_counts_every_completion(with_quota: Services) -> None:
+    with quota_client(with_quota, "several") as client:
+        assert len(client.generate([7], max_new_tokens=19, n=3, ignore_eos=True).alternatives) == 2
+        assert is_exhausted(client)
+
+
+def test_a_quota_counts_a_prompt_whose_prefill_is_cancelled(
+    with_quota: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    forward = with_quota.target.forward
+
+    def held(segments: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(20)
+        return forward(segments)
+
+    monkeypatch.setattr(with_quota.target, "forward", held)
+    with quota_client(with_quota, "cancelling") as client, ThreadPoolExecutor(1) as threads:
+        stream = client.stream(list(range(5, 45)), max_new_tokens=4)
+        reading = threads.submit(list, stream)
+        assert begun.wait(20)
+        stream.close()
+        reading.result(20)
+        goes_on.set()
+        assert is_exhausted(client, 30)
+        assert not is_exhausted(client, 10)
+
+
+def test_a_quota_gives_back_what_was_not_used(with_quota: Services) -> None:
+    """Short answers under a long limit, one after the other, none of which would fit had the last kept its limit."""
+    with quota_client(with_quota, "asking") as asking, quota_client(with_quota, "short") as client:
+        third = asking.generate([7], max_new_tokens=3, ignore_eos=True).token_ids[-1]
+        for _ in range(3):
+            completion = client.generate([7], max_new_tokens=40, stop_token_ids=[third])
+            assert len(completion.token_ids) <= 3
+        with pytest.raises(DynaTreeError, match="vocabulary"):
+            client.generate([10**6], max_new_tokens=40)  # costs nothing
+        assert not is_exhausted(client, 45)
+
+
+def test_a_quota_leaves_room_for_requests_that_name_no_length(with_quota: Services) -> None:
+    """Their limit is the context, which is longer than the quota."""
+    with quota_client(with_quota, "asking for open") as asking, quota_client(with_quota, "open") as client:
+        third = asking.generate([7], max_new_tokens=3, ignore_eos=True).token_ids[-1]
+        for _ in range(5):
+            assert len(client.generate([7], stop_token_ids=[third]).token_ids) <= 3
+
+
+def test_a_full_queue_is_told_apart_from_a_quota(models: tuple[Path, Path], tmp_path: Path) -> None:
     with (
-        running_services(tmp_path, *models, quota=quota) as services,
-        Client(services.draft_address, principal="greedy", resume=False) as greedy,
+        running_services(tmp_path, *models, sessions=1, queue=0) as services,
+        Client(services.draft_address, resume=False) as client,
+        grpc.insecure_channel(services.draft_address) as channel,
     ):
-        greedy.generate("Once", max_new_tokens=100, ignore_eos=True)
-        with pytest.raises(ServerBusyError, match="60 tokens a minute") as caught:
-            greedy.generate("Once", max_new_tokens=4)
-        assert caught.value.retry_after is not None
-        assert caught.value.retry_after > 1.0
-        with Client(services.draft_address, principal="other") as other:
-            assert other.generate("Once", max_new_tokens=4).token_ids
+        stream = client.stream([7], max_new_tokens=60, ignore_eos=True)
+        next(stream)
+        stub = draft_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
+        with pytest.raises(grpc.RpcError) as refused:
+            list(stub.Generate(draft_pb2.GenerateRequest(token_ids=draft_pb2.TokenIds(ids=[7]))))
+        error: Any = refused.value
+        assert dict(error.trailing_metadata())["dynatree-refused"] == "queue"
+        assert sum(len(chunk.token_ids) for chunk in stream)
 
 
 def test_special_tokens_are_text_unless_asked_for(models: tuple[Path, Path], tmp_path: Path) -> None:

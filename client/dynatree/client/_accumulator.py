@@ -13,6 +13,7 @@ from dynatree.client._errors import (
     ServerError,
     code_of,
     error_from_rpc,
+    is_quota,
     retry_after,
 )
 from dynatree.client._tracing import RequestSpan
@@ -157,7 +158,7 @@ class Accumulator:
         if self._chunks and not self._started:
             return None  # the server is older than resuming
         code = code_of(error)
-        pause = self._attempts.after(code, retry_after(error))
+        pause = self._attempts.after(code, retry_after(error), quota=is_quota(error))
         if pause is not None:
             self._span.resumed(code.name)
         return pause

@@ -15,7 +15,8 @@ class Attempts:
     """The attempts at one request; `after` says whether there is another one.
 
     A request of which something was received goes on for as long as its window allows, so that nothing is lost. One of
-    which nothing was received is tried at every server; a server that refused it is not asked again.
+    which nothing was received is tried at every server; a server that refused it is not asked again. A quota's refusal
+    holds for all servers, since to go from one to the next would add up their quotas.
 
     Args:
         servers: How many there are to try.
@@ -40,8 +41,14 @@ class Attempts:
         self._failures = self._refusals = 0
         return lost
 
-    def after(self, code: grpc.StatusCode, retry_after: float | None = None) -> float | None:
-        """Seconds until the next attempt, after one that failed with `code`; None where there is none."""
+    def after(self, code: grpc.StatusCode, retry_after: float | None = None, *, quota: bool = False) -> float | None:
+        """Seconds until the next attempt, after one that failed with `code`; None where there is none.
+
+        Args:
+            code: how it failed.
+            retry_after: seconds after which the server would be asked again, where it says.
+            quota: whether the principal's quota refused it.
+        """
         now = time.monotonic()
         self._failures += 1
         if self._failures == 1:
@@ -56,11 +63,11 @@ class Attempts:
             pass  # a server took it, and one with as much room, or as long a context, may be back
         elif code in _REFUSED:
             self._refusals += 1
-            if self._refusals >= self._servers:
+            if quota or self._refusals >= self._servers:
                 return None
         elif code is not _UNAVAILABLE:
             return None
-        if self._failures % self._servers:
+        if self._failures % self._servers and not quota:
             return 0.0  # the next server has not been asked yet
         pause = max(_FIRST_PAUSE * 2.0 ** (self._failures // self._servers), retry_after or 0.0)
         return min(pause, _LONGEST_PAUSE)

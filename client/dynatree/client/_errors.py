@@ -168,6 +168,11 @@ def retry_after(error: grpc.RpcError) -> float | None:
     return int(value) / 1e3 if value.isdecimal() else None
 
 
+def is_quota(error: grpc.RpcError) -> bool:
+    """Whether a quota of the principal refused the call, and not a server that is full."""
+    return _trailing(error, "dynatree-refused") == "quota"
+
+
 def _trailing(error: grpc.RpcError, name: str) -> str:
     metadata: Any = error.trailing_metadata() or ()
     value = dict(metadata).get(name, "")

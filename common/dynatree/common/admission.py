@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from dynatree.common.errors import OutOfRangeError, ServiceBusyError
+from dynatree.common.errors import OutOfRangeError, QuotaError, ServiceBusyError
+from dynatree.common.fair_queue import FairQueue
+from dynatree.common.token_quota import NO_CHARGE, Charge, TokenNeed, TokenQuota
 
 HELD_STEP = 0.2  # weight of one completion in how long one usually takes
 LEAST_RETRY = 0.1  # seconds
@@ -21,24 +23,33 @@ class Turn:
 
     principal: str
     slots: int
+    charge: Charge = NO_CHARGE
+    size: int = 1
     entered: float = field(default_factory=time.monotonic)
     admitted: float | None = None
+    refused: ServiceBusyError | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     ahead: int = 0
 
     async def positions(self) -> AsyncIterator[int]:
-        """How many are ahead, now and whenever it changes; ends with the admission."""
+        """How many are ahead, now and whenever it changes; ends with the admission.
+
+        Raises:
+            ServiceBusyError: Its place went to a principal with fewer places.
+        """
         last = None
         while self.admitted is None:
+            if self.refused is not None:
+                raise self.refused
             if self.ahead != last:
                 last = self.ahead
                 yield last
             self.changed.clear()
-            if self.admitted is None and self.ahead == last:
+            if self.admitted is None and self.refused is None and self.ahead == last:
                 await self.changed.wait()
 
     async def come(self) -> None:
-        """Wait for the admission."""
+        """Wait for the admission; raises as `positions` does."""
         async for _ in self.positions():
             pass
 
@@ -55,7 +66,7 @@ class Quota:
     Attributes:
         sessions: At once.
         queue: That may wait.
-        tokens: A minute, of prompts and completions.
+        tokens: A minute, of prompts and completions; see `token_quota.Allowance`.
     """
 
     sessions: int | None = None
@@ -64,58 +75,40 @@ class Quota:
 
 
 NO_QUOTA = Quota()
-
-
-class Allowance:
-    """The tokens that a principal may still use: `tokens` a minute, of which at most a minute's are saved up."""
-
-    def __init__(self, tokens: int) -> None:
-        self._rate = tokens / 60
-        self._most = float(tokens)
-        self._left = float(tokens)
-        self._at = time.monotonic()
-
-    def spend(self, tokens: int) -> None:
-        """Take tokens that were used; what is left may be less than none."""
-        self._left = self.left - tokens
-
-    @property
-    def left(self) -> float:
-        """Tokens that may be used now."""
-        now = time.monotonic()
-        self._left = min(self._most, self._left + self._rate * (now - self._at))
-        self._at = now
-        return self._left
-
-    @property
-    def seconds(self) -> float:
-        """Until some are left."""
-        return max(0.0, -self.left / self._rate)
+NO_TOKENS = TokenNeed(0, 0)
 
 
 class Admission:
-    """A bounded queue for each principal, served in turn; each is first come, first served.
+    """A bounded queue, served by principal in turn; each principal's requests are first come, first served.
 
     Whoever is next waits until it fits, and nobody overtakes it: a large request is not starved by small ones. A
-    principal whose quota of sessions is used up waits without holding up others.
+    principal whose quota of sessions is used up waits without holding up others. Who gets a place in a full queue is
+    `FairQueue`'s matter.
 
     Args:
         sessions: That may run at once.
         slots: Of the KV arena, over all sessions.
         queue: How many may wait.
         quota: What each principal may have.
+        clock: Seconds, by which tokens come back.
     """
 
-    def __init__(self, sessions: int, slots: int, queue: int, quota: Quota = NO_QUOTA) -> None:
+    def __init__(
+        self,
+        sessions: int,
+        slots: int,
+        queue: int,
+        quota: Quota = NO_QUOTA,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._quota = quota
+        self._tokens = TokenQuota(quota.tokens, clock)
         self._running_of: Counter[str] = Counter()
-        self._allowances: dict[str, Allowance] = {}
         self._sessions = sessions
         self._slots = slots
-        self._queue = queue
         self._running = 0
         self._slots_held = 0
-        self._waiting: dict[str, deque[Turn]] = {}  # of principals with somebody waiting; the next in turn first
+        self._waiting: FairQueue[Turn] = FairQueue(queue)
         self._usual: float | None = None  # seconds that an admitted one takes
 
     @property
@@ -126,7 +119,7 @@ class Admission:
     @property
     def waiting(self) -> int:
         """In the queue."""
-        return sum(map(len, self._waiting.values()))
+        return len(self._waiting)
 
     @property
     def slots_held(self) -> int:
@@ -138,80 +131,88 @@ class Admission:
         """Slots of those that run / all slots."""
         return self._slots_held / self._slots
 
+    def check(self, principal: str, tokens: int, seconds: float | None = None) -> None:
+        """Refuse a request that `queued` would refuse in any case, before its size is known.
+
+        Args:
+            principal: On whose behalf.
+            tokens: That it uses at least.
+            seconds: Until its deadline; None without one.
+
+        Raises:
+            ServiceBusyError: As `queued` does.
+        """
+        self._displaced(principal, 0, seconds)
+        self._tokens.check(principal, tokens)
+
     @asynccontextmanager
-    async def queued(self, principal: str, slots: int, seconds: float | None = None) -> AsyncIterator[Turn]:
+    async def queued(
+        self, principal: str, slots: int, seconds: float | None = None, tokens: TokenNeed = NO_TOKENS
+    ) -> AsyncIterator[Turn]:
         """A place in the queue, left however the context ends; await the turn's `come` before using anything.
 
         Args:
             principal: On whose behalf.
             slots: Of the KV arena that it needs.
             seconds: Until its deadline; None without one.
+            tokens: That the principal is charged; the turn's `charge` is to be told which of them are used.
 
         Raises:
             OutOfRangeError: It needs more slots than there are.
+            QuotaError: The principal has too few tokens left, or as many requests wait as it may have.
             ServiceBusyError: The queue is full, or the turn would come after the deadline.
         """
         if slots > self._slots:
             raise OutOfRangeError(f"the request needs {slots} tokens of KV cache, and there are {self._slots} in all")
-        self._check_quota(principal, slots)
-        if not self._has_all_sessions(principal):
-            self._check(slots, seconds)
-        turn = Turn(principal, slots)
-        self._waiting.setdefault(principal, deque()).append(turn)
+        displaced = self._displaced(principal, slots, seconds)
+        turn = Turn(principal, slots, self._tokens.charge(principal, tokens))
+        for each in displaced:
+            self._refuse(each)
+        self._waiting.append(turn)
         self._admit()
         try:
             yield turn
         finally:
             self._leave(turn)
 
-    def _check(self, slots: int, seconds: float | None) -> None:
-        waiting = self._next_up()
-        if not waiting and self._fits(slots):
-            return
-        expected = self._expected(waiting)
-        if waiting >= self._queue:
-            full = "every session" if self._running >= self._sessions else f"{self.usage:.0%} of the KV cache"
-            raise ServiceBusyError(
-                f"{full} is in use and {waiting} requests wait, the most that may", retry_after=self._expected(0)
-            )
-        if seconds is not None and expected > seconds:
-            raise ServiceBusyError(
-                f"{waiting} requests wait, and a turn in {expected:.1f} s is after the deadline in {seconds:.1f} s",
-                retry_after=expected - seconds,
-            )
-
-    def spend(self, principal: str, tokens: int) -> None:
-        """Count tokens that a principal used."""
-        if self._quota.tokens is not None:
-            self._allowance(principal).spend(tokens)
-
-    def _allowance(self, principal: str) -> Allowance:
-        assert self._quota.tokens is not None
-        if principal not in self._allowances:
-            # those who have all of theirs need not be remembered
-            self._allowances = {name: each for name, each in self._allowances.items() if each.left < self._quota.tokens}
-            self._allowances[principal] = Allowance(self._quota.tokens)
-        return self._allowances[principal]
-
-    def _next_up(self) -> int:
-        """How many wait for room, and not for a session of their own principal to end."""
-        return sum(len(queue) for each, queue in self._waiting.items() if not self._has_all_sessions(each))
-
-    def _check_quota(self, principal: str, slots: int) -> None:
-        waiting = len(self._waiting.get(principal, ()))
-        most = self._queue if self._quota.queue is None else self._quota.queue
-        waits = waiting or self._has_all_sessions(principal) or self._next_up() or not self._fits(slots)
-        if waits and waiting >= most and (self._quota.queue is not None or self._has_all_sessions(principal)):
-            raise ServiceBusyError(
+    def _displaced(self, principal: str, slots: int, seconds: float | None) -> list[Turn]:
+        """Who has to leave the queue if one more is to be in it."""
+        ahead = self._waiting.ahead_of(principal, self._may_run)
+        if self._may_run(principal):
+            if not ahead and self._fits(slots):
+                return []
+            expected = self._expected(ahead)
+            if seconds is not None and expected > seconds:
+                raise ServiceBusyError(
+                    f"{ahead} requests are ahead, and a turn in {expected:.1f} s is after the deadline in "
+                    f"{seconds:.1f} s",
+                    retry_after=expected - seconds,
+                )
+        waiting = self._waiting.count(principal)
+        if self._quota.queue is not None and waiting >= self._quota.queue:
+            raise QuotaError(
                 f"{waiting} requests of this principal wait, the most that may", retry_after=self._expected(0)
             )
-        if self._quota.tokens is not None and (allowance := self._allowance(principal)).left < 0:
+        displaced = self._waiting.displaced_by(principal, 1)
+        if displaced is None:
+            full = "every session" if self._running >= self._sessions else f"{self.usage:.0%} of the KV cache"
             raise ServiceBusyError(
-                f"this principal has used its {self._quota.tokens} tokens a minute", retry_after=allowance.seconds
+                f"{full} is in use and {self.waiting} requests wait, the most that may", retry_after=self._expected(0)
             )
+        return displaced
 
-    def _has_all_sessions(self, principal: str) -> bool:
-        return self._quota.sessions is not None and self._running_of[principal] >= self._quota.sessions
+    def _refuse(self, turn: Turn) -> None:
+        """Refuse one that waits."""
+        self._waiting.remove(turn)
+        turn.refused = ServiceBusyError(
+            f"{self.waiting + 1} requests wait, the most that may; this one made room for a principal with fewer",
+            retry_after=self._expected(0),
+        )
+        turn.changed.set()
+
+    def _may_run(self, principal: str) -> bool:
+        """Whether its quota of sessions allows one more."""
+        return self._quota.sessions is None or self._running_of[principal] < self._quota.sessions
 
     def _fits(self, slots: int) -> bool:
         return self._running < self._sessions and self._slots_held + slots <= self._slots
@@ -221,12 +222,8 @@ class Admission:
         return max((ahead + 1) * (self._usual or 0.0) / max(self._running, 1), LEAST_RETRY)
 
     def _leave(self, turn: Turn) -> None:
-        if turn.admitted is None:
-            queue = self._waiting[turn.principal]
-            queue.remove(turn)
-            if not queue:
-                del self._waiting[turn.principal]
-        else:
+        turn.charge.end()
+        if turn.admitted is not None:
             self._running -= 1
             self._running_of[turn.principal] -= 1
             if not self._running_of[turn.principal]:
@@ -234,31 +231,19 @@ class Admission:
             self._slots_held -= turn.slots
             took = time.monotonic() - turn.admitted
             self._usual = took if self._usual is None else self._usual + HELD_STEP * (took - self._usual)
+        elif turn.refused is None:
+            self._waiting.remove(turn)
         self._admit()
-
-    def _next_principal(self) -> str | None:
-        """Whose turn it is; None where nobody waits who may have another session."""
-        return next((each for each in self._waiting if not self._has_all_sessions(each)), None)
 
     def _admit(self) -> None:
         """Admit whoever is next for as long as they fit, then tell the others where they stand."""
-        while (principal := self._next_principal()) is not None:
-            queue = self._waiting[principal]
-            if not self._fits(queue[0].slots):
-                break
-            turn = queue.popleft()
-            del self._waiting[principal]
-            if queue:
-                self._waiting[principal] = queue  # behind the other principals
+        while (turn := self._waiting.first(self._may_run)) is not None and self._fits(turn.slots):
+            self._waiting.take(turn)
             self._running += 1
-            self._running_of[principal] += 1
+            self._running_of[turn.principal] += 1
             self._slots_held += turn.slots
             turn.admitted = time.monotonic()
             turn.changed.set()
-        queues = list(self._waiting.values())
-        for place, queue in enumerate(queues):
-            for index, turn in enumerate(queue):
-                others = [min(len(other), index + (before < place)) for before, other in enumerate(queues)]
-                others[place] = index
-                turn.ahead = sum(others)
-                turn.changed.set()
+        for ahead, turn in enumerate(self._waiting):
+            turn.ahead = ahead
+            turn.changed.set()

@@ -19,11 +19,12 @@ from dynatree.common.errors import (
     ContextLengthError,
     IdleSessionError,
     InvalidArgumentError,
+    QuotaError,
     ServiceBusyError,
     ServiceError,
     UnauthenticatedError,
 )
-from dynatree.common.grpc_options import CONTEXT_LENGTH, PROMPT_TOKENS, REQUEST_ID, RETRY_AFTER
+from dynatree.common.grpc_options import CONTEXT_LENGTH, PROMPT_TOKENS, QUEUE, QUOTA, REFUSED, REQUEST_ID, RETRY_AFTER
 from dynatree.common.limits import IDLE_SECONDS
 from dynatree.common.openings import FIRST_MESSAGE_SECONDS, Openings
 from dynatree.common.security import LOCAL, Authentication
@@ -298,8 +299,11 @@ def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
 def _trailing_metadata(error: ServiceError) -> Metadata:
     """What a client need not read out of the message."""
     match error:
-        case ServiceBusyError(retry_after=float() | int() as seconds):
-            return ((RETRY_AFTER, str(max(1, round(1e3 * seconds)))),)
+        case ServiceBusyError():
+            refused = (REFUSED, QUOTA if isinstance(error, QuotaError) else QUEUE)
+            if error.retry_after is None:
+                return (refused,)
+            return (refused, (RETRY_AFTER, str(max(1, round(1e3 * error.retry_after)))))
         case ContextLengthError():
             return ((CONTEXT_LENGTH, str(error.context_length)), (PROMPT_TOKENS, str(error.prompt_tokens)))
     return ()

@@ -8,6 +8,7 @@
     ├── RoundInFlightError        two rounds at once on one session   ABORTED
     ├── UnauthenticatedError      nobody who is known                 UNAUTHENTICATED
     ├── ServiceBusyError          no room, or not in time             RESOURCE_EXHAUSTED
+    │   └── QuotaError            the principal may have no more
     ├── IdleSessionError          the peer was silent for too long    ABORTED
     ├── DeadlineExceededError     the caller's deadline has passed    DEADLINE_EXCEEDED
     ├── PeerUnavailableError      the other service is out of reach   UNAVAILABLE
@@ -80,6 +81,10 @@ class ServiceBusyError(ServiceError):
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class QuotaError(ServiceBusyError):
+    """The principal has used up what it may have, wherever there is room for others."""
 
 
 class IdleSessionError(ServiceError):

@@ -4,6 +4,8 @@ import resource
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 RETRY_AFTER = "retry-after-ms"  # trailing metadata of RESOURCE_EXHAUSTED
+# trailing metadata likewise: QUOTA where the principal may have no more, wherever it asks, else QUEUE
+REFUSED, QUOTA, QUEUE = "dynatree-refused", "quota", "queue"
 CONTEXT_LENGTH, PROMPT_TOKENS = "context-length", "prompt-tokens"  # trailing metadata where these do not fit those
 PRINCIPAL = "dynatree-principal"  # metadata of a request: on whose behalf it is made
 REQUEST_ID = "x-request-id"  # metadata of a request: its name in logs; trailing metadata of its error

@@ -257,11 +257,6 @@ class Generation:
         """The likeliest tokens in the place of each of these, likewise."""
         return self._opened.prompt_top_log_probs
 
-    @property
-    def generated(self) -> int:
-        """Tokens that were made here."""
-        return self._recorder.tokens
-
     def waited(self, seconds: float) -> None:
         """Count a wait for this completion's turn; its time to the first token begins with it."""
         self._recorder.arrival -= seconds

@@ -6,27 +6,35 @@ import logging
 import math
 import secrets
 from asyncio import CancelledError
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 from dynatree.common.admission import Admission
 from dynatree.common.call_tracker import Call
-from dynatree.common.errors import InvalidArgumentError, OutOfRangeError, PeerFailedError, ServiceError
+from dynatree.common.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    OutOfRangeError,
+    PeerFailedError,
+    PeerUnavailableError,
+    ServiceBusyError,
+    ServiceError,
+)
 from dynatree.common.grpc_options import PRINCIPAL
 from dynatree.common.limits import MAX_PRINCIPAL_LENGTH, MAX_STOP_TOKENS
 from dynatree.common.log_probs import check_log_probs
 from dynatree.common.model_info import ModelInfo, token_limit
-from dynatree.common.model_thread import ModelThread
 from dynatree.common.principals import is_principal
 from dynatree.common.sampling import Sampling
 from dynatree.common.seeds import completion_seed
+from dynatree.common.token_quota import Charge, TokenNeed
 from dynatree.common.tracing import NOTHING as NO_SPAN
 from dynatree.common.tracing import OFF, Span, Tracing
 from dynatree.common.tree import check_token_ids
 from dynatree.common.wire import model_info_to_pb, sampling_from_pb, top_log_probs_to_pb
-from dynatree.draft.generation import NOTHING, Backend, Generation, GenerationRequest, Received
+from dynatree.draft.generation import NOTHING, Backend, Chunk, Generation, GenerationRequest, Received
 from dynatree.draft.generation import Completion as DoneCompletion
 from dynatree.draft.metrics import DraftMetrics
 from dynatree.draft.policies import RESIDUAL_POLICY, Setting, create_policy, policy_names, residual_policies
@@ -35,6 +43,7 @@ from dynatree.draft.prompts import Message, PromptEncoder
 from dynatree.draft.replicas import NothingReadyError
 from dynatree.draft.target import Target
 from dynatree.draft.target_session import TargetChangedError
+from dynatree.draft.tokenizer_thread import TokenizerThread
 from dynatree.draft.vocabulary import token_bytes
 from dynatree.draft.wire import policy_settings_from_pb, response_to_pb
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
@@ -48,6 +57,16 @@ MAX_STOP_LENGTH = 1024
 MAX_COMPLETIONS = 64
 TARGET_CHANGES = 5  # of the verify service, while one session is opened
 VOCABULARY_PART = 2**14  # tokens a message
+ID_BYTES = 4  # of a token id
+# How an opening ends that no verify service took up, or that one lost: its caller is charged nothing.
+NOT_BEGUN = (
+    InvalidArgumentError,
+    OutOfRangeError,
+    FailedPreconditionError,
+    ServiceBusyError,
+    PeerUnavailableError,
+    TargetChangedError,
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +102,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._admission = admission
         self._metrics = metrics
         self._tracing = tracing
-        self._tokenizer_thread = ModelThread("tokenizer")  # a long prompt takes seconds, and others are streaming
+        self._tokenizer_thread = TokenizerThread()
         self._default_policy = default_policy
         self._encoder = PromptEncoder(backend.engine.tokenizer)
         self._longest_token = max(map(len, backend.engine.tokenizer.get_vocab()))  # characters
@@ -108,7 +127,9 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     ) -> AsyncIterator[draft_pb2.GetVocabularyResponse]:
         """The bytes of every token, in parts."""
         if not self._vocabulary:
-            self._vocabulary = await self._tokenizer_thread.run(token_bytes, self._backend.engine.tokenizer)
+            self._vocabulary = await self._tokenizer_thread.run(
+                _principal(context), 0, lambda: self._vocabulary or token_bytes(self._backend.engine.tokenizer)
+            )
         for start in range(0, len(self._vocabulary), VOCABULARY_PART):
             yield draft_pb2.GetVocabularyResponse(tokens=self._vocabulary[start : start + VOCABULARY_PART])
 
@@ -119,12 +140,12 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         if request.WhichOneof("prompt") is None:
             raise InvalidArgumentError("the request has no prompt; expected the field `text` or `chat`")
         add_special_tokens = not request.HasField("add_special_tokens") or request.add_special_tokens
-        token_ids = await self._encoded(
-            request, self._backend.replicas.target.info, add_special_tokens=add_special_tokens
-        )
+        principal, target = _principal(context), self._backend.replicas.target.info
+        token_ids = await self._encoded(request, target, principal, add_special_tokens=add_special_tokens)
         strings: list[str] = []
         if request.token_strings:
-            strings = await self._tokenizer_thread.run(self._encoder.strings, token_ids)
+            spell = partial(self._encoder.strings, token_ids)
+            strings = await self._tokenizer_thread.run(principal, ID_BYTES * len(token_ids), spell)
         return draft_pb2.TokenizeResponse(token_ids=token_ids, token_strings=strings)
 
     async def Detokenize(  # noqa: N802
@@ -136,7 +157,9 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             raise OutOfRangeError(f"there are {len(request.token_ids)} token_ids; at most {target.context_length} fit")
         token_ids = tuple(request.token_ids)
         check_token_ids(token_ids, target.vocab_size, "token_ids")
-        return draft_pb2.DetokenizeResponse(text=await self._tokenizer_thread.run(self._encoder.decoded, token_ids))
+        decode = partial(self._encoder.decoded, token_ids)
+        text = await self._tokenizer_thread.run(_principal(context), ID_BYTES * len(token_ids), decode)
+        return draft_pb2.DetokenizeResponse(text=text)
 
     async def Generate(  # noqa: N802
         self, request: draft_pb2.GenerateRequest, context: Context
@@ -158,17 +181,22 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         count = _count(request)
         _check_stop(request.stop, request.stop_token_ids)
         target = self._backend.replicas.target
-        prompt_ids = await self._prompt_ids(request, target.info)
+        principal = _principal(context)
+        if request.WhichOneof("prompt") != "token_ids":
+            self._admission.check(principal, self._least_tokens(request), context.time_remaining())
+        prompt_ids = await self._prompt_ids(request, target.info, principal)
         first, received = _received(request, count, target.info.context_length)
         seed = request.sampling.seed if request.sampling.HasField("seed") else secrets.randbits(63)
-        principal = _principal(context)
         # for the first completion, and with its first token: who has that has them
         begins = first == 0 and not received.token_ids
         prompt_log_probs = request.prompt_log_probs and begins
         checked = self._checked(request, prompt_ids, seed, principal, target, received, prompt_log_probs)
         slots = self._backend.drafter.slots(len(prompt_ids), checked.limit)
-        prompt_text = await self._prompt_text(request, prompt_ids) if request.prompt_text and begins else PromptText()
-        async with self._admission.queued(principal, slots, context.time_remaining()) as turn:
+        prompt_text = PromptText()
+        if request.prompt_text and begins:
+            prompt_text = await self._prompt_text(request, prompt_ids, principal)
+        tokens = _tokens(checked, count - first)
+        async with self._admission.queued(principal, slots, context.time_remaining(), tokens) as turn:
             with span.child("queue"):
                 async for ahead in turn.positions():
                     if request.queue_position:
@@ -182,7 +210,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                     new_request = partial(new_request, request_id=context.request_id, span=completing)
                     async with (
                         self._opened(
-                            new_request, fingerprint, checked.least_context, context.time_remaining()
+                            new_request, fingerprint, checked.least_context, context.time_remaining(), turn.charge
                         ) as generation,
                         aclosing(generation.rounds()) as events,
                     ):
@@ -198,14 +226,13 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                             prompt_text_offsets=prompt_text.offsets,
                         )
                         prompt_text = PromptText()
-                        try:
-                            async for event in events:
-                                if isinstance(event, DoneCompletion):
-                                    self._completed(context, principal, index, event, completing)
-                                yield response_to_pb(event, index=index, started=started)
-                                started = None
-                        finally:  # a request that is cancelled has used them all the same
-                            self._admission.spend(principal, len(prompt_ids) + generation.generated)
+                        async for event in events:
+                            if isinstance(event, Chunk):
+                                turn.charge.use(len(event.token_ids))
+                            if isinstance(event, DoneCompletion):
+                                self._completed(context, principal, index, event, completing)
+                            yield response_to_pb(event, index=index, started=started)
+                            started = None
 
     def _completed(self, context: Context, principal: str, index: int, completion: DoneCompletion, span: Span) -> None:
         """Count a completion, note in its span what it took, and write its line."""
@@ -253,11 +280,16 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
 
     @asynccontextmanager
     async def _opened(
-        self, new_request: Callable[[Target], GenerationRequest], fingerprint: str, needed: int, timeout: float | None
+        self,
+        new_request: Callable[[Target], GenerationRequest],
+        fingerprint: str,
+        needed: int,
+        timeout: float | None,
+        charge: Charge,
     ) -> AsyncIterator[Generation]:
         """An open completion, whose request was made for the target that its verify service has now.
 
-        It needs a context of at least `needed` tokens.
+        It needs a context of at least `needed` tokens. Its prompt is charged.
 
         Raises:
             FailedPreconditionError: There is a fingerprint, and no verify service that is ready has it.
@@ -268,9 +300,11 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             self._nothing_ready = False
             assert replica.target is not None
             async with AsyncExitStack() as stack:
-                opening = Generation.open(new_request(replica.target), self._backend, replica, timeout)
+                request = new_request(replica.target)
+                opening = Generation.open(request, self._backend, replica, timeout)
                 try:
-                    generation = await stack.enter_async_context(opening)
+                    with _prefill(charge, len(request.begun_ids)):
+                        generation = await stack.enter_async_context(opening)
                 except TargetChangedError:
                     continue
                 yield generation
@@ -339,7 +373,9 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         name = self._default_policy.name
         return name if not sampling.residual or name in residual_policies() else RESIDUAL_POLICY
 
-    async def _prompt_ids(self, message: draft_pb2.GenerateRequest, target: ModelInfo) -> tuple[int, ...]:
+    async def _prompt_ids(
+        self, message: draft_pb2.GenerateRequest, target: ModelInfo, principal: str
+    ) -> tuple[int, ...]:
         """The prompt's tokens; one that cannot fit the target's context for certain is refused before it is copied."""
         kind = message.WhichOneof("prompt")
         if kind is None:
@@ -348,37 +384,44 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             token_limit(len(message.token_ids.ids), _new_tokens(message), target)
             prompt_ids = tuple(message.token_ids.ids)
         else:
-            prompt_ids = await self._encoded(message, target)
+            prompt_ids = await self._encoded(message, target, principal)
         if not prompt_ids:
             raise InvalidArgumentError("the prompt is empty; expected at least one token")
         token_limit(len(prompt_ids), _new_tokens(message), target)
         return prompt_ids
 
-    async def _prompt_text(self, message: draft_pb2.GenerateRequest, prompt_ids: tuple[int, ...]) -> PromptText:
+    async def _prompt_text(
+        self, message: draft_pb2.GenerateRequest, prompt_ids: tuple[int, ...], principal: str
+    ) -> PromptText:
         tokenizer = self._backend.engine.tokenizer
         read = partial(decoded, tokenizer, prompt_ids)
         if message.WhichOneof("prompt") == "text":
             read = partial(written, tokenizer, message.text, prompt_ids, special_tokens=message.special_tokens)
-        return await self._tokenizer_thread.run(read)
+        return await self._tokenizer_thread.run(principal, ID_BYTES * len(prompt_ids), read)
 
     async def _encoded(
         self,
         message: draft_pb2.GenerateRequest | draft_pb2.TokenizeRequest,
         target: ModelInfo,
+        principal: str,
         *,
         add_special_tokens: bool = True,
     ) -> tuple[int, ...]:
         """The tokens of a prompt of text, or of a chat."""
-        messages = [Message(each.role, each.content, each.name) for each in message.chat.messages]
-        characters = len(message.text) + sum(len(text) for each in messages for text in each.fields.values())
-        least = max(math.ceil(characters / self._longest_token), len(messages))
-        token_limit(least, None, target, at_least=True)
+        token_limit(self._least_tokens(message), None, target, at_least=True)
         if message.HasField("chat"):
+            messages = [Message(each.role, each.content, each.name) for each in message.chat.messages]
             continues = message.chat.continue_final_message
             encode = partial(self._encoder.chat, messages, continue_final_message=continues)
         else:
             encode = partial(self._encoder.text, message.text, add_special_tokens=add_special_tokens)
-        return await self._tokenizer_thread.run(partial(encode, special_tokens=message.special_tokens))
+        size = sum(len(text.encode()) for text in _texts(message))
+        return await self._tokenizer_thread.run(principal, size, partial(encode, special_tokens=message.special_tokens))
+
+    def _least_tokens(self, message: draft_pb2.GenerateRequest | draft_pb2.TokenizeRequest) -> int:
+        """Tokens that a prompt of text, or a chat, has at least; without making them."""
+        characters = sum(map(len, _texts(message)))
+        return max(math.ceil(characters / self._longest_token), len(message.chat.messages))
 
 
 def _principal(context: Context) -> str:
@@ -391,8 +434,38 @@ def _principal(context: Context) -> str:
     return named
 
 
+def _texts(message: draft_pb2.GenerateRequest | draft_pb2.TokenizeRequest) -> Iterator[str]:
+    """The texts of a prompt of text, or of a chat."""
+    yield message.text
+    for each in message.chat.messages:
+        yield from (each.role, each.content, each.name)
+
+
 def _new_tokens(message: draft_pb2.GenerateRequest) -> int | None:
     return message.max_new_tokens if message.HasField("max_new_tokens") else None
+
+
+def _tokens(request: GenerationRequest, completions: int) -> TokenNeed:
+    """What a request may use whose first completion to make is `request`; the later ones read the prompt again."""
+    return TokenNeed(
+        least=len(request.begun_ids) + (completions - 1) * len(request.prompt_ids),
+        most=completions * request.limit,
+        open_ended=request.max_new_tokens is None,
+    )
+
+
+@contextmanager
+def _prefill(charge: Charge, tokens: int) -> Iterator[None]:
+    """Charge a prompt whose prefill begins in the context, also where it is cancelled or fails."""
+    begun = True
+    try:
+        yield
+    except NOT_BEGUN:
+        begun = False
+        raise
+    finally:
+        if begun:
+            charge.use(tokens)
 
 
 def _count(message: draft_pb2.GenerateRequest) -> int:
