@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dynatree.common.logs import INDENT, JsonLines, TextLines
@@ -28,6 +28,7 @@ def record(message: str, *args: object, fields: dict[str, Any] | None = None, er
     return made
 
 
+@settings(deadline=None)
 @given(words, words, words, st.integers())
 @example(FORGED, FORGED, FORGED, 0)
 def test_a_record_is_one_line_from_which_its_fields_can_be_read(
@@ -48,6 +49,7 @@ def test_a_record_is_one_line_from_which_its_fields_can_be_read(
     assert json.loads(line) == {**json.loads(line), **fields, "message": f"request {message}"}
 
 
+@settings(deadline=None)
 @given(words)
 @example(FORGED)
 def test_no_line_of_a_traceback_looks_like_a_record(text: str) -> None:

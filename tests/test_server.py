@@ -22,12 +22,13 @@ MESSAGE = bytes(32_000_000)  # more than goes out before the client reads
 KINDS = pytest.mark.parametrize("kind", ["unary-stream", "stream-stream"])
 
 
-class Handlers(grpc.GenericRpcHandler):
+class Handlers:
     def __init__(self, kind):
         self._kind = kind
         self.writing = asyncio.Event()
 
-    def service(self, handler_call_details):
+    @property
+    def handler(self):
         if self._kind == "unary-stream":
             return grpc.unary_stream_rpc_method_handler(self._generate)
         return grpc.stream_stream_rpc_method_handler(self._write)
@@ -56,7 +57,7 @@ async def stop_in_the_midst_of_a_message(address, kind, read_on):
     grpc_stop = server.grpc_server.stop
     server.grpc_server.stop = lambda grace: graces.append(grace) or grpc_stop(grace)
     handlers = Handlers(kind)
-    server.grpc_server.add_generic_rpc_handlers((handlers,))
+    server.grpc_server.add_registered_method_handlers("dynatree.v1.Example", {"Write": handlers.handler})
     await server.start(address)
     with grpc.insecure_channel(address, [("grpc.max_receive_message_length", -1)]) as channel:
         call = start_call(channel, kind)
@@ -122,16 +123,13 @@ class AcceleratorError(RuntimeError):
 def test_a_device_that_has_failed_ends_the_service(tmp_path, error, poisons):
     """A supervisor starts it anew; until then nobody is served wrongly."""
 
-    class Failing(grpc.GenericRpcHandler):
-        def service(self, details):
-            async def fail(request, context):
-                raise RuntimeError("the forward failed") from error
-
-            return grpc.unary_unary_rpc_method_handler(fail)
+    async def fail(request, context):
+        raise RuntimeError("the forward failed") from error
 
     async def status():
         server = Server(["dynatree.v1.Example"])
-        server.grpc_server.add_generic_rpc_handlers((Failing(),))
+        failing = {"Write": grpc.unary_unary_rpc_method_handler(fail)}
+        server.grpc_server.add_registered_method_handlers("dynatree.v1.Example", failing)
         await server.start(f"unix:{tmp_path}/socket")
         waiting = asyncio.ensure_future(server.wait(grace=0.0))
         async with grpc.aio.insecure_channel(f"unix:{tmp_path}/socket") as channel:

@@ -19,7 +19,7 @@ import pytest
 from certificates import Authority
 from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynatree.common import call_tracker, server
@@ -38,37 +38,35 @@ REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 TOKEN = "0123456789abcdef"
 
 
-class Handlers(grpc.GenericRpcHandler):
-    """Each kind of handler, which answers with who calls."""
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        name = handler_call_details.method.rpartition("/")[2]
-        kinds = {
-            "Unary": grpc.unary_unary_rpc_method_handler(self.unary),
-            "Stream": grpc.unary_stream_rpc_method_handler(self.stream),
-            "Both": grpc.stream_stream_rpc_method_handler(self.both),
-        }
-        return kinds.get(name)
-
-    async def unary(self, request: bytes, context: Any) -> bytes:
-        return str(context.principal).encode()
-
-    async def stream(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
-        yield str(context.principal).encode()
-
-    async def both(self, requests: Any, context: Any) -> None:
-        while await context.read() is not grpc.aio.EOF:
-            await context.write(str(context.principal).encode())
+# Each kind of handler, which answers with who calls.
 
 
-KINDS = ("Unary", "Stream", "Both")
+async def unary(request: bytes, context: Any) -> bytes:
+    return str(context.principal).encode()
+
+
+async def stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
+    yield str(context.principal).encode()
+
+
+async def both(requests: Any, context: Any) -> None:
+    while await context.read() is not grpc.aio.EOF:
+        await context.write(str(context.principal).encode())
+
+
+HANDLERS: dict[str, Any] = {
+    "Unary": grpc.unary_unary_rpc_method_handler(unary),
+    "Stream": grpc.unary_stream_rpc_method_handler(stream),
+    "Both": grpc.stream_stream_rpc_method_handler(both),
+}
+KINDS = tuple(HANDLERS)
 
 
 @asynccontextmanager
 async def serving(security: SecuritySettings = LOCAL, address: str = "localhost:0") -> AsyncIterator[str]:
     """The address of a server with such handlers."""
     running = Server(["dynatree.v1.Example"], security=security)
-    running.grpc_server.add_generic_rpc_handlers((Handlers(),))
+    running.grpc_server.add_registered_method_handlers("dynatree.v1.Example", HANDLERS)
     await running.start(address)
     try:
         yield running.address
@@ -162,6 +160,7 @@ class Silent:
         return b"message"
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 6))
 def test_one_call_too_many_ends_the_one_that_has_waited_longest(speaks: list[bool], most: int) -> None:
     """Who speaks at once is served, however many are silent."""
@@ -313,6 +312,7 @@ STRANGE = {
     "compressed with no name": head(UNARY) + message(b"abc", compressed=True),
     "too large": head(UNARY) + hostile_frames.frame(0, 0, 1, struct.pack(">BI", 0, 2**31)),
     "metadata that are no text": head(UNARY, raw_header(b"x-a", b"\xff\xfe\n")) + message(b""),
+    "a path that is no text": head(b"/dynatree.v1.Example/\xff\xfe") + message(b""),
     "a path with a line": head(b"/dynatree.v1.Example/\nUnary") + message(b""),
     "no such method": head(b"/dynatree.v1.Example/None") + message(b""),
     "a reset": head(UNARY) + hostile_frames.frame(hostile_frames.RST_STREAM, 0, 1, struct.pack(">I", 8)),
@@ -349,6 +349,17 @@ def test_what_strangers_send_leaves_no_traceback_and_the_server_goes_on(
     told = capfd.readouterr().err
     assert "Traceback" not in told
     assert len(told.splitlines()) <= 3, told  # the server's stop
+
+
+def test_calls_to_unknown_methods_are_unimplemented_however_many() -> None:
+    async def run() -> set[grpc.StatusCode]:
+        async with serving() as address, grpc.aio.insecure_channel(address) as channel:
+            paths = [METHOD.format("None"), "/", "/no.such.Service/Unary"] * 100
+            return {
+                code for code, _ in await asyncio.gather(*(ended(channel.unary_unary(path)(b"")) for path in paths))
+            }
+
+    assert asyncio.run(run()) == {grpc.StatusCode.UNIMPLEMENTED}
 
 
 def test_a_compressed_message_is_refused_by_its_name() -> None:
@@ -409,6 +420,7 @@ async def principal_of(folder: Path, name: str, made: dict[str, Any]) -> str | N
 names = st.text(st.sampled_from("ab/%2F"), max_size=6)
 
 
+@settings(deadline=None)
 @given(names, names, names, names)
 def test_two_pairs_of_caller_and_principal_have_two_names(one: str, his: str, other: str, hers: str) -> None:
     assert (joint(one, his) == joint(other, hers)) == ((one, his) == (other, hers))
@@ -427,6 +439,7 @@ class Claiming:
         return ((PRINCIPAL, self._name),)
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=()), max_size=300))
 def test_a_principal_that_a_client_claims_is_printable_ascii_or_refused(name: str) -> None:
     context: Any = Claiming(name)

@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from dynatree.common.address import check_address
+from dynatree.common.aio_server import aio_server
 from dynatree.common.call_tracker import CallTracker
 from dynatree.common.errors import DeviceFailedError, StartupError
 from dynatree.common.grpc_options import server_options
@@ -59,7 +60,7 @@ class Server:
             idle_seconds, Authentication(security), None if most_calls is None else most_calls + FREE_CALLS
         )
         self._security = security
-        self._server = grpc.aio.server(interceptors=[self._calls], options=server_options())
+        self._server = aio_server([self._calls], server_options())
         self._health = health.aio.HealthServicer()
         self._names = service_names
         self._serving = True
