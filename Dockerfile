@@ -1,5 +1,6 @@
 # Three images: `docker build --target verify .`, `--target draft` and `--target gateway`. The first two are one
 # installation; the gateway has no torch. All run `dynatree`; arguments after the image's name replace the command.
+# A digest pins the base: `--build-arg BASE_IMAGE=python:3.11-slim-bookworm@sha256:...`.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 # A C compiler makes the kernels; where none can be had, torch's are used.

@@ -20,7 +20,7 @@ KERNELS := $(wildcard common/dynatree/common/engine/native/*.[ch])
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-all check figures figures-write pictures docs bench bench-quick protos protos-check sbom audit clean
+.PHONY: help demo test test-long test-all sanitize check figures figures-write pictures docs bench bench-quick protos protos-check sbom audit clean
 # Two workers keep two cores busy; tests that share services stay on one of them (tests/conftest.py).
 PYTEST := $(VENV)/bin/pytest -n 2 --no-loadscope-reorder --durations 10
 
@@ -45,6 +45,9 @@ test-long: $(READY)  ## Run the others: every policy with every model family, re
 
 test-all: $(READY)  ## Run both
 	@$(PYTEST)
+
+sanitize: $(READY)  ## Run the kernels under AddressSanitizer and UBSan, on random shapes (a minute)
+	$(VENV)/bin/python tests/sanitized_kernels.py
 
 check: $(READY)  ## Check style, format and types
 	$(VENV)/bin/ruff check

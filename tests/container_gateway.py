@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -56,10 +57,14 @@ def make_secrets(folder: Path) -> None:
     folder.chmod(0o755)  # the services run as another user
     authority = Authority(folder)
     for name in ("verify", "draft", "gateway"):
-        authority.pair(name)
-    (folder / "verify-tokens").write_text(f"draft:{DRAFT_TOKEN}\n")
-    (folder / "draft-token").write_text(DRAFT_TOKEN)
-    (folder / "tokens").write_text(f"team-a:{TOKEN}\n")
+        (folder / name).mkdir()
+        shutil.copy(folder / "authority.pem", folder / name)
+        pair = authority.pair(name)
+        pair.certificate.rename(folder / name / "tls.pem")
+        pair.key.rename(folder / name / "tls.key")
+    (folder / "verify" / "tokens").write_text(f"draft:{DRAFT_TOKEN}\n")
+    (folder / "draft" / "verify-token").write_text(DRAFT_TOKEN)
+    (folder / "draft" / "tokens").write_text(f"team-a:{TOKEN}\n")
 
 
 def failures(url: str, client: Client, options: Sequence[str], key: Sequence[str]) -> list[str]:

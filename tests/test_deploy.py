@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import ipaddress
 import json
 import os
 import re
@@ -215,6 +216,113 @@ def test_no_service_of_the_secured_files_is_plain() -> None:
     for command in commands:
         assert "--insecure" not in command
         assert "--tls-cert" in command
+
+
+def test_a_container_sees_its_own_secrets_alone() -> None:
+    """And whole folders: a container would not see that a file which is mounted by itself was replaced."""
+    services = yaml_documents(ROOT / "docker-compose.tls.yml")[0]["services"]
+    assert set(services) == set(PARTS)
+    for part, service in services.items():
+        [mount] = [each for each in service["volumes"] if isinstance(each, dict)]
+        assert interpolated(mount["source"], {"SECRETS": "/secrets"}) == f"/secrets/{part}"
+        assert mount["read_only"]
+        others = [each for each in service["volumes"] if isinstance(each, str)]
+        assert others in ([], ["huggingface:/var/cache/huggingface"])
+        files = re.findall(re.escape(mount["target"]) + r"/([\w.-]+)", service["command"])
+        header = (ROOT / "docker-compose.tls.yml").read_text().split("\nservices:")[0]
+        assert set(files) == set(re.findall(rf"\b{part}/([\w.-]+)", header))
+
+
+# Who reaches whom: a pod is its namespace and its component, a place outside is its address
+
+METRICS_PORTS = {"verify": "metrics", "draft": "metrics", "gateway": "http"}
+
+
+def policies(overlay: str) -> dict[str, Any]:
+    """Each component's network policy, as an overlay has it."""
+    found = {each["metadata"]["name"]: each["spec"] for each in yaml_documents(KUBERNETES / "base/network-policy.yaml")}
+    if overlay == "tls":
+        for each in yaml_documents(KUBERNETES / "components/tls/network-policy.yaml"):
+            found[each["metadata"]["name"]] |= each["spec"]
+    return found
+
+
+def admits(rule: Any, side: str, who: tuple[str, str] | str, port: object) -> bool:
+    """Whether a rule of `from` or `to` knows a pod, (namespace, component), or an address, and the port."""
+    assert rule[side], "an empty list is everybody"
+    assert rule["ports"]
+    if port not in [each["port"] for each in rule["ports"]]:
+        return False
+    for peer in rule[side]:
+        if "ipBlock" in peer:
+            if isinstance(who, str) and ipaddress.ip_address(who) in ipaddress.ip_network(peer["ipBlock"]["cidr"]):
+                excepted = peer["ipBlock"].get("except", [])
+                if not any(ipaddress.ip_address(who) in ipaddress.ip_network(each) for each in excepted):
+                    return True
+        elif not isinstance(who, str):
+            namespace, component = who
+            selector = peer.get("namespaceSelector")
+            wanted = "dynatree"  # the policy's own
+            if selector is not None:
+                wanted = selector.get("matchLabels", {}).get("kubernetes.io/metadata.name", namespace)
+            labels = {"app.kubernetes.io/name": "dynatree", "app.kubernetes.io/component": component}
+            if component == "prometheus":
+                labels = {"app.kubernetes.io/name": "prometheus"}
+            selected = peer.get("podSelector", {}).get("matchLabels", {})
+            if namespace == wanted and selected.items() <= labels.items():
+                return True
+    return False
+
+
+@pytest.mark.parametrize("overlay", ["base", "tls"])
+def test_pods_reach_and_are_reached_by_what_they_need(overlay: str) -> None:
+    found = policies(overlay)
+    assert set(found) == set(PARTS)
+    reached: dict[str, set[object]] = {part: set() for part in PARTS}
+    reaches: dict[str, set[object]] = {part: set() for part in PARTS}
+    pods = [
+        (namespace, component) for namespace in ("dynatree", "other") for component in (*PARTS, "prometheus", "any")
+    ]
+    pods += [("monitoring", "prometheus"), ("monitoring", "any"), ("kube-system", "any")]
+    outside = ("93.184.216.34", "10.1.2.3", "192.168.1.1", "172.20.0.1", "169.254.169.254", "2606:2800::1", "fd00::1")
+    for part, spec in found.items():
+        assert set(spec["policyTypes"]) == {"Ingress", "Egress"}
+        for port in ("grpc", "metrics", "http"):
+            for pod in pods:
+                if any(admits(rule, "from", pod, port) for rule in spec["ingress"]):
+                    reached[part].add((*pod, port))
+        for port in ("grpc", "metrics", "http", 53, 443, 80):
+            for who in (*pods, *outside):
+                if any(admits(rule, "to", who, port) for rule in spec["egress"]):
+                    reaches[part].add((who, port))
+    prometheus = {part: {("monitoring", "prometheus", METRICS_PORTS[part])} for part in PARTS}
+    own = {(*pod, "grpc") for pod in pods if pod[0] == "dynatree"}
+    everybody = {(*pod, "grpc") for pod in pods}
+    assert reached["verify"] == {("dynatree", "draft", "grpc")} | prometheus["verify"]
+    assert reached["draft"] == (everybody if overlay == "tls" else own) | prometheus["draft"]
+    http = {(*pod[:2], "http") for pod in (everybody if overlay == "tls" else own)}
+    assert reached["gateway"] == http | prometheus["gateway"]
+    dns = {(("kube-system", "any"), 53)}
+    hub = {("93.184.216.34", 443), ("2606:2800::1", 443)}
+    assert reaches["verify"] == dns | hub
+    assert reaches["draft"] == dns | hub | {(("dynatree", "verify"), "grpc")}
+    assert reaches["gateway"] == dns | {(("dynatree", "draft"), "grpc")}
+
+
+def test_images_are_built_on_one_base_that_can_be_pinned() -> None:
+    """No registry is asked here: the default is a tag, and the argument takes a digest behind it."""
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    stages = set(re.findall(r"^FROM \S+ AS (\w+)", dockerfile, re.MULTILINE))
+    bases = set(re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE))
+    assert bases - stages == {"${BASE_IMAGE}"}
+    default = re.search(r"^ARG BASE_IMAGE=(\S+)", dockerfile, re.MULTILINE)
+    assert default is not None
+    compose = yaml_documents(ROOT / "docker-compose.yml")[0]["services"]
+    for service in compose.values():
+        argument = service["build"]["args"]["BASE_IMAGE"]
+        assert interpolated(argument, {}) == default[1]
+        pinned = f"{default[1]}@sha256:{'0' * 64}"
+        assert interpolated(argument, {"BASE_IMAGE": pinned}) == pinned
 
 
 def test_draft_and_verify_are_given_the_same_pool() -> None:

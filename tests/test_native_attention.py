@@ -11,7 +11,6 @@ from model_zoo import save_random_model
 from dynatree.common.engine import ModelSettings, Segment, load_engine, loading
 from dynatree.common.engine.arena import KVArena, KVShape
 from dynatree.common.engine.native_attention import NativeBatch
-from dynatree.common.kv_range import KVRange
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ERRORS = {torch.float32: 3e-6, torch.bfloat16: 0.02, torch.float16: 0.003}
@@ -187,29 +186,3 @@ def test_many_light_slots_beside_a_heavy_one_are_not_lost():
     segment = segment_of(arena.reserve(slots + 10), slots - 1, 1)
     output = NativeBatch([segment], arena).attend(0, query, torch.zeros(1, 1, dim), torch.zeros(1, 1, dim), 1.0)
     assert (output - 1 / (1 + (slots - 1) * math.exp(-17.3))).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("kv", "start", "mask"),
-    [
-        (KVRange(0, 9), 8, None),
-        (KVRange(0, 9), -1, None),
-        (KVRange(-1, 9), 0, None),
-        (KVRange(15, 9), 4, None),
-        (KVRange(0, 9), 0, torch.ones(1, 2, dtype=torch.bool)),
-        (KVRange(0, 9), 0, torch.ones(2, 3, dtype=torch.bool)),
-        (KVRange(0, 9), 0, torch.ones(2, dtype=torch.bool)),
-        (KVRange(0, 9), 0, torch.ones(2, 2, dtype=torch.uint8)),
-    ],
-)
-def test_slots_and_masks_that_the_kernel_must_not_touch_are_refused(kv, start, mask):
-    arena = KVArena(KVShape(1, 2, 4), 20, torch.float32, torch.device("cpu"))
-    with pytest.raises((IndexError, ValueError)):
-        NativeBatch([segment_of(kv, start, 2, mask)], arena)
-
-
-def test_heads_of_keys_that_share_those_of_queries_unevenly_are_refused():
-    arena = KVArena(KVShape(1, 2, 4), 20, torch.float32, torch.device("cpu"))
-    query, key = torch.zeros(3, 1, 4), torch.zeros(2, 1, 4)
-    with pytest.raises(ValueError, match="no multiple of 2"):
-        NativeBatch([segment_of(KVRange(0, 9), 0, 1)], arena).attend(0, query, key, key, None)

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from model_zoo import ARCHITECTURES, save_random_model
 from processes import service, wait_until
 from safetensors.torch import load_file, save_file
@@ -145,6 +147,9 @@ def test_services_that_start_at_once_write_a_cache_once(llama: Path, tmp_path: P
             lambda folder: (folder / "layers.json").write_text('{"layers": [{}]}'),
             "the table of the layer cache cannot be read",
         ),
+        (lambda folder: _exchange(folder / "layer-001.bin", 8), "layer-001.bin of the layer cache is not what was"),
+        (lambda folder: _exchange(folder / "layer-001.bin", 4096), "layer-001.bin of the layer cache is not what"),
+        (lambda folder: _renumber(folder / "layers.json"), "the table of the layer cache cannot be read"),
     ],
 )
 def test_a_cache_that_was_harmed_is_refused(llama: Path, tmp_path: Path, harm: Any, message: str) -> None:
@@ -167,6 +172,81 @@ def _change(path: Path) -> None:
         byte = file.read(1)
         file.seek(100)
         file.write(bytes([byte[0] ^ 1]))
+
+
+def _exchange(path: Path, size: int) -> None:
+    """Exchange two neighbours of so many bytes, in the middle of a file."""
+    content = path.read_bytes()
+    middle = len(content) // 2 // size * size
+    one, other = content[middle - size : middle], content[middle : middle + size]
+    assert one != other
+    path.write_bytes(content[: middle - size] + other + one + content[middle + size :])
+
+
+def _renumber(path: Path) -> None:
+    """A table that can be read, and names another place of a tensor."""
+    table = json.loads(path.read_text())
+    next(iter(table["layers"][1]["places"].values()))[0] += 64
+    path.write_text(json.dumps(table))
+
+
+PAGES = 3
+
+
+@settings(deadline=None)
+@given(
+    st.binary(min_size=1, max_size=64),
+    st.sampled_from(["page", "word", "byte", "bit"]),
+    st.integers(0, PAGES * layer_file.PAGE * 8 - 1),
+    st.integers(0, PAGES * layer_file.PAGE * 8 - 1),
+)
+def test_whatever_is_changed_or_moved_changes_the_sum(seed: bytes, unit: str, one: int, other: int) -> None:
+    """Of pages that differ in little, which sums of words or of pages would not tell apart."""
+    content = bytearray(PAGES * layer_file.PAGE)
+    for place, byte in enumerate(seed):
+        content[place * 4099 % len(content)] = byte
+    before = bytes(content)
+    if unit == "bit":
+        content[one // 8] ^= 1 << one % 8
+    else:
+        size = {"page": layer_file.PAGE, "word": 8, "byte": 1}[unit]
+        a, b = (place // 8 // size * size for place in (one, other))
+        content[a : a + size], content[b : b + size] = content[b : b + size], content[a : a + size]
+    sums = [layer_file.sum_of(memoryview(each)) for each in (before, bytes(content))]
+    assert (sums[0] == sums[1]) == (content == before)
+
+
+def test_a_cache_of_another_format_is_not_read(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(layer_cache, "_FORMAT", layer_cache._FORMAT - 1)
+    stream_of(load(llama, cache, 0)).close()
+    [old] = cache.glob("*/")
+    for file in old.iterdir():
+        file.write_bytes(b"of another format")
+    monkeypatch.undo()
+    stream_of(load(llama, cache, 0)).close()
+    assert len(list(cache.glob("*/"))) == 2
+
+
+def test_a_lock_is_no_link_and_a_cache_nobody_elses(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, other = tmp_path / "cache", tmp_path / "other"
+    stream_of(load(llama, cache, 0)).close()
+    [lock], [folder] = cache.glob("*.lock"), cache.glob("*/")
+    shutil.rmtree(folder)
+    lock.unlink()
+    other.write_text("precious")
+    lock.symlink_to(other)
+    with pytest.raises(StartupError, match="cannot be written or read: Too many levels of symbolic links"):
+        load(llama, cache, 0)
+    assert other.read_text() == "precious"
+    lock.unlink()
+    monkeypatch.setattr(os, "geteuid", lambda: cache.stat().st_uid + 1)
+    monkeypatch.setattr(layer_cache, "_ROOT", -1)
+    with pytest.raises(StartupError, match="the layer cache's folder cache belongs to another user; expected one of"):
+        load(llama, cache, 0)
+    assert not list(cache.glob("*/"))
 
 
 def test_a_written_cache_is_read_without_its_lock(llama: Path, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from dynatree.common.security import LOCAL, Authentication
 log = logging.getLogger(__name__)
 
 Metadata = tuple[tuple[str, str], ...]
+_POISON = ("AcceleratorError", "DeviceFailedError", "LayerStreamError", "RankError")
 LONGEST_DETAILS = 1000  # characters; errors quote what was sent
 MAX_STANDARD_CALLS = 16  # of health and reflection, of one connection
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
@@ -279,12 +280,12 @@ async def _answer(handler: Any, call: Call) -> None:
 def is_poison(error: BaseException | None) -> bool:
     """Whether an error of the device, or what it led to, leaves this process without that device.
 
-    CUDA's errors stick. A streamed layer that cannot be read has been tried twice, and ranks that are out of step stay
-    so: a service that answered every call with that would draw calls, since it always has the fewest. Running out of
-    memory does not. By name, since the package of the wire does not import torch.
+    CUDA's errors stick. A streamed layer that cannot be read has been tried twice, ranks that are out of step stay so,
+    and a device that was given up stays so: a service that answered every call with that would draw calls, since it
+    always has the fewest. Running out of memory does not. By name, since the package of the wire does not import torch.
     """
     while error is not None:
-        if type(error).__name__ in ("AcceleratorError", "LayerStreamError", "RankError") or "CUDA error" in str(error):
+        if type(error).__name__ in _POISON or "CUDA error" in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -12,7 +12,8 @@
     ├── IdleSessionError          the peer was silent for too long    ABORTED
     ├── DeadlineExceededError     the caller's deadline has passed    DEADLINE_EXCEEDED
     ├── PeerUnavailableError      the other service is out of reach   UNAVAILABLE
-    └── PeerFailedError           the other service failed            INTERNAL
+    ├── PeerFailedError           the other service failed            INTERNAL
+    └── NotFiniteError            the target's numbers are not finite INTERNAL
 
     StartupError             a service cannot start; the command line prints it and exits
     DeviceFailedError        a service cannot go on; the command line exits, for a supervisor to start it anew
@@ -109,6 +110,15 @@ class PeerFailedError(ServiceError):
     """The other service failed in a way that is not the caller's fault."""
 
     code = "INTERNAL"
+
+
+class NotFiniteError(ServiceError):
+    """The target computed NaN or infinity where it was to choose a token: none is chosen, rather than a wrong one."""
+
+    code = "INTERNAL"
+
+    def __init__(self) -> None:
+        super().__init__("the target model's numbers are not finite (NaN or infinity), so that no token can be chosen")
 
 
 class StartupError(Exception):

@@ -89,11 +89,14 @@ class PrefixCache:
             self._arena.release(entry.kv)
 
     def release(self, kv: KVRange, token_ids: Sequence[int], principal: str) -> None:
-        """Take a range back whose first slots hold these tokens, and keep it if nothing kept begins with them."""
+        """Take a range back whose first slots hold these tokens, and keep it if nothing kept begins with them.
+
+        One that is broken is not kept.
+        """
         tokens = tuple(token_ids)
         same = [entry for entry in self._entries if entry.principal == principal]
         known = any(_common(entry.token_ids, tokens) == len(tokens) for entry in same)
-        if not self._enabled or len(tokens) < LEAST or known:
+        if not self._enabled or kv.broken or len(tokens) < LEAST or known:
             self._arena.release(kv)
             return
         for entry in same:

@@ -31,6 +31,7 @@ MAX_PENALTY = 100.0  # of repetition
 MAX_COUNT_PENALTY = 2.0  # of frequency and presence, as OpenAI has it
 MAX_BIAS = 1000.0
 MAX_BIASES = 1024
+NOT_CHOSEN = -1  # in place of a token, where the best score is NaN or infinite
 
 
 class Scheme(Enum):
@@ -181,9 +182,11 @@ def _penalised(logits: Tensor, sampling: Sampling, histories: Histories, tokens:
     """The logits of some tokens `[rows, tokens]` after the penalties."""
     if sampling.repetition_penalty != 1.0:
         seen = histories.counts(tokens, prompt=True).to(logits.device) > 0
-        penalised = torch.where(logits < 0, logits * sampling.repetition_penalty, logits / sampling.repetition_penalty)
+        # a tensor, as of the temperature: the reciprocal of a small penalty is infinite, and makes NaN of 0
+        divisor = torch.full((1,), sampling.repetition_penalty, device=logits.device)
+        penalised = torch.where(logits < 0, logits * sampling.repetition_penalty, logits / divisor)
         most = torch.finfo(logits.dtype).max  # a small penalty overflows, and two infinities have no difference
-        logits = torch.where(seen, penalised.clamp(-most, most), logits)
+        logits = torch.where(seen & logits.isfinite(), penalised.clamp(-most, most), logits)
     if sampling.counts_generated:
         counts = histories.counts(tokens, prompt=False).to(logits.device)
         logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
@@ -235,9 +238,18 @@ def scores(logits: Tensor, positions: Sequence[int], sampling: Sampling, histori
 def choose(
     logits: Tensor, positions: Sequence[int], sampling: Sampling, histories: Histories | None = None
 ) -> list[int]:
-    """The chosen token of each row of `logits` `[rows, vocabulary]`. Ties go to the lowest id, as in `generate()`."""
-    tokens: list[int] = scores(logits, positions, sampling, histories).argmax(-1).tolist()
+    """The chosen token of each row of `logits` `[rows, vocabulary]`, or `NOT_CHOSEN`, as `best_of` has it."""
+    tokens: list[int] = best_of(scores(logits, positions, sampling, histories)).tolist()
     return tokens
+
+
+def best_of(ranks: Tensor) -> Tensor:
+    """The token of the highest score of each row `[rows, vocabulary]`, int64 `[rows]`; `NOT_CHOSEN` if not finite.
+
+    Ties go to the lowest id, as in `generate()`. NaN counts as the highest, so one of them in a row is enough.
+    """
+    tokens = ranks.argmax(-1, keepdim=True)
+    return tokens.masked_fill(~ranks.gather(-1, tokens).isfinite(), NOT_CHOSEN)[:, 0]
 
 
 def noise(logits: Tensor, positions: Sequence[int], seed: int, stream: Stream) -> Tensor:

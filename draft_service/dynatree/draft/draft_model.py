@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,6 +32,8 @@ from dynatree.draft.drafter import Expansion
 from dynatree.draft.drawing import Drawing
 from dynatree.draft.growing_tree import GrowingTree, Proposal, TrieNode
 
+log = logging.getLogger(__name__)
+
 LEAST_LOG_PROB = -1e4  # a tree carries finite numbers only
 
 
@@ -40,6 +44,7 @@ class EngineDraftModel:
         self._engine = engine
         self._moves: list[KVMove] = []  # that go to the device with the next levels
         self._cache = cache or PrefixCache(engine.arena, enabled=False)
+        self._warned = False
         self.context_length = engine.info.context_length
 
     def reserve(self, slots: int, prompt_ids: Sequence[int], principal: str) -> tuple[KVRange | None, int]:
@@ -87,7 +92,14 @@ class EngineDraftModel:
         for each, rows in zip(expansions, logits, strict=True):
             if each.nodes:
                 _propose(each.session, each.tree, each.nodes, rows, each.breadth)
+                self._watch(each.tree, each.nodes)
         return seconds
+
+    def _watch(self, tree: GrowingTree, nodes: Sequence[int]) -> None:
+        """Warn once of a draft that proposes nothing, since its completions are right and slow."""
+        if not self._warned and any(not tree.node(node).proposals for node in nodes):
+            self._warned = True
+            log.warning("the draft model's numbers are not finite (NaN or infinity); no tokens are drafted by such")
 
     def _reads_below(self, expansion: Expansion) -> bool:
         """Whether levels below an expansion's root may be read with it."""
@@ -128,6 +140,7 @@ class EngineDraftModel:
             rows = zip(each.nodes, given.ids[asked.root :], given.log_probs[asked.root :], strict=True)
             for node, ids, log_probs in rows:
                 each.tree.node(node).proposals = _proposals(ids[: each.breadth], log_probs)
+            self._watch(each.tree, each.nodes)
             each.session.num_used = _plant(each.tree.node(ROOT), found.levels, asked.segment.stop, each.breadth)
         return expansions, seconds
 
@@ -153,7 +166,9 @@ def _plant(root: TrieNode, levels: Sequence[LevelRead], slot: int, breadth: int)
 
 
 def _proposals(ids: NDArray[np.int32], log_probs: NDArray[np.floating]) -> tuple[Proposal, ...]:
-    """Continuations that a tree can carry."""
+    """Continuations that a tree can carry; none where the draft's numbers are not finite."""
+    if math.isnan(log_probs[0]):
+        return ()
     pairs = zip(ids.tolist(), log_probs.tolist(), strict=False)
     return tuple(Proposal(token, min(max(log_prob, LEAST_LOG_PROB), 0.0)) for token, log_prob in pairs)
 
@@ -207,7 +222,7 @@ def _mask(session: DraftSession, tree: GrowingTree, uncached: int, below: Sequen
 def _propose(session: DraftSession, tree: GrowingTree, nodes: Sequence[int], logits: Tensor, breadth: int) -> None:
     """Give nodes their best `breadth` continuations, by the logits after each `[nodes, vocabulary]`."""
     sampling = session.drafting
-    logits = logits[:, : session.vocab_size].float().nan_to_num(nan=0.0)  # a guess may be bad; a tree must be finite
+    logits = logits[:, : session.vocab_size].float()
     paths: list[list[int]] = []
     if sampling.needs_history or session.draws:
         paths = [[above.token for above in reversed(tree.path(node))] for node in nodes]
@@ -253,11 +268,12 @@ def _draw(
     sampling: Sampling,
     breadth: int,
     drawing: Drawing,
-) -> list[tuple[DraftDistribution, tuple[Proposal, ...]]]:
+) -> list[tuple[DraftDistribution | None, tuple[Proposal, ...]]]:
     """Up to `breadth` draws of each row from its distribution, truncated to so many candidates.
 
     With replacement each draw maximises the log-probabilities with Gumbel noise of its own. The order of those with one
-    row of noise is that of draws without replacement (Gumbel-top-k).
+    row of noise is that of draws without replacement (Gumbel-top-k). A row that is not finite has no distribution and
+    no draws.
 
     `noise_of` gives each row so many numbers of noise. They are independent of those of every other node and of every
     other round: whether a draw is kept may depend on what other nodes drew, and must not depend on its own token
@@ -265,10 +281,13 @@ def _draw(
     """
     size = min(drawing.candidates, logits.shape[-1])
     best = warped(logits, sampling).topk(size, dim=-1)
-    rows = []
+    rows: list[tuple[DraftDistribution | None, tuple[Proposal, ...]]] = []
     for noise_of_row, values, ids in zip(noise_of, best.values, best.indices.tolist(), strict=True):
         probs = values.softmax(-1)
-        count = int((probs > 0).sum())
+        count = int((probs > 0).sum())  # 0 of NaN
+        if not count:
+            rows.append((None, ()))
+            continue
         log_probs = probs[:count].log().cpu()
         each = breadth if drawing.replacement else 1
         perturbed = log_probs + noise_of_row(each * count).view(each, count)

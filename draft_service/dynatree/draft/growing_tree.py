@@ -161,9 +161,11 @@ class GrowingTree:
         return self.node(index).proposals is not None
 
     def confidence(self, index: int) -> float:
-        """The highest next-token probability after an expanded node, c(u) in DynaTree section 3.3."""
+        """The highest next-token probability after an expanded node, c(u) in DynaTree section 3.3; 0 without any."""
         node = self.node(index)
         assert node.proposals is not None, "the growth loop expands a node before a policy sees it"
+        if not node.proposals:
+            return 0.0
         if node.candidates is not None:
             highest = max(node.candidates.probs)
         else:

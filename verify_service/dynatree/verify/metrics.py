@@ -32,6 +32,11 @@ class VerifyMetrics:
         self._hold = histogram("pass_hold_seconds", "How long a pass was held back for more trees.", TOKEN_BUCKETS)
         self._trimmed = Counter("dynatree_trimmed_nodes", "Nodes that were sent, but not verified.", registry=registry)
         self._committed = Counter("dynatree_committed_tokens", "Tokens committed.", registry=registry)
+        self._not_finite = Counter(
+            "dynatree_not_finite_choices",
+            "Tokens that were not chosen, since the target's numbers were NaN or infinite.",
+            registry=registry,
+        )
         self._cached = Counter("dynatree_cached_prompt_tokens", "Prompt tokens that were cached.", registry=registry)
 
     def passed(self, shared: PassStatistics, seconds: float) -> None:
@@ -50,6 +55,10 @@ class VerifyMetrics:
     def cached(self, tokens: int) -> None:
         """Count what a session found in the prefix cache."""
         self._cached.inc(tokens)
+
+    def not_finite(self, choices: int) -> None:
+        """Count tokens that could not be chosen."""
+        self._not_finite.inc(choices)
 
     def _row_price(self) -> float:
         return self._last.row_price if self._last is not None else 0.0

@@ -15,11 +15,13 @@ number is uniform here, as the acceptance probability requires, and a leaf is fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dynatree.common.sampling import NOT_CHOSEN
 from dynatree.common.tree import ROOT, TokenTree
 from dynatree.verify.accept import Verdict
 
@@ -37,15 +39,17 @@ def accept_residual(
         random: Fresh random numbers for the choice at a depth; the walk makes one choice at each.
 
     Returns:
-        The accepted path, its tokens, and the token drawn after it.
+        The accepted path, its tokens, and the token drawn after it; `NOT_CHOSEN` where the target's distribution there
+        is none.
     """
     node, depth = ROOT, 1
     path: list[int] = []
     while True:
-        generator = random(depth)
-        accepted, rest = _try_children(tree, node, target(node), generator)
+        generator, distribution = random(depth), target(node)
+        broken = not math.isfinite(distribution[0])  # a softmax makes of one NaN or infinity nothing but NaN
+        accepted, rest = (None, distribution) if broken else _try_children(tree, node, distribution, generator)
         if accepted is None:
-            token = _draw(rest, generator)
+            token = NOT_CHOSEN if broken else _draw(rest, generator)
             return Verdict(tuple(path), (*(tree.token_ids[n] for n in path), token))
         path.append(accepted)
         node, depth = accepted, depth + 1

@@ -16,6 +16,7 @@ from dynatree.common.prefix_cache import PrefixCache
 from dynatree.common.server import Server
 from dynatree.common.service_process import model_settings, run_service
 from dynatree.v1 import verify_pb2_grpc
+from dynatree.verify.fault_watch import FaultWatch
 from dynatree.verify.metrics import VerifyMetrics
 from dynatree.verify.pass_costs import PassCosts
 from dynatree.verify.scheduler import Scheduler
@@ -100,8 +101,9 @@ async def start_verify(
     verifier = Verifier(engine, limits.max_tree_nodes, cache)
     admission = Admission(limits.sessions, engine.arena.size, limits.queue)
     metrics = VerifyMetrics(operation.registry, admission)
+    watch = FaultWatch(metrics.not_finite)
     scheduler = Scheduler(
-        lambda parts: thread.run(verifier.run, parts),
+        watch.over(lambda parts: thread.run(verifier.run, parts)),
         PassCosts(engine.info.forward_costs),
         limits.batch_rows,
         on_pass=metrics.passed,

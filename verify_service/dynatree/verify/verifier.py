@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +12,11 @@ import numpy as np
 from torch import Tensor
 
 from dynatree.common.engine import Choosing, Engine
-from dynatree.common.errors import ServiceBusyError
+from dynatree.common.errors import NotFiniteError, ServiceBusyError
 from dynatree.common.gumbel import Stream, random_generator
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.prefix_cache import PrefixCache
-from dynatree.common.sampling import Histories, adjusted, choose, warped
+from dynatree.common.sampling import NOT_CHOSEN, Histories, adjusted, choose, warped
 from dynatree.common.tree import TokenTree
 from dynatree.verify.accept import Verdict, accept, cut
 from dynatree.verify.layout import depth_first, prompt_segment, tree_segment
@@ -193,7 +194,12 @@ def _judge(part: Part, logits: Tensor, chosen: Sequence[int] | None) -> Verdict 
 
     `logits` are those after the root and after each node `[1 + nodes, vocabulary]`; of a prompt the last one's are
     those after the root. `chosen` are the choices after all of them, where the device has made them.
+
+    Raises:
+        NotFiniteError: A token would be chosen by numbers that are not finite, or by what stands in place of such.
     """
+    if part.session.kv.broken:
+        raise NotFiniteError
     if part.prompt_tokens:
         if part.prompt_tokens < part.session.unread:
             return None
@@ -208,6 +214,8 @@ def _judge(part: Part, logits: Tensor, chosen: Sequence[int] | None) -> Verdict 
             chosen = choose(logits, positions, request.sampling, histories)
         verdict = accept(tree, chosen)
     verdict = cut(verdict, session.remaining, request.end_tokens)
+    if NOT_CHOSEN in verdict.token_ids:
+        raise NotFiniteError
     if not request.log_probs:
         return verdict
     rows = [0, *(node + 1 for node in verdict.accepted)][: len(verdict.token_ids)]
@@ -242,9 +250,14 @@ def _keep_log_probs(session: Session, logits: Tensor) -> None:
 
     A token's logits are about the one behind it: those of the tokens [a, b) about [a + 1, b + 1), as far as these are
     of the prompt.
+
+    Raises:
+        NotFiniteError: They say nothing.
     """
     request = session.request
     following = request.prompt_ids[session.read + 1 : session.read + 1 + len(logits)]
     values, likeliest = log_probs_of(logits[: len(following)], following, request.top_log_probs)
+    if any(map(math.isnan, values)):
+        raise NotFiniteError
     session.prompt_log_probs += values
     session.prompt_top_log_probs += likeliest

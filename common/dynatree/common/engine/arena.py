@@ -33,7 +33,8 @@ class KVArena:
     Keys carry their rotary position, so a slot may be moved without changing its meaning.
 
     Invariant: every number in the arena is finite; zeros are stored in place of others. A mask gives a slot the weight
-    0, and 0 times NaN is NaN: a rejected token, or another session's, may overflow in float16 and would spread.
+    0, and 0 times NaN is NaN: a rejected token, or another session's, may overflow in float16 and would spread. What
+    depends on such a token is spoiled by `not_finite.spoil` instead.
 
     Attributes:
         shape: Of one token's keys and values.

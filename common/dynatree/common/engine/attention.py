@@ -8,6 +8,7 @@ argument that it does not know.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -60,6 +61,14 @@ class Attending(Protocol):
         ...
 
 
+class SegmentAttending(Attending, Protocol):
+    """What computes the attention of segments, and remembers which tokens' keys or values were not finite."""
+
+    def faulty(self) -> Sequence[int]:
+        """The places of tokens whose keys or values were not finite, in any layer so far."""
+        ...
+
+
 class Batch:
     """Segments laid side by side in one row of tokens, with the attention bias of each, built once for all layers.
 
@@ -90,6 +99,7 @@ class Batch:
             _bias(segment, size, arena.dtype, arena.device) for segment, size in zip(segments, sizes, strict=True)
         ]
         self._dtype = arena.dtype
+        self._largest: list[Tensor] = []  # of each layer's keys and values, `[n]`: not finite where any is not
         self._spread = self._gathered = None  # indices of tokens, by padded place; of padded places, by token
         if padded[-1] > places[-1]:
             spread, gathered = [], []
@@ -102,6 +112,7 @@ class Batch:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Store the new keys and values, then attend; as `Attending.attend`."""
         both = torch.stack((key, value)).to(self._dtype)  # [2, kv_heads, n, head_dim]
+        self._largest.append(torch.linalg.vector_norm(both, math.inf, (0, 1, 3)))
         both.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         queries = query if self._spread is None else query.index_select(1, self._spread)
         grouped = query.shape[0] != key.shape[0]
@@ -124,6 +135,14 @@ class Batch:
             )
         output = (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2))[0]
         return (output if self._gathered is None else output.index_select(1, self._gathered)).transpose(0, 1)
+
+    def faulty(self) -> Sequence[int]:
+        """As `SegmentAttending.faulty`."""
+        if not self._largest:
+            return ()
+        finite = torch.stack(self._largest).isfinite().all(0)
+        places: list[int] = (~finite).nonzero()[:, 0].tolist()
+        return places
 
 
 def _bias(segment: Segment, sizes: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor | None:

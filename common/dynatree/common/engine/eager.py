@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from dynatree.common.engine.arena import KVArena
-from dynatree.common.engine.attention import Attending
+from dynatree.common.engine.attention import SegmentAttending
 from dynatree.common.engine.flat_forward import FlatForward
+from dynatree.common.engine.not_finite import spoil
 from dynatree.common.engine.segment import Segment
 
 
@@ -24,7 +25,7 @@ class EagerRunner:
     """
 
     def __init__(
-        self, forward: FlatForward, arena: KVArena, attending: Callable[[Sequence[Segment]], Attending]
+        self, forward: FlatForward, arena: KVArena, attending: Callable[[Sequence[Segment]], SegmentAttending]
     ) -> None:
         self._forward = forward
         self._arena = arena
@@ -37,13 +38,16 @@ class EagerRunner:
         for segment in segments:
             offsets.append(offsets[-1] + len(segment.token_ids))
         keep = [offset + index for offset, keeps in zip(offsets, kept, strict=False) for index in keeps]
+        attending = self._attending(segments)
         logits = self._forward(
             self._index(chain.from_iterable(segment.token_ids for segment in segments))[None],
             self._index(chain.from_iterable(segment.positions for segment in segments))[None],
-            self._attending(segments),
+            attending,
             self._index(keep),
         )
-        return list(logits.split_with_sizes([len(keeps) for keeps in kept]))
+        split = list(logits.split_with_sizes([len(keeps) for keeps in kept]))
+        spoil(segments, split, attending.faulty())
+        return split
 
     def _index(self, numbers: Iterable[int]) -> Tensor:
         """Whole numbers `[n]`, on the arena's device."""

@@ -20,7 +20,7 @@ from dynatree.common import embedded
 from dynatree.common.combinations import check_placement
 from dynatree.common.device import check_device, device_id
 from dynatree.common.engine.arena import KVArena, KVShape
-from dynatree.common.engine.attention import NAME, Attending, Batch
+from dynatree.common.engine.attention import NAME, Batch, SegmentAttending
 from dynatree.common.engine.batch_invariance import KEY_BLOCK, is_batch_invariant, is_x86
 from dynatree.common.engine.eager import EagerRunner
 from dynatree.common.engine.engine import Engine
@@ -37,6 +37,7 @@ from dynatree.common.engine.native import is_native
 from dynatree.common.engine.native_attention import NativeBatch
 from dynatree.common.engine.native_program import program_of
 from dynatree.common.engine.native_runner import NativeRunner
+from dynatree.common.engine.not_finite import check_weights
 from dynatree.common.engine.numerics import numerics_of
 from dynatree.common.engine.packing import pack, weights_of
 from dynatree.common.engine.parallel.parallel_engine import ParallelArena
@@ -117,6 +118,7 @@ def _engine_of(
     if streamed:
         parameters, step_bytes = streamed.parameters, streamed.step_bytes
     else:
+        check_weights(name, model.named_parameters())
         parameters, step_bytes = parameters_of(model), step_bytes_of(model)  # before packing, which hides weights
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)  # of this thread, on which all of the model's work runs
@@ -282,7 +284,7 @@ def _runner(
     model: PreTrainedModel,
     context_length: int,
     arena: KVArena,
-    attending: Callable[[Sequence[Segment]], Attending],
+    attending: Callable[[Sequence[Segment]], SegmentAttending],
     native: bool,
     streamed: StreamedLayers | None,
 ) -> Runner:

@@ -102,6 +102,28 @@ def call(function: str, *arguments: object) -> None:
         raise MemoryError("there is no memory for a forward")
 
 
+def address(tensor: Tensor, dtype: torch.dtype, *shape: int, rows_apart: bool = False) -> int:
+    """Where a tensor lies, for a kernel, which reads and writes where it is told.
+
+    Args:
+        tensor: On the CPU.
+        dtype: That the kernel takes it for.
+        shape: Likewise; -1 stands for any number.
+        rows_apart: Whether only the numbers of its last dimension lie side by side, and the kernel is told the strides.
+
+    Raises:
+        ValueError: It lies elsewhere or otherwise, or has another dtype or shape.
+    """
+    fits = len(shape) == tensor.dim() and all(a in (b, -1) for a, b in zip(shape, tensor.shape, strict=True))
+    side_by_side = tensor.stride(-1) == 1 or tensor.shape[-1] == 1 if rows_apart else tensor.is_contiguous()
+    if not (fits and side_by_side and tensor.dtype == dtype and tensor.device.type == "cpu"):
+        raise ValueError(
+            f"a kernel is given {tensor.dtype} {list(tensor.shape)} of strides {list(tensor.stride())} on "
+            f"{tensor.device}, and takes {dtype} {list(shape)} side by side on the CPU"
+        )
+    return tensor.data_ptr()
+
+
 def lying(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in this dtype, the numbers of its last dimension side by side."""
     tensor = tensor.to(dtype)

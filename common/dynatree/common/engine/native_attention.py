@@ -8,13 +8,14 @@ a segment, and stores the new ones on the way.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dynatree.common.engine.arena import KVArena
-from dynatree.common.engine.native import DTYPES, call, lying
+from dynatree.common.engine.native import DTYPES, address, call, lying
 from dynatree.common.engine.segment import Segment
 
 
@@ -46,6 +47,7 @@ class _Layer(ctypes.Structure):
         ("values", ctypes.c_void_p),
         ("arena_head", ctypes.c_int64),
         ("output", ctypes.c_void_p),
+        ("faulty", ctypes.c_void_p),
     )
 
 
@@ -80,24 +82,16 @@ def structures_of(segments: Sequence[Segment], arena: KVArena) -> tuple[ctypes.A
         structure.base, structure.start = each.kv.start, each.start
         if each.mask is not None:
             mask = each.mask.contiguous()
-            if (
-                mask.dtype != torch.bool
-                or mask.dim() != 2
-                or len(mask) != structure.tokens
-                or mask.shape[1] > each.stop
-            ):
-                shape = f"{mask.dtype} {list(mask.shape)}"
-                raise ValueError(
-                    f"a mask is {shape}, expected bool for {structure.tokens} tokens and {each.stop} slots"
-                )
+            structure.mask, structure.columns = address(mask, torch.bool, structure.tokens, -1), mask.shape[1]
+            if structure.columns > each.stop:
+                raise ValueError(f"a mask has {structure.columns} columns, expected at most {each.stop} slots")
             masks.append(mask)
-            structure.mask, structure.columns = mask.data_ptr(), mask.shape[1]
         first += structure.tokens
     return structures, masks
 
 
 class NativeBatch:
-    """Segments laid side by side in one row of tokens; implements `Attending`.
+    """Segments laid side by side in one row of tokens; implements `SegmentAttending`.
 
     A query's result has the same bits in whatever pieces a prompt is read: no padding is needed.
     """
@@ -105,7 +99,9 @@ class NativeBatch:
     def __init__(self, segments: Sequence[Segment], arena: KVArena) -> None:
         self._arena = arena
         self._segments, self._masks = structures_of(segments, arena)
-        self._layer = _Layer()
+        self._tokens = sum(len(segment.token_ids) for segment in segments)
+        self._faulty = array("B", bytes(self._tokens))
+        self._layer = _Layer(faulty=self._faulty.buffer_info()[0])
         self._shape = Shape()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -113,23 +109,38 @@ class NativeBatch:
 
         Raises:
             MemoryError: There is none for the kernel's own numbers.
-            ValueError: The heads of keys do not share those of queries evenly.
+            ValueError: A tensor is not of these tokens and this arena, or the heads of keys do not share those of
+                queries evenly.
         """
-        dtype = self._arena.dtype
+        dtype, heads, tokens = self._arena.dtype, query.shape[0], self._tokens
+        kv_heads, dim = self._arena.shape.kv_heads, self._arena.shape.head_dim
         query, key, value = (lying(each, dtype) for each in (query, key, value))
-        heads, tokens, dim = query.shape
-        if heads % key.shape[0]:
-            raise ValueError(f"{heads} heads of queries are no multiple of {key.shape[0]} of keys")
+        if heads % kv_heads:
+            raise ValueError(f"{heads} heads of queries are no multiple of {kv_heads} of keys")
         output = torch.empty(tokens, heads, dim, dtype=dtype)
-        slots = self._arena.layer(layer)  # [2, kv_heads, slots, dim]
+        slots = self._arena.layer(layer)
         to, shape = self._layer, self._shape
-        to.query, to.query_head, to.query_token = query.data_ptr(), query.stride(0), query.stride(1)
-        to.key, to.key_head, to.key_token = key.data_ptr(), key.stride(0), key.stride(1)
-        to.value, to.value_head, to.value_token = value.data_ptr(), value.stride(0), value.stride(1)
-        to.keys = slots.data_ptr()
+        to.query, to.query_head, to.query_token = _rows(query, dtype, heads, tokens, dim)
+        to.key, to.key_head, to.key_token = _rows(key, dtype, kv_heads, tokens, dim)
+        to.value, to.value_head, to.value_token = _rows(value, dtype, kv_heads, tokens, dim)
+        to.keys = address(slots, dtype, 2, kv_heads, -1, dim)
         to.values = to.keys + slots.stride(0) * slots.element_size()
-        to.arena_head, to.output = slots.stride(1), output.data_ptr()
-        shape.heads, shape.kv_heads, shape.dim, shape.dtype = heads, key.shape[0], dim, DTYPES[dtype]
+        to.arena_head, to.output = slots.stride(1), address(output, dtype, tokens, heads, dim)
+        shape.heads, shape.kv_heads, shape.dim, shape.dtype = heads, kv_heads, dim, DTYPES[dtype]
         shape.scale = dim**-0.5 if scale is None else scale
         call("dynatree_attention", ctypes.byref(to), ctypes.byref(shape), self._segments, len(self._segments))
         return output
+
+    def faulty(self) -> Sequence[int]:
+        """As `SegmentAttending.faulty`."""
+        return marked(self._faulty)
+
+
+def marked(flags: array[int]) -> Sequence[int]:
+    """The places of the flags that a kernel has set."""
+    return [place for place, flag in enumerate(flags) if flag] if 1 in flags.tobytes() else ()
+
+
+def _rows(tensor: Tensor, dtype: torch.dtype, *shape: int) -> tuple[int, int, int]:
+    """Where `[heads, tokens, dim]` lie, and the strides of heads and tokens."""
+    return address(tensor, dtype, *shape, rows_apart=True), tensor.stride(0), tensor.stride(1)

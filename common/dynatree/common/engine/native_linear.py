@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from dynatree.common.engine.native import DTYPES, call
+from dynatree.common.engine.native import DTYPES, address, call
 
 _PANEL = 64  # features whose weights lie together
 
@@ -68,9 +68,11 @@ class NativeLinear(nn.Module):
         return layer
 
     def _point(self) -> None:
+        panels, inputs = -(-self.out_features // _PANEL), self.in_features
+        layout = (inputs // 2, _PANEL, 2) if self._dtype == torch.bfloat16 else (inputs, _PANEL)
         self.structure = Linear(
-            self.weight.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
+            address(self.weight, self._dtype, panels, *layout),
+            None if self.bias is None else address(self.bias, self._dtype, panels * _PANEL),
             self.in_features,
             self.out_features,
             DTYPES[self._dtype],
@@ -81,11 +83,13 @@ class NativeLinear(nn.Module):
 
         Raises:
             MemoryError: There is none for the kernel's own numbers.
+            ValueError: The rows have another number of features.
         """
-        rows = rows.to(self._dtype).contiguous()
-        output = torch.empty(*rows.shape[:-1], self.out_features, dtype=self._dtype)
-        count = rows.shape[:-1].numel()
-        call("dynatree_linear", ctypes.byref(self.structure), rows.data_ptr(), count, output.data_ptr())
+        rows, outside = rows.to(self._dtype).contiguous(), rows.shape[:-1]
+        output = torch.empty(*outside, self.out_features, dtype=self._dtype)
+        where = address(rows, self._dtype, *outside, self.in_features)
+        to = address(output, self._dtype, *outside, self.out_features)
+        call("dynatree_linear", ctypes.byref(self.structure), where, outside.numel(), to)
         return output
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from dynatree.common.engine.native import DTYPES
+from dynatree.common.engine.native import DTYPES, address
 from dynatree.common.engine.native_attention import Shape
 from dynatree.common.engine.native_linear import Linear, NativeLinear
 
@@ -88,7 +88,9 @@ class _Writer:
         module: Any = model.get_input_embeddings()
         if type(module) is not nn.Embedding or module.weight.dtype != self.dtype or not module.weight.is_contiguous():
             raise _NoProgramError
-        self._add(kind=_EMBED, target=target, scale=module.weight.data_ptr(), width=self.widths[target])
+        width = self.widths[target]
+        table = address(module.weight, self.dtype, module.num_embeddings, width)
+        self._add(kind=_EMBED, target=target, scale=table, width=width)
 
     def norm(self, module: Any, source: int, target: int, last: bool = False) -> None:
         """`LayerNorm`, or any family's `RMSNorm`."""
@@ -103,8 +105,8 @@ class _Writer:
             kind=_NORM,
             source=source,
             target=target,
-            scale=parts[0].data_ptr(),
-            shift=None if parts[1] is None else parts[1].data_ptr(),
+            scale=address(parts[0], self.dtype, self.widths[source]),
+            shift=None if parts[1] is None else address(parts[1], self.dtype, self.widths[source]),
             width=self.widths[source],
             centered=centered,
             last=last,
@@ -123,6 +125,8 @@ class _Writer:
         if type(module) is not NativeLinear or module.weight.dtype != self.dtype:
             raise _NoProgramError
         if (module.in_features, module.out_features) != (self.widths[source], self.widths[target]):
+            raise _NoProgramError
+        if other >= 0 and self.widths[other] != self.widths[target]:
             raise _NoProgramError
         linear = Linear.from_buffer_copy(module.structure)
         linear.activation, linear.combination = activation, combination
@@ -251,7 +255,26 @@ def program_of(model: PreTrainedModel) -> Program | None:
     except _NoProgramError:
         return None
     parts.shape.dtype = DTYPES[model.dtype]
+    _check_places(writer, parts.shape)
     operations = (_Operation * len(writer.operations))(*writer.operations)
     return Program(
         model, model.dtype, tuple(writer.widths), operations, tuple(writer.layers), parts.shape, parts.rotary
     )
+
+
+def _check_places(writer: _Writer, shape: Shape) -> None:
+    """Refuse attention whose heads do not lie within the rows of their buffers.
+
+    Raises:
+        ValueError: One does not.
+    """
+    for each in writer.operations:
+        if each.kind != _ATTEND:
+            continue
+        places = ((each.query, shape.heads), (each.key, shape.kv_heads), (each.value, shape.kv_heads))
+        for place, heads in places:
+            row, stop = writer.widths[place.buffer], place.offset + (heads - 1) * place.head + shape.dim
+            if place.token != row or stop > row:
+                raise ValueError(f"{heads} heads of {shape.dim} numbers end at {stop} of a row of {row}")
+        if writer.widths[each.target] != shape.heads * shape.dim:
+            raise ValueError(f"{shape.heads} heads of {shape.dim} numbers fill no row of {writer.widths[each.target]}")

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from dynatree.common.engine.arena import KVArena
-from dynatree.common.engine.native import call
-from dynatree.common.engine.native_attention import SegmentStructure, Shape, structures_of
+from dynatree.common.engine.native import address, call
+from dynatree.common.engine.native_attention import SegmentStructure, Shape, marked, structures_of
 from dynatree.common.engine.native_program import Program
+from dynatree.common.engine.not_finite import spoil
 from dynatree.common.engine.segment import Segment
 from dynatree.common.engine.streaming.streamed_layers import StreamedLayers
 
@@ -45,6 +46,7 @@ class _Call(ctypes.Structure):
         ("arena_layer", ctypes.c_int64),
         ("arena_values", ctypes.c_int64),
         ("arena_head", ctypes.c_int64),
+        ("faulty", ctypes.c_void_p),
     )
 
 
@@ -73,8 +75,10 @@ class NativeRunner:
         self._cosines = self._sines = torch.empty(0, 0)  # [positions, rotary size]
         self._call = _Call()
         self._call.buffers = ctypes.addressof(self._buffers)
-        slots = arena.layer(0)  # [2, kv_heads, slots, dim]
-        self._call.arena, self._call.arena_layer = slots.data_ptr(), slots.numel()
+        slots, shape = arena.layer(0), program.shape  # [2, kv_heads, slots, dim]
+        layers = len(program.layers) - 1
+        self._call.arena = address(arena.data, program.dtype, layers, 2, shape.kv_heads, -1, shape.dim)
+        self._call.arena_layer = slots.numel()
         self._call.arena_values, self._call.arena_head = slots.stride(0), slots.stride(1)
         self._arena = arena  # which the call points at
 
@@ -105,17 +109,20 @@ class NativeRunner:
         self._reach(max(positions))
         self._lay_out(max(count, len(keep)))
         logits = torch.empty(len(keep), self._program.widths[-1], dtype=self._program.dtype)
-        self._buffers[len(self._buffers) - 1] = logits.data_ptr()
+        self._buffers[len(self._buffers) - 1] = address(logits, self._program.dtype, *logits.shape)
         structures, masks = structures_of(segments, self._arena)  # the structures point at the masks
+        faulty = array("B", bytes(count))
         to = self._call
-        to.n, to.kept = count, len(keep)
+        to.n, to.kept, to.faulty = count, len(keep), faulty.buffer_info()[0]
         to.tokens, to.positions, to.keep = (each.buffer_info()[0] for each in (tokens, positions, keep))
         to.segments, to.segment_count = structures, len(structures)
         for number, part in enumerate(self._parts):
             with self._streamed.layer(number - 1) if self._streamed else nullcontext():
                 call("dynatree_forward", ctypes.byref(part), ctypes.byref(to))
         del masks
-        return [logits] if len(kept) == 1 else list(logits.split_with_sizes(kept))
+        split = [logits] if len(kept) == 1 else list(logits.split_with_sizes(kept))
+        spoil(segments, split, marked(faulty))
+        return split
 
     def _lay_out(self, count: int) -> None:
         """Have the buffers of so many tokens lie one behind the other."""
@@ -126,7 +133,7 @@ class NativeRunner:
         needed = sum(lengths) + _ALIGNMENT
         if needed > len(self._memory):
             self._memory = torch.empty(needed, dtype=torch.uint8)
-        at = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        at = -(-address(self._memory, torch.uint8, -1) // _ALIGNMENT) * _ALIGNMENT
         for number, length in enumerate(lengths):
             self._buffers[number] = at
             at += length
@@ -138,7 +145,10 @@ class NativeRunner:
             return
         size = max(_LEAST_POSITIONS, 1 << position.bit_length())
         like = torch.empty(1, 1, dtype=self._program.dtype)
-        cosines, sines = self._program.rotary(like, torch.arange(size)[None])
-        self._cosines, self._sines = cosines[0].contiguous(), sines[0].contiguous()
-        self._call.cosines, self._call.sines = self._cosines.data_ptr(), self._sines.data_ptr()
-        self._call.rotary_size = self._cosines.shape[1]
+        both = [each[0].contiguous() for each in self._program.rotary(like, torch.arange(size)[None])]
+        turned = both[0].shape[-1]
+        self._call.cosines, self._call.sines = (address(each, self._program.dtype, size, turned) for each in both)
+        if turned % 2 or turned > self._program.shape.dim:
+            raise ValueError(f"a head of {self._program.shape.dim} numbers has {turned} that turn")
+        self._call.rotary_size = turned
+        self._cosines, self._sines = both

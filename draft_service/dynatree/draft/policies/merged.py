@@ -92,7 +92,7 @@ class MergedNGrams:
             prob = math.exp(proposal.log_prob)
         else:  # at most any proposal's, and what they leave of the draft's own distribution
             rest = 1.0 - sum(math.exp(draft.log_prob) for draft in tree.node(parent).proposals or ())
-            prob = min(rest, *(math.exp(each.log_prob) for each in proposals.values()))
+            prob = min([rest, *(math.exp(each.log_prob) for each in proposals.values())])
         model = self._control.model_weight * (_log_odds(prob) - _log_odds(self._control.usual_prob))
         log_odds = _log_odds(math.exp(tree.log_prob(node))) + model
         return Proposal(token, -math.log1p(math.exp(-log_odds)), proposal.draft_log_prob if proposal else None)

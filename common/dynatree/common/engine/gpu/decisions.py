@@ -10,17 +10,18 @@ from torch import Tensor
 
 from dynatree.common.engine.arena import KVArena
 from dynatree.common.engine.gpu.rows import RowBuffers
+from dynatree.common.sampling import best_of
 
 
 def chosen(logits: Tensor, temperatures: Tensor, noise: Tensor | None) -> Tensor:
-    """The token after each row, int64 `[rows]`: as `sampling.choose` by plain options.
+    """The token after each row, int64 `[rows]`, or `NOT_CHOSEN`: as `sampling.choose` by plain options.
 
     Args:
         logits: `[rows, vocabulary]`.
         temperatures: float32 `[rows]`; 0 for greedy.
         noise: float32 `[rows, vocabulary]`; None: all rows are greedy.
     """
-    return (logits if noise is None else ranking(logits, temperatures, noise)).argmax(-1)
+    return best_of(logits if noise is None else ranking(logits, temperatures, noise))
 
 
 def ranking(logits: Tensor, temperatures: Tensor, noise: Tensor) -> Tensor:

@@ -164,6 +164,7 @@ class Levels:
         for level in range(sizes.levels):
             before = reached.shape[1]
             offered = (reached[:, :, None] + chances.view(sizes.sessions, before, -1)).flatten(1)
+            offered = offered.nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # what is NaN goes on nowhere
             reached, best = offered.topk(sizes.width)  # [sessions, width]
             parents = self._first * before + best // sizes.breadth
             tokens = ids.view(sizes.sessions, -1).gather(1, best).flatten()
@@ -187,10 +188,13 @@ class Levels:
         positions: Tensor,
         noisy: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Of each row the best continuations, and their log-probabilities: `[rows, breadth]` each."""
+        """Of each row the best continuations, and their log-probabilities: `[rows, breadth]` each.
+
+        The first log-probability is NaN where the best logit is not finite.
+        """
         attention = RowAttention(self._arena, plan, self._longest)
         logits = self._forward(token_ids.long()[None], positions.long()[None], attention)
-        ranks = logits.float().nan_to_num(nan=0.0).masked_fill(self._tokens >= limits[:, None], -torch.inf)
+        ranks = logits.float().masked_fill(self._tokens >= limits[:, None], -torch.inf)
         if noisy:
             noise = torch.empty(ranks.shape, dtype=torch.float32, device=ranks.device)
             fill_noise(noise, seeds, positions + 1, Stream.CHOICE)

@@ -20,6 +20,7 @@ from dynatree.common.engine.gpu.tree_attention import tile_rows
 from dynatree.common.engine.runner import Choosing
 from dynatree.common.engine.segment import Segment
 from dynatree.common.gumbel import Stream
+from dynatree.common.sampling import NOT_CHOSEN
 
 
 class RowForward:
@@ -116,6 +117,8 @@ class RowRunner:
             forward = self._fitting(pieces)
             forward.buffers.fill(segments, pieces)
             logits = forward.run()
+            if any(segments[piece.segment].mask is None for piece in pieces):
+                _mark_broken(segments, pieces, logits.amax(-1).isfinite().tolist())
             for piece in pieces:
                 kept[piece.segment].append(_kept(logits, segments[piece.segment], piece).clone())
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in kept]
@@ -131,6 +134,7 @@ class RowRunner:
         forward = self._fitting(pieces)
         forward.buffers.fill(segments, pieces, choosings)
         logits, choices = forward.decide(noisy=any(each is not None and each.temperature > 0 for each in choosings))
+        _mark_broken(segments, pieces, [choice != NOT_CHOSEN for choice in choices])
         kept = [_kept(logits, segments[piece.segment], piece) for piece in pieces]
         return kept, [
             None if choosing is None else choices[piece.row : piece.row + piece.rows]
@@ -142,6 +146,22 @@ class RowRunner:
         rows = pieces[-1].row + pieces[-1].rows
         tiles = sum(-(-piece.rows // self.forwards[-1].sizes.tile) for piece in pieces)
         return next(each for each in self.forwards if each.sizes.rows >= rows and each.sizes.tiles >= tiles)
+
+
+def _mark_broken(segments: Sequence[Segment], pieces: Sequence[Piece], finite: Sequence[bool]) -> None:
+    """Mark the ranges of causal segments, whose tokens are committed, where the logits after one are not finite.
+
+    What is not finite in a layer's output stays so to the logits, and its keys and values are zeros in the arena.
+
+    Args:
+        segments: Of a pass.
+        pieces: Of them, what went through a forward.
+        finite: Of each of its rows, whether the best logit is finite.
+    """
+    for piece in pieces:
+        segment = segments[piece.segment]
+        if segment.mask is None and not all(finite[piece.row : piece.row + piece.rows]):
+            segment.kv.broken = True
 
 
 def _kept(logits: Tensor, segment: Segment, piece: Piece) -> Tensor:

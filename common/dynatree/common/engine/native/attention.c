@@ -180,18 +180,32 @@ INLINE void gather_all(const struct scratch *s, int64_t row, int64_t tile, int64
 
 /* The arena */
 
-/* Copy a head's new keys or values into its slots, with 0 in place of what is not finite. */
-static void put(char *to, const char *from, int64_t token, int64_t tokens, int64_t dim, int64_t dtype) {
+/* Copy a head's new keys or values into its slots. What is not finite becomes 0, since 0 times it, the weight of a slot
+ * that is not seen, is none; its token is told. */
+static void put(char *to, const char *from, int64_t token, int64_t tokens, int64_t dim, int64_t dtype,
+                uint8_t *faulty) {
     for (int64_t t = 0; t < tokens; t++) {
+        int found;
         if (dtype == FLOAT32) {
             const uint32_t *bits = (const uint32_t *)from + t * token;
-            for (int64_t d = 0; d < dim; d++)
-                ((uint32_t *)to)[t * dim + d] = (bits[d] & 0x7f800000) == 0x7f800000 ? 0 : bits[d];
+            uint32_t any = 0;
+            for (int64_t d = 0; d < dim; d++) {
+                uint32_t finite = (bits[d] & 0x7f800000) != 0x7f800000;
+                ((uint32_t *)to)[t * dim + d] = finite ? bits[d] : 0;
+                any |= !finite;
+            }
+            found = any;
         } else {
             const uint16_t *bits = (const uint16_t *)from + t * token, exponent = dtype == BFLOAT16 ? 0x7f80 : 0x7c00;
-            for (int64_t d = 0; d < dim; d++)
-                ((uint16_t *)to)[t * dim + d] = (bits[d] & exponent) == exponent ? 0 : bits[d];
+            uint16_t any = 0;
+            for (int64_t d = 0; d < dim; d++) {
+                uint16_t finite = (bits[d] & exponent) != exponent;
+                ((uint16_t *)to)[t * dim + d] = finite ? bits[d] : 0;
+                any |= !finite;
+            }
+            found = any;
         }
+        if (found) __atomic_store_n(faulty + t, 1, __ATOMIC_RELAXED); /* the same by every head's thread */
     }
 }
 
@@ -402,8 +416,9 @@ INLINE void attend(const struct layer *l, const struct shape *shape, const struc
             rotate(l->query + (each * l->query_head + segment->first * l->query_token) * size, l->query_token, rotary,
                    segment->first, segment->tokens, dtype);
     }
-    put(keys + segment->start * dim * size, key, l->key_token, segment->tokens, dim, dtype);
-    put(values + segment->start * dim * size, value, l->value_token, segment->tokens, dim, dtype);
+    uint8_t *faulty = l->faulty + segment->first;
+    put(keys + segment->start * dim * size, key, l->key_token, segment->tokens, dim, dtype, faulty);
+    put(values + segment->start * dim * size, value, l->value_token, segment->tokens, dim, dtype, faulty);
     s->slots = (segment->start + segment->tokens + TILE - 1) / TILE * TILE;
     int64_t chunk = chunk_of(rows, s->slots);
     for (int64_t first = 0; first < rows; first += chunk) {

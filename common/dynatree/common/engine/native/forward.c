@@ -45,6 +45,7 @@ struct call {
     int64_t segment_count;
     char *arena;                                   /* [layers, 2, kv_heads, slots, dim] */
     int64_t arena_layer, arena_values, arena_head; /* strides in elements */
+    uint8_t *faulty;                               /* [n], as of struct layer */
 };
 
 #define SUMS 16 /* partial sums of a norm: as many on every build, so that all give the same bits */
@@ -130,6 +131,7 @@ static void attend_tasks(const struct operation *o, const struct call *c, const 
         .values = keys + c->arena_values * size,
         .arena_head = c->arena_head,
         .output = c->buffers[o->to],
+        .faulty = c->faulty,
     };
     attention_tasks(&layer, shape, &c->rotary, c->segments, c->segment_count, memory, next);
 }

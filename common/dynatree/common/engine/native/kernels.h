@@ -28,7 +28,8 @@ struct layer {
     int64_t query_head, query_token, key_head, key_token, value_head, value_token;
     char *keys, *values; /* the arena's: [kv_heads, slots, dim] */
     int64_t arena_head;
-    char *output; /* [n, heads, dim] */
+    char *output;    /* [n, heads, dim] */
+    uint8_t *faulty; /* [n]: set to 1 where a key or a value is not finite */
 };
 
 struct shape {

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from dynatree.common.engine.not_finite import check_weights
 from dynatree.common.errors import StartupError
 
 _INDEX = "model.safetensors.index.json"
@@ -76,7 +77,7 @@ class Checkpoint:
         """Some tensors by name.
 
         Raises:
-            StartupError: The checkpoint lacks one.
+            StartupError: The checkpoint lacks one, or one is not finite.
         """
         missing = [name for name in names if name not in self._files]
         if missing:
@@ -90,6 +91,7 @@ class Checkpoint:
                 for name in names:
                     if self._files[name][0] == path:
                         found[name] = file.get_tensor(self._files[name][1]).to(self._dtype)
+        check_weights(self.name, found.items())
         return found
 
     def layer(self, layer: int) -> Mapping[str, Tensor]:

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ from dynatree.common.errors import StartupError
 log = logging.getLogger(__name__)
 
 _TABLE = "layers.json"
-_FORMAT = 2  # of the table and the files
+_FORMAT = 3  # of the table and the files; another one's folder has another name, and is not read
+_ROOT = 0  # its user id
 _SPARE = 1 << 28  # bytes that a disk must have left
 
 
@@ -69,6 +70,9 @@ def cached_layers(
     name = hashlib.sha256(f"{_FORMAT} {layout} {checkpoint.identity()}".encode()).hexdigest()[:16]
     folder = root / name
     try:
+        root.mkdir(parents=True, exist_ok=True)
+        for each in (root, folder):
+            _check_owner(each)
         if not (folder / _TABLE).exists():  # one that is written is read without the lock: its disk may be read-only
             with _alone(folder):
                 if not (folder / _TABLE).exists():
@@ -81,6 +85,19 @@ def cached_layers(
         ) from error
 
 
+def _check_owner(folder: Path) -> None:
+    """Refuse a folder in which another user may put weights, or links to what is written over.
+
+    Raises:
+        StartupError: It belongs to another user, who is not root.
+    """
+    if folder.exists() and folder.stat().st_uid not in (_ROOT, os.geteuid()):
+        raise StartupError(
+            f"the layer cache's folder {folder.name} belongs to another user; expected one of this service's user or "
+            f"of root, by --layer-cache"
+        )
+
+
 def _write(
     folder: Path, checkpoint: Checkpoint, layers: int, build: Callable[[int, Mapping[str, Tensor]], nn.Module]
 ) -> list[CachedLayer]:
@@ -88,14 +105,30 @@ def _write(
     folder.mkdir(parents=True)
     try:
         written = [_write_layer(folder, layer, layers, checkpoint, build) for layer in range(layers)]
-        table = {"layers": [_row(each) for each in written]}
-        unfinished = folder / f"{_TABLE}.new"
-        unfinished.write_text(json.dumps(table))
-        unfinished.replace(folder / _TABLE)
+        _write_table(folder, [_row(each) for each in written])
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return written
+
+
+def _write_table(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the table, and its folder's entries, to the disk."""
+    unfinished = folder / f"{_TABLE}.new"
+    with unfinished.open("w") as file:
+        json.dump({"layers": rows, "sum": _sum_of(rows)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(folder / _TABLE)
+    for each in (folder, folder.parent):
+        descriptor = os.open(each, os.O_RDONLY | os.O_DIRECTORY)
+        with suppress(OSError):  # there are file systems that write no folders at a word
+            os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def _sum_of(rows: list[dict[str, Any]]) -> str:
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
 def _write_layer(
@@ -134,7 +167,10 @@ def _row(each: CachedLayer) -> dict[str, Any]:
 
 def _read_table(folder: Path) -> list[CachedLayer]:
     try:
-        rows = json.loads((folder / _TABLE).read_text())["layers"]
+        table = json.loads((folder / _TABLE).read_text())
+        rows = table["layers"]
+        if table["sum"] != _sum_of(rows):
+            raise ValueError("it is not what was written")
         cached = []
         for layer, row in enumerate(rows):
             places = {
@@ -157,8 +193,8 @@ def _read_table(folder: Path) -> list[CachedLayer]:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """While no other service writes this cache; one that comes meanwhile waits, and finds it written."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
+    path = folder.with_suffix(".lock")
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
