@@ -6,7 +6,9 @@ where those do.
 
 from __future__ import annotations
 
+import asyncio
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +22,9 @@ import pytest
 from conftest import EmbeddedServices
 
 from dynatree.client import Client
+from dynatree.common.security import LOCAL, SecuritySettings
+from dynatree.gateway.limits import Limits
+from dynatree.gateway.serve_gateway import GatewaySettings, serve
 
 _ADDRESS = re.compile(r"as HTTP on (\S+)")
 _STOP_SECONDS = 20.0
@@ -73,6 +78,22 @@ def running_gateway(server: str, *options: str) -> Iterator[Gateway]:
             process.wait()
         reading.join(_STOP_SECONDS)
         process.stderr.close()
+
+
+def served_here(server: str, act: Callable[[str], None], limits: Limits, security: SecuritySettings = LOCAL) -> None:
+    """Call `act` on a thread with the URL of a gateway in this process, which has limits of its own."""
+
+    async def main() -> None:
+        url = asyncio.get_running_loop().create_future()
+        settings = GatewaySettings(server, "127.0.0.1:0", security, limits=limits)
+        serving = asyncio.ensure_future(serve(settings, url.set_result))
+        try:
+            await asyncio.to_thread(act, await url)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            await serving
+
+    asyncio.run(main())
 
 
 @pytest.fixture(scope="module", name="gateway")

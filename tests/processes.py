@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,12 @@ from dynatree.common import healthcheck
 
 START_SECONDS = 120.0
 END_SECONDS = 20.0
+
+
+def first_process() -> list[str]:
+    """What makes a command the first process of a container, where this user may do that."""
+    command = ["unshare", "--pid", "--fork", "--kill-child"]
+    return command if subprocess.run([*command, "true"], capture_output=True).returncode == 0 else []
 
 
 @contextmanager

@@ -190,7 +190,7 @@ def test_a_client_that_goes_away_cancels_its_completion(tmp_path: Path, stream: 
         host, port = gateway.url.removeprefix("http://").split(":")
         body = json.dumps({"prompt": "a", "max_tokens": 150, "n": 64, "ignore_eos": True, "stream": stream})
         with socket.create_connection((host, int(port))) as connection:
-            head = "POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
             assert wait_for(lambda: not services.idle)
         assert wait_for(lambda: services.idle)
@@ -200,7 +200,7 @@ def test_a_client_that_goes_away_cancels_its_completion(tmp_path: Path, stream: 
 def test_a_client_that_leaves_in_the_midst_of_its_body_is_no_failure(gateway: Gateway) -> None:
     host, port = gateway.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}X-Request-Id: leaver\r\nContent-Length: 1000\r\n\r\nhalf".encode())
         time.sleep(0.2)
     assert wait_for(lambda: "request_id=leaver route=/v1/completions status=499" in gateway.log)
@@ -210,7 +210,7 @@ def test_a_client_that_leaves_in_the_midst_of_its_body_is_no_failure(gateway: Ga
 def test_a_length_that_is_too_large_is_refused_before_the_body(gateway: Gateway) -> None:
     host, port = gateway.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: 1000000000\r\n\r\n".encode())
         assert connection.recv(12) == b"HTTP/1.1 413"
 
@@ -234,7 +234,7 @@ def test_a_stop_tells_the_requests_that_it_cuts(embedded_services: EmbeddedServi
 
 def test_a_stop_tells_requests_that_are_not_yet_at_the_model(tmp_path: Path) -> None:
     """One whose body is still read, and those that wait for a draft service."""
-    head = "POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\nContent-Length: 99"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99"
     with running_gateway(f"unix:{tmp_path}/nobody.sock", "--grace", "1") as gateway, ThreadPoolExecutor(4) as threads:
         host, port = gateway.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=60) as connection:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import openai
@@ -13,11 +12,6 @@ from gateways import client_fixture as client_fixture
 from gateways import gateway_fixture as gateway_fixture
 from gateways import grpc_client_fixture as grpc_client_fixture
 from gateways import model_fixture as model_fixture
-from pydantic import ValidationError
-from pydantic_core import from_json
-
-from dynatree.gateway.errors import ApiError
-from dynatree.gateway.requests import ChatRequest, CompletionRequest
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a field that is not here": ({"prompt": "a", "suffix": "b"}, "suffix", "suffix is not supported"),
@@ -85,7 +79,8 @@ def test_what_does_not_fit_the_context_is_told_in_the_words_that_clients_look_fo
     ("data", "words"),
     [
         (b"{", "not JSON"),
-        (b"[" * 20_000, "not JSON"),
+        (b"[" * 10_000, "not JSON"),
+        (b"[" * 20_000, "too many objects and lists"),
         (b"[]", "should be an object"),
         (b'{"prompt": NaN}', "prompt"),
         (b'{"prompt": "\\ud800"}', "not JSON"),
@@ -102,55 +97,6 @@ def test_a_body_that_makes_no_sense_is_refused(gateway: Gateway, data: bytes, wo
 
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("start", "item", "end"),
-    [
-        (b'{"messages": [{"role": "user", "content": [', b"{}", b"]}]}"),
-        (b'{"messages": [', b"{}", b"]}"),
-        (b'{"prompt": [', b"-1", b"]}"),
-        (b'{"prompt": [', b'""', b"]}"),
-        (b'{"prompt": "a", "policy_settings": {"a": [', b'""', b"]}}"),
-    ],
-)
-def test_a_body_that_is_wrong_in_a_million_places_is_refused_at_once(
-    gateway: Gateway, start: bytes, item: bytes, end: bytes
-) -> None:
-    """Checking all of them took 10 s, in which every stream stood still."""
-    body = start + b",".join([item] * (3 * 2**20 // (len(item) + 1))) + end
-    route = "chat/completions" if b"messages" in start else "completions"
-    began = time.monotonic()
-
-    answer = requests.post(
-        f"{gateway.url}/v1/{route}", data=body, headers={"Content-Type": "application/json"}, timeout=60
-    )
-
-    assert answer.status_code == 400
-    assert time.monotonic() - began < 2.0
-    assert len(answer.content) < 5000
-
-
-@pytest.mark.parametrize(
-    ("start", "item", "end"),
-    [
-        (b'{"prompt": "a", ', b"1", b"}"),
-        (b'{"messages": [{"role": "user", "content": "a", ', b"1", b"}]}"),
-        (b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "a", ', b"1", b"}]}]}"),
-        (b'{"prompt": "a", "logit_bias": {', b'""', b"}}"),
-    ],
-)
-def test_an_object_of_a_million_fields_is_refused_at_once(start: bytes, item: bytes, end: bytes) -> None:
-    """To name each of them took 7 s, in which every stream stood still."""
-    fields = from_json(start + b",".join(b'"%d": %s' % (number, item) for number in range(200_000)) + end)
-    model = ChatRequest if b"messages" in start else CompletionRequest
-    began = time.process_time()
-
-    with pytest.raises(ValidationError) as raised:
-        model.model_validate(fields)
-
-    assert "200" in ApiError.of_body(raised.value, fields).message
-    assert time.process_time() - began < 2.0
 
 
 def test_what_an_error_quotes_is_cut(gateway: Gateway) -> None:

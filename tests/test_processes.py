@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from forked import Forked
 from model_zoo import save_random_model
-from processes import is_running, wait_until
+from processes import first_process, is_running, wait_until
 from transformers import PreTrainedTokenizerFast
 
 from dynatree.cli.main import main
@@ -437,6 +437,48 @@ def test_an_interrupt_while_services_start_is_an_interrupt():
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors.strip()) == (130, "")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [("verify", ""), ("verify", "loading"), ("draft", ""), ("draft", "loading"), ("gateway", ""), ("serve", "loading")],
+)
+def test_a_container_that_is_stopped_while_it_starts_ends(command, says):
+    """Its first process gets no signal without a handler: as soon as it has one, and while torch is imported."""
+    arguments = {
+        "verify": ["--target-model", "embedded"],
+        "draft": ["--draft-model", "embedded", "--verify", "localhost:9"],
+        "gateway": ["--server", "localhost:9"],
+        "serve": ["--target-model", "embedded", "--draft-model", "embedded"],
+    }
+    alone = first_process()
+    words = [*alone, *COMMAND, command, *arguments[command], "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while says and says not in process.stderr.readline():
+                assert process.poll() is None
+            wait_until(lambda: all(map(heeds_termination, started(process, alone))))
+            for each in started(process, alone):
+                os.kill(each, signal.SIGTERM)
+            process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def started(process, alone):
+    """The command's process, which is a child where it is the first of its own processes; waits for that."""
+    if not alone:
+        return [process.pid]
+    wait_until(lambda: child_processes(process.pid))
+    return child_processes(process.pid)
+
+
+def heeds_termination(process: int) -> bool:
+    status = Path(f"/proc/{process}/status").read_text()
+    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
 def test_a_service_is_not_interrupted_before_it_can_heed_it(monkeypatch):

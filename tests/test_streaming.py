@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_zoo import ARCHITECTURES, save_random_model
-from processes import service, wait_until
+from processes import first_process, service, wait_until
 from safetensors.torch import load_file, save_file
 
 from dynatree.client import Client
@@ -112,6 +113,26 @@ def test_a_folder_that_was_not_finished_is_written_anew(llama: Path, tmp_path: P
     (folder / "layer-001.bin").write_bytes(b"half")
     stream_of(load(llama, tmp_path / "cache", 0)).close()
     assert (folder / "layers.json").exists()
+
+
+def test_a_service_that_is_ended_while_it_writes_leaves_nothing_half_written(llama: Path, tmp_path: Path) -> None:
+    """As a container is, whose first process has no handlers but its own."""
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from dynatree.cli import interrupts; interrupts.end_at_once()\n"
+        "from dynatree.common.engine import ModelSettings, load_engine\n"
+        "from dynatree.common.engine.streaming import layer_cache\n"
+        "write = layer_cache.write_layer\n"
+        "def ended(path, tensors):\n"
+        "    write(path, tensors)\n"
+        "    assert len(list(path.parent.iterdir())) == 1\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "layer_cache.write_layer = ended\n"
+        "load_engine(ModelSettings(sys.argv[1], sessions=1, resident_layers=0, layer_cache=Path(sys.argv[2])))"
+    )
+    process = subprocess.run([*first_process(), sys.executable, "-c", code, str(llama), str(tmp_path / "cache")])
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not list((tmp_path / "cache").glob("*/"))
 
 
 @pytest.mark.long

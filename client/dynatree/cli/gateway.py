@@ -7,7 +7,7 @@ import asyncio
 import re
 from pathlib import Path
 
-from dynatree.cli.arguments import add_channel_arguments
+from dynatree.cli.arguments import add_channel_arguments, positive
 from dynatree.cli.checks import check_grpc
 from dynatree.cli.parser import group
 from dynatree.cli.service_arguments import (
@@ -17,6 +17,7 @@ from dynatree.cli.service_arguments import (
     network_addresses,
     some_seconds,
 )
+from dynatree.gateway.limits import MAX_CONNECTIONS, Limits
 
 EXAMPLE = "dynatree gateway --server gpu-host:50051 --ca ca.pem --port 8000"
 _WAY = "the way to the draft service"
@@ -58,6 +59,14 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="what the model is called over HTTP, by one name or several; answers have the first (default: its own)",
     )
+    network.add_argument(
+        "--max-connections",
+        type=positive,
+        default=MAX_CONNECTIONS,
+        metavar="N",
+        help="HTTP connections at once; those that wait longest for a request give way to new ones "
+        "(default: %(default)s, or fewer where the process may not open so many files)",
+    )
     security = group(parser, "security")
     security.description = "of HTTP; the certificate is read anew when it is replaced"
     security.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain, PEM: HTTPS")
@@ -75,6 +84,14 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="ORIGIN",
         help="let pages of this origin call, such as https://example.org, or of any with '*'; may be repeated",
+    )
+    security.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="let requests call a gateway that listens on loopback by this name too, as behind a proxy that keeps the "
+        "Host header, or by any with '*'; may be repeated",
     )
     security.add_argument(
         "--insecure",
@@ -120,6 +137,8 @@ def run(options: argparse.Namespace) -> int:
         options.grace,
         options.served_model_name,
         options.api_key,
+        options.allow_host,
+        Limits(connections=options.max_connections),
     )
     asyncio.run(serve(settings, lambda address: announce_ready("gateway", f"{options.server} as HTTP on {address}")))
     return 0

@@ -1,8 +1,9 @@
 """What an interrupt does to the command, from its first line on.
 
-While a command is imported and while a service starts, there is nothing to put in order: SIGINT and SIGTERM end the
-process, with 128 + the signal's number. An exception would come up anywhere in torch's import. Commands that have
-something to put in order ask for the exception; services, once they are ready, for a stop of their own.
+While a command is imported and while a service starts, there is nothing to put in order but a folder that is half
+written: SIGINT and SIGTERM end the process, with 128 + the signal's number. An exception would come up anywhere in
+torch's import. Commands that have something to put in order ask for the exception; services, once they are ready, for a
+stop of their own.
 """
 
 import os
@@ -50,4 +51,6 @@ def finish() -> None:
 
 def _end(number: int, _: FrameType | None) -> None:
     sys.stdout.flush()
+    if (stopping := sys.modules.get("dynatree.common.stopping")) is not None:
+        stopping.remove_unfinished()
     os._exit(128 + number)

@@ -29,6 +29,7 @@ from dynatree.cli.service_arguments import (
 )
 from dynatree.cli.verify import add_batch_argument, add_placement_arguments
 from dynatree.common.limits import ALL_LAYERS
+from dynatree.gateway.limits import Limits
 
 if TYPE_CHECKING:
     from dynatree.cli.service_pair import ServicePair
@@ -110,6 +111,8 @@ def run(options: argparse.Namespace) -> int:
             options.grace,
             options.served_model_name,
             options.api_key,
+            options.allow_host,
+            Limits(connections=options.max_connections),
         )
         return asyncio.run(_Serving(settings, pair, options).run())
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from dynatree.client import Chunk, Completion, FinishReason
+from dynatree.gateway.encoding import Items, Json
 from dynatree.gateway.token_texts import TokenTexts
 
-Json = dict[str, Any]
 # For each of some tokens the likeliest in its place: (id, log-probability), likeliest first.
 TopLogProbs = Sequence[Sequence[tuple[int, float]]]
 LOWEST_LOG_PROB = -9999.0  # what stands for minus infinity, which JSON has not
@@ -88,21 +88,24 @@ class TextAnswer(_Named):
         self, token_ids: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs, offsets: Sequence[int]
     ) -> Json:
         """The log-probabilities of the next tokens of a choice; the chosen token is among the named."""
-        tops: list[dict[str, float] | None] = []
-        for place, (token_id, log_prob) in enumerate(zip(token_ids, log_probs, strict=True)):
+
+        def likeliest(place: int) -> dict[str, float] | None:
+            log_prob = log_probs[place]
             if log_prob is None:  # the first of the prompt: nothing is before it
-                tops.append(None)
-                continue
-            named = [*(top[place] if top else ()), (token_id, log_prob)]
-            likeliest: dict[str, float] = {}
-            for each, value in named:  # several tokens may have one text; the likeliest counts
-                likeliest.setdefault(self._texts.name(each), _finite(value))
-            tops.append(likeliest)
+                return None
+            named: dict[str, float] = {}
+            for each, value in (*(top[place] if top else ()), (token_ids[place], log_prob)):
+                named.setdefault(self._texts.name(each), _finite(value))  # of several of one text the likeliest counts
+            return named
+
+        count = len(token_ids)
         return {
-            "tokens": [self._texts.name(token_id) for token_id in token_ids],
-            "token_logprobs": [None if each is None else _finite(each) for each in log_probs],
-            "top_logprobs": tops,
-            "text_offset": list(offsets),
+            "tokens": Items(count, lambda some: [self._texts.name(token_id) for token_id in token_ids[some]]),
+            "token_logprobs": Items(
+                count, lambda some: [None if each is None else _finite(each) for each in log_probs[some]]
+            ),
+            "top_logprobs": Items(count, lambda some: [likeliest(place) for place in range(*some.indices(count))]),
+            "text_offset": Items(len(offsets), lambda some: list(offsets[some])),
         }
 
 
@@ -139,15 +142,15 @@ class ChatAnswer(_Named):
         self, token_ids: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs, offsets: Sequence[int]
     ) -> Json:
         """The log-probabilities of the next tokens of a choice; chats do not tell where they begin."""
-        places = zip(token_ids, log_probs, top or ((),) * len(token_ids), strict=True)
-        content = [
-            {
-                **self._token(token_id, log_prob),
-                "top_logprobs": [self._token(each, value) for each, value in likeliest],
-            }
-            for token_id, log_prob, likeliest in places
-        ]
-        return {"content": content, "refusal": None}
+
+        def tokens(some: slice) -> list[Json]:
+            likeliest = top[some] if top else ((),) * len(token_ids[some])
+            return [
+                {**self._token(token_id, log_prob), "top_logprobs": [self._token(*each) for each in named]}
+                for token_id, log_prob, named in zip(token_ids[some], log_probs[some], likeliest, strict=True)
+            ]
+
+        return {"content": Items(len(token_ids), tokens), "refusal": None}
 
     def _token(self, token_id: int, log_prob: float | None) -> Json:
         token = self._texts.bytes(token_id)
@@ -168,13 +171,16 @@ def tokens_used(prompt_tokens: int, new_tokens: int) -> Json:
     }
 
 
-def usage_of(completions: Sequence[Completion], seconds: float, *, scores_only: bool = False) -> Json:
+def usage_of(
+    completions: Sequence[Completion], seconds: float, *, scores_only: bool = False, cached_tokens: bool = False
+) -> Json:
     """What some completions cost, each with its alternatives; the prompt's tokens count once for each prompt.
 
     Args:
         completions: The first of each prompt.
         seconds: From the request to the last token of all.
         scores_only: Whether the new tokens are not told.
+        cached_tokens: Whether it is told how much of the prompts was cached.
     """
     every = [each for first in completions for each in (first, *first.alternatives)]
     stats = [each.stats for each in every]
@@ -183,9 +189,10 @@ def usage_of(completions: Sequence[Completion], seconds: float, *, scores_only: 
     rounds, drafted = sum(each.rounds for each in stats), sum(each.draft_n for each in stats)
     accepted = sum(each.draft_n_accepted for each in stats)
     committed = sum(each.tokens_per_round * each.rounds for each in stats)
+    cached = sum(each.stats.cached_tokens for each in completions)
     return {
         **tokens_used(prompt_tokens, new_tokens),
-        "prompt_tokens_details": {"cached_tokens": sum(each.stats.cached_tokens for each in completions)},
+        **({"prompt_tokens_details": {"cached_tokens": cached}} if cached_tokens else {}),
         "speculative_decoding": {
             "mean_acceptance_length": committed / rounds if rounds else 0.0,
             "acceptance_rate": accepted / drafted if drafted else 0.0,

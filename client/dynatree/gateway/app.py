@@ -6,9 +6,10 @@ import hmac
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -20,21 +21,27 @@ from starlette.routing import Route
 
 from dynatree.client import AsyncClient, DynaTreeError, Prompt, ServiceInfo
 from dynatree.common.version import version
-from dynatree.gateway.answers import Answer, ChatAnswer, Json, TextAnswer
+from dynatree.gateway.answers import Answer, ChatAnswer, TextAnswer
 from dynatree.gateway.bodies import read_body
 from dynatree.gateway.description import description
+from dynatree.gateway.encoding import Json, aside, encoded
 from dynatree.gateway.errors import ApiError, unauthorized
 from dynatree.gateway.front import Front
+from dynatree.gateway.hosts import Hosts
+from dynatree.gateway.limits import Limits
+from dynatree.gateway.memory import check_answer
 from dynatree.gateway.metrics import GatewayMetrics
 from dynatree.gateway.models import Metadata, Models
+from dynatree.gateway.open_requests import OpenRequests
 from dynatree.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from dynatree.gateway.responses import UntilStopped, as_events, error_response, whole
+from dynatree.gateway.responses import InPieces, UntilStopped, as_events, error_response, whole
 from dynatree.gateway.work import Wanted, Work
 from dynatree.pages import Page
 
 HEALTH_SECONDS = 2.0  # for the draft service's answer about its health
 LOADING_SECONDS = 5  # until a request is worth another try while models are loaded
 LAST_WORDS_SECONDS = 1.0  # for errors on their way when the gateway stops
+Body = TypeVar("Body", bound=BaseModel)
 _TOKEN = re.compile(r"[!-~]{1,4096}")  # longer ones are no tokens, and gRPC has no room for them
 
 
@@ -47,27 +54,36 @@ class Gateway:
         page: What is at the root.
         names: Of the model; none for the target's own.
         key: What requests must show; None leaves it to the draft service what they must.
+        limits: Of bodies and answers.
     """
 
     def __init__(
-        self, client: AsyncClient, registry: CollectorRegistry, page: Page, names: Sequence[str], key: str | None
+        self,
+        client: AsyncClient,
+        registry: CollectorRegistry,
+        page: Page,
+        names: Sequence[str],
+        key: str | None,
+        limits: Limits,
     ) -> None:
         self._client = client
+        self._limits = limits
         self._names = names
         self._key = key
         self._registry = registry
         self._page = page
+        self._html = page.html.encode()
         self._models = Models(client)
-        self._description = description()
+        self._description = b"".join(encoded(description()))
 
     async def live_page(self, _: Request) -> Response:
         """The page that shows completions round by round."""
         headers = {"Content-Security-Policy": self._page.policy, "Referrer-Policy": "no-referrer"}
-        return HTMLResponse(self._page.html, headers=headers)
+        return HTMLResponse(self._html, headers=headers)
 
     async def describe(self, _: Request) -> Response:
         """The routes as OpenAPI describes them."""
-        return JSONResponse(self._description)
+        return Response(self._description, media_type="application/json")
 
     async def health(self, _: Request) -> Response:
         """Whether requests are served: whether the draft service, and a verify service behind it, are."""
@@ -98,7 +114,7 @@ class Gateway:
 
     async def completions(self, request: Request) -> Response:
         """Complete one prompt or several."""
-        metadata, body = self._metadata(request), await read_body(request, CompletionRequest)
+        metadata, body = await self._asked(request, CompletionRequest)
         info = await self._served(body.model, metadata)
         texts = await self._models.texts(metadata) if body.logprobs is not None else None
         wanted = Wanted(
@@ -110,12 +126,14 @@ class Gateway:
             scores_only=body.scores_only,
             usage=body.include_usage,
             running_usage=body.running_usage,
+            cached_tokens=await self._models.tells_callers_apart(),
         )
-        return self._answer(body, body.prompts, TextAnswer(self._names_of(info)[0], texts), wanted, metadata)
+        answer = TextAnswer(self._names_of(info)[0], texts)
+        return self._answer(request, body, body.prompts, answer, wanted, metadata, info)
 
     async def chat(self, request: Request) -> Response:
         """Answer a chat."""
-        metadata, body = self._metadata(request), await read_body(request, ChatRequest)
+        metadata, body = await self._asked(request, ChatRequest)
         info = await self._served(body.model, metadata)
         texts = await self._models.texts(metadata) if body.logprobs else None
         wanted = Wanted(
@@ -125,13 +143,14 @@ class Gateway:
             trace=bool(body.trace),
             usage=body.include_usage,
             running_usage=body.running_usage,
+            cached_tokens=await self._models.tells_callers_apart(),
         )
         answer = ChatAnswer(self._names_of(info)[0], texts, body.completions)
-        return self._answer(body, [body.chat], answer, wanted, metadata)
+        return self._answer(request, body, [body.chat], answer, wanted, metadata, info)
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a prompt."""
-        metadata, body = self._metadata(request), await read_body(request, TokenizeRequest)
+        metadata, body = await self._asked(request, TokenizeRequest)
         info = await self._served(body.model, metadata)
         told = await self._client.tokenize(
             body.text_or_chat,
@@ -147,17 +166,28 @@ class Gateway:
             "tokens": told.token_ids,
             "token_strs": told.token_strings if body.return_token_strs else None,
         }
-        return JSONResponse(answer)
+        return InPieces(await aside(lambda: encoded(answer)))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
-        metadata, body = self._metadata(request), await read_body(request, DetokenizeRequest)
+        metadata, body = await self._asked(request, DetokenizeRequest)
         await self._served(body.model, metadata)
         return JSONResponse({"prompt": await self._client.detokenize(body.tokens, metadata=metadata)})
 
     async def version(self, _: Request) -> Response:
         """The gateway's version."""
         return JSONResponse({"version": version()})
+
+    async def _asked(self, request: Request, model: type[Body]) -> tuple[Metadata, Body]:
+        """What a request asks for, with what the draft service is shown. It must know the caller before a body is read.
+
+        Raises:
+            ApiError: The gateway has a key of its own, and the request does not show it, or the body is wrong.
+            DynaTreeError: The draft service does not know the key.
+        """
+        metadata = self._metadata(request)
+        await self._models.lately(metadata)
+        return metadata, await read_body(request, model, self._limits)
 
     async def _served(self, name: str | None, metadata: Metadata) -> ServiceInfo:
         """What the draft service runs, if it is the model of this name.
@@ -198,17 +228,24 @@ class Gateway:
 
     def _answer(
         self,
+        request: Request,
         body: CompletionRequest | ChatRequest,
         prompts: Sequence[Prompt],
         answer: Answer,
         wanted: Wanted,
         metadata: Metadata,
+        info: ServiceInfo,
     ) -> Response:
-        """The answer, whole or as it comes."""
+        """The answer, whole or as it comes.
+
+        Raises:
+            ApiError: It may come to be too large.
+        """
+        check_answer(body, prompts, info.target.context_length, self._limits.held_bytes)
         principal = (("dynatree-principal", body.principal),) if body.principal else ()
         options = body.options()
         streams = [self._client.stream(prompt, metadata=metadata + principal, **options) for prompt in prompts]
-        work = Work(streams, answer, wanted)
+        work = Work(streams, answer, wanted, request.state.open_request.hold)
         return as_events(work.events(), body.fields) if body.stream else whole(work.whole, body.fields)
 
 
@@ -220,6 +257,8 @@ def build_app(
     origins: Sequence[str] = (),
     names: Sequence[str] = (),
     key: str | None = None,
+    hosts: Hosts,
+    limits: Limits,
     loading: Callable[[], bool] = lambda: False,
 ) -> Front:
     """The application; it closes the client when it ends.
@@ -231,6 +270,8 @@ def build_app(
         origins: Whose pages may call, as browsers name them; "*" is everybody's.
         names: Of the model; none for the target's own.
         key: What requests must show; None leaves it to the draft service what they must.
+        hosts: The names by which the gateway may be called.
+        limits: Of requests.
         loading: Whether the services behind it are still starting.
     """
 
@@ -256,7 +297,7 @@ def build_app(
             yield
             await front.told(LAST_WORDS_SECONDS)
 
-    gateway = Gateway(client, registry, page, names, key)
+    gateway = Gateway(client, registry, page, names, key, limits)
     routes = [
         Route("/v1/completions", ready(gateway.completions), methods=["POST"]),
         Route("/v1/chat/completions", ready(gateway.chat), methods=["POST"]),
@@ -283,7 +324,7 @@ def build_app(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    front = Front(app, GatewayMetrics(registry), {route.path for route in routes})
+    front = Front(app, GatewayMetrics(registry), {route.path for route in routes}, OpenRequests(limits), hosts)
     return front
 
 

@@ -1,7 +1,8 @@
-"""Bodies of requests: read to a limit, and checked."""
+"""Bodies of requests: read to a limit and by a deadline, and checked."""
 
 from __future__ import annotations
 
+import asyncio
 from codecs import BOM_UTF8
 from typing import TypeVar
 
@@ -9,18 +10,23 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
+from dynatree.gateway.counts import VALUE_BYTES, Counts
+from dynatree.gateway.encoding import aside
 from dynatree.gateway.errors import ApiError, client_went
+from dynatree.gateway.limits import Limits
+from dynatree.gateway.open_requests import OpenRequest
 
-MAX_BODY_BYTES = 4 * 2**20  # what a gRPC message of the services may have
+LONG_BYTES = 2**16  # the JSON of what is longer is read on a thread of its own
+COUNTED_BYTES = 2**14  # of a body at once, so that the event loop goes on meanwhile
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read_body(request: Request, model: type[Body]) -> Body:
+async def read_body(request: Request, model: type[Body], limits: Limits) -> Body:
     """The body of a request.
 
     Raises:
-        ApiError: It is no JSON, too long, or not what the model describes.
+        ApiError: It is no JSON, too long or too slow, or not what the model describes.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # which a page of another origin cannot send without being asked for its origin
@@ -28,16 +34,46 @@ async def read_body(request: Request, model: type[Body]) -> Body:
             415, f"the body is {kind or 'of no type'}; expected application/json", code="invalid_content_type"
         )
     length = request.headers.get("content-length", "")
-    body = b""
+    if length.isdecimal() and int(length[:20]) > limits.body_bytes:
+        raise _too_large(limits)
+    open_request: OpenRequest = request.state.open_request
     try:
-        if length.isdecimal() and int(length) > MAX_BODY_BYTES:
-            raise _too_large()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > MAX_BODY_BYTES:
-                raise _too_large()
+        with open_request.reading():
+            body = await _read(request, open_request, limits)
     except ClientDisconnect:
         raise client_went() from None
+    except TimeoutError:
+        message = f"the body came too slowly: {limits.body_seconds:g} s, and {limits.body_rate} bytes in each more"
+        raise ApiError(408, message, code="request_timeout") from None
+    if len(body) > LONG_BYTES:
+        return await aside(lambda: _parsed(body, model))
+    return _parsed(body, model)
+
+
+async def _read(request: Request, open_request: OpenRequest, limits: Limits) -> bytes:
+    """All of it, counted as it comes; what it takes of memory, parsed too, is held."""
+    counts = Counts()
+    pieces: list[bytes] = []
+    length = values = 0
+    began = asyncio.get_running_loop().time()
+    async with asyncio.timeout(limits.body_seconds) as deadline:
+        async for piece in request.stream():
+            length += len(piece)
+            if length > limits.body_bytes:
+                raise _too_large(limits)
+            for start in range(0, len(piece), COUNTED_BYTES):
+                if start:
+                    await asyncio.sleep(0)
+                counts.add(piece[start : start + COUNTED_BYTES])
+            pieces.append(piece)
+            found = counts.values + counts.strings + counts.containers
+            open_request.hold(len(piece) + (found - values) * VALUE_BYTES)
+            values = found
+            deadline.reschedule(began + limits.body_seconds + length / limits.body_rate)
+    return b"".join(pieces)
+
+
+def _parsed(body: bytes, model: type[Body]) -> Body:
     try:
         fields = from_json(body.removeprefix(BOM_UTF8))  # which some programs for Windows write
     except ValueError as error:
@@ -48,6 +84,5 @@ async def read_body(request: Request, model: type[Body]) -> Body:
         raise ApiError.of_body(error, fields) from None
 
 
-def _too_large() -> ApiError:
-    message = f"the body is longer than {MAX_BODY_BYTES} bytes"
-    return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
+def _too_large(limits: Limits) -> ApiError:
+    return ApiError(413, f"the body is longer than {limits.body_bytes} bytes", code="request_too_large")

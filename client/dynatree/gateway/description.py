@@ -61,7 +61,7 @@ class ModelList(_Object):
 
 
 class PromptTokensDetails(_Object):
-    """Of the prompt's tokens."""
+    """Of the prompt's tokens; told where callers have keys."""
 
     cached_tokens: int
 
@@ -87,7 +87,7 @@ class Usage(_Object):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None = None
     speculative_decoding: SpeculativeDecoding
 
 
@@ -195,15 +195,17 @@ _REASONS = {
     401: "The API key is not the gateway's, or no token of the draft service.",
     403: "The draft service does not let the key's owner do this.",
     404: "The model is not served.",
+    408: "The body came too slowly.",
     413: "The body is too long.",
     415: "The body is not application/json.",
+    421: "The gateway listens on loopback, and the host that the request names is not its own.",
     429: "There is no room, or the key's owner has had his share; Retry-After says when to try again.",
     500: "A service failed.",
     503: "The draft service, or every verify service behind it, is out of reach.",
     504: "The request took longer than the gateway's --timeout.",
 }
-_ASKED = (401, 403, 500, 503, 504)
-_WORK = (400, 404, 413, 415, 429, *_ASKED)
+_ASKED = (401, 403, 421, 500, 503, 504)
+_WORK = (400, 404, 408, 413, 415, 429, *_ASKED)
 # One event; its data is a chunk as OpenAI's API has it, or [DONE].
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _REF = "#/components/schemas/{model}"

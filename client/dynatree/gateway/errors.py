@@ -6,6 +6,8 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import grpc
@@ -81,7 +83,7 @@ class ApiError(Exception):
     @classmethod
     def of_body(cls, error: ValidationError, body: Any) -> ApiError:
         """What is wrong with a body: the first field that is, by its full name."""
-        found = [(_path(each, body), each) for each in error.errors(include_url=False)]
+        found = [(_path(each, body), each) for each in error.errors(include_url=False, include_input=False)]
         top = found[0][0][:1]
         # a value that may have several forms has an error for each; the form that it got furthest in is meant
         found = [(path, each) for path, each in found if path[:1] == top]
@@ -90,9 +92,9 @@ class ApiError(Exception):
         if first["type"] == "extra_forbidden":
             return cls(400, f"{name} is not supported", param=name, code="unsupported_parameter")
         if first["type"] == "literal_error":
-            message = (
-                f"{name} {str(first['input'])[:LONGEST_PARAM]} is not supported; expected {first['ctx']['expected']}"
-            )
+            value = reduce(getitem, path, body)
+            quoted = f"{name} {value[:LONGEST_PARAM]}" if isinstance(value, str) else name
+            message = f"{quoted} is not supported; expected {first['ctx']['expected']}"
             return cls(400, message, param=name, code="unsupported_value")
         reasons = [_reason(each) for where, each in found if where == path]
         reason = ", or ".join(dict.fromkeys(reasons))

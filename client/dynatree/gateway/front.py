@@ -1,4 +1,4 @@
-"""What stands in front of every route: names requests, counts and logs."""
+"""What stands in front of every route: names requests, counts and logs, and refuses those that there is no room for."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import re
 import time
 import uuid
 from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import replace
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dynatree.gateway.errors import CLIENT_WENT
+from dynatree.gateway.errors import CLIENT_WENT, ApiError
+from dynatree.gateway.hosts import Hosts
 from dynatree.gateway.metrics import GatewayMetrics, Times
+from dynatree.gateway.open_requests import OpenRequests
+from dynatree.gateway.responses import error_response
 
 log = logging.getLogger(__name__)
 
@@ -23,24 +27,36 @@ _REQUEST_ID = re.compile(rb"[\w.:-]{1,64}")
 
 
 class Front:
-    """The outermost application. `scope["state"]["request_id"]` names a request: the caller's own name, or a new one.
+    """The outermost application.
+
+    `scope["state"]` has a request's `request_id`, the caller's own name for it or a new one, and its `open_request`.
 
     Args:
         app: What answers.
         metrics: Counts.
         routes: The paths that are counted each by its name.
+        requests: Those that are in work.
+        hosts: The names by which the gateway may be called.
     """
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, routes: Collection[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: GatewayMetrics,
+        routes: Collection[str],
+        requests: OpenRequests,
+        hosts: Hosts,
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._routes = routes
-        self._open: set[asyncio.Task[object]] = set()
+        self._requests = requests
+        self._hosts = hosts
 
     async def told(self, seconds: float) -> None:
         """Wait at most so long for requests that the server has cut short, which are still told so."""
-        if self._open:
-            await asyncio.wait(self._open, timeout=seconds)
+        if tasks := self._requests.tasks:
+            await asyncio.wait(tasks, timeout=seconds)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -69,13 +85,16 @@ class Front:
 
         if not watches:
             self._metrics.open.inc()
-        task = asyncio.current_task()
-        assert task is not None
-        self._open.add(task)
         try:
-            await self._app(scope, receive, send_named)
+            with ExitStack() as stack:
+                try:
+                    self._hosts.check(headers.get(b"host"))
+                    scope["state"]["open_request"] = stack.enter_context(self._requests.opened(watches=watches))
+                except ApiError as error:
+                    await error_response(error)(scope, receive, send_named)
+                else:
+                    await self._app(scope, receive, send_named)
         finally:
-            self._open.discard(task)
             seconds = time.perf_counter() - began
             self._metrics.answered(route, status, times)
             if not watches:

@@ -12,11 +12,12 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from dynatree.client import GenerateOptions, Message
 from dynatree.gateway.errors import LengthFields
-from dynatree.gateway.no_effect import MAX_FIELDS, Body, at_most
+from dynatree.gateway.no_effect import Body
 
 MAX_PROMPTS = 128
 MAX_STOP_STRINGS = 16
 MAX_BIASES = 1024
+MAX_FIELDS = 1024  # of an object whose names are the caller's own
 MAX_MESSAGES = 4096  # of a chat: thousands of tokens at least
 MAX_PARTS = 1024  # of a message
 LONGEST_PRINCIPAL = 256  # characters, of what the services take
@@ -37,7 +38,10 @@ def _without_nulls(body: Any) -> Any:
     """An object whose names are the caller's own, without those that are null."""
     if not isinstance(body, dict):
         return body
-    return at_most(MAX_FIELDS, {name: value for name, value in body.items() if value is not None})
+    fields = {name: value for name, value in body.items() if value is not None}
+    if len(fields) > MAX_FIELDS:
+        raise ValueError(f"the object has {len(fields)} fields; at most {MAX_FIELDS} are accepted")
+    return fields
 
 
 class StreamOptions(Body):
@@ -196,12 +200,26 @@ class CompletionRequest(CompletionOptions):
         """Whether the prompt is all that is asked about."""
         return self.max_tokens == 0
 
+    @property
+    def new_tokens(self) -> int:
+        """How many new tokens a completion may have."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def named(self) -> int | None:
+        """How many of the likeliest tokens each place names; None where no log-probabilities are wanted."""
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """Whether a choice begins with its prompt."""
+        return bool(self.echo)
+
     def options(self) -> GenerateOptions:
         """The options of the client library."""
-        new_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else max(self.max_tokens, 1)
         return GenerateOptions(
             **self.common_options(),
-            max_new_tokens=new_tokens,
+            max_new_tokens=max(self.new_tokens, 1),
             log_probs=self.logprobs is not None,
             top_log_probs=self.logprobs or 0,
             prompt_log_probs=bool(self.echo) and self.logprobs is not None,
@@ -305,12 +323,27 @@ class ChatRequest(CompletionOptions, Template):
         """The prompt for the client library."""
         return [each.message for each in self.messages]
 
+    @property
+    def new_tokens(self) -> int | None:
+        """How many new tokens an answer may have; None to the end of the context."""
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
+
+    @property
+    def named(self) -> int | None:
+        """How many of the likeliest tokens each place names; None where no log-probabilities are wanted."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def echoes(self) -> bool:
+        """A chat's answer does not begin with the chat."""
+        return False
+
     def options(self) -> GenerateOptions:
         """The options of the client library."""
-        newer = self.max_completion_tokens
         return GenerateOptions(
             **self.common_options(),
-            max_new_tokens=self.max_tokens if newer is None else newer,
+            max_new_tokens=self.new_tokens,
             continue_final_message=self.continues,
             log_probs=bool(self.logprobs),
             top_log_probs=self.top_logprobs or 0,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynatree.client import DynaTreeError
-from dynatree.gateway.answers import Json
+from dynatree.gateway.encoding import PIECE_BYTES, encode
 from dynatree.gateway.errors import ApiError, LengthFields, stopping
+from dynatree.gateway.open_requests import OpenRequest
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -26,22 +26,40 @@ def error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, dict(error.headers))
 
 
-def whole(work: Callable[[], Awaitable[Json]], fields: LengthFields) -> Response:
+class InPieces(Response):
+    """JSON that is handed to the connection piece by piece, as the client takes it."""
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        super().__init__(headers={"content-length": str(sum(map(len, pieces)))})
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._pieces.reverse()
+        while self._pieces:
+            piece = self._pieces.pop()
+            await send({"type": "http.response.body", "body": piece, "more_body": bool(self._pieces)})
+
+
+def whole(work: Callable[[], Awaitable[list[bytes]]], fields: LengthFields) -> Response:
     """One JSON object, when it is there; `fields` of the request, for its errors."""
 
     async def tell(telling: Telling) -> None:
-        await telling.respond(JSONResponse(await work()))
+        await telling.respond(InPieces(await work()))
 
     return _WhileWanted(tell, fields)
 
 
-def as_events(events: AsyncGenerator[Json], fields: LengthFields) -> Response:
+def as_events(events: AsyncGenerator[str], fields: LengthFields) -> Response:
     """Events as they come, and `[DONE]` behind them; `fields` of the request, for its errors."""
 
     async def tell(telling: Telling) -> None:
         async with aclosing(events):
             async for event in events:
-                await telling.event(json.dumps(event, ensure_ascii=False, separators=(",", ":")))
+                await telling.event(event)
         await telling.event("[DONE]", last=True)
 
     return _WhileWanted(tell, fields)
@@ -65,24 +83,34 @@ class Telling:
         if not self._begun:
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             self._begun = True
-        await self._send(_event(data, last=last))
+        for message in _event(data, last=last):
+            await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
         """Tell an error: as a status of its own before the first event, and behind it as the last event."""
         if self._begun:
-            await self.event(json.dumps(error.body(), ensure_ascii=False), last=True)
+            await self.event(encode(error.body()), last=True)
         else:
             await self.respond(error_response(error))
 
 
-def _event(data: str, *, last: bool) -> Message:
-    return {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": not last}
+def _event(data: str, *, last: bool) -> Iterator[Message]:
+    """One event; a long one as several messages, each of which waits until the client has taken the last."""
+    event = f"data: {data}\n\n".encode()
+    for start in range(0, len(event), PIECE_BYTES):
+        end = start + PIECE_BYTES
+        yield {
+            "type": "http.response.body",
+            "body": event[start:end],
+            "more_body": not last or end < len(event),
+        }
 
 
 class UntilStopped:
-    """Around every phase of a request, from its body to its last byte: one that the gateway's stop cuts short is told.
+    """Around every phase of a request, from its body to its last byte: one that is cut short is told.
 
-    The server cancels the task of each request that is still open when it has waited long enough.
+    The server cancels the task of each request that is still open when it has waited long enough at its stop, and
+    open_requests.py those that go for the sake of others.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -103,10 +131,13 @@ class UntilStopped:
         try:
             await self._app(scope, receive, noted)
         except asyncio.CancelledError:
+            request: OpenRequest = scope["state"]["open_request"]
+            error = request.ended_by or stopping()
             if not begun:
-                await error_response(stopping())(scope, receive, send)
+                await error_response(error)(scope, receive, send)
             elif as_events and not ended:
-                await send(_event(json.dumps(stopping().body()), last=True))
+                for message in _event(encode(error.body()), last=True):
+                    await send(message)
 
 
 class _WhileWanted(Response):

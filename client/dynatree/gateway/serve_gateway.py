@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
@@ -24,11 +26,12 @@ from dynatree.common.security import SecuritySettings, is_local
 from dynatree.common.stopping import on_stop
 from dynatree.common.unix_socket import prepare_socket
 from dynatree.gateway.app import build_app
+from dynatree.gateway.connections import Connection, Listener
+from dynatree.gateway.hosts import Hosts
+from dynatree.gateway.limits import Limits
 from dynatree.pages.live import live_page
 
 log = logging.getLogger(__name__)
-
-KEEP_ALIVE_SECONDS = 75  # of an idle connection
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class GatewaySettings:
         grace: Seconds that open requests get at a stop.
         names: Of the model; none for the target's own.
         api_key: What requests must show; None leaves it to the draft service what they must.
+        allowed_hosts: Further names by which requests may call a gateway on loopback; "*" is any.
+        limits: Of connections and requests.
     """
 
     server: str
@@ -54,6 +59,8 @@ class GatewaySettings:
     grace: float = 10.0
     names: Sequence[str] = ()
     api_key: str | None = None
+    allowed_hosts: Sequence[str] = ()
+    limits: Limits = field(default_factory=Limits)
 
 
 async def serve(
@@ -83,6 +90,8 @@ async def serve(
         origins=settings.origins,
         names=settings.names,
         key=settings.api_key,
+        hosts=Hosts(settings.address, settings.allowed_hosts),
+        limits=settings.limits,
         loading=loading,
     )
     config = uvicorn.Config(
@@ -90,7 +99,8 @@ async def serve(
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        http="h11",
+        timeout_keep_alive=math.ceil(settings.limits.idle_seconds),
         timeout_graceful_shutdown=max(1, round(settings.grace)),
         ws="none",
         lifespan="on",
@@ -98,10 +108,8 @@ async def serve(
     tls = _reloaded_context(settings.security)
     listening, address = _listen(settings.address)
     config.load()
-    if tls is not None:
-        config.ssl = tls.value
     url = address if address.startswith("unix:") else f"{'https' if tls else 'http'}://{address}"
-    server = _Server(config, lambda: started(url))
+    server = _Server(config, lambda: started(url), settings.limits, None if tls is None else tls.value)
     with listening:
         rotating = asyncio.ensure_future(_rotate(tls))
         try:
@@ -116,9 +124,13 @@ async def serve(
 class _Server(uvicorn.Server):
     """Tells when it takes requests, and takes a signal for the end of its work, not of the process."""
 
-    def __init__(self, config: uvicorn.Config, started: Callable[[], object]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, started: Callable[[], object], limits: Limits, tls: ssl.SSLContext | None
+    ) -> None:
         super().__init__(config)
         self._tell = started
+        self._limits = limits
+        self._tls = tls
         self.stopped_by: int | None = None
 
     @contextmanager
@@ -141,10 +153,25 @@ class _Server(uvicorn.Server):
         log.info("stopped")
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Bind, and tell."""
-        await super().startup(sockets)
+        """Listen, and tell."""
+        await super().startup([])
         if self.started:
+            self.servers.extend(self._listener(listening) for listening in sockets or ())
             self._tell()
+
+    def _listener(self, listening: socket.socket) -> Any:
+        listening.setblocking(False)
+        listening.listen(self.config.backlog)
+        state = self.server_state
+        connect = partial(
+            Connection,
+            limits=self._limits,
+            config=self.config,
+            server_state=state,
+            app_state=self.lifespan.state,
+            _loop=asyncio.get_running_loop(),
+        )
+        return Listener(listening, connect, cast(set[Connection], state.connections), self._limits, self._tls)
 
 
 def _check_server(server: str) -> None:

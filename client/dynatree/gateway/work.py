@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from dynatree.client import AsyncCompletionStream, Chunk, Completion
-from dynatree.gateway.answers import Answer, Json, TopLogProbs, tokens_used, trace_of, usage_of
+from dynatree.gateway.answers import Answer, TopLogProbs, tokens_used, trace_of, usage_of
+from dynatree.gateway.encoding import LONG_BYTES, Json, aside, encode, encoded
+from dynatree.gateway.memory import size_of, size_of_prompt
 
 AT_ONCE = 8  # prompts of one request
 
@@ -27,6 +30,8 @@ class Wanted:
         scores_only: Nothing but the prompts.
         usage: A stream's last chunk with what it cost; the others have null.
         running_usage: In each of a stream's chunks, how many tokens there were so far.
+        cached_tokens: In the usage, how much of the prompts was cached: not where one may be anybody by his own word,
+            since it would tell what others have asked.
     """
 
     completions: int = 1
@@ -37,6 +42,7 @@ class Wanted:
     scores_only: bool = False
     usage: bool = False
     running_usage: bool = False
+    cached_tokens: bool = False
 
 
 class Work:
@@ -46,59 +52,81 @@ class Work:
         streams: One for each prompt, not begun.
         answer: In whose words.
         wanted: What is told.
+        hold: Is told how many bytes of memory come to be taken.
     """
 
-    def __init__(self, streams: Sequence[AsyncCompletionStream], answer: Answer, wanted: Wanted) -> None:
+    def __init__(
+        self,
+        streams: Sequence[AsyncCompletionStream],
+        answer: Answer,
+        wanted: Wanted,
+        hold: Callable[[int], object],
+    ) -> None:
         self._streams = streams
         self._answer = answer
         self._wanted = wanted
+        self._hold = hold
+        self._held = 0
+        self._begun: set[int] = set()  # prompts of which something has come
+        self._echoed: dict[int, dict[str, list[str]]] = {}  # log-probabilities as JSON, by the prompt's place
         self._began = time.perf_counter()
         self._new_tokens = 0  # that came
 
-    async def whole(self) -> Json:
-        """The whole answer, when everything has come.
+    async def whole(self) -> list[bytes]:
+        """The whole answer as JSON in pieces, when everything has come.
 
         Raises:
             DynaTreeError: A completion failed.
         """
-        async with aclosing(self._chunks()) as chunks:
+        async with aclosing(self._held_chunks()) as chunks:
             async for _ in chunks:
                 pass
-        choices = [
-            self._choice(place, completion)
-            for place, stream in enumerate(self._streams)
-            for completion in (stream.completion, *stream.completion.alternatives)
-        ]
-        return self._answer.whole(choices, self._usage())
+        return await aside(self._encoded) if self._held > LONG_BYTES else self._encoded()
 
-    async def events(self) -> AsyncGenerator[Json]:
-        """The chunks of a stream.
+    def _encoded(self) -> list[bytes]:
+        return encoded(self._answer.whole([], self._usage()), self._choices())
+
+    def _choices(self) -> Iterator[Json]:
+        for place, stream in enumerate(self._streams):
+            for completion in (stream.completion, *stream.completion.alternatives):
+                yield self._choice(place, completion)
+
+    async def events(self) -> AsyncGenerator[str]:
+        """The chunks of a stream, each as JSON.
 
         Raises:
             DynaTreeError: A completion failed; what came before it was told.
         """
         begun: set[int] = set()
-        async with aclosing(self._chunks()) as chunks:
+        async with aclosing(self._held_chunks()) as chunks:
             async for place, chunk in chunks:
                 self._new_tokens += len(chunk.token_ids)
                 if not begun:  # not before something came: until then a failure is a status of its own
                     for choice in self._answer.begin():
-                        yield self._chunk([choice])
+                        yield self._chunk(choice)
                 index = place * self._wanted.completions + chunk.index
                 if index not in begun and self._wanted.echo:
-                    yield self._chunk([self._echo(index, place)])
+                    echoed = partial(self._echoed_chunk, index, place)
+                    yield await aside(echoed) if self._held > LONG_BYTES else echoed()
                 begun.add(index)
                 if (delta := self._delta(index, place, chunk)) is not None:
-                    yield self._chunk([delta])
+                    yield self._chunk(delta)
         for place, stream in enumerate(self._streams):
             for completion in (stream.completion, *stream.completion.alternatives):
                 index = place * self._wanted.completions + completion.index
-                yield self._chunk([self._answer.delta(index, "", None, completion.finish_reason)])
+                yield self._chunk(self._answer.delta(index, "", None, completion.finish_reason))
         if self._wanted.usage:
-            yield {**self._answer.chunk([]), "usage": self._usage()}
+            yield encode({**self._answer.chunk([]), "usage": self._usage()})
 
-    def _chunk(self, choices: list[Json]) -> Json:
-        chunk = self._answer.chunk(choices)
+    def _chunk(self, choice: Json) -> str:
+        return encode(self._around(choice))
+
+    def _echoed_chunk(self, index: int, place: int) -> str:
+        choice = self._echo(index, place)
+        return b"".join(encoded(self._around(choice), [choice])).decode()
+
+    def _around(self, choice: Json) -> Json:
+        chunk = self._answer.chunk([choice])
         return {**chunk, "usage": self._running_usage()} if self._wanted.usage else chunk
 
     def _running_usage(self) -> Json | None:
@@ -109,18 +137,33 @@ class Work:
 
     def _usage(self) -> Json:
         completions = [stream.completion for stream in self._streams]
-        return usage_of(completions, time.perf_counter() - self._began, scores_only=self._wanted.scores_only)
+        return usage_of(
+            completions,
+            time.perf_counter() - self._began,
+            scores_only=self._wanted.scores_only,
+            cached_tokens=self._wanted.cached_tokens,
+        )
 
     # A stream's chunks
 
     def _echo(self, index: int, place: int) -> Json:
         """The prompt as the first text of a choice."""
         stream = self._streams[place]
-        top = ((), *stream.prompt_top_log_probs) if stream.prompt_top_log_probs else ()
-        log_probs = self._log_probs(
-            stream.prompt_ids, (None, *stream.prompt_log_probs), top, stream.prompt_text_offsets
-        )
+        log_probs = self._behind_prompt(place, self._log_probs((), (), (), ()))
         return self._with_ids(self._answer.delta(index, stream.prompt_text, log_probs), stream.prompt_ids)
+
+    def _behind_prompt(self, place: int, log_probs: Json | None) -> Json | None:
+        """The log-probabilities of a choice behind those of its prompt, which are made once for all its choices."""
+        if log_probs is None:
+            return None
+        if place not in self._echoed:
+            stream = self._streams[place]
+            top = ((), *stream.prompt_top_log_probs) if stream.prompt_top_log_probs else ()
+            values = (None, *stream.prompt_log_probs)
+            made = self._answer.log_probs(stream.prompt_ids, values, top, stream.prompt_text_offsets)
+            self._echoed[place] = {name: items.pieces() for name, items in made.items()}
+        before = self._echoed[place]
+        return {name: replace(items, before=before[name]) for name, items in log_probs.items()}
 
     def _delta(self, index: int, place: int, chunk: Chunk) -> Json | None:
         """What a chunk adds to its choice; None where nothing of it is wanted."""
@@ -145,14 +188,12 @@ class Work:
         offsets = self._offsets(place, completion.text_offsets)
         if wanted.scores_only:
             text, token_ids, log_probs, top, offsets = "", (), (), (), ()
+        told = self._log_probs(token_ids, log_probs, top, offsets)
         if wanted.echo:
             stream = self._streams[place]
             text = stream.prompt_text + text
             token_ids = (*stream.prompt_ids, *token_ids)
-            log_probs = (None, *stream.prompt_log_probs, *log_probs)
-            top = ((), *stream.prompt_top_log_probs, *top) if top or stream.prompt_top_log_probs else ()
-            offsets = (*stream.prompt_text_offsets, *offsets)
-        told = self._log_probs(token_ids, log_probs, top, offsets)
+            told = self._behind_prompt(place, told)
         choice = self._answer.choice(index, text, told, completion.finish_reason)
         choice = self._with_ids(choice, token_ids)
         if wanted.token_ids and completion.index == 0:
@@ -175,6 +216,20 @@ class Work:
         return {**choice, "token_ids": list(token_ids)} if self._wanted.token_ids else choice
 
     # All prompts at once
+
+    async def _held_chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
+        """The chunks of every stream; what they take of memory is told."""
+        async with aclosing(self._chunks()) as chunks:
+            async for place, chunk in chunks:
+                size = size_of(chunk)
+                if place not in self._begun:
+                    self._begun.add(place)
+                    size += size_of_prompt(self._streams[place]) * (
+                        self._wanted.completions if self._wanted.echo else 1
+                    )
+                self._held += size
+                self._hold(size)
+                yield place, chunk
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
         """The chunks of every stream as they come, each with its prompt's place."""

@@ -1,12 +1,32 @@
-"""How a service takes SIGINT and SIGTERM once it is ready."""
+"""How a service takes SIGINT and SIGTERM once it is ready, and what one leaves behind that is ended before."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
+
+_UNFINISHED: set[Path] = set()
+
+
+@contextmanager
+def unfinished(folder: Path) -> Iterator[None]:
+    """While a folder is written, which is of no use before that is done: it goes if the process is ended meanwhile."""
+    _UNFINISHED.add(folder)
+    try:
+        yield
+    finally:
+        _UNFINISHED.discard(folder)
+
+
+def remove_unfinished() -> None:
+    """Remove such folders, at the end of a process that puts nothing else in order."""
+    for folder in list(_UNFINISHED):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from dynatree.common.engine.streaming.checkpoint import Checkpoint
 from dynatree.common.engine.streaming.layer_file import LayerFile, Place, named, remedy, write_layer
 from dynatree.common.engine.streaming.layout import tensors_of
 from dynatree.common.errors import StartupError
+from dynatree.common.stopping import unfinished
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,8 @@ def cached_layers(
         if not (folder / _TABLE).exists():  # one that is written is read without the lock: its disk may be read-only
             with _alone(folder):
                 if not (folder / _TABLE).exists():
-                    return _write(folder, checkpoint, layers, build)
+                    with unfinished(folder):
+                        return _write(folder, checkpoint, layers, build)
         return _read_table(folder)
     except OSError as error:
         raise StartupError(

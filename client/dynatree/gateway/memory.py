@@ -1,0 +1,58 @@
+"""What answers take of the gateway's memory: what one may come to before its work begins, and what has come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dynatree.client import AsyncCompletionStream, Chunk, Prompt
+from dynatree.gateway.errors import ApiError
+from dynatree.gateway.requests import ChatRequest, CompletionRequest
+
+# In bytes, as tracemalloc measures them on CPython 3.11.
+CHUNK_BYTES = 512
+TOKEN_BYTES = 64  # its id and its text
+LOG_PROB_BYTES = 192  # a token, or one of the likeliest in its place, with its log-probability, in memory and as JSON
+NODE_BYTES = 320  # of a round's tree
+
+
+def check_answer(
+    body: CompletionRequest | ChatRequest, prompts: Sequence[Prompt], context_length: int, most: int
+) -> None:
+    """Refuse an answer that would not fit in `most` bytes of memory, if it came to what the request allows.
+
+    Raises:
+        ApiError: It might not.
+    """
+    named = 0 if body.named is None else 1 + body.named  # log-probabilities in each place
+    new = context_length if body.new_tokens is None else min(body.new_tokens, context_length)
+    echoed = [_most_tokens(prompt, context_length) for prompt in prompts] if body.echoes else []
+    tokens = body.completions * (new * len(prompts) + sum(echoed))
+    if tokens * (TOKEN_BYTES + named * LOG_PROB_BYTES) <= most:
+        return
+    each = f"{new + max(echoed, default=0)} tokens" + (f" with {named} log-probabilities each" if named else "")
+    raise ApiError(
+        400,
+        f"the answer may have {len(prompts) * body.completions} choices of {each}, more than the gateway holds in "
+        "memory; ask for fewer prompts, choices (n), tokens (max_tokens) or logprobs at once",
+        param="n" if body.completions > 1 else body.fields.new_tokens,
+        code="invalid_value",
+    )
+
+
+def size_of(chunk: Chunk) -> int:
+    """Bytes that a chunk takes."""
+    top = len(chunk.top_log_probs[0]) if chunk.top_log_probs else 0
+    log_probs = len(chunk.log_probs) * (1 + top) * LOG_PROB_BYTES
+    nodes = 0 if chunk.trace is None else len(chunk.trace.token_ids)
+    return CHUNK_BYTES + len(chunk.text) + len(chunk.token_ids) * TOKEN_BYTES + log_probs + nodes * NODE_BYTES
+
+
+def size_of_prompt(stream: AsyncCompletionStream) -> int:
+    """Bytes that a stream's prompt takes, with what it tells of it."""
+    top = len(stream.prompt_top_log_probs[0]) if stream.prompt_top_log_probs else 0
+    return len(stream.prompt_ids) * TOKEN_BYTES + len(stream.prompt_log_probs) * (1 + top) * LOG_PROB_BYTES
+
+
+def _most_tokens(prompt: Prompt, context_length: int) -> int:
+    """Of a prompt: a token of a text has a byte at least."""
+    return min(len(prompt.encode(errors="replace")) if isinstance(prompt, str) else len(prompt), context_length)
