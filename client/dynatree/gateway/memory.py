@@ -11,7 +11,7 @@ from dynatree.gateway.requests import ChatRequest, CompletionRequest
 # In bytes, as tracemalloc measures them on CPython 3.11.
 CHUNK_BYTES = 512
 TOKEN_BYTES = 64  # its id and its text
-LOG_PROB_BYTES = 192  # a token, or one of the likeliest in its place, with its log-probability, in memory and as JSON
+LOG_PROB_BYTES = 224  # a token, or one of the likeliest in its place, with its log-probability, in memory and as JSON
 NODE_BYTES = 320  # of a round's tree
 
 
