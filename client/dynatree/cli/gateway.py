@@ -17,7 +17,7 @@ from dynatree.cli.service_arguments import (
     network_addresses,
     some_seconds,
 )
-from dynatree.gateway.limits import MAX_CONNECTIONS, Limits
+from dynatree.gateway.limits import MAX_HTTP_CONNECTIONS, Limits
 
 EXAMPLE = "dynatree gateway --server gpu-host:50051 --ca ca.pem --port 8000"
 _WAY = "the way to the draft service"
@@ -62,7 +62,7 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
     network.add_argument(
         "--max-connections",
         type=positive,
-        default=MAX_CONNECTIONS,
+        default=MAX_HTTP_CONNECTIONS,
         metavar="N",
         help="HTTP connections at once; those that wait longest for a request give way to new ones "
         "(default: %(default)s, or fewer where the process may not open so many files)",

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0  # between two looks at the deadlines
 ROOM_SECONDS = 0.05  # between two looks for room, when every connection has a request in work
 NO_FILES_SECONDS = 1.0  # until the next try, when the process or the machine has no files left
-FREE_PIECES = 256  # of a body; further ones must have `PIECE_BYTES` on average, since each costs as much as a long one
-PIECE_BYTES = 64
+FREE_CHUNKS = 256  # of a body, and one more for every `BYTES_A_CHUNK`: a short one costs as much as a long one
+BYTES_A_CHUNK = 64
 GIVE_WAY = 32  # the part of all connections that gives way at once, so that a look at them all is rare
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -43,19 +43,19 @@ class Phase(Enum):
 
 
 class _Parser(h11.Connection):
-    """Refuses a body that comes in more pieces than its length is reason for."""
+    """Refuses a body that comes in more chunks than its length is reason for."""
 
-    _pieces = _bytes = 0
+    _chunks = _bytes = 0
 
     def next_event(self) -> Any:
         """What the client sent next."""
         event = super().next_event()
         if isinstance(event, h11.Request):
-            self._pieces = self._bytes = 0
+            self._chunks = self._bytes = 0
         elif isinstance(event, h11.Data):
-            self._pieces += 1
+            self._chunks += 1
             self._bytes += len(event.data)
-            if self._pieces > FREE_PIECES + self._bytes // PIECE_BYTES:
+            if self._chunks > FREE_CHUNKS + self._bytes // BYTES_A_CHUNK:
                 raise h11.RemoteProtocolError("the body has too many small chunks")
         return event
 

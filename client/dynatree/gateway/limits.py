@@ -5,10 +5,22 @@ from __future__ import annotations
 import resource
 from dataclasses import dataclass
 
-MAX_CONNECTIONS = 512
+MAX_HTTP_CONNECTIONS = 512
 SPARE_FILES = 64  # beside the connections with clients: to draft services, logs, certificates, the event loop's own
 FEWEST_CONNECTIONS = 16
 KEPT_FOR_HEALTH = 16  # connections, or a quarter of them all, that requests for work leave to /health and /metrics
+TLS_SECONDS = 10.0
+HEAD_SECONDS = 20.0
+KEEP_ALIVE_SECONDS = 75.0
+BODY_SECONDS = 30.0
+BODY_RATE = 2**14
+REST_SECONDS = 10.0
+TAKING_SECONDS = 60.0
+TAKING_RATE = 2**14
+CLOSING_SECONDS = 5.0
+MAX_AHEAD_BYTES = 2**16
+MAX_BODY_BYTES = 4 * 2**20  # what a gRPC message of the services may have
+MAX_HELD_BYTES = 192 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +43,19 @@ class Limits:
         held_bytes: Of all requests' bodies and answers at once, as they are in memory.
     """
 
-    connections: int = MAX_CONNECTIONS
-    handshake_seconds: float = 10.0
-    head_seconds: float = 20.0
-    idle_seconds: float = 75.0
-    body_seconds: float = 30.0
-    body_rate: int = 2**14
-    rest_seconds: float = 10.0
-    taking_seconds: float = 60.0
-    taking_rate: int = 2**14
-    closing_seconds: float = 5.0
-    ahead_bytes: int = 2**16
-    body_bytes: int = 4 * 2**20  # what a gRPC message of the services may have
-    held_bytes: int = 192 * 2**20
+    connections: int = MAX_HTTP_CONNECTIONS
+    handshake_seconds: float = TLS_SECONDS
+    head_seconds: float = HEAD_SECONDS
+    idle_seconds: float = KEEP_ALIVE_SECONDS
+    body_seconds: float = BODY_SECONDS
+    body_rate: int = BODY_RATE
+    rest_seconds: float = REST_SECONDS
+    taking_seconds: float = TAKING_SECONDS
+    taking_rate: int = TAKING_RATE
+    closing_seconds: float = CLOSING_SECONDS
+    ahead_bytes: int = MAX_AHEAD_BYTES
+    body_bytes: int = MAX_BODY_BYTES
+    held_bytes: int = MAX_HELD_BYTES
 
     @property
     def most_connections(self) -> int:
