@@ -350,8 +350,9 @@ def test_a_quota_counts_the_tokens_that_a_request_goes_on_from(with_quota: Servi
 
 def test_a_quota_counts_every_completion(with_quota: Services) -> None:
     with quota_client(with_quota, "several") as client:
-        assert len(client.generate([7], max_new_tokens=19, n=3, ignore_eos=True).alternatives) == 2
-        assert is_exhausted(client)
+        assert len(client.generate([7], max_new_tokens=24, n=2, ignore_eos=True).alternatives) == 1
+        with pytest.raises(ServerBusyError, match="needs 30 tokens"):
+            client.generate([7], max_new_tokens=9, n=3)
 
 
 def test_a_quota_counts_a_prompt_whose_prefill_is_cancelled(
@@ -395,6 +396,8 @@ def test_a_quota_leaves_room_for_requests_that_name_no_length(with_quota: Servic
         third = asking.generate([7], max_new_tokens=3, ignore_eos=True).token_ids[-1]
         for _ in range(5):
             assert len(client.generate([7], stop_token_ids=[third]).token_ids) <= 3
+        with pytest.raises(ServerBusyError, match="needs 60 tokens"):
+            client.generate([7] * 30, n=2)  # their prompts alone
 
 
 def test_a_full_queue_is_told_apart_from_a_quota(models: tuple[Path, Path], tmp_path: Path) -> None:

@@ -187,11 +187,16 @@ def test_principals_who_have_all_of_theirs_are_forgotten_and_no_others() -> None
     spent = quota.charge("spent", TokenNeed(1, 100))
     spent.use(100)
     spent.end()
-    kept = quota.charge("open", TokenNeed(1, 1))
+    kept = quota.charge("open", TokenNeed(1, 1000, open_ended=True))
+    kept.use(QUOTA)
     for number in range(10 * LEAST_KEPT):
         quota.charge(f"p{number}", TokenNeed(1, 1)).end()
         assert len(quota._allowances) <= LEAST_KEPT
     with pytest.raises(QuotaError):
         quota.charge("spent", TokenNeed(1, 100))
-    kept.use(1)
-    assert quota._allowances["open"].left == QUOTA - 1
+    now[0] += 60.0
+    for number in range(10 * LEAST_KEPT):
+        quota.charge(f"p{number}", TokenNeed(1, 1)).end()
+    kept.use(50)  # beyond what it held, of what came back since
+    assert quota._allowances.keys() >= {"open"}
+    assert quota._allowances["open"].left == QUOTA - 50

@@ -30,7 +30,7 @@ class SlowTokenizer:
 
         def call() -> str:
             self.begun.append(name)
-            self._goes_on.acquire()
+            assert self._goes_on.acquire(timeout=20), "nobody let it end"
             return name
 
         return asyncio.ensure_future(self._thread.run(principal, size, call))
@@ -77,15 +77,19 @@ def test_whoever_is_cancelled_leaves_its_place_and_its_text() -> None:
     run(scenario())
 
 
-def test_one_that_is_cancelled_as_its_turn_comes_hands_it_on() -> None:
+def test_one_that_is_cancelled_as_its_turn_comes_hands_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         thread = TokenizerThread()
         tokenizer = SlowTokenizer(thread)
         first, second, third = (tokenizer.ask("a", name) for name in ("first", "second", "third"))
         await settle()
-        thread._next()  # as if the first had ended
-        second.cancel()
-        await settle()
+        give_turn = thread._next
+
+        def give_turn_and_cancel() -> None:
+            give_turn()
+            second.cancel()
+
+        monkeypatch.setattr(thread, "_next", give_turn_and_cancel)
         await tokenizer.end(first, third)
         assert tokenizer.begun == ["first", "third"]
 
