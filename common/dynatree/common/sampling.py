@@ -238,18 +238,13 @@ def scores(logits: Tensor, positions: Sequence[int], sampling: Sampling, histori
 def choose(
     logits: Tensor, positions: Sequence[int], sampling: Sampling, histories: Histories | None = None
 ) -> list[int]:
-    """The chosen token of each row of `logits` `[rows, vocabulary]`, or `NOT_CHOSEN`, as `best_of` has it."""
-    tokens: list[int] = best_of(scores(logits, positions, sampling, histories)).tolist()
-    return tokens
+    """The chosen token of each row of `logits` `[rows, vocabulary]`. Ties go to the lowest id, as in `generate()`.
 
-
-def best_of(ranks: Tensor) -> Tensor:
-    """The token of the highest score of each row `[rows, vocabulary]`, int64 `[rows]`; `NOT_CHOSEN` if not finite.
-
-    Ties go to the lowest id, as in `generate()`. NaN counts as the highest, so one of them in a row is enough.
+    It is `NOT_CHOSEN` where the best score is not finite. NaN counts as the best, so one of them in a row is enough.
     """
-    tokens = ranks.argmax(-1, keepdim=True)
-    return tokens.masked_fill(~ranks.gather(-1, tokens).isfinite(), NOT_CHOSEN)[:, 0]
+    best = scores(logits, positions, sampling, histories).max(-1)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [token if math.isfinite(score) else NOT_CHOSEN for token, score in pairs]
 
 
 def noise(logits: Tensor, positions: Sequence[int], seed: int, stream: Stream) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynatree.common.engine.arena import KVArena
 from dynatree.common.engine.gpu.rows import RowBuffers
-from dynatree.common.sampling import best_of
+from dynatree.common.sampling import NOT_CHOSEN
 
 
 def chosen(logits: Tensor, temperatures: Tensor, noise: Tensor | None) -> Tensor:
@@ -21,7 +21,8 @@ def chosen(logits: Tensor, temperatures: Tensor, noise: Tensor | None) -> Tensor
         temperatures: float32 `[rows]`; 0 for greedy.
         noise: float32 `[rows, vocabulary]`; None: all rows are greedy.
     """
-    return best_of(logits if noise is None else ranking(logits, temperatures, noise))
+    best = (logits if noise is None else ranking(logits, temperatures, noise)).max(-1)
+    return best.indices.masked_fill(~best.values.isfinite(), NOT_CHOSEN)
 
 
 def ranking(logits: Tensor, temperatures: Tensor, noise: Tensor) -> Tensor:
