@@ -11,8 +11,12 @@ RUN command -v cc \
  || echo "no C compiler: there will be no kernels of our own"
 RUN python3 -m venv /opt/build
 WORKDIR /src
+# What is fetched has the hashes that PyPI serves (`make hashes`), but for torch: PIP_ARGS says which build of it.
+COPY deploy/hashes/build.txt deploy/hashes/
+RUN /opt/build/bin/pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} \
+      --require-hashes -r deploy/hashes/build.txt
 COPY . .
-RUN /opt/build/bin/pip wheel --no-cache-dir --disable-pip-version-check ${PIP_ARGS} --no-deps --wheel-dir /built .
+RUN /opt/build/bin/pip wheel --no-cache-dir --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir /built .
 
 FROM ${BASE_IMAGE} AS python
 ENV PATH=/opt/dynatree/bin:$PATH \
@@ -24,9 +28,9 @@ ENTRYPOINT ["dynatree"]
 
 FROM python AS gateway
 ARG PIP_ARGS=""
-RUN --mount=from=wheel,source=/built,target=/built --mount=source=constraints.txt,target=/tmp/constraints.txt \
-    pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} -c /tmp/constraints.txt \
-      "$(echo /built/*.whl)[gateway]" \
+RUN --mount=from=wheel,source=/built,target=/built --mount=source=deploy/hashes,target=/tmp/hashes \
+    pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} --require-hashes -r /tmp/hashes/gateway.txt \
+ && pip install --no-cache-dir --disable-pip-version-check --no-index --no-deps /built/*.whl \
  && python -m compileall -q /opt/dynatree/lib/python3*/site-packages/dynatree \
  && python -c 'import dynatree.gateway.serve_gateway'
 
@@ -46,7 +50,8 @@ RUN install --directory --owner dynatree --group dynatree "$HF_HOME" "$TRITON_CA
 
 # The dependencies come first, so that a change of the code does not fetch torch again.
 WORKDIR /src
-COPY pyproject.toml constraints.txt ./
+COPY pyproject.toml constraints.txt deploy/hashes/serve.txt ./
+RUN pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} --require-hashes -r serve.txt
 RUN python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*p["dependencies"], *p["optional-dependencies"]["serve"], sep="\n")' > /tmp/requirements.txt \
  && pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} -c constraints.txt -r /tmp/requirements.txt \
  && rm /tmp/requirements.txt
@@ -61,7 +66,7 @@ RUN if python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec(
        | gcc -fsyntax-only -I "$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')" -xc -; \
     fi
 COPY --from=wheel /built /built
-RUN pip install --no-cache-dir --disable-pip-version-check --no-deps /built/*.whl \
+RUN pip install --no-cache-dir --disable-pip-version-check --no-index --no-deps /built/*.whl \
  && python -m compileall -q /opt/dynatree/lib/python3*/site-packages/dynatree \
  && dynatree --version
 

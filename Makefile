@@ -12,7 +12,7 @@ PROTOS_READY := $(PROTOS_VENV)/.ready
 PROTOS_PINS := grpcio-tools==1.76.0 grpcio==1.76.0 protobuf==6.33.6
 AUDIT_VENV := .venv-audit
 AUDIT_READY := $(AUDIT_VENV)/.ready
-AUDIT_PINS := pip-audit==2.10.1 cyclonedx-bom==7.5.0
+AUDIT_PINS := pip-audit==2.10.1 cyclonedx-bom==7.5.0 uv==0.13.9
 # Errors only: warnings about the machine's own pip settings would hide what matters.
 PIP_FLAGS := -qq --disable-pip-version-check
 
@@ -20,7 +20,7 @@ KERNELS := $(wildcard common/dynatree/common/engine/native/*.[ch])
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-all sanitize check figures figures-write pictures docs bench bench-quick protos protos-check sbom audit clean
+.PHONY: help demo test test-long test-all sanitize check figures figures-write pictures docs bench bench-quick protos protos-check hashes sbom audit clean
 # Two workers keep two cores busy; tests that share services stay on one of them (tests/conftest.py).
 PYTEST := $(VENV)/bin/pytest -n 2 --no-loadscope-reorder --durations 10
 
@@ -87,6 +87,13 @@ protos-check: protos  ## Check that the code of protos/ is what the compiler mak
 	@git diff --exit-code -- protos
 	@new=$$(git ls-files --others --exclude-standard -- protos); \
 	if [ -n "$$new" ]; then echo "not committed: $$new" >&2; exit 1; fi
+
+hashes: $(AUDIT_READY)  ## Write the hashes that PyPI serves of what images install (asks the package index)
+	@for image in build gateway serve; do \
+		$(PYTHON) deploy/hashes/wanted.py $$image | $(AUDIT_VENV)/bin/uv pip compile - -q --no-config -c constraints.txt \
+			--default-index https://pypi.org/simple --generate-hashes --universal --python-version 3.11 \
+			--no-header --no-annotate -o deploy/hashes/$$image.txt || exit 1; \
+	done
 
 sbom: $(READY) $(AUDIT_READY)  ## Write a software bill of materials (CycloneDX) to build/sbom.json
 	@mkdir -p build

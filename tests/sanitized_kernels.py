@@ -112,11 +112,10 @@ def mutants(sources: Path, name: str, folder: Path, cases: int) -> int:
         assert text.count(right) == 1, (file, right)
         (changed / file).write_text(text.replace(right, wrong))
         done = checked(built(changed, name, changed), cases, seed=0)
-        what = next(
-            (line for line in done.stderr.splitlines() if "ERROR:" in line or "runtime error" in line), "MISSED"
-        )
+        told = [line for line in done.stderr.splitlines() if "ERROR:" in line or "runtime error" in line]
+        what = "not seen" if not done.returncode else told[0] if told else done.stderr.splitlines()[-1]
         missed += not done.returncode
-        print(f"{file}: {wrong.splitlines()[0] or 'left out: ' + right}\n    {what[:110]}", flush=True)
+        print(f"{file}: {wrong or f'without {right}'!r}\n    {what[:110]}", flush=True)
     print(f"{len(MUTANTS) - missed} of {len(MUTANTS)} mistakes were seen")
     return int(missed > 0)
 

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -323,6 +324,44 @@ def test_images_are_built_on_one_base_that_can_be_pinned() -> None:
         assert interpolated(argument, {}) == default[1]
         pinned = f"{default[1]}@sha256:{'0' * 64}"
         assert interpolated(argument, {"BASE_IMAGE": pinned}) == pinned
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Versions by normalised names; those that Linux does not install are left out."""
+    found = {}
+    for line in path.read_text().splitlines():
+        match = re.match(r"([\w.-]+)==([\w.!+-]+)(.*)", line)
+        if match and not re.search(r"sys_platform == '(win32|emscripten)'", match[3]):
+            found[re.sub(r"[-_.]+", "-", match[1]).lower()] = match[2]
+    return found
+
+
+@pytest.mark.parametrize("image", ["build", "gateway", "serve"])
+def test_images_install_by_hashes_what_was_tested(image: str) -> None:
+    """`make hashes` writes them. pip itself refuses a file without what one of its packages needs."""
+    path = ROOT / "deploy" / "hashes" / f"{image}.txt"
+    hashed = pins(path)
+    assert hashed.items() <= pins(ROOT / "constraints.txt").items()
+    for entry in re.split(r"\n(?=\S)", path.read_text().strip()):
+        assert re.fullmatch(r"[\w.-]+==[^\n]*( \\\n    --hash=sha256:[0-9a-f]{64})+", entry), entry
+    written = subprocess.run([sys.executable, str(path.parent / "wanted.py"), image], capture_output=True, text=True)
+    wanted = {
+        re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", each)[0]).lower() for each in written.stdout.split("\n") if each
+    }  # type: ignore[index]
+    assert wanted <= set(hashed)
+    assert len(wanted) == {"build": 1, "gateway": 6, "serve": 11}[image]
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert re.search(rf"--require-hashes -r \S*{image}\.txt", dockerfile)
+
+
+def test_images_fetch_nothing_but_torch_without_hashes() -> None:
+    """The hash of torch depends on its build, which the builder chooses; what it alone brings comes with it."""
+    dockerfile = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    commands = re.findall(r"\bpip (?:install|wheel|download)\b[^\n&]*", dockerfile)
+    open_ = [each for each in commands if "--require-hashes" not in each and "--no-deps" not in each]
+    assert len(commands) == 7
+    assert len(open_) == 1
+    assert "-c constraints.txt -r /tmp/requirements.txt" in open_[0]
 
 
 def test_draft_and_verify_are_given_the_same_pool() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -232,3 +234,13 @@ def test_a_forward_takes_tokens_positions_and_slots_that_there_are(
     monkeypatch.setattr("dynatree.common.engine.native_runner.call", none)
     with pytest.raises((ValueError, IndexError)):
         runner.run([replace(Segment(KVRange(0, 9), 0, [5], [0]), **changes)])
+
+
+@compiled
+@pytest.mark.long
+def test_sanitizers_see_nothing() -> None:
+    """Of the best build for this CPU; `make sanitize` runs all of them, on more shapes."""
+    command = [sys.executable, str(Path(__file__).parent / "sanitized_kernels.py"), "--builds=1", "--cases=60"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "60 cases, nothing was seen" in done.stdout
