@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,9 @@ class Process:
         """Send it a signal."""
         assert self.process is not None
         if self.process.poll() is None:
-            os.kill(self.process.pid, number)
             self.ending = self.ending or number in (signal.SIGKILL, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.process.pid, number)
 
     def restore(self) -> None:
         """Have it go on where it was stopped, or start it anew where it ended, without waiting."""

@@ -34,7 +34,7 @@ METHODS = {
 }
 FLOOD = 500  # frames of one attack
 SILENT = 150  # connections at a time
-STREAMS = 400  # calls without a message, of a connection
+STREAMS = 200  # calls without a message, of a connection
 BOMB_BYTES = 256 * 2**20  # of zeros, compressed
 WINDOW = 65_535  # bytes that a peer takes at first (section 6.9.2)
 
@@ -296,7 +296,7 @@ PORTS = ("draft", "verify")
 KINDS = (
     Kind("silent connections", PORTS, silent(SILENT, HANDSHAKE_SECONDS), 10.0),
     Kind("dripping prefaces", PORTS, dripping_preface, 10.0),
-    Kind("malformed frames", PORTS, any_frames, 0.4),
+    Kind("malformed frames", PORTS, any_frames, 1.0),
     Kind("calls without a message", PORTS, without_message, 5.0),
     Kind("dripping messages", PORTS, dripping_message, 10.0),
     Kind("compressed messages", PORTS, compressed, 2.0),

@@ -175,7 +175,7 @@ def huge_answer(target: Target, generator: random.Random, over: threading.Event)
 def dripping_scrape(target: Target, generator: random.Random, over: threading.Event) -> Iterator[Answer]:
     """Scrapes whose heads come byte by byte."""
     request = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"a" * 500
-    connections = list(opened(target, 60, protocol="http/1.1"))
+    connections = list(opened(target, 30, protocol="http/1.1"))
     return hold(connections, SCRAPE_SECONDS, lambda place: request[place : place + 1], _status)
 
 
@@ -197,7 +197,7 @@ def unread(count: int) -> Attack:
 PORTS = ("draft metrics", "verify metrics")
 KINDS = (
     Kind("silent connections", ("gateway",), silent(400, HEAD_SECONDS), 5.0),
-    Kind("silent connections", PORTS, silent(60, SCRAPE_SECONDS), 10.0),
+    Kind("silent connections", PORTS, silent(30, SCRAPE_SECONDS), 10.0),
     Kind("dripping heads", ("gateway",), dripping_head, 10.0),
     Kind("dripping bodies", ("gateway",), dripping_body, 10.0),
     Kind("dripping scrapes", PORTS, dripping_scrape, 10.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,14 +40,17 @@ class Held:
     peak: float
     threads: int
     files: int
+    cpu: float = 0.0
 
     @classmethod
     def of(cls, pid: int) -> Held:
-        """What process `pid` holds now; its peak of memory since `forget_peak`."""
+        """What process `pid` holds now; its peak of memory since `forget_peak`, and all of its CPU time, in seconds."""
         root = Path(f"/proc/{pid}")
         status = dict(line.split(":", 1) for line in (root / "status").read_text().splitlines())
         size, peak = (int(status[name].split()[0]) / 1024 for name in ("VmRSS", "VmHWM"))
-        return cls(size, peak, int(status["Threads"]), len(list((root / "fd").iterdir())))
+        ticks = sum(map(int, (root / "stat").read_text().rpartition(")")[2].split()[11:13]))
+        files = len(list((root / "fd").iterdir()))
+        return cls(size, peak, int(status["Threads"]), files, ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def forget_peak(pid: int) -> None:

@@ -234,19 +234,21 @@ class Soak:
         connection.close()
 
     def ask_for_more(self, seed: int) -> None:
-        """Prompts of a principal whose quota is far less."""
+        """Requests of a principal each of which may use its whole quota, left after a few tokens."""
         generator = random.Random(f"greedy {seed}")
         with self._cluster.client([self._cluster.drafts[0].address], GREEDY, resume=False) as client:
             while self.share < 1:
+                prompt = [generator.randrange(5, 1000) for _ in range(100)]
                 try:
-                    prompt = [generator.randrange(5, 1000) for _ in range(2000)]
-                    client.generate(prompt, max_new_tokens=1, timeout=60.0)
+                    with client.stream(prompt, max_new_tokens=1500, n=16, timeout=60.0) as stream:
+                        for _ in itertools.islice(stream, 5):
+                            pass
                     self.counts["greedy, admitted"] += 1
                 except ServerBusyError:
                     self.counts["greedy, refused"] += 1
-                    time.sleep(0.2)
-                except DynaTreeError:  # its service was killed
-                    time.sleep(0.2)
+                except DynaTreeError:
+                    self.counts["greedy, failed"] += 1  # its service was killed
+                time.sleep(0.2)
 
     def _asked(self, connection: HTTPSConnection, headers: dict[str, str], prompt: str, number: int) -> Any:
         connection.request("POST", "/v1/completions", json.dumps(body_of(prompt, number)), headers)

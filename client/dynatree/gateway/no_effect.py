@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 # Labels, hints and permissions: whatever they say, the answer is the same.
 LABELS = frozenset(
@@ -66,6 +68,16 @@ class Body(BaseModel):
             refused = refused or not known
             kept[name] = value
         return kept
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The fields' own schemas, which take values without effect as well."""
+        described = handler(schema)
+        whole = handler.resolve_ref_schema(described)
+        for name, field in whole["properties"].items():
+            if name not in whole.get("required", ()):
+                whole["properties"][name] = {"anyOf": [field, {"enum": [None, *_OWN.get(name, ())]}]}
+        return described
 
 
 def has_no_effect(name: str, value: Any, known: bool) -> bool:

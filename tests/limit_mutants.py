@@ -1,0 +1,150 @@
+"""Do the campaigns see a limit that is gone? `python tests/limit_mutants.py [--jobs N] [LIMIT ...]`.
+
+Makes each limit of the table in docs/guides/security.md a hundred times as large, in a copy of the project, and sends
+that the hostile traffic which the limit is for, or runs the tests which are about it. One that goes unnoticed is
+printed as such. Before that, the same is tried on a copy without a change, which must pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("protos", "common", "verify_service", "draft_service", "client")
+TABLE = ROOT / "docs" / "guides" / "security.md"
+FACTOR = 100
+SECONDS = 8  # of hostile traffic
+TIMEOUT = 300.0  # of one campaign
+# What notices that a limit is gone: a site and parts of the names of kinds of hostile traffic, or tests.
+_RANGES = "tests/test_options.py tests/test_bad_options.py tests/test_bad_input.py tests/test_gateway_refusals.py"
+_TRANSPORT, _GATEWAY = "tests/test_transport.py", "tests/test_gateway_limits.py tests/test_gateway_bodies.py"
+_QUEUE = "tests/test_admission.py tests/test_token_quota.py tests/test_tokenizer_thread.py"
+NOTICED: dict[str, tuple[str, str] | str] = {
+    "HANDSHAKE_SECONDS": ("tcp", "silent connections"),
+    "TLS_SECONDS": ("tls", "silent connections"),
+    "FIRST_MESSAGE_SECONDS": ("tcp", "without a message"),
+    "MAX_MESSAGE_BYTES": ("tcp", "huge messages"),
+    "MAX_METADATA_BYTES": ("tcp", "huge messages"),
+    "SCRAPE_SECONDS": ("tcp", "dripping scrapes"),
+    "MAX_SCRAPES": ("tcp", "dripping scrapes"),
+    "HEAD_SECONDS": ("tcp", "dripping heads"),
+    "BODY_SECONDS": ("tcp", "dripping bodies"),
+    "MAX_BODY_BYTES": ("tcp", "huge bodies"),
+    "MAX_PROMPT_LOG_PROBS": ("tcp", "huge answers"),
+    "MAX_VALUES": ("tcp", "adversarial"),
+    "MAX_STRINGS": ("tcp", "adversarial"),
+    "MAX_CONTAINERS": ("tcp", "adversarial"),
+    **dict.fromkeys(("MAX_OPENINGS", "MAX_STANDARD_CALLS", "MAX_CONNECTIONS", "IDLE_CONNECTION_SECONDS"), _TRANSPORT),
+    **dict.fromkeys(("MAX_STREAMS", "PING_SECONDS", "FREE_CALLS"), _TRANSPORT),
+    **dict.fromkeys(("REST_SECONDS", "TAKING_SECONDS", "CLOSING_SECONDS", "KEEP_ALIVE_SECONDS"), _GATEWAY),
+    **dict.fromkeys(
+        ("MAX_AHEAD_BYTES", "FREE_CHUNKS", "MAX_HELD_BYTES", "MAX_HTTP_CONNECTIONS", "MAX_KNOWN"), _GATEWAY
+    ),
+    "MAX_WAITING_BYTES": _QUEUE,
+    **dict.fromkeys(("MAX_PRINCIPAL_LENGTH", "MAX_COMPLETIONS", "MAX_STOP_STRINGS", "MAX_STOP_LENGTH"), _RANGES),
+    **dict.fromkeys(("MAX_STOP_TOKENS", "MAX_TEMPERATURE", "MAX_PENALTY", "MAX_COUNT_PENALTY", "MAX_BIASES"), _RANGES),
+    **dict.fromkeys(("MAX_BIAS", "MAX_TOP_LOG_PROBS", "MAX_NUMBERS", "MAX_CANDIDATES", "MAX_DRAWS"), _RANGES),
+    **dict.fromkeys(("MAX_PROMPTS", "MAX_MESSAGES", "MAX_PARTS", "MAX_FIELDS", "LONGEST_PARAM"), _RANGES),
+    "MOST_FAULTS": "tests/test_not_finite.py",
+}
+
+
+def limits() -> list[str]:
+    """The names of constants and options in the table of limits."""
+    section = TABLE.read_text().partition("## Limits")[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("|")]
+    place = next(number for number, title in enumerate(rows[0]) if title.strip() == "set by")
+    return [name for row in rows[2:] for name in re.findall(r"`([A-Za-z_]+)`", row[place])]
+
+
+def remove(copy: Path, limit: str) -> None:
+    """Make a limit of a copy so large that it is none."""
+    pattern = re.compile(rf"^(\s*{limit}(?:: [^=\n]+)? = )([^#\n]+?)( *#.*)?$", re.MULTILINE)
+    found = 0
+    for room in ROOMS:
+        for path in (copy / room).rglob("*.py"):
+            code, count = pattern.subn(rf"\g<1>({FACTOR} * (\g<2>))\g<3>", path.read_text())
+            if count:
+                path.write_text(code)
+                found += count
+    if not found:
+        raise SystemExit(f"{limit} is no constant")
+
+
+def notice(copy: Path, by: tuple[str, str] | str) -> tuple[bool, str]:
+    """Whether a copy fails, and the first words that say so."""
+    if isinstance(by, str):
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *by.split()]
+    else:
+        site, kinds = by
+        minutes = str(SECONDS / 60)
+        command = [sys.executable, "tests/hostile.py", "--sites", site, "--kinds", kinds, "--minutes", minutes]
+    rooms = os.pathsep.join(str(copy / room) for room in ROOMS)
+    environment = {**os.environ, "PYTHONPATH": rooms, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return True, "it hangs"
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "E  "))]
+    told = [line for line in lines if "times as fast as alone" not in line]  # which other work on the machine may cause
+    if done.returncode and not lines:
+        raise SystemExit(f"{command} in {copy} failed itself:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return bool(told), told[0].removeprefix("FAILED: ") if told else ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("limits", nargs="*", metavar="LIMIT", help="parts of their names (default: all)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="at once (default: 1)")
+    options = parser.parse_args(arguments)
+    chosen = [name for name in NOTICED if not options.limits or any(part in name for part in options.limits)]
+    missing = [name for name in limits() if name not in NOTICED]
+    unnoticed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copies: queue.Queue[Path] = queue.Queue()
+        ignored = shutil.ignore_patterns(".venv*", "build", "dist", "__pycache__", ".*_cache", "site")
+        for number in range(options.jobs):
+            copies.put(Path(shutil.copytree(ROOT, Path(folder) / str(number), ignore=ignored, symlinks=True)))
+
+        def tried(limit: str | None, by: tuple[str, str] | str) -> tuple[bool, str]:
+            copy = copies.get()
+            try:
+                if limit:
+                    remove(copy, limit)
+                return notice(copy, by)
+            finally:
+                for room in ROOMS if limit else ():
+                    shutil.copytree(ROOT / room, copy / room, ignore=ignored, symlinks=True, dirs_exist_ok=True)
+                copies.put(copy)
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            ways = list(dict.fromkeys(NOTICED[name] for name in chosen))
+            for way, (failed, why) in zip(ways, pool.map(lambda way: tried(None, way), ways), strict=True):
+                if failed:
+                    print(f"without a mutant {way} fails: {why}", flush=True)
+                    unnoticed += 1
+            results = pool.map(lambda name: tried(name, NOTICED[name]), chosen)
+            for name, (failed, why) in zip(chosen, results, strict=True):
+                by = NOTICED[name]
+                way = by if isinstance(by, str) else f"{by[1]} ({by[0]})"
+                print(f"| `{name}` | {way} | {why if failed else 'UNNOTICED'} |", flush=True)
+                unnoticed += not failed
+    for name in missing:
+        print(f"{name} is in the table, and nothing is known that notices it")
+    print(f"{len(chosen)} limits removed, {unnoticed} unnoticed; {len(missing)} not tried")
+    return 1 if unnoticed or missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
