@@ -12,6 +12,7 @@ from dynatree.gateway.requests import ChatRequest, CompletionRequest
 CHUNK_BYTES = 512
 TOKEN_BYTES = 64  # its id and its text
 LOG_PROB_BYTES = 224  # a token, or one of the likeliest in its place, with its log-probability, in memory and as JSON
+ECHOED_BYTES = 48  # a log-probability of a prompt in each choice that echoes it: JSON alone
 NODE_BYTES = 320  # of a round's tree
 
 
@@ -47,10 +48,11 @@ def size_of(chunk: Chunk) -> int:
     return CHUNK_BYTES + len(chunk.text) + len(chunk.token_ids) * TOKEN_BYTES + log_probs + nodes * NODE_BYTES
 
 
-def size_of_prompt(stream: AsyncCompletionStream) -> int:
-    """Bytes that a stream's prompt takes, with what it tells of it."""
+def size_of_prompt(stream: AsyncCompletionStream, echoes: int) -> int:
+    """Bytes that a stream's prompt takes, with what it tells of it, and the choices that begin with it."""
     top = len(stream.prompt_top_log_probs[0]) if stream.prompt_top_log_probs else 0
-    return len(stream.prompt_ids) * TOKEN_BYTES + len(stream.prompt_log_probs) * (1 + top) * LOG_PROB_BYTES
+    log_probs = len(stream.prompt_log_probs) * (1 + top)
+    return len(stream.prompt_ids) * (1 + echoes) * TOKEN_BYTES + log_probs * (LOG_PROB_BYTES + echoes * ECHOED_BYTES)
 
 
 def _most_tokens(prompt: Prompt, context_length: int) -> int:

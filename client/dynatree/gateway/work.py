@@ -224,9 +224,8 @@ class Work:
                 size = size_of(chunk)
                 if place not in self._begun:
                     self._begun.add(place)
-                    size += size_of_prompt(self._streams[place]) * (
-                        self._wanted.completions if self._wanted.echo else 1
-                    )
+                    echoes = self._wanted.completions if self._wanted.echo else 0
+                    size += size_of_prompt(self._streams[place], echoes)
                 self._held += size
                 self._hold(size)
                 yield place, chunk
