@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 Metadata = tuple[tuple[str, str], ...]
 _POISON = ("AcceleratorError", "DeviceFailedError", "LayerStreamError", "RankError")
 LONGEST_DETAILS = 1000  # characters; errors quote what was sent
-MAX_STANDARD_CALLS = 16  # of health and reflection, of one connection
+MAX_STANDARD_CALLS = 128  # of health and reflection, of one connection, which may be a proxy's
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
