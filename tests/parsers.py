@@ -36,6 +36,8 @@ from dynatree.draft.policies import create_policy
 from dynatree.draft.wire import policy_settings_from_pb
 from dynatree.gateway.bodies import read_body
 from dynatree.gateway.errors import ApiError
+from dynatree.gateway.limits import Limits
+from dynatree.gateway.open_requests import OpenRequests
 from dynatree.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from dynatree.v1 import draft_pb2, tree_pb2, verify_pb2
 
@@ -94,9 +96,14 @@ def _body(model: Any) -> Callable[[bytes], object]:
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": data, "more_body": False}
 
-        headers = [(b"content-type", b"application/json")]
-        request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)
-        body = _LOOP.run_until_complete(read_body(request, model))
+        async def answered() -> Any:
+            with OpenRequests(limits).opened(watches=False) as open_request:
+                request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)
+                request.state.open_request = open_request
+                return await read_body(request, model, limits)
+
+        headers, limits = [(b"content-type", b"application/json")], Limits()
+        body = _LOOP.run_until_complete(answered())
         for name in ("fields", "principal", "prompts", "chat", "text_or_chat"):
             getattr(body, name, None)
         with contextlib.suppress(AttributeError):
@@ -170,7 +177,8 @@ def _recording_seed() -> bytes:
     return path.read_bytes()
 
 
-_TABLE = {"layers": [{"size": 0, "pieces": [], "places": {"a": [0, "float32", [2, 3]]}, "sums": {"a": [1]}}]}
+_ROWS = [{"size": 0, "pieces": [], "places": {"a": [0, "float32", [2, 3]]}, "sums": {"a": [1]}}]
+_TABLE = {"layers": _ROWS, "sum": layer_cache._sum_of(_ROWS)}
 _COMMON = (
     *("model", "temperature", "top_p", "n", "stop", "seed", "stream", "stream_options", "include_usage", "logit_bias"),
     *("user", "top_k", "min_p", "stop_token_ids", "policy", "policy_settings", "scheme", "response_format", "type"),

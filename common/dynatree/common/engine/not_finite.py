@@ -19,18 +19,21 @@ def check_weights(model: str, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Refuse weights that are not finite: a probe does not use every one of them, and a prompt may.
 
     Raises:
-        StartupError: One is not; it is named.
+        StartupError: One is not, and is no bias that masks tokens; it is named.
     """
     for name, weight in weights:
         local = getattr(weight, "to_local", None)  # a DTensor: each rank looks at its own part
         own: Tensor = local() if local else weight
-        if own.is_floating_point() and not own.is_meta and not _is_finite(own):
+        if own.is_floating_point() and not own.is_meta and not _is_finite(own, may_mask=name.endswith("bias")):
             raise StartupError(f"model {model} cannot be served: its weight {name} holds NaN or infinity")
 
 
-def _is_finite(weight: Tensor) -> bool:
-    """By the least and the largest number: as fast as memory is read."""
-    return all(bool(each.isfinite()) for each in weight.aminmax()) if weight.numel() else True
+def _is_finite(weight: Tensor, *, may_mask: bool) -> bool:
+    """By the least and the largest number: as fast as memory is read. A bias of minus infinity masks a token."""
+    if not weight.numel():
+        return True
+    least, largest = (each.item() for each in weight.aminmax())
+    return math.isfinite(largest) and (math.isfinite(least) or (may_mask and least == -math.inf))
 
 
 def spoil(segments: Sequence[Segment], logits: Sequence[Tensor], faulty: Sequence[int]) -> None:
