@@ -65,7 +65,7 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         default=MAX_HTTP_CONNECTIONS,
         metavar="N",
         help="HTTP connections at once; those that wait longest for a request give way to new ones "
-        "(default: %(default)s, or fewer where the process may not open so many files)",
+        "(default: %(default)s, or fewer if the process may open fewer files)",
     )
     security = group(parser, "security")
     security.description = "of HTTP; the certificate is read anew when it is replaced"

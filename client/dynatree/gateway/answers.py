@@ -180,7 +180,7 @@ def usage_of(
         completions: The first of each prompt.
         seconds: From the request to the last token of all.
         scores_only: Whether the new tokens are not told.
-        cached_tokens: Whether it is told how much of the prompts was cached.
+        cached_tokens: Whether the answer tells how many tokens of the prompts were cached.
     """
     every = [each for first in completions for each in (first, *first.alternatives)]
     stats = [each.stats for each in every]

@@ -16,7 +16,7 @@ from dynatree.gateway.errors import ApiError, client_went
 from dynatree.gateway.limits import Limits
 from dynatree.gateway.open_requests import OpenRequest
 
-LONG_BYTES = 2**16  # the JSON of what is longer is read on a thread of its own
+LONG_BYTES = 2**16  # a longer body is parsed on a worker thread
 COUNTED_BYTES = 2**14  # of a body at once, so that the event loop goes on meanwhile
 
 Body = TypeVar("Body", bound=BaseModel)

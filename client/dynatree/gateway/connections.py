@@ -38,7 +38,7 @@ class Phase(Enum):
     IDLE = auto()  # between two requests
     WORK = auto()  # a request is read and answered
     REST = auto()  # of a body that is not wanted any more
-    TAKING = auto()  # the client is to take what was written
+    TAKING = auto()  # the client has yet to read what was written
     CLOSING = auto()
 
 

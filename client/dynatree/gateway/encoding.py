@@ -13,7 +13,7 @@ Json = dict[str, Any]
 T = TypeVar("T")
 PIECE_BYTES = 2**16  # that are handed to a connection at once
 SLICE = 128  # items of a list that are encoded at once: for so long no other thread runs
-LONG_BYTES = 2**18  # of an answer in memory: the JSON of what is longer is made on the thread
+LONG_BYTES = 2**18  # of an answer in memory; a longer one is encoded on the worker thread
 
 
 @dataclass(frozen=True)
