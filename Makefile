@@ -88,10 +88,10 @@ protos-check: protos  ## Check that the code of protos/ is what the compiler mak
 	@new=$$(git ls-files --others --exclude-standard -- protos); \
 	if [ -n "$$new" ]; then echo "not committed: $$new" >&2; exit 1; fi
 
-hashes: $(AUDIT_READY)  ## Write the hashes that PyPI serves of what images install (asks the package index)
+hashes: $(AUDIT_READY)  ## Write the hashes of what images install (asks the package index)
 	@for image in build gateway serve; do \
 		$(PYTHON) deploy/hashes/wanted.py $$image | $(AUDIT_VENV)/bin/uv pip compile - -q --no-config -c constraints.txt \
-			--default-index https://pypi.org/simple --generate-hashes --universal --python-version 3.11 \
+			--generate-hashes --universal --python-version 3.11 \
 			--no-header --no-annotate -o deploy/hashes/$$image.txt || exit 1; \
 	done
 

@@ -45,6 +45,7 @@ GAUGES = ("dynatree_num_requests_", "dynatree_kv_cache_usage_perc", "dynatree_ve
 PROMPTS = ("Call me", "It was a bright cold morning, and the captain", "The sea", "She said that", "1, 2, 3,")
 PRINCIPALS = 8  # that keep to their quotas
 QUOTAS = ("--principal-sessions", "6", "--principal-queue", "8", "--principal-tokens", "24000")
+KV = ("--kv-tokens", "16384")  # so few that all are used before memory is looked at
 GREEDY = "greedy"  # the principal that does not
 GREEDY_CLIENTS = 4
 ROUNDING = 1e-3  # of a log-probability
@@ -134,10 +135,10 @@ def secured_cluster(folder: Path) -> Iterator[Secured]:
     (folder / "token").write_text(token_of("drafts"))
     tls = ["--tls-cert", str(pair.certificate), "--tls-key", str(pair.key)]
     secured = [*tls, "--token-file", str(folder / "tokens")]
-    verify = ["verify", "--target-model", "embedded", *secured]
+    verify = ["verify", "--target-model", "embedded", *KV, *secured]
     at = [free_address() for _ in range(5)]
     channel = ["--verify-ca", str(authority.file), "--verify-token-file", str(folder / "token")]
-    draft = ["draft", "--draft-model", "embedded", "--verify", ",".join(at[:2]), *channel, *secured, *QUOTAS]
+    draft = ["draft", "--draft-model", "embedded", "--verify", ",".join(at[:2]), *KV, *channel, *secured, *QUOTAS]
     names = ("verify a", "verify b", "draft 1", "draft 2")
     processes = [
         Process(name, draft if "draft" in name else verify, at[place], folder / f"{name}.log", free_address())

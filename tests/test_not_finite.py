@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
@@ -320,20 +321,80 @@ def test_log_probabilities_of_a_prompt_are_numbers(folder: Path) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from(["commits", "reads", "fails"]), min_size=1, max_size=4), max_size=20))
-def test_a_device_is_given_up_after_a_few_faults_with_no_commit_between(passes: list[list[str]]) -> None:
-    counted: list[int] = []
-    watch = FaultWatch(counted.append)
-    outcomes = {"commits": Verdict((), (5,)), "reads": None, "fails": NotFiniteError()}
-    in_a_row = 0
-    for each in passes:
-        results = watch.judged([outcomes[name] for name in each])
-        in_a_row = 0 if "commits" in each else in_a_row + each.count("fails")
-        for name, result in zip(each, results, strict=True):
-            if name != "fails":
-                assert result is outcomes[name]
-            else:
-                assert isinstance(result, DeviceFailedError) == (in_a_row >= MOST_FAULTS)
-    assert sum(counted) == sum(each.count("fails") for each in passes)
+def test_a_device_is_tried_after_a_few_faults_with_no_commit_between(passes: list[list[str]]) -> None:
+    for sound in (False, True):
+        counted: list[int] = []
+        tried: list[int] = []
+
+        async def trial(tried: list[int] = tried, sound: bool = sound) -> bool:
+            tried.append(1)
+            return sound
+
+        watch = FaultWatch(counted.append, trial)
+        outcomes = {"commits": Verdict((), (5,)), "reads": None, "fails": NotFiniteError()}
+        in_a_row = trials = 0
+        for each in passes:
+            results = asyncio.run(_judged(watch, [outcomes[name] for name in each]))
+            in_a_row = 0 if "commits" in each else in_a_row + each.count("fails")
+            due = "fails" in each and in_a_row >= MOST_FAULTS
+            for name, result in zip(each, results, strict=True):
+                if name != "fails":
+                    assert result is outcomes[name]
+                else:
+                    assert isinstance(result, DeviceFailedError) == (due and not sound)
+            if due:
+                in_a_row, trials = 0, trials + 1
+        assert sum(counted) == sum(each.count("fails") for each in passes)
+        assert len(tried) == trials
+
+
+async def _judged(watch: FaultWatch, results: Sequence[Any]) -> Sequence[Any]:
+    return await watch.judged(results)
+
+
+def test_a_device_is_sound_unless_one_token_alone_has_no_finite_number(engine: Engine) -> None:
+    verifier = Verifier(engine, 64)
+    free = engine.arena.free_slots
+    assert verifier.is_sound()
+    run = engine.runner.run
+
+    def broken(segments: Any) -> list[torch.Tensor]:
+        return [torch.full_like(each, math.nan) for each in run(segments)]
+
+    engine.runner.run = broken  # type: ignore[method-assign]
+    try:
+        assert not verifier.is_sound()
+    finally:
+        engine.runner.run = run  # type: ignore[method-assign]
+    assert engine.arena.free_slots == free
+    all_of_it = engine.arena.reserve(free)
+    assert all_of_it is not None
+    assert verifier.is_sound(), "no slot is free to try"
+    engine.arena.release(all_of_it)
+
+
+def test_a_prompt_that_overflows_ends_its_sessions_and_not_the_service(folder: Path, tmp_path: Path) -> None:
+    """However often it is sent, with nothing else between."""
+    with (
+        running_services(tmp_path, folder / "target", folder / "draft") as services,
+        Client(services.draft_address) as client,
+    ):
+        right = client.generate([5, 6, 7], max_new_tokens=8).token_ids
+        run = services.target.runner.run
+
+        def overflowing(segments: Any) -> list[torch.Tensor]:
+            logits = run(segments)
+            for segment, each in zip(segments, logits, strict=True):
+                if 9 in segment.token_ids:
+                    each.fill_(math.nan)
+            return logits
+
+        services.target.runner.run = overflowing  # type: ignore[method-assign]
+        for _ in range(2 * MOST_FAULTS):
+            with pytest.raises(DynaTreeError, match="INTERNAL: the target model's numbers are not finite"):
+                client.generate([9, 9, 9], max_new_tokens=8)
+        services.target.runner.run = run  # type: ignore[method-assign]
+        assert client.generate([5, 6, 7], max_new_tokens=8).token_ids == right
 
 
 def test_a_client_is_told_of_a_fault_which_is_nobody_elses(folder: Path, tmp_path: Path) -> None:

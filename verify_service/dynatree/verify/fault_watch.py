@@ -1,19 +1,19 @@
-"""The watch over a target whose numbers are not finite: after a few faults with no good commit between, it has failed.
+"""The watch over a target whose numbers are not finite: after a few faults with no good commit between, it is tried.
 
-A single fault may be the request's, whose tokens overflow in float16: the session ends, and nobody else's. A device or
-a checkpoint that computes nothing else would end every session that comes.
+A fault may be the request's, whose tokens overflow in float16, however often it is sent: its session ends, and nobody
+else's. A device that computes no finite number for one token alone has failed: it would end every session that comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from dynatree.common.errors import DeviceFailedError, NotFiniteError
 from dynatree.verify.accept import Verdict
 from dynatree.verify.scheduler import PassRunner
 from dynatree.verify.verifier import Part, Result, Timings
 
-MOST_FAULTS = 5  # choices that failed one after the other; a draft service tries a session twice
+MOST_FAULTS = 5  # choices that fail one after the other before the device is tried
 
 
 class FaultWatch:
@@ -21,10 +21,12 @@ class FaultWatch:
 
     Args:
         count: Told how many choices of a pass failed.
+        sound: Whether the device still computes finite numbers, by a forward pass of its own.
     """
 
-    def __init__(self, count: Callable[[int], None]) -> None:
+    def __init__(self, count: Callable[[int], None], sound: Callable[[], Awaitable[bool]]) -> None:
         self._count = count
+        self._sound = sound
         self._in_a_row = 0
 
     def over(self, run: PassRunner) -> PassRunner:
@@ -32,12 +34,12 @@ class FaultWatch:
 
         async def watched(parts: Sequence[Part]) -> tuple[Sequence[Result], Timings]:
             results, timings = await run(parts)
-            return self.judged(results), timings
+            return await self.judged(results), timings
 
         return watched
 
-    def judged(self, results: Sequence[Result]) -> Sequence[Result]:
-        """The results of a pass; the faults are those of a device that has failed where it has."""
+    async def judged(self, results: Sequence[Result]) -> Sequence[Result]:
+        """The results of a pass; its faults become those of the device where that has failed."""
         faults = sum(isinstance(each, NotFiniteError) for each in results)
         if faults:
             self._count(faults)
@@ -47,5 +49,8 @@ class FaultWatch:
             self._in_a_row += faults
         if not faults or self._in_a_row < MOST_FAULTS:
             return results
-        failed = DeviceFailedError(f"{self._in_a_row} choices in a row had numbers that are not finite")
+        in_a_row, self._in_a_row = self._in_a_row, 0
+        if await self._sound():
+            return results
+        failed = DeviceFailedError(f"{in_a_row} choices in a row had numbers that are not finite, and so had a trial")
         return [failed if isinstance(each, NotFiniteError) else each for each in results]

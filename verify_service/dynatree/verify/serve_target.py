@@ -101,7 +101,7 @@ async def start_verify(
     verifier = Verifier(engine, limits.max_tree_nodes, cache)
     admission = Admission(limits.sessions, engine.arena.size, limits.queue)
     metrics = VerifyMetrics(operation.registry, admission)
-    watch = FaultWatch(metrics.not_finite)
+    watch = FaultWatch(metrics.not_finite, lambda: thread.run(verifier.is_sound))
     scheduler = Scheduler(
         watch.over(lambda parts: thread.run(verifier.run, parts)),
         PassCosts(engine.info.forward_costs),

@@ -11,12 +11,12 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from dynatree.common.engine import Choosing, Engine
+from dynatree.common.engine import Choosing, Engine, Segment
 from dynatree.common.errors import NotFiniteError, ServiceBusyError
 from dynatree.common.gumbel import Stream, random_generator
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.prefix_cache import PrefixCache
-from dynatree.common.sampling import NOT_CHOSEN, Histories, adjusted, choose, warped
+from dynatree.common.sampling import NOT_CHOSEN, Histories, Sampling, adjusted, choose, warped
 from dynatree.common.tree import TokenTree
 from dynatree.verify.accept import Verdict, accept, cut
 from dynatree.verify.layout import depth_first, prompt_segment, tree_segment
@@ -134,6 +134,19 @@ class Verifier:
         request = session.request
         held = session.read if session.unread or self._cache.only_prompts else session.length - 1
         self._cache.release(session.kv, session.committed[:held], request.principal)
+
+    def is_sound(self) -> bool:
+        """Whether the logits after one token are finite where a token is chosen; so too where no slot is free to try.
+
+        The token is one that the forward passes of the start had, so that no request says what it is.
+        """
+        kv, _ = self._cache.reserve(1, (), "")
+        if kv is None:
+            return True
+        logits = self.engine.forward([Segment(kv, 0, [0], [0])])[0]
+        sound = not kv.broken and choose(logits, [0], Sampling()) != [NOT_CHOSEN]
+        self._cache.release(kv, (), "")
+        return sound
 
     def _commit(
         self, part: Part, verdict: Verdict | None, order: Sequence[int], logits: Tensor, in_place: bool
