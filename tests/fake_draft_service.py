@@ -4,7 +4,10 @@ A test module imports the fixtures that it uses by their functions' names, such 
 """
 
 import asyncio
+import itertools
+import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -158,9 +161,9 @@ class FakeDraftService(draft_pb2_grpc.DraftServiceServicer):
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[FakeDraftService]:
+def serving(folder: Path, name: str = "draft.sock") -> Iterator[FakeDraftService]:
     """The service on a unix socket in `folder`."""
-    service = FakeDraftService(address=f"unix:{folder}/draft.sock")
+    service = FakeDraftService(address=f"unix:{folder}/{name}")
     server = grpc.server(ThreadPoolExecutor(max_workers=4))
     draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server)
     server.add_insecure_port(service.address)
@@ -189,3 +192,12 @@ def generate_async(service: FakeDraftService, **options: Any) -> Completion:
             return await client.generate("Once", **options)
 
     return asyncio.run(run())
+
+
+if __name__ == "__main__":  # at a socket; it tells of calls, answers none, and is to be killed
+    with serving(Path(sys.argv[1]).parent, Path(sys.argv[1]).name) as silent:
+        silent.script = [Hang()]
+        for told in itertools.count():
+            while len(silent.requests) <= told:
+                time.sleep(0.01)
+            print("called", flush=True)

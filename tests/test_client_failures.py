@@ -1,6 +1,7 @@
 """The client library against a scripted service: every error, waiting, and every way to stop."""
 
 import asyncio
+import os
 import pickle
 import resource
 import socket
@@ -8,10 +9,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import grpc
 import pytest
@@ -26,6 +28,7 @@ from fake_draft_service import (  # noqa: F401
     service_fixture,
     serving,
 )
+from processes import wait_until
 
 from dynatree.client import (
     AsyncClient,
@@ -380,6 +383,47 @@ def test_streams_that_are_left_early_take_no_memory(client: Client, service: Fak
 
     before = leave(300)
     assert leave(900) - before < 4.0  # MB
+
+
+def test_a_client_that_is_closed_has_no_connection_whatever_was_lost(tmp_path: Path) -> None:
+    """A call keeps those of its channel until somebody has taken its last word."""
+    path = tmp_path / "draft.sock"
+    before = _sockets()
+    with ThreadPoolExecutor(4) as pool, Client(f"unix:{path}", resume=False) as client:
+        with silent_service(path) as output:
+            client.model_info(timeout=30.0)
+            waiting = [pool.submit(client.generate, "Once") for _ in range(4)]
+            assert [output.readline() for _ in waiting] == ["called\n"] * 4
+        assert {type(each.exception(30.0)) for each in waiting} == {ServerUnavailableError}
+        with silent_service(path):
+            wait_until(lambda: _is_known(client))
+            client.close()
+            wait_until(lambda: _sockets() <= before, 10.0)
+
+
+@contextmanager
+def silent_service(path: Path) -> Iterator[IO[str]]:
+    """A process that serves at a socket, tells of calls, and answers none; in the end it is killed."""
+    command = [sys.executable, Path(__file__).with_name("fake_draft_service.py"), path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout
+        finally:
+            process.kill()
+
+
+def _is_known(client: Client) -> bool:
+    try:
+        client.model_info(timeout=1.0)
+    except DynaTreeError:
+        return False
+    return True
+
+
+def _sockets() -> int:
+    """Sockets of this process."""
+    return sum(os.readlink(each).startswith("socket:") for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
 
 
 def test_close_from_another_thread_ends_the_loop(client: Client, service: FakeDraftService) -> None:

@@ -111,6 +111,7 @@ class CompletionStream(Accumulator):
                     if chunk := self._add(response):
                         return chunk
             except grpc.RpcError as error:
+                _drain(self._call)
                 if self._ended:  # by close(), in another thread
                     return None
                 if self._is_whole:  # only the status was lost
