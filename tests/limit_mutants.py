@@ -1,8 +1,9 @@
 """Do the campaigns see a limit that is gone? `python tests/limit_mutants.py [--jobs N] [LIMIT ...]`.
 
-Makes each limit of the table in docs/guides/security.md a hundred times as large, in a copy of the project, and sends
-that the hostile traffic which the limit is for, or runs the tests which are about it. One that goes unnoticed is
-printed as such. Before that, the same is tried on a copy without a change, which must pass.
+Removes each limit of the table in docs/guides/security.md in a copy of the project: what it bounds may be a hundred
+times as much, also where a test sets a limit of its own. Then it sends the copy the hostile traffic which the limit is
+for, or runs the tests which are about it. One that goes unnoticed is printed as such. Before that, the same is tried
+on a copy without a change, which must pass.
 """
 
 from __future__ import annotations
@@ -29,33 +30,55 @@ TIMEOUT = 300.0  # of one campaign
 _RANGES = "tests/test_options.py tests/test_bad_options.py tests/test_bad_input.py tests/test_gateway_refusals.py"
 _TRANSPORT, _GATEWAY = "tests/test_transport.py", "tests/test_gateway_limits.py tests/test_gateway_bodies.py"
 _QUEUE = "tests/test_admission.py tests/test_token_quota.py tests/test_tokenizer_thread.py"
+_COMMANDS = "tests/test_command_line.py tests/test_bad_options.py"
 NOTICED: dict[str, tuple[str, str] | str] = {
     "HANDSHAKE_SECONDS": ("tcp", "silent connections"),
     "TLS_SECONDS": ("tls", "silent connections"),
     "FIRST_MESSAGE_SECONDS": ("tcp", "without a message"),
     "MAX_MESSAGE_BYTES": ("tcp", "huge messages"),
     "MAX_METADATA_BYTES": ("tcp", "huge messages"),
-    "SCRAPE_SECONDS": ("tcp", "dripping scrapes"),
-    "MAX_SCRAPES": ("tcp", "dripping scrapes"),
+    **dict.fromkeys(("SCRAPE_SECONDS", "MAX_SCRAPES"), "tests/test_metrics.py"),
     "HEAD_SECONDS": ("tcp", "dripping heads"),
     "BODY_SECONDS": ("tcp", "dripping bodies"),
     "MAX_BODY_BYTES": ("tcp", "huge bodies"),
-    "MAX_PROMPT_LOG_PROBS": ("tcp", "huge answers"),
+    "MAX_PROMPT_LOG_PROBS": "tests/test_log_probs.py",
     "MAX_VALUES": ("tcp", "adversarial"),
     "MAX_STRINGS": ("tcp", "adversarial"),
     "MAX_CONTAINERS": ("tcp", "adversarial"),
     **dict.fromkeys(("MAX_OPENINGS", "MAX_STANDARD_CALLS", "MAX_CONNECTIONS", "IDLE_CONNECTION_SECONDS"), _TRANSPORT),
-    **dict.fromkeys(("MAX_STREAMS", "PING_SECONDS", "FREE_CALLS"), _TRANSPORT),
+    **dict.fromkeys(("MAX_STREAMS", "PING_SECONDS", "FREE_CALLS", "OWN_FILES", "LONGEST_DETAILS"), _TRANSPORT),
     **dict.fromkeys(("REST_SECONDS", "TAKING_SECONDS", "CLOSING_SECONDS", "KEEP_ALIVE_SECONDS"), _GATEWAY),
     **dict.fromkeys(
         ("MAX_AHEAD_BYTES", "FREE_CHUNKS", "MAX_HELD_BYTES", "MAX_HTTP_CONNECTIONS", "MAX_KNOWN"), _GATEWAY
     ),
+    **dict.fromkeys(("SPARE_FILES", "KEPT_FOR_HEALTH", "TAKING_RATE", "BYTES_A_CHUNK", "BODY_RATE"), _GATEWAY),
+    "LONGEST_MESSAGE": "tests/test_gateway_refusals.py",
+    "LONGEST_PRINCIPAL": "tests/test_gateway.py",
     "MAX_WAITING_BYTES": _QUEUE,
+    **dict.fromkeys(("MAX_TREE_NODES", "MOST_TREE_NODES", "MAX_FIXED_ROWS"), _COMMANDS),
+    **dict.fromkeys(("MAX_SESSIONS", "MAX_QUEUED"), "tests/test_many_sessions.py"),
+    "MAX_RANKS": "tests/test_tree_policies.py tests/test_listed.py",
+    "MAX_PLACES": "tests/test_ngrams.py",
     **dict.fromkeys(("MAX_PRINCIPAL_LENGTH", "MAX_COMPLETIONS", "MAX_STOP_STRINGS", "MAX_STOP_LENGTH"), _RANGES),
     **dict.fromkeys(("MAX_STOP_TOKENS", "MAX_TEMPERATURE", "MAX_PENALTY", "MAX_COUNT_PENALTY", "MAX_BIASES"), _RANGES),
     **dict.fromkeys(("MAX_BIAS", "MAX_TOP_LOG_PROBS", "MAX_NUMBERS", "MAX_CANDIDATES", "MAX_DRAWS"), _RANGES),
     **dict.fromkeys(("MAX_PROMPTS", "MAX_MESSAGES", "MAX_PARTS", "MAX_FIELDS", "LONGEST_PARAM"), _RANGES),
     "MOST_FAULTS": "tests/test_not_finite.py",
+}
+
+# What is kept from strangers, or asked of them: less of it is no limit.
+FLOORS = {
+    **dict.fromkeys(("OWN_FILES", "SPARE_FILES", "KEPT_FOR_HEALTH"), "0"),
+    **dict.fromkeys(("PING_SECONDS", "TAKING_RATE", "BODY_RATE", "BYTES_A_CHUNK"), "1"),
+}
+# Not removed: without one the service serves as well, and holds no more of what strangers send.
+KEPT = {
+    "CONNECTION_SECONDS": "an older connection is made anew, so that load spreads",
+    "KEEPALIVE_SECONDS": "a peer that vanished is found later, by --idle-timeout",
+    "PONG_SECONDS": "likewise",
+    "IDLE_SECONDS": "tests set --idle-timeout",
+    "RESUME_SECONDS": "tests set --resume-timeout",
+    "MAX_HISTORIES": "of settings that the service's own policies have",
 }
 
 
@@ -69,16 +92,28 @@ def limits() -> list[str]:
 
 def remove(copy: Path, limit: str) -> None:
     """Make a limit of a copy so large that it is none."""
-    pattern = re.compile(rf"^(\s*{limit}(?:: [^=\n]+)? = )([^#\n]+?)( *#.*)?$", re.MULTILINE)
+    without = FLOORS.get(limit, rf"{FACTOR} * (\g<2>)")
+    found = _replace(copy, rf"^(\s*{limit}(?:: [^=\n]+)? = )([^#\n]+?)( *#.*)?$", rf"\g<1>{without}\g<3>")
+    if not found:
+        raise SystemExit(f"{limit} is no constant")
+    gateway = copy / "client" / "dynatree" / "gateway"
+    field = re.search(rf"^    (\w+): \w+ = {limit}$", (gateway / "limits.py").read_text(), re.MULTILINE)
+    if field and limit not in FLOORS:
+        _replace(gateway, rf"(?<![\w{{.])((?:self\._|settings\.)?limits\.{field[1]})\b(?!:g)", rf"({FACTOR} * \g<1>)")
+    elif field:
+        _replace(gateway, rf"(?<![\w{{.])((?:self\._)?limits\.{field[1]})\b(?![:}}])", FLOORS[limit])
+
+
+def _replace(folder: Path, pattern: str, by: str) -> int:
+    """Replace what matches in every file of Python; how often."""
     found = 0
-    for room in ROOMS:
-        for path in (copy / room).rglob("*.py"):
-            code, count = pattern.subn(rf"\g<1>({FACTOR} * (\g<2>))\g<3>", path.read_text())
+    for path in folder.rglob("*.py"):
+        if "tests" not in path.parts:
+            code, count = re.subn(pattern, by, path.read_text(), flags=re.MULTILINE)
             if count:
                 path.write_text(code)
                 found += count
-    if not found:
-        raise SystemExit(f"{limit} is no constant")
+    return found
 
 
 def notice(copy: Path, by: tuple[str, str] | str) -> tuple[bool, str]:
@@ -109,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="at once (default: 1)")
     options = parser.parse_args(arguments)
     chosen = [name for name in NOTICED if not options.limits or any(part in name for part in options.limits)]
-    missing = [name for name in limits() if name not in NOTICED]
+    missing = [name for name in limits() if name not in NOTICED and name not in KEPT]
     unnoticed = 0
     with tempfile.TemporaryDirectory() as folder:
         copies: queue.Queue[Path] = queue.Queue()
@@ -140,6 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 way = by if isinstance(by, str) else f"{by[1]} ({by[0]})"
                 print(f"| `{name}` | {way} | {why if failed else 'UNNOTICED'} |", flush=True)
                 unnoticed += not failed
+    for name, why in KEPT.items():
+        print(f"| `{name}` | not removed | {why} |")
     for name in missing:
         print(f"{name} is in the table, and nothing is known that notices it")
     print(f"{len(chosen)} limits removed, {unnoticed} unnoticed; {len(missing)} not tried")
