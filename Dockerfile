@@ -38,7 +38,7 @@ USER 10001
 WORKDIR /home/dynatree
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=10s --start-period=10m --retries=3 \
-  CMD ["python", "-m", "dynatree.common.healthcheck", "http://127.0.0.1:8000"]
+  CMD ["python", "-m", "dynatree.serving.healthcheck", "http://127.0.0.1:8000"]
 CMD ["gateway", "--server", "dns:///draft:50051", "--listen", "0.0.0.0:8000", "--insecure"]
 
 FROM python AS serve
@@ -76,11 +76,11 @@ WORKDIR /home/dynatree
 FROM serve AS verify
 EXPOSE 50052
 HEALTHCHECK --interval=10s --timeout=10s --start-period=10m --retries=3 \
-  CMD ["python", "-m", "dynatree.common.healthcheck", "127.0.0.1:50052"]
+  CMD ["python", "-m", "dynatree.serving.healthcheck", "127.0.0.1:50052"]
 CMD ["verify", "--target-model", "embedded", "--listen", "0.0.0.0:50052", "--insecure"]
 
 FROM serve AS draft
 EXPOSE 50051
 HEALTHCHECK --interval=10s --timeout=10s --start-period=10m --retries=3 \
-  CMD ["python", "-m", "dynatree.common.healthcheck", "127.0.0.1:50051"]
+  CMD ["python", "-m", "dynatree.serving.healthcheck", "127.0.0.1:50051"]
 CMD ["draft", "--draft-model", "embedded", "--verify", "dns:///verify:50052", "--listen", "0.0.0.0:50051", "--insecure"]

@@ -16,13 +16,13 @@ AUDIT_PINS := pip-audit==2.10.1 cyclonedx-bom==7.5.0 uv==0.13.9
 # Errors only: warnings about the machine's own pip settings would hide what matters.
 PIP_FLAGS := -qq --disable-pip-version-check
 
-KERNELS := $(wildcard common/dynatree/common/engine/native/*.[ch])
+KERNELS := $(wildcard common/dynatree/engine/cpu/native/*.[ch])
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-long test-all sanitize check figures figures-write pictures docs bench bench-quick protos protos-check hashes sbom audit clean
 # Two workers keep two cores busy; tests that share services stay on one of them (tests/conftest.py).
-PYTEST := $(VENV)/bin/pytest -n 2 --no-loadscope-reorder --durations 10
+PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 10
 
 # The documents whose figures come out of benchmarks/, by cog.
 FIGURES := README.md $(wildcard docs/*.md docs/*/*.md)
@@ -41,13 +41,13 @@ test: $(READY)  ## Run the tests that every commit must pass (minutes)
 	@$(PYTEST) -m 'not long'
 
 test-long: $(READY)  ## Run the others: every policy with every model family, real processes, npm, a browser
-	@$(PYTEST) -m long $$(grep -l 'mark\.long' tests/test_*.py)
+	@$(PYTEST) -m long $$(grep -rl 'mark\.long' tests --include='test_*.py')
 
 test-all: $(READY)  ## Run both
 	@$(PYTEST)
 
 sanitize: $(READY)  ## Run the kernels under AddressSanitizer and UBSan, on random shapes (a minute)
-	$(VENV)/bin/python tests/sanitized_kernels.py
+	$(VENV)/bin/python -m tests.campaigns.sanitized_kernels
 
 check: $(READY)  ## Check style, format and types
 	$(VENV)/bin/ruff check
@@ -67,7 +67,7 @@ pictures: $(READY)  ## Draw the pictures of docs/ anew; needs chromium and prome
 	$(VENV)/bin/python benchmarks/pictures.py
 	$(VENV)/bin/python benchmarks/trace_picture.py
 	$(VENV)/bin/python benchmarks/page_picture.py
-	$(VENV)/bin/python tests/dashboard_picture.py
+	$(VENV)/bin/python -m tests.campaigns.dashboard_picture
 
 docs: $(READY)  ## Build the documentation in build/site, and check its links
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --strict --quiet

@@ -364,7 +364,7 @@ def regrets() -> str:
 
 
 def operated(name: str) -> dict[str, Any]:
-    """A file of what operation was measured by: tests/fault_matrix.py, benchmarks/operation.py."""
+    """A file of what operation was measured by: tests/campaigns/fault_matrix.py, benchmarks/operation.py."""
     found: dict[str, Any] = json.loads(gzip.decompress((HERE / "operated" / f"{name}.json.gz").read_bytes()))
     return found
 
@@ -455,7 +455,7 @@ def streamed_disk() -> str:
     before, after = (report[f"disk {when}, bytes/s"] / 1e9 for when in ("before", "after"))
     size = report["streamed bytes"] / 1e9
     return (
-        f"{size:.2f} GB are streamed. fio read the same files at {before:.2f} GB/s before and {after:.2f} GB/s after, "
+        f"{size:.2f} GB are offloaded. fio read the same files at {before:.2f} GB/s before and {after:.2f} GB/s after, "
         f"a plain step at {size / plain:.2f} GB/s. Accelerate's disk offload takes {offloaded:.1f} s a step in a group "
         f"of the same size, a plain step {plain:.1f} s: {offloaded / plain:.2f} times less. The service's group held "
         f"{report['peak of the group, bytes'] / 2**30:.2f} GiB at most."

@@ -29,7 +29,7 @@ from typing import Any
 
 from dynatree.bench.environment import environment
 from dynatree.client import Client
-from dynatree.common import healthcheck
+from dynatree.serving import healthcheck
 
 TOKEN = "measured-0123456789abcdef"
 SCRAPE_SECONDS = 5.0

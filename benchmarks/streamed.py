@@ -25,7 +25,7 @@ import numpy as np
 
 from dynatree.bench.environment import environment
 from dynatree.client import Client
-from dynatree.common import healthcheck
+from dynatree.serving import healthcheck
 
 GROUPS = Path("/sys/fs/cgroup/memory")
 START_SECONDS = 1800.0

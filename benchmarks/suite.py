@@ -277,7 +277,7 @@ def grow_models(options: argparse.Namespace, suite: Suite) -> None:
     ):
         if named is None and not Path(path).exists():
             print(f"growing {path}", flush=True)
-            subprocess.run([sys.executable, "-m", "dynatree.common.embedded.grow", shape, path], check=True)
+            subprocess.run([sys.executable, "-m", "dynatree.bench.shipped_pair.grow", shape, path], check=True)
 
 
 def make_random(draft: str, out: Path) -> str:

@@ -48,7 +48,7 @@ subcommand prints the same; `dynatree --version` prints the version. Option name
 | 0 | success |
 | 1 | a failure, told in one line on standard error |
 | 2 | a wrong command line |
-| 70 | a service whose device, streamed layer or parallel process has failed; a supervisor should restart it |
+| 70 | a service whose device, offloaded layer or parallel process has failed; a supervisor should restart it |
 | 130 | an interrupt (Ctrl-C); a service that is ready stops with 0 |
 | 141 | nobody reads the output any more, as behind `head` |
 | 143 | SIGTERM, before a service is ready |

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,17 +24,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for the hub; read 
 from dynatree.bench import command as bench
 from dynatree.cli import service_pair
 from dynatree.client import Client
-from dynatree.common import healthcheck
+from dynatree.serving import healthcheck
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+_SERVICES = "services"  # the group of the tests that use the session's services
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
-
-
-# The files that take longest begin first, so that none is left to one worker at the end.
-_LONGEST = ["embedded", "processes", "equality", "sampled_equality", "rounds", "distribution", "ahead", "bench_report"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,24 +58,21 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest."""
-    places = {f"test_{name}.py": place for place, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    """Begin with what takes longest, and have all files that use the services of the session on one worker."""
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
+    shared = {item.path for item in items if "embedded_services" in getattr(item, "fixturenames", ())}
+    for item in items:
+        if item.path in shared:
+            item.add_marker(pytest.mark.xdist_group(_SERVICES))
 
 
 class _Scheduling(LoadFileScheduling):
-    """A file's tests share fixtures and stay on one worker; so do all files that use the services of the session."""
+    """A file's tests share fixtures and stay on one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        return "services" if _uses_services(file) else file
-
-
-@cache
-def _uses_services(file: str) -> bool:
-    text = (Path(__file__).parents[1] / file).read_text()
-    return "embedded_services" in text or "shared_pair" in text
+        return _SERVICES if nodeid.endswith(f"@{_SERVICES}") else super()._split_scope(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -189,7 +182,7 @@ def _wait_until_serving(services: list[_Service]) -> None:
 @pytest.fixture(name="build", params=["kernels_avx2.so", "kernels_avx512.so", "kernels_avx512_bf16.so"])
 def build_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Each build of the kernels that this CPU runs, in turn."""
-    from dynatree.common.engine import native
+    from dynatree.engine.cpu import native
 
     if "avx512" in request.param and request.param not in native.builds():
         pytest.skip("this CPU lacks its instructions")

@@ -18,13 +18,14 @@ from keeping import NO_GPU, Bound, Measured, NotMeasuredError
 from torch import Tensor
 from torch.nn.functional import linear
 
-from dynatree.common.device_noise import by_triton as noise_by_triton
-from dynatree.common.device_noise import seed_bits
-from dynatree.common.engine import Segment, ancestor_mask
-from dynatree.common.engine.gpu.rows import RowBuffers, RowSizes
-from dynatree.common.engine.gpu.tree_attention import by_triton, tile_rows
-from dynatree.common.gumbel import Stream, gumbel
-from dynatree.common.kv_range import KVRange
+from dynatree.engine.forward.segment import Segment
+from dynatree.engine.forward.tree_mask import ancestor_mask
+from dynatree.engine.gpu.rows import RowBuffers, RowSizes
+from dynatree.engine.gpu.tree_attention import by_triton, tile_rows
+from dynatree.engine.kv.kv_range import KVRange
+from dynatree.engine.sampling.device_noise import by_triton as noise_by_triton
+from dynatree.engine.sampling.device_noise import seed_bits
+from dynatree.engine.sampling.gumbel import Stream, gumbel
 
 if TYPE_CHECKING:
     from session import Context
@@ -351,7 +352,7 @@ def _ordered(values: np.ndarray) -> np.ndarray:
 def _differing_words(places: Sequence[tuple[int, int]], context: Context) -> int:
     import words_kernel  # it needs to know whether it is interpreted
 
-    from dynatree.common.gumbel import random_generator
+    from dynatree.engine.sampling.gumbel import random_generator
 
     differing = 0
     for seed, position in places:

@@ -102,8 +102,8 @@ class OrderedTree:
     @classmethod
     def of(cls, parents: Sequence[int], chance: random.Random) -> OrderedTree:
         """The tree of these parents; `chance` permutes."""
-        from dynatree.common.engine.tree_mask import ancestor_mask
         from dynatree.common.tree import TokenTree
+        from dynatree.engine.forward.tree_mask import ancestor_mask
         from dynatree.verify.layout import depth_first
 
         tokens = tuple(range(len(parents)))

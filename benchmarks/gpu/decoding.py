@@ -10,15 +10,16 @@ from functools import partial
 
 from pair import TARGET_MEASURED_ROWS, Pair, Prompt
 
+from dynatree.common.decoding import Decoding
 from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.messages import Commit, VerifyTimings
-from dynatree.common.model_thread import ModelThread
 from dynatree.common.pass_statistics import PassStatistics
 from dynatree.common.sampling import Sampling
-from dynatree.draft.drafter import Growing
+from dynatree.draft.growth.drafter import Growing
+from dynatree.draft.growth.round import Growth, Round
+from dynatree.draft.growth.shared_growth import SharedGrowth
 from dynatree.draft.policies import create_policy
-from dynatree.draft.round import Growth, Round
-from dynatree.draft.shared_growth import SharedGrowth
+from dynatree.engine.model_thread import ModelThread
 from dynatree.verify.accept import Verdict
 from dynatree.verify.pass_costs import PassCosts
 from dynatree.verify.scheduler import Scheduler
@@ -100,7 +101,7 @@ def complete(
     policy = create_policy(method.policy, method.settings, pair.target.costs)
     began = time.perf_counter()
     drafting = pair.drafter.open(prompt, sampling, pair.target.vocab_size, limit)
-    verifying = pair.verifier.open(SessionRequest(prompt, limit, frozenset(), sampling))
+    verifying = pair.verifier.open(SessionRequest(prompt, limit, frozenset(), Decoding(sampling)))
     try:
         watch("prompt")
         verdict = read(pair, verifying)
@@ -230,7 +231,7 @@ class _Together:
         limit = len(prompt) + new_tokens
         policy = create_policy(method.policy, method.settings, pair.target.costs)
         opening = partial(pair.drafter.open, prompt, GREEDY, pair.target.vocab_size, limit)
-        request = SessionRequest(prompt, limit, frozenset(), GREEDY)
+        request = SessionRequest(prompt, limit, frozenset(), Decoding(GREEDY))
         async with (
             draft_thread.held(opening, pair.drafter.close) as drafting,
             verify_thread.held(partial(pair.verifier.open, request), pair.verifier.close) as verifying,

@@ -10,8 +10,10 @@ from decoding import DEFAULT, GREEDY, PLAIN, SAMPLED, Method, complete, complete
 from keeping import Bound, Measured, NotMeasuredError
 from pair import prompts
 
-from dynatree.common.engine import Engine, Segment
-from dynatree.common.sampling import Sampling, scores
+from dynatree.common.sampling import Sampling
+from dynatree.engine.engine import Engine
+from dynatree.engine.forward.segment import Segment
+from dynatree.engine.sampling.choosing import scores
 
 if TYPE_CHECKING:
     from session import Context

@@ -17,8 +17,10 @@ from bits import event_seconds
 from keeping import NO_GPU, Bound, Measured, NotMeasuredError
 from pair import MAX_TREE_NODES, Models
 
-from dynatree.common.engine import Choosing, Engine, Segment
-from dynatree.common.engine.gpu.fixed_rows import TARGET_ROWS, gives_equal_bits, with_fixed_rows
+from dynatree.engine.engine import Engine
+from dynatree.engine.forward.runner import Choosing
+from dynatree.engine.forward.segment import Segment
+from dynatree.engine.gpu.fixed_rows import TARGET_ROWS, gives_equal_bits, with_fixed_rows
 
 if TYPE_CHECKING:
     from session import Context

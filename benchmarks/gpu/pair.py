@@ -14,23 +14,25 @@ from pathlib import Path
 
 import torch
 
+from dynatree import embedded
 from dynatree.bench.prompts import cut_text, load_tokenizer
 from dynatree.bench.replay.recording import load
-from dynatree.common import embedded
-from dynatree.common.embedded.grow import SHAPES, GrownShape, grow
-from dynatree.common.engine import Engine, ModelSettings, load_engine, with_forward_costs
-from dynatree.common.engine.gpu.fixed_rows import with_default_rows, with_fixed_rows
-from dynatree.common.engine.probe import check_outputs
+from dynatree.bench.shipped_pair.grow import SHAPES, GrownShape, grow
 from dynatree.common.limits import MAX_SESSIONS, MAX_TREE_NODES
-from dynatree.draft.draft_model import EngineDraftModel
-from dynatree.draft.drafter import Drafter
-from dynatree.draft.target import Target
+from dynatree.draft.growth.draft_model import EngineDraftModel
+from dynatree.draft.growth.drafter import Drafter
+from dynatree.draft.target.target import Target
+from dynatree.engine.engine import Engine
+from dynatree.engine.gpu.fixed_rows import with_default_rows, with_fixed_rows
+from dynatree.engine.loading import load_engine, with_forward_costs
+from dynatree.engine.settings import ModelSettings
+from dynatree.engine.support.probe import check_outputs
 from dynatree.verify.verifier import Verifier
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT_TOKENS = 128
 # The services' own numbers; their modules need packages that a GPU machine may lack.
-TARGET_MEASURED_ROWS = 256  # verify.serve_target.AUTO_ROWS
+TARGET_MEASURED_ROWS = 256  # verify.settings.AUTO_ROWS
 DRAFT_MEASURED_ROWS = 6  # draft.serve_draft.MEASURED_ROWS
 
 Prompt = tuple[int, ...]

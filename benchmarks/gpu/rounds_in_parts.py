@@ -17,11 +17,13 @@ from keeping import NO_GPU, Bound, Measured, NotMeasuredError
 from pair import long_prompt, prompts
 from speed import LINEAR
 
-from dynatree.common.engine import Engine, Segment
-from dynatree.common.engine.gpu import levels, row_runner
-from dynatree.common.engine.gpu.graphs import Replayed
-from dynatree.common.engine.gpu.rows import RowBuffers, Staging
+from dynatree.common.decoding import Decoding
 from dynatree.common.tree import TokenTree
+from dynatree.engine.engine import Engine
+from dynatree.engine.forward.segment import Segment
+from dynatree.engine.gpu import levels, row_runner
+from dynatree.engine.gpu.graphs import Replayed
+from dynatree.engine.gpu.rows import RowBuffers, Staging
 from dynatree.verify.session import SessionRequest
 from dynatree.verify.verifier import Part, verdicts_of
 
@@ -147,7 +149,7 @@ def waits(context: Context) -> Measured:
         raise NotMeasuredError(NO_GPU)
     pair, count = context.models.pair, context.sizes.rounds
     _, prompt = prompts(1)[0]
-    session = pair.verifier.open(SessionRequest(prompt, len(prompt) + 20 * count, frozenset(), GREEDY))
+    session = pair.verifier.open(SessionRequest(prompt, len(prompt) + 20 * count, frozenset(), Decoding(GREEDY)))
     try:
         read(pair, session)
         verdicts_of(pair.verifier.run([Part(session, TREE)])[0])

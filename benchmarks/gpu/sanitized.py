@@ -63,7 +63,7 @@ def main(folder: str) -> None:
     from decoding import GREEDY, SAMPLED, Method, complete
     from pair import TINY, Models, prompts
 
-    from dynatree.common.engine.gpu import row_runner
+    from dynatree.engine.gpu import row_runner
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with patch.object(row_runner, "graph_pool", lambda _: None):

@@ -12,7 +12,10 @@ import torch
 from keeping import Bound, Measured
 from pair import prompts
 
-from dynatree.common.engine import Engine, ModelSettings, Segment, load_engine
+from dynatree.engine.engine import Engine
+from dynatree.engine.forward.segment import Segment
+from dynatree.engine.loading import load_engine
+from dynatree.engine.settings import ModelSettings
 
 if TYPE_CHECKING:
     from session import Context
@@ -42,7 +45,7 @@ def streamed(context: Context) -> Measured:
             engine = load_engine(settings)
             found.append(_outputs(engine, prompt))
             seconds[resident] = {rows: _step_seconds(engine, rows) for rows in ROWS}
-            stream = engine.stream
+            stream = engine.source
             if stream is not None:
                 sweep, size = stream.sweep_seconds, stream.bytes
                 stream.close()

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dynatree.common.noise_kernels import random_words
+from dynatree.engine.sampling.noise_kernels import random_words
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Options that several commands have, and their types; imports nothing that takes time."""
+"""Options that several commands share, and their types; imports nothing slow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-DTYPES = ("float32", "bfloat16", "float16")
 SCHEMES = ("gumbel", "independent", "residual")
 
 
@@ -24,7 +23,7 @@ positive.__name__ = "whole number"  # argparse names the type in its message
 
 
 def threads(text: str) -> int:
-    """An argparse type: at least 1, and no more than the machine has cores."""
+    """An argparse type: a whole number from 1 to the number of the machine's cores."""
     number, cores = positive(text), os.cpu_count()
     if cores is not None and number > cores:
         raise argparse.ArgumentTypeError(f"{text} is more than the {cores} cores of this machine")
@@ -46,14 +45,14 @@ not_negative.__name__ = positive.__name__
 
 
 def device(text: str) -> str:
-    """An argparse type: `auto`, or what torch calls a device; whether there is such a one, torch knows."""
+    """An argparse type: `auto`, or the name of a torch device; torch itself checks whether the device exists."""
     if not re.fullmatch(r"[a-z]+(:\d+)?", text) or text == "gpu":
         raise argparse.ArgumentTypeError(f"{text!r} is not a device; expected auto, cpu, cuda or cuda:N")
     return text
 
 
 class Keyed(argparse.Action):
-    """Collects the (key, value) pairs that its type makes into a dict; a key given twice is an error."""
+    """An action that collects the (key, value) pairs from its type in a dict; a repeated key is an error."""
 
     def __call__(
         self,
@@ -62,12 +61,12 @@ class Keyed(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        """Take in one pair.
+        """Add one pair to the dict.
 
         Raises:
-            argparse.ArgumentError: Its key was there before.
+            argparse.ArgumentError: The key is repeated.
         """
-        assert isinstance(values, tuple)  # one argument each time, as its type made it
+        assert isinstance(values, tuple)  # one argument per use, as converted by the type
         key, value = values
         pairs = getattr(namespace, self.dest)
         if key in pairs:
@@ -76,7 +75,7 @@ class Keyed(argparse.Action):
 
 
 def add_channel_arguments(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
-    """The certificates of a connection to a server; the group of options that they are in."""
+    """Add the options for the TLS certificates of a connection to a server; return their group."""
     group = parser.add_argument_group(title)
     group.add_argument("--ca", metavar="FILE", help="authorities of the server's certificate, PEM: TLS")
     group.add_argument("--cert", metavar="FILE", help="certificate chain that is shown to the server, PEM")
@@ -85,7 +84,7 @@ def add_channel_arguments(parser: argparse.ArgumentParser, title: str) -> argpar
 
 
 def add_policy_settings(parser: argparse._ActionsContainer) -> None:
-    """The option `--set`, which makes `policy_settings`: a dict by name of numbers, words, and tuples of numbers."""
+    """Add the option `--set`, which fills `policy_settings`: name -> a number, a word or a tuple of numbers."""
     parser.add_argument(
         "--set",
         dest="policy_settings",
@@ -98,7 +97,7 @@ def add_policy_settings(parser: argparse._ActionsContainer) -> None:
     )
 
 
-Setting = float | str | tuple[float, ...]  # of a policy, as a command line says it
+Setting = float | str | tuple[float, ...]  # the value of a policy's setting on the command line
 
 
 def _setting(text: str) -> tuple[str, Setting]:
@@ -114,10 +113,10 @@ def _setting(text: str) -> tuple[str, Setting]:
 
 
 def setting_value(text: str) -> Setting:
-    """A number, a word of small letters and hyphens, or a tuple of the numbers between the commas.
+    """Parse a number, a word of lower-case letters and hyphens, or comma-separated numbers (a tuple).
 
     Raises:
-        ValueError: It is none of them.
+        ValueError: The text is none of these.
     """
     try:
         values = tuple(map(float, text.split(",")))

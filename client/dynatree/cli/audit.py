@@ -1,4 +1,4 @@
-"""`dynatree audit`: greedy output of the two services against transformers' own `generate()`, token for token."""
+"""`dynatree audit`: compares the services' greedy output with transformers' own `generate()`, token by token."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynatree.cli.arguments import DTYPES, add_policy_settings, device, positive
+from dynatree.cli.arguments import add_policy_settings, device, positive
 from dynatree.cli.checks import check_pair, check_policy
 from dynatree.cli.gpus import check_device
+from dynatree.engine.settings import DTYPES
 
 if TYPE_CHECKING:
     from dynatree.cli.reference import Reference
@@ -28,12 +29,12 @@ PROMPTS = (
 
 EXAMPLE = "dynatree audit --target-model ~/models/llama-8b --draft-model ~/models/llama-1b"
 
-# The least and the most tokens of one more prompt. A window that is longer takes a file of longer prompts.
+# The fewest and the most tokens of the long prompt. To test a longer attention window, give a file of longer prompts.
 LONG_TOKENS = (300, 2048)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dynatree audit`."""
+    """Add the options of `dynatree audit`."""
     for role, what in (("target", "whose output is checked"), ("draft", "that drafts")):
         parser.add_argument(f"--{role}-model", required=True, metavar="embedded|PATH|HUB_ID", help=f"the model {what}")
     parser.add_argument(
@@ -54,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare prompt after prompt; exit status 1 at the first divergence.
+    """Compare the outputs of all prompts; return the exit status, which is 1 at the first divergence.
 
     Raises:
-        StartupError: The command line is wrong in a way that needs no model to tell.
+        StartupError: The command line is wrong, as found before the models load.
     """
     prompts = _prompts(options.prompts)
     check_policy(options.policy, options.policy_settings)
@@ -99,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _long_prompt(encoded: Sequence[Sequence[int]], reference: Reference) -> list[int]:
-    """The short prompts again and again, beyond every window that the target's configuration names, within limits."""
+    """Repeat the short prompts beyond every attention window of the target's configuration, within `LONG_TOKENS`."""
     together = [token for prompt in encoded for token in prompt]
     longest = max([LONG_TOKENS[0], *reference.spans])
     length = min(longest, LONG_TOKENS[1], reference.context // 2) + 1

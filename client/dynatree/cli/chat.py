@@ -1,4 +1,4 @@
-"""`dynatree chat`: a conversation in the terminal, or one whose turns are the lines of a pipe."""
+"""`dynatree chat`: a conversation in the terminal, or with the lines of a pipe as the user's turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLE = 'dynatree chat --server localhost:50051 --system "Answer in one senten
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dynatree chat`."""
+    """Add the options of `dynatree chat`."""
     parser.add_argument("--system", metavar="TEXT", help="the system message that begins the conversation")
     parser.add_argument(
         "--max-new-tokens", type=int, metavar="N", help="most tokens of an answer (default: until the model ends it)"
@@ -33,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Talk until the end of the input.
+    """Hold the conversation until the end of the input.
 
-    At a terminal, an interrupt ends the answer and not the conversation; the conversation keeps the part that has come.
+    At a terminal, an interrupt ends the answer but not the conversation, which keeps the part received.
 
     Raises:
-        DynaTreeError: A request failed; at a terminal that is said, and the conversation goes on.
-        SystemExit: The address, or the model, cannot be used.
+        DynaTreeError: A request failed. At a terminal, the error is printed and the conversation continues.
+        SystemExit: The address or the model cannot be used.
     """
     raise_interrupts()
     print_utf8()
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
                     _turn(client, messages, line.rstrip("\n"), options)
             return 0
         with suppress(ImportError):
-            import readline  # noqa: F401 - so that `input` edits lines, and remembers them
+            import readline  # noqa: F401 - gives `input` line editing and a history
         print(f"{info.target.name}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
         _converse(client, messages, options)
     return 0
@@ -81,7 +81,7 @@ def _converse(client: Client, messages: list[Message], options: argparse.Namespa
 
 
 def _turn(client: Client, messages: list[Message], said: str, options: argparse.Namespace) -> None:
-    """Print the answer to what was said as it comes; both become a part of the conversation, unless it fails."""
+    """Stream the answer to one user message to standard output; add both to the conversation unless it fails."""
     asked: list[Message] = [*messages, {"role": "user", "content": said}]
     names = ("max_new_tokens", "temperature", "top_p", "seed")
     shown = visible if sys.stdout.isatty() else str
@@ -94,7 +94,7 @@ def _turn(client: Client, messages: list[Message], said: str, options: argparse.
             raise
         except BaseException:
             if stream.text:
-                print(flush=True)  # the error has a line of its own
+                print(flush=True)  # the error starts on a new line
             raise
         print(flush=True)
         messages[:] = [*asked, {"role": "assistant", "content": stream.text}]

@@ -1,6 +1,6 @@
-"""What is wrong with the parsed options of a command, told in the order of what it costs to find out.
+"""Checks of a command's parsed options, the cheapest first.
 
-Nothing here needs torch: what a model alone can tell is left to its loading. Every function raises `StartupError`.
+No check needs torch; loading the model finds the remaining errors. Every function raises `StartupError`.
 """
 
 from __future__ import annotations
@@ -10,42 +10,53 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from dynatree.cli.gpus import check_device
 from dynatree.cli.probe import another_service
-from dynatree.common.address import DNS, split_addresses
-from dynatree.common.combinations import check_placement
 from dynatree.common.errors import InvalidArgumentError, StartupError
-from dynatree.common.listening import check_free
-from dynatree.common.model_files import check_model
-from dynatree.common.vocabularies import check_vocabularies
+from dynatree.engine.model.files import check_model
+from dynatree.engine.model.vocabularies import check_vocabularies
+from dynatree.serving.address import DNS, split_addresses
+from dynatree.serving.listening import check_free
+
+if TYPE_CHECKING:
+    from dynatree.draft.settings import DraftSettings
+    from dynatree.serving.operation import OperationSettings
+    from dynatree.verify.settings import VerifySettings
 
 
-def check_verify(options: argparse.Namespace) -> None:
-    """Of `dynatree verify`."""
-    check_placement(options)
+def check_verify(options: argparse.Namespace) -> VerifySettings:
+    """Check the options of `dynatree verify`, and return its settings."""
+    from dynatree.cli.settings import verify_settings
+
+    settings = verify_settings(options)
     _check_layer_cache(options.layer_cache)
-    _check_service(options)
+    _check_operation(settings.operation, options.device)
     check_model(options.target_model)
+    return settings
 
 
-def check_draft(options: argparse.Namespace) -> None:
-    """Of `dynatree draft`."""
-    from dynatree.common.channel import Connector, channel_settings
+def check_draft(options: argparse.Namespace) -> DraftSettings:
+    """Check the options of `dynatree draft`, and return its settings."""
+    from dynatree.cli.settings import draft_settings
+    from dynatree.serving.channel import Connector
 
     check_policy(options.policy, options.policy_settings)
-    Connector(channel_settings(options)).check(split_addresses(options.verify))
-    _check_service(options)
+    settings = draft_settings(options)
+    Connector(settings.verify.channel).check(split_addresses(options.verify))
+    _check_operation(settings.operation, options.device)
     if options.verify_ca is None:
         check_grpc(options.verify, "a verify service")
     check_model(options.draft_model)
+    return settings
 
 
 def check_serve(options: argparse.Namespace) -> None:
-    """Of `dynatree serve`."""
-    from dynatree.common.security import Authentication, SecuritySettings
+    """Check the options of `dynatree serve`."""
+    from dynatree.cli.settings import target_settings
+    from dynatree.serving.security import Authentication, SecuritySettings
 
     if options.api_key and (options.grpc or options.token_file):
         raise StartupError(
@@ -55,7 +66,7 @@ def check_serve(options: argparse.Namespace) -> None:
     check_device("--device", options.device)
     if options.draft_device is not None:
         check_device("--draft-device", options.draft_device)
-    check_placement(options)
+    target_settings(options)
     _check_layer_cache(options.layer_cache)
     http = SecuritySettings(options.tls_cert, options.tls_key, insecure=options.insecure)
     http.check_plain(options.listen)
@@ -75,20 +86,20 @@ def check_serve(options: argparse.Namespace) -> None:
 
 
 def next_port(address: str) -> str:
-    """The address of the next port; port 0 takes any."""
+    """Return the address with the next port; port 0, which takes a free port, stays 0."""
     host, _, port = address.rpartition(":")
     return f"{host}:{int(port) + 1 if int(port) else 0}"
 
 
 def check_pair(target: str, draft: str) -> None:
-    """Of a target and its draft."""
+    """Check that both models exist and that their vocabularies match."""
     check_model(target)
     check_model(draft)
     check_vocabularies(target, draft)
 
 
 def check_policy(name: str | None, settings: dict[str, Any]) -> None:
-    """Of a policy, None for the default, and its settings."""
+    """Check the name of a policy (None means the default) and its settings."""
     from dynatree.draft.policies import DEFAULT_POLICY, create_policy
 
     try:
@@ -98,27 +109,25 @@ def check_policy(name: str | None, settings: dict[str, Any]) -> None:
 
 
 def check_grpc(addresses: str, expected: str) -> None:
-    """Of addresses of services: one at which something else is served. Where nobody answers, one may start later."""
+    """Refuse addresses at which something other than gRPC answers; a service that does not answer may start later."""
     for address in split_addresses(addresses):
         other = "" if address.startswith(DNS) else another_service(address)
         if other:
             raise StartupError(f"{address} is {other}; expected the gRPC port of {expected}")
 
 
-def _check_service(options: argparse.Namespace) -> None:
-    """What both services have: who may call, where they listen, where they tell of themselves."""
-    from dynatree.common.operation import operation_settings
-    from dynatree.common.security import Authentication
+def _check_operation(operation: OperationSettings, device: str) -> None:
+    """Check the options that both services share: device, listening addresses, TLS, tokens and telemetry."""
+    from dynatree.serving.security import Authentication
 
-    check_device("--device", options.device)
-    operation = operation_settings(options)
-    addresses: Sequence[str] = [each for each in (options.listen, options.metrics) if each is not None]
+    check_device("--device", device)
+    addresses: Sequence[str] = [each for each in (operation.address, operation.metrics) if each is not None]
     for address in addresses:
         operation.security.check_plain(address)
     operation.security.server_credentials()
     Authentication(operation.security)
-    if options.traces is not None:
-        _check_traces(options.traces)
+    if operation.traces is not None:
+        _check_traces(operation.traces)
     check_free(*addresses)
 
 
@@ -131,7 +140,7 @@ def _check_traces(url: str) -> None:
 
 
 def _check_layer_cache(folder: Path | None) -> None:
-    """Refuse a folder in which nothing can be written, or that cannot be made."""
+    """Refuse a folder that is not writable or cannot be created."""
     if folder is None:
         return
     nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())

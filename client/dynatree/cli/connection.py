@@ -1,4 +1,4 @@
-"""How a command reaches a draft service: the options, and the client that they make."""
+"""The options of a command's connection to a draft service, and the client made from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the server is, and how to reach it: TLS, certificate, token, patience."""
+    """Add the options for the server's address, TLS, the token and the timeouts."""
     group = add_channel_arguments(parser, "connection")
     group.add_argument(
         "--server",
@@ -43,7 +43,7 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def connected(options: argparse.Namespace) -> Client:
-    """The client of parsed options. Nobody at the address is said at once, unless `--wait` is given.
+    """Return the client of the parsed options. Without `--wait`, fail at once if no server listens at the address.
 
     Raises:
         SystemExit: The address, a file or the server cannot be used.
@@ -67,7 +67,7 @@ def connected(options: argparse.Namespace) -> Client:
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings of `dynatree.client.Client` that are no times.
+    """Return the settings of `dynatree.client.Client` except the timeouts.
 
     Raises:
         SystemExit: The token cannot be read.

@@ -1,12 +1,13 @@
-"""`dynatree demo`: both services as child processes, one completion with live text, and what it was worth."""
+"""`dynatree demo`: starts both services, streams one completion, and compares it with plain decoding."""
 
 from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING
 
-from dynatree.cli.arguments import DTYPES, add_policy_settings
+from dynatree.cli.arguments import add_policy_settings
 from dynatree.cli.checks import check_pair, check_policy
+from dynatree.engine.settings import DTYPES
 
 if TYPE_CHECKING:
     from dynatree.client import Client, Completion
@@ -17,7 +18,7 @@ EXAMPLE = 'dynatree demo --prompt "Once upon a time" --breakdown'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dynatree demo`."""
+    """Add the options of `dynatree demo`."""
     parser.add_argument("--prompt", default=PROMPT, help="what is completed (default: %(default)r)")
     parser.add_argument(
         "--max-new-tokens",
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _at_least_two(text: str) -> int:
-    """The first token is the prompt's own forward; there is a round to measure from the second on."""
+    """An argparse type: a whole number of at least 2, since the prefill yields the first token without a round."""
     number = int(text)
     if number < 2:
         raise argparse.ArgumentTypeError(f"{text} is not at least 2")
@@ -53,10 +54,10 @@ def _at_least_two(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show one completion, and compare it with plain decoding; 1 if the two differ.
+    """Show one completion, and compare it with plain decoding; return the exit status, 1 if the outputs differ.
 
     Raises:
-        StartupError: The command line is wrong in a way that needs no model to tell.
+        StartupError: The command line is wrong, as found before the models load.
     """
     check_policy(options.policy, options.policy_settings)
     check_pair(options.target_model, options.draft_model)
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         info = client.model_info()
         console.print(f"target {info.target.name}, draft {info.draft.name}, on {info.target.device}\n", markup=False)
         _complete(client, options, "autoregressive", {})  # warm-up of the target
-        _complete(client, options, options.policy, options.policy_settings)  # and of the draft
+        _complete(client, options, options.policy, options.policy_settings)  # warm-up of the draft
         console.print(options.prompt, style="dim", end="", markup=False, soft_wrap=True)
         with client.stream(
             options.prompt,

@@ -1,4 +1,4 @@
-"""What `dynatree demo` prints of its completion: what drafting was worth, and where a round's time went."""
+"""The tables of `dynatree demo`: the comparison with plain decoding, and the time of a round by part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORWARDS = ("draft_forward", "verify_forward")
 
 
 def summary(drafted: Completion, plain: Completion) -> Table:
-    """The completion beside plain decoding."""
+    """Build the table that compares a completion with plain decoding."""
     ours, base = drafted.stats, plain.stats
     table = Table(title=f"{ours.generated_tokens} tokens, greedy")
     table.add_column("")
@@ -49,12 +49,12 @@ def _rate(stats: Statistics) -> float:
 
 
 def _round_seconds(stats: Statistics) -> float:
-    """Mean time of a round, from the first token to the last."""
+    """Mean seconds of a round between the first and the last token."""
     return (stats.total_seconds - stats.time_to_first_token_seconds) / max(1, stats.rounds)
 
 
 def breakdown(stats: Statistics) -> Table:
-    """The parts of a round."""
+    """Build the table of a round's time by part."""
     table = Table(title=f"time per round, rounds: {stats.rounds}")
     for heading in ("part", "p50 (ms)", "mean (ms)"):
         table.add_column(heading, justify="left" if heading == "part" else "right")

@@ -1,4 +1,4 @@
-"""The command line of `dynatree draft`; what it runs, and with it torch, is imported once the arguments are right."""
+"""The command line of `dynatree draft`; torch and the service are imported after the arguments are checked."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import argparse
 import logging
 from pathlib import Path
 
+from dynatree import embedded
 from dynatree.cli.arguments import add_policy_settings, positive
 from dynatree.cli.checks import check_draft
 from dynatree.cli.imports import without_collection
 from dynatree.cli.parser import group
 from dynatree.cli.service_arguments import add_groups, add_service_arguments, network_addresses, seconds
-from dynatree.common import embedded
 from dynatree.common.limits import RESUME_SECONDS
 from dynatree.common.logs import configure_logging
-from dynatree.common.model_files import described
 from dynatree.draft.policies import DEFAULT_POLICY, policy_names
+from dynatree.engine.model.files import described
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _QUOTAS = "quotas"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dynatree draft`."""
+    """Add the options of `dynatree draft`."""
     add_groups(parser, _WAY, _QUOTAS)
     group(parser, "model").add_argument(
         "--draft-model", required=True, metavar="embedded|PATH|HUB_ID", help="the small model, which only guesses"
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
-    """How trees are grown where a request does not say."""
+    """Add the options for drafting: the default policy, and drafting ahead."""
     drafting = group(parser, "model")
     drafting.add_argument(
         "--policy",
@@ -78,7 +78,7 @@ def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """What requests may have, and how long those wait that lost their verify service."""
+    """Add the options for the quotas of principals, and for resuming after the loss of a verify service."""
     group(parser, "network").add_argument(
         "--resume-timeout",
         type=seconds,
@@ -97,16 +97,16 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal.
+    """Serve until a signal; return the exit status.
 
     Raises:
-        StartupError: The command line is wrong in a way that needs no model to tell.
+        StartupError: The command line is wrong, as found before the model loads.
     """
-    check_draft(options)
+    settings = check_draft(options)
     configure_logging(options.log_format, options.log_level)
-    log.info("loading %s", described(options.draft_model, embedded.draft_path()))  # torch's import takes seconds too
+    log.info("loading %s", described(options.draft_model, embedded.draft_path()))  # torch's import also takes seconds
 
     with without_collection():
         from dynatree.draft.serve_draft import run
 
-    return run(options)
+    return run(settings)

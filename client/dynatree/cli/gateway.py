@@ -1,4 +1,4 @@
-"""The command line of `dynatree gateway`; what it runs is imported once the arguments are right."""
+"""The command line of `dynatree gateway`; the server is imported after the arguments are checked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WAY = "the way to the draft service"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dynatree gateway`."""
+    """Add the options of `dynatree gateway`."""
     add_groups(parser, _WAY)
     group(parser, "network").add_argument(
         "--server",
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_http_arguments(parser: argparse.ArgumentParser) -> None:
-    """How HTTP is served."""
+    """Add the options of the HTTP server: address, model names, TLS, keys and origins."""
     add_listen_arguments(parser, "127.0.0.1:8000", "--http", what="HTTP")
     network = group(parser, "network")
     network.add_argument(
@@ -114,7 +114,7 @@ def _key(text: str) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal.
+    """Serve until a signal; return the exit status.
 
     Raises:
         StartupError: An address or a file cannot be used.
@@ -123,8 +123,8 @@ def run(options: argparse.Namespace) -> int:
         check_grpc(options.server, "a draft service")
 
     from dynatree.common.logs import announce_ready, configure_logging
-    from dynatree.common.security import SecuritySettings
     from dynatree.gateway.serve_gateway import GatewaySettings, serve
+    from dynatree.serving.security import SecuritySettings
 
     configure_logging(options.log_format, options.log_level)
     names = ("ca", "cert", "key", "insecure", "resume", "timeout")

@@ -1,4 +1,4 @@
-"""`dynatree generate`: complete one prompt, as text while it is made or as one JSON object."""
+"""`dynatree generate`: completes one prompt, and prints streamed text or one JSON object."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXAMPLE = 'dynatree generate "The capital of France is" --max-new-tokens 16 --js
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the options of `dynatree generate`."""
     parser.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input, as UTF-8")
     parser.add_argument(
         "--max-new-tokens",
@@ -129,11 +129,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Complete the prompt; the exit status.
+    """Complete the prompt; return the exit status.
 
     Raises:
-        DynaTreeError: the request failed.
-        SystemExit: the command line, the address, the standard input or the trace's file cannot be used.
+        DynaTreeError: The request failed.
+        SystemExit: The command line, the address, the standard input or the trace's file cannot be used.
     """
     for option in ("log_probs", "top_log_probs", "prompt_log_probs"):
         if getattr(options, option) and not options.json:
@@ -192,7 +192,7 @@ def _print_json(stream: CompletionStream, chunks: Iterable[Chunk]) -> None:
         for _ in chunks:
             pass
     except DynaTreeError as error:
-        if error.token_ids:  # what was received is not lost
+        if error.token_ids:  # print the partial completion
             failure = {"code": error.code.name, "message": str(error), "request_id": error.request_id}
             partial = {"text": error.text, "token_ids": error.token_ids, "error": failure}
             print(json.dumps(partial, ensure_ascii=False), flush=True)
@@ -201,8 +201,8 @@ def _print_json(stream: CompletionStream, chunks: Iterable[Chunk]) -> None:
 
 
 def _print_text(stream: CompletionStream, chunks: Iterable[Chunk], *, headings: bool) -> None:
-    index = -1  # of the completion that is being printed
-    shown = visible if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
+    index = -1  # of the completion being printed
+    shown = visible if sys.stdout.isatty() else str  # a file or a pipe receives the text unchanged
     try:
         for chunk in chunks:
             if headings and chunk.index != index:
@@ -211,7 +211,7 @@ def _print_text(stream: CompletionStream, chunks: Iterable[Chunk], *, headings: 
             print(shown(chunk.text), end="", flush=True)
     except BaseException:
         if stream.text:
-            print(flush=True)  # what comes next, an error or a shell's prompt, starts on its own line
+            print(flush=True)  # the error, or the shell's prompt, starts on a new line
         raise
     print()
 
@@ -227,12 +227,12 @@ def _each(chunks: Iterable[Chunk], write_trace: Callable[[Chunk], None]) -> Iter
 
 @contextmanager
 def _trace_file(path: str | None) -> Iterator[Callable[[Chunk], None]]:
-    """What writes a chunk's round, if it has one, as a line of the file; it does nothing where there is no path."""
+    """Yield a function that writes a chunk's round, if it has one, as a line of the file; without a path, a no-op."""
     if path is None:
         yield lambda chunk: None
         return
     try:
-        file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - what it held is kept until there is an answer
+        file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - keeps the old content until the first chunk arrives
     except OSError as error:
         raise SystemExit(f"cannot write {path}: {error.strerror}") from None
 
@@ -241,7 +241,7 @@ def _trace_file(path: str | None) -> Iterator[Callable[[Chunk], None]]:
     def write(chunk: Chunk) -> None:
         nonlocal answered
         if not answered:
-            with suppress(OSError):  # a pipe or a device has nothing to drop
+            with suppress(OSError):  # a pipe or a device cannot be truncated
                 file.truncate(0)
             answered = True
         if chunk.trace:
@@ -254,7 +254,7 @@ def _trace_file(path: str | None) -> Iterator[Callable[[Chunk], None]]:
     try:
         yield write
     finally:
-        # Every line was flushed; closing can fail only for a line whose writing has failed already.
+        # Every line has been flushed, so closing fails only after a write has failed.
         with suppress(OSError):
             file.close()
 

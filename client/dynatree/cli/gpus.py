@@ -1,4 +1,4 @@
-"""How many GPUs there are, without torch, whose import takes seconds."""
+"""Counts the GPUs without importing torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 from dynatree.common.errors import StartupError
 
-_ROCM = Path("/dev/kfd")  # AMD's driver, whose GPUs torch calls cuda too
+_ROCM = Path("/dev/kfd")  # AMD's driver; torch calls its GPUs cuda too
 
 
 def check_device(option: str, name: str) -> None:
-    """Refuse a CUDA device that the driver does not have; what the driver has, torch may still refuse.
+    """Refuse a CUDA device that NVIDIA's driver does not list; torch may still refuse a listed device.
 
     Raises:
-        StartupError: There is no such GPU.
+        StartupError: The GPU does not exist.
     """
     kind, _, index = name.partition(":")
     if kind != "cuda" or _ROCM.exists():
@@ -28,7 +28,7 @@ def check_device(option: str, name: str) -> None:
 
 
 def _count() -> int:
-    """GPUs that NVIDIA's driver has; 0 where there is no driver."""
+    """Number of GPUs that NVIDIA's driver lists; 0 without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

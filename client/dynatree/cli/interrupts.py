@@ -1,9 +1,9 @@
-"""What an interrupt does to the command, from its first line on.
+"""Signal handling of the command, from its first line on.
 
-While a command is imported and while a service starts, there is nothing to put in order but a folder that is half
-written: SIGINT and SIGTERM end the process, with 128 + the signal's number. An exception would come up anywhere in
-torch's import. Commands that have something to put in order ask for the exception; services, once they are ready, for a
-stop of their own.
+While a command is imported and while a service starts, only a half-written folder needs cleanup. So SIGINT and SIGTERM
+end the process at once, with exit status 128 + the signal's number; an exception could surface anywhere in torch's
+import. Commands that need other cleanup switch to the exception. Services install their own handlers when they are
+ready.
 """
 
 import os
@@ -17,18 +17,18 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 def end_at_once() -> None:
-    """Let both signals end the process from now on. A shell's background job goes on ignoring interrupts."""
+    """Make both signals end the process from now on; a signal that a background job ignores stays ignored."""
     for number in _NUMBERS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NUMBERS)  # a command that starts this one holds them back until now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NUMBERS)  # a parent command may have blocked them; see `blocked`
 
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Let children that are started meanwhile take both signals only once they heed them as `end_at_once` says.
+    """Block both signals in child processes started within the context, until the child calls `end_at_once`.
 
-    Until then Python would write a traceback in the midst of its own start.
+    A signal before that would make Python print a traceback during its own startup.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _NUMBERS)
     try:
@@ -38,13 +38,13 @@ def blocked() -> Iterator[None]:
 
 
 def raise_interrupts() -> None:
-    """Let an interrupt be a `KeyboardInterrupt` from now on, where it would end the process."""
+    """Make SIGINT raise `KeyboardInterrupt` from now on, if it would end the process at once."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def finish() -> None:
-    """Let signals end the process, which has nothing left to do, where this is the program."""
+    """Make signals end the process at once again, now that its work is done; only if this is the program."""
     if signal.getsignal(signal.SIGTERM) is _end:
         end_at_once()
 

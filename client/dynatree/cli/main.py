@@ -2,8 +2,8 @@
 """The `dynatree` command: a table of subcommands, of which only the chosen one is imported.
 
 A subcommand is a module with `add_arguments(parser)` and `run(options) -> exit status`. For a failure that a user can
-expect, `run` raises `SystemExit("what is wrong")` or a `StartupError`, which is printed as one line. What takes time to
-import, above all torch, `run` imports once the arguments are right, so that help and mistakes are answered at once.
+expect, `run` raises `SystemExit("message")` or a `StartupError`, which is printed as one line. `run` does slow imports,
+above all torch, after it has checked the arguments, so that help and errors appear at once.
 """
 
 import argparse
@@ -31,48 +31,48 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("measure and compare decoders", "dynatree.bench.arguments"),
 }
 
-# Those whose options may be given in the environment.
+# The commands whose options may be given in the environment.
 SERVICES = ("verify", "draft", "gateway", "serve")
 
-# The extras of commands that need others than [serve].
+# The extras of the commands that need another extra than [serve].
 _EXTRAS = {"gateway": "gateway", "serve": "serve,gateway"}
 
-# The command lines that run models as the services do. Baselines of `bench compare` run as they would without DynaTree.
+# The commands that run models as the services do; not `bench compare`, whose baselines run without these settings.
 _RUN_MODELS = (("verify",), ("draft",), ("bench", "costs"))
-# What they set before torch is loaded; a user's own choice stands.
+# Environment variables that these commands set before torch loads, unless the user has set them.
 _MODEL_ENVIRONMENT = {
-    # Weights in huge pages stream faster.
+    # Weights in huge pages are read faster.
     "THP_MEM_ALLOC_ENABLE": "1",
-    # How long OpenMP's idle threads turn for more work before they sleep: the pauses within a forward, and not the
-    # milliseconds of the default, in which the other service wants the core.
+    # How long OpenMP's idle threads spin before they sleep. This bridges the pauses within a forward pass; the default
+    # of some milliseconds would take the core from the other service.
     "GOMP_SPINCOUNT": "20000",
 }
 
-# What a shell reports for a program that the signal ended: 128 + its number.
+# Exit statuses that a shell reports for a program ended by a signal: 128 + the signal's number.
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
 
 class Command(Protocol):
-    """What the module of a subcommand offers.
+    """The interface of a subcommand's module.
 
     Attributes:
-        EXAMPLE: A command line, for its help.
+        EXAMPLE: An example command line for the help.
     """
 
     EXAMPLE: str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the subcommand's arguments."""
+        """Add the subcommand's options."""
 
     def run(self, options: argparse.Namespace) -> int:
-        """Do it; the exit status."""
+        """Run the subcommand; return the exit status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`, by default the process's own, and return the exit status.
 
-    0 is success, 1 a failure, 2 a wrong command line, 130 an interrupt, 141 an output that nobody reads any more.
+    0 is success, 1 a failure, 2 a wrong command line, 130 an interrupt, 141 a closed output pipe.
     """
     try:
         status = _run(sys.argv[1:] if argv is None else argv)
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
-    """Those of the client library and of services' starts, where a command has imported them."""
+    """The error classes of the client library and of the services' startup, if a command has imported them."""
     homes = (("dynatree.client", "DynaTreeError"), ("dynatree.common.errors", "StartupError"))
     return tuple(getattr(sys.modules[module], name) for module, name in homes if module in sys.modules)
 
@@ -121,7 +121,7 @@ def _run(argv: Sequence[str]) -> int:
         return command.run(options) if command else 0
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing == "dynatree":  # a fault of this package, not of its installation
+        if missing == "dynatree":  # a bug in this package, not a missing extra
             raise
         extra = _EXTRAS.get(name or "", "serve")
         words = (
@@ -131,7 +131,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _complete(line: str) -> None:
-    """Answer a shell that completes `line` (extra `completion`), and end; what is printed goes to the shell."""
+    """Print the completions of `line` for the shell (extra `completion`), and exit."""
     command = next((word for word in line.split()[1:] if word in COMMANDS), None)
     import_module("argcomplete").autocomplete(_parser(command, _load(command))[0])
 
@@ -144,7 +144,7 @@ def _load(name: str | None) -> Command | None:
 
 
 def _parser(name: str | None, command: Command | None) -> tuple[Parser, Parser]:
-    """The parser of the whole command line, in which only the subcommand `name` knows its arguments, and that one's."""
+    """Return the parser of the whole command line and that of the subcommand `name`, the only one with its options."""
     parser = own = Parser(
         prog="dynatree", description="Lossless tree speculative decoding, as two services.", allow_abbrev=False
     )
@@ -189,8 +189,8 @@ def _fail(message: str) -> int:
 
 
 def _drop_output() -> None:
-    """Nobody takes standard output any more: whoever read it has gone, as `head` does, or the disk is full."""
-    # Python flushes standard output once more at exit, which would fail as well.
+    """Discard standard output, whose reader (such as `head`) has gone or whose disk is full."""
+    # Python flushes standard output again at exit, which would fail too.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""argparse with what users of command lines expect: a short usage line, suggestions, options from the environment."""
+"""An argparse parser with a short usage line, suggestions for misspelled options, and options from the environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 PREFIX = "DYNATREE_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-# What others call an option that has another name here.
+# Names of options in other programs -> names here.
 _ELSEWHERE = {
     "--model": "--target-model",
     "--speculative-model": "--draft-model",
@@ -26,17 +26,17 @@ _ELSEWHERE = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of one command, whose options may be given in the environment where `environment` is set."""
+    """A parser of one command; if `environment` is set, its variables may give the options."""
 
     environment: Mapping[str, str] | None = None
 
     def format_usage(self) -> str:
-        """What a command must be given; `--help` has the rest."""
+        """Return a usage line of the required arguments only; `--help` lists the rest."""
         self.usage = self._short_usage()
         return super().format_usage()
 
     def format_help(self) -> str:
-        """The help, with the short usage line."""
+        """Return the help, with the short usage line."""
         self.usage = self._short_usage()
         return super().format_help()
 
@@ -51,20 +51,20 @@ class Parser(argparse.ArgumentParser):
         return " ".join([*words, "[OPTIONS]"]).replace("%", "%%")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse's; what the command line does not say, the environment may."""
+        """Parse the arguments; the environment gives options that the command line does not."""
         if self.environment is not None:
             args = [*self._from_environment(self.environment, args), *args]
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """As argparse's; a value from the environment is told as such."""
+        """Exit with an error; if a variable gave the option, the message names the variable."""
         named = next((action for action in self._actions if message.startswith(f"argument {_title(action)}:")), None)
         if named is not None and self.environment is not None and (variable := _variable(named)) in self.environment:
             message += f" (the environment has {variable})"
         super().error(message)
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """End with an error about arguments that nobody knows, and what may have been meant."""
+        """Exit with an error about unknown arguments, and suggest similar options."""
         names = [each.partition("=")[0] for each in unknown if each.startswith("-")]
         known = {option for parser in with_commands(self) for option in parser._option_string_actions} - {
             "-h",
@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
     def _from_environment(self, environment: Mapping[str, str], args: Sequence[str]) -> Iterator[str]:
-        """The arguments that variables stand for; a command line that says the same counts instead."""
+        """Yield the arguments given by variables, except those that the command line gives too."""
         given = {arg.partition("=")[0] for arg in args}
         said = {self._option_string_actions[name].dest for name in given & self._option_string_actions.keys()}
         for action in self._actions:
@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
             if not value or action.dest in said or isinstance(action, argparse._HelpAction):
                 continue
             option = action.option_strings[0]
-            if option == "--port" and "://" in value:  # Kubernetes sets it so for a Service that is called dynatree
+            if option == "--port" and "://" in value:  # Kubernetes sets this for a Service named dynatree
                 continue
             if action.nargs == 0:
                 if value.lower() not in (*_TRUE, *_FALSE):
@@ -98,13 +98,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def suggestion(word: str, known: Collection[str]) -> str:
-    """A question for what may have been meant; "" where nothing is close."""
+    """Return a question that suggests a similar word; "" if none is similar."""
     meant = get_close_matches(word, known, n=1)
     return f"; did you mean {meant[0]}?" if meant else ""
 
 
 def environment_help() -> str:
-    """What the help of a service says of variables."""
+    """Return the paragraph about environment variables for a service's help."""
     return (
         f"Every option can also be given in the environment, by {PREFIX} and its name: {PREFIX}MAX_SESSIONS=8. The\n"
         "command line takes precedence. A switch is 1 or 0, and what may be repeated is separated by spaces."
@@ -112,13 +112,13 @@ def environment_help() -> str:
 
 
 def group(parser: argparse.ArgumentParser, title: str, description: str | None = None) -> argparse._ArgumentGroup:
-    """The parser's group of this title, which is made if it is not there."""
+    """Return the parser's option group with this title; create it if there is none."""
     found = next((each for each in parser._action_groups if each.title == title), None)
     return found or parser.add_argument_group(title, description)
 
 
 def without_options(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment for services that a command starts with options of its own choice."""
+    """Return the environment without the variables for options, for services that a command starts with its options."""
     return {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
 
 
@@ -137,7 +137,7 @@ def _meant(name: str, known: Collection[str]) -> str:
 
 
 def with_commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """A parser, and those of its subcommands."""
+    """Yield a parser and the parsers of its subcommands."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -1,20 +1,21 @@
-"""Who answers at an address, asked without gRPC: nobody, an HTTP server, or somebody else."""
+"""Finds out without gRPC whether a server listens at an address, and whether it can be a gRPC server."""
 
 from __future__ import annotations
 
 import socket
 
-SECONDS = 0.5  # to connect, and again to answer
-# How an HTTP/2 connection begins. The server answers with SETTINGS too; one that knows HTTP/1 only, in its own words.
+SECONDS = 0.5  # timeout of connecting, and of the answer
+# The preface of an HTTP/2 connection and an empty SETTINGS frame. An HTTP/2 server answers with SETTINGS too, an HTTP/1
+# server with an error response.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 _FRAME_TYPE, _SETTINGS = 3, b"\x04"
 
 
 def failure(addresses: str, *, plain: bool) -> str:
-    """Why no gRPC service can be at any of these addresses, comma-separated; "" where one may be.
+    """Return why none of these comma-separated addresses can be a gRPC service; "" if one may be.
 
-    Names that stand for several addresses, and hosts that do not answer, may have one. `plain`: without TLS, so that
-    an HTTP port can be told.
+    A DNS name for several addresses, or a host that does not answer in time, may be one. `plain` means a connection
+    without TLS, on which an HTTP port can be recognized.
     """
     reasons = []
     for address in (each.strip() for each in addresses.split(",")):
@@ -35,7 +36,7 @@ def failure(addresses: str, *, plain: bool) -> str:
 
 
 def another_service(address: str) -> str:
-    """What answers at an address over a plain connection, where it is no gRPC service; "" where it may be one."""
+    """Describe the server that answers a plain connection to an address; "" if it may be a gRPC service."""
     try:
         with _connected(address) as connection:
             connection.sendall(_PREFACE)

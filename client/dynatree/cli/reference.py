@@ -1,4 +1,4 @@
-"""The target as transformers runs it by itself, for `dynatree audit`."""
+"""The target model run by transformers alone, as the reference of `dynatree audit`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from dynatree.common import embedded
-from dynatree.common.engine.small_model import spans
+from dynatree import embedded
+from dynatree.engine.support.small_model import spans
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two greedy outputs part: `position` counts new tokens from 0, `margin` is the logits' top-2 gap there."""
+    """The first difference of two greedy outputs.
+
+    Attributes:
+        position: Index among the new tokens, from 0.
+        ours: DynaTree's token there; None if its output has ended.
+        theirs: transformers' token there; None if its output has ended.
+        margin: Difference of the two largest logits there.
+    """
 
     position: int
     ours: int | None
@@ -25,25 +32,25 @@ class Divergence:
 
 
 class Reference:
-    """The target as transformers runs it by itself."""
+    """The target model run by transformers alone."""
 
     def __init__(self, model: str, dtype: str, device: str) -> None:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         path = str(embedded.target_path()) if model == embedded.NAME else model
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        loader: Any = AutoModelForCausalLM  # its annotations do not admit what from_pretrained returns
+        loader: Any = AutoModelForCausalLM  # its annotations do not cover the result of from_pretrained
         self._model = loader.from_pretrained(path, dtype=getattr(torch, dtype)).to(device)
         self.context: int = self._model.config.get_text_config().max_position_embeddings
         self.spans = [span for span in spans(self._model.config) if span < self.context]
 
     def encode(self, prompt: str) -> list[int]:
-        """The prompt's token ids."""
+        """Return the prompt's token ids."""
         ids: list[int] = self._tokenizer(prompt)["input_ids"]
         return ids
 
     @torch.inference_mode()
     def generate(self, prompt_ids: Sequence[int], count: int) -> list[int]:
-        """`generate(do_sample=False)`: the new tokens."""
+        """Return the new tokens of `generate(do_sample=False)`."""
         prompt = torch.tensor([list(prompt_ids)], device=self._model.device)
         output = self._model.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=count, pad_token_id=0
@@ -53,7 +60,7 @@ class Reference:
 
     @torch.inference_mode()
     def divergence(self, prompt_ids: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> Divergence | None:
-        """The first position at which two outputs differ, if any."""
+        """Find the first position at which two outputs differ; None if they are equal."""
         length = min(len(ours), len(theirs))
         position = next((i for i in range(length) if ours[i] != theirs[i]), length)
         if position == len(ours) == len(theirs):
@@ -64,10 +71,10 @@ class Reference:
         return Divergence(position, token[0], token[1], (top[0] - top[1]).item())
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         text: str = self._tokenizer.decode(token_ids)
         return text
 
     def describe(self, token: int | None) -> str:
-        """A token's id and text."""
+        """Return a token's id and text, or "ended" for None."""
         return "ended" if token is None else f"{token} {self.text([token])!r}"

@@ -1,4 +1,4 @@
-"""`dynatree serve`: a verify service, a draft service and the gateway on this machine, by one command."""
+"""`dynatree serve`: runs a verify service, a draft service and the gateway on this machine."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("dynatree serve")
 
 EXAMPLE = "dynatree serve --target-model ~/models/llama-8b --draft-model ~/models/llama-1b --port 8000"
-START_SECONDS = 3600.0  # for both models to load; a target that is streamed is first written to the layer cache
-LOOK_SECONDS = 0.5  # between two looks whether the services run
+START_SECONDS = 3600.0  # for both models to load; an offloaded target is first written to the layer cache
+LOOK_SECONDS = 0.5  # between two checks that the services run
 _CURL_PROMPT = "Once upon a time"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dynatree serve`."""
+    """Add the options of `dynatree serve`."""
     add_groups(parser)
     model = group(parser, "model")
     for role, what in (("target", "large model, whose text is produced"), ("draft", "small model, which only guesses")):
@@ -84,18 +84,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal, or until a service ends.
+    """Serve until a signal or until a service ends; return the exit status.
 
     Raises:
-        SystemExit: A service did not start, or ended.
-        StartupError: The command line is wrong in a way that needs no model to tell.
+        SystemExit: A service did not start, or has ended.
+        StartupError: The command line is wrong, as found before the models load.
     """
     check_serve(options)
 
     from dynatree.cli.service_pair import Arrangement, starting_pair
     from dynatree.common.logs import configure_logging
-    from dynatree.common.security import SecuritySettings
     from dynatree.gateway.serve_gateway import GatewaySettings
+    from dynatree.serving.security import SecuritySettings
 
     configure_logging(options.log_format, options.log_level)
     arrangement = Arrangement(options.grpc, _verify_options(options), _draft_options(options), shown=True)
@@ -118,12 +118,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Serving:
-    """The gateway, which answers from the first moment on, and the services behind it.
+    """The gateway, which answers while the models still load, and the two services behind it.
 
     Args:
-        settings: Of the gateway.
-        pair: The services, which may be starting.
-        options: Parsed.
+        settings: Settings of the gateway.
+        pair: The services, which may still be starting.
+        options: The parsed options.
     """
 
     def __init__(self, settings: GatewaySettings, pair: ServicePair, options: argparse.Namespace) -> None:
@@ -132,10 +132,10 @@ class _Serving:
         self._options = options
         self._loading = True
         self._url = ""
-        self._stopped_by: int | None = None  # a signal that came before the gateway could take it
+        self._stopped_by: int | None = None  # a signal that arrived before the gateway handled signals
 
     async def run(self) -> int:
-        """Serve until a signal; the exit status.
+        """Serve until a signal; return the exit status.
 
         Raises:
             SystemExit: A service did not start, or has ended.
@@ -152,7 +152,7 @@ class _Serving:
         watching = asyncio.ensure_future(self._watch())
         await asyncio.wait([gateway, watching], return_when=asyncio.FIRST_COMPLETED)
         if not gateway.done():  # a service has ended
-            signal.raise_signal(signal.SIGTERM)  # as if somebody stopped it: open requests are told
+            signal.raise_signal(signal.SIGTERM)  # stops the gateway in order: open requests receive their error
             await gateway
             raise SystemExit(await watching)
         watching.cancel()
@@ -170,7 +170,7 @@ class _Serving:
         self._stopped_by = number
 
     async def _watch(self) -> str:
-        """Tell when the services serve; returns when one of them has ended, with the reason."""
+        """Announce when the services are ready; return the reason when one of them has ended."""
         from dynatree.common.logs import announce
 
         while True:
@@ -180,14 +180,14 @@ class _Serving:
                 if self._options.log_format == "text":
                     announce(_welcome(self._url, self._pair, self._options))
             if ended := self._pair.ended():
-                if self._pair.was_stopped(ended):  # a terminal interrupts the services too, and they may be first
+                if self._pair.was_stopped(ended):  # Ctrl-C reaches the services too, and they may end first
                     await asyncio.sleep(self._options.grace + LOOK_SECONDS)
                 reason = await asyncio.to_thread(self._pair.reason, ended)
                 return reason if self._loading else f"{reason}; everything was stopped"
             await asyncio.sleep(LOOK_SECONDS)
 
 
-# The options that the services have too, by their names: both of them, one of them.
+# Options that are passed on to the services: to both, to the verify service, to the draft service.
 _BOTH = (
     *("device", "dtype", "threads", "fixed_rows", "max_context", "kv_tokens", "prefix_cache"),
     *("max_sessions", "queue", "max_tree_nodes", "idle_timeout", "grace", "log_format", "log_level", "traces"),
@@ -200,7 +200,7 @@ _DRAFT = (
 
 
 def _told(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """Options as they are given to a service; what was not said is left to its defaults."""
+    """Return the options as arguments for a service, without those that are None."""
     given = {name: getattr(options, name) for name in names}
     return [
         word
@@ -219,13 +219,13 @@ def _text(value: object, name: str) -> str:
 
 
 def _verify_options(options: argparse.Namespace) -> list[str]:
-    """What the verify service is told alone."""
+    """Return the arguments for the verify service alone."""
     told = _told(options, _VERIFY)
     return told if options.metrics is None else [*told, "--metrics", next_port(options.metrics)]
 
 
 def _draft_options(options: argparse.Namespace) -> list[str]:
-    """What the draft service is told alone."""
+    """Return the arguments for the draft service alone."""
     told = _told(options, _DRAFT)
     for name, value in options.policy_settings.items():
         told += ["--set", f"{name}={_text(value, name)}"]
@@ -237,7 +237,7 @@ def _draft_options(options: argparse.Namespace) -> list[str]:
 
 
 def _welcome(url: str, pair: ServicePair, options: argparse.Namespace) -> str:
-    """Where everything is, and a command line to try it with."""
+    """Return the message with the addresses, and with a command line to try them."""
     lines = ["", f"  HTTP   {url}/v1, and a live page at {url}/"]
     if options.grpc is not None:
         lines.append(f"  gRPC   {options.grpc}")

@@ -1,4 +1,4 @@
-"""Options that both services have, and their types; imports nothing that takes time."""
+"""Options that both services share, and their types; imports nothing slow."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dynatree.cli.arguments import DTYPES, device, not_negative, positive, threads
+from dynatree.cli.arguments import device, not_negative, positive, threads
 from dynatree.cli.parser import group
-from dynatree.common.address import check_address, split_addresses
 from dynatree.common.limits import (
     IDLE_SECONDS,
     MAX_FIXED_ROWS,
@@ -17,25 +16,27 @@ from dynatree.common.limits import (
     MAX_TREE_NODES,
     MOST_TREE_NODES,
 )
+from dynatree.engine.settings import DTYPES
+from dynatree.serving.address import check_address, split_addresses
 
 
 def seconds(text: str) -> float:
-    """An argparse type: a finite number of seconds, not negative; thirty years at most."""
+    """An argparse type: a finite, non-negative number of seconds, reduced to at most thirty years."""
     number = float(text)
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
-    return min(number, 1e9)  # in gRPC's arithmetic a deadline a few times as far has passed already
+    return min(number, 1e9)  # a deadline a few times as far overflows in gRPC, which takes it as passed
 
 
 def some_seconds(text: str) -> float:
-    """An argparse type: as `seconds`, but more than 0."""
+    """An argparse type: a number of seconds above 0, otherwise like `seconds`."""
     if (number := seconds(text)) == 0:
         raise argparse.ArgumentTypeError(f"{text} is no time at all")
     return number
 
 
 def context(text: str) -> int:
-    """An argparse type: tokens that hold a prompt and a completion, at least one of each."""
+    """An argparse type: a context length of at least 2 tokens, one for the prompt and one for the completion."""
     number = int(text)
     if number < 2:
         raise argparse.ArgumentTypeError(f"{text} tokens hold no prompt and completion; expected at least 2")
@@ -43,7 +44,7 @@ def context(text: str) -> int:
 
 
 def fixed_rows(text: str) -> tuple[int, ...] | None:
-    """An argparse type: numbers of rows, comma-separated; `off` for none, `auto` (None) for the device's default."""
+    """An argparse type: comma-separated numbers of rows, `off` (none), or `auto` (None: the device's default)."""
     if text == "auto":
         return None
     if text == "off":
@@ -55,14 +56,14 @@ def fixed_rows(text: str) -> tuple[int, ...] | None:
 
 
 def tree_nodes(text: str) -> int:
-    """An argparse type: nodes of a tree."""
+    """An argparse type: the number of nodes of a tree."""
     number = positive(text)
     if number > MOST_TREE_NODES:
         raise argparse.ArgumentTypeError(f"{text}: at most {MOST_TREE_NODES} nodes can be served")
     return number
 
 
-# argparse names the types in its messages
+# argparse names the types in its messages.
 context.__name__ = tree_nodes.__name__ = positive.__name__
 fixed_rows.__name__ = f"{positive.__name__}s"
 seconds.__name__ = some_seconds.__name__ = "number of seconds"
@@ -78,7 +79,7 @@ def network_address(text: str) -> str:
 
 
 def network_addresses(text: str) -> str:
-    """An argparse type: addresses, comma-separated."""
+    """An argparse type: comma-separated addresses."""
     try:
         split_addresses(text)
     except ValueError as error:
@@ -87,7 +88,7 @@ def network_addresses(text: str) -> str:
 
 
 def port_number(text: str) -> int:
-    """An argparse type: a port."""
+    """An argparse type: a port number."""
     number = not_negative(text)
     if number > 65535:
         raise argparse.ArgumentTypeError(f"{text} is no port; expected 0 to 65535")
@@ -108,35 +109,35 @@ GROUPS = ("model", "memory", "batching", "network", "security", "operation")
 
 
 class _Host(argparse.Action):
-    """Puts a host in the place of that of `--listen`."""
+    """An action that replaces the host of `--listen`."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Take the host in."""
+        """Replace the host."""
         host = f"[{values}]" if ":" in values and not values.startswith("[") else values
         _listen(self, namespace, f"{host}:{namespace.listen.rpartition(':')[2]}")
 
 
 class _Port(argparse.Action):
-    """Puts a port in the place of that of `--listen`."""
+    """An action that replaces the port of `--listen`."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Take the port in."""
+        """Replace the port."""
         _listen(self, namespace, f"{namespace.listen.rpartition(':')[0]}:{values}")
 
 
 class _Listen(argparse.Action):
-    """Takes a whole address."""
+    """An action that sets the whole address."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Take the address in."""
+        """Set the address."""
         _listen(self, namespace, values)
 
 
 def _listen(action: argparse.Action, namespace: argparse.Namespace, address: str) -> None:
-    """Set the address, unless it was said in the other way.
+    """Set the listening address.
 
     Raises:
-        argparse.ArgumentError: It was, or it is none.
+        argparse.ArgumentError: `--listen` and its parts are mixed, or the address is invalid.
     """
     option = action.option_strings[0]
     before = getattr(namespace, "listen_by", option)
@@ -150,7 +151,7 @@ def _listen(action: argparse.Action, namespace: argparse.Namespace, address: str
 
 
 def add_listen_arguments(parser: argparse.ArgumentParser, default: str, *also: str, what: str) -> None:
-    """Where a service listens: `--listen`, which is called `also` so, or its parts."""
+    """Add the options for the listening address: `--listen`, with `also` as further names, `--host` and `--port`."""
     network = group(parser, "network")
     network.add_argument(
         "--listen",
@@ -183,13 +184,13 @@ def add_listen_arguments(parser: argparse.ArgumentParser, default: str, *also: s
 
 
 def add_groups(parser: argparse.ArgumentParser, *others: str) -> None:
-    """The groups of a service's options, in their order; `others` come last."""
+    """Create the groups of a service's options in their order; `others` come last."""
     for title in (*GROUPS, *others):
         group(parser, title)
 
 
 def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
-    """How a model is run."""
+    """Add the options for running a model: device, number format, threads and fixed rows."""
     model = group(parser, "model")
     model.add_argument(
         "--device", type=device, default="auto", help="torch device, or auto for a GPU if there is one (default: auto)"
@@ -217,7 +218,7 @@ def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is kept of sequences, and how long they may be."""
+    """Add the options for the context length, the KV cache and the prefix cache."""
     memory = group(parser, "memory")
     memory.add_argument(
         "--max-context",
@@ -242,7 +243,7 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_batching_arguments(parser: argparse.ArgumentParser) -> None:
-    """How many completions a service runs, how many wait, and how large their trees are."""
+    """Add the options for the number of sessions, the queue and the size of trees."""
     batching = group(parser, "batching")
     batching.add_argument(
         "--max-sessions",
@@ -268,7 +269,7 @@ def add_batching_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_operation_arguments(parser: argparse.ArgumentParser) -> None:
-    """How a process that serves writes its log, and how it ends."""
+    """Add the options for the log and the shutdown of a service."""
     operation = group(parser, "operation")
     operation.add_argument(
         "--grace", type=seconds, default=10.0, metavar="SECONDS", help="time for open calls at shutdown (default: 10)"
@@ -288,7 +289,7 @@ def add_operation_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_telemetry_arguments(parser: argparse.ArgumentParser, metrics: str) -> None:
-    """What services tell of themselves; `metrics` says where."""
+    """Add the options for metrics and traces; `metrics` is the help of `--metrics`."""
     operation = group(parser, "operation")
     operation.add_argument("--metrics", type=metrics_address, metavar="HOST:PORT", help=metrics)
     operation.add_argument(
@@ -297,7 +298,7 @@ def add_telemetry_arguments(parser: argparse.ArgumentParser, metrics: str) -> No
 
 
 def add_idle_argument(parser: argparse.ArgumentParser) -> None:
-    """How long a silent peer is waited for."""
+    """Add the option for the time that a session waits for a silent peer."""
     group(parser, "network").add_argument(
         "--idle-timeout",
         type=some_seconds,
@@ -308,7 +309,7 @@ def add_idle_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) -> None:
-    """The options that both services have."""
+    """Add the options that both services share."""
     add_hardware_arguments(parser)
     add_memory_arguments(parser)
     add_batching_arguments(parser)
@@ -320,7 +321,7 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
 
 
 def add_security_arguments(parser: argparse.ArgumentParser) -> None:
-    """Who may call a service, and over what."""
+    """Add the options for TLS, tokens and reflection."""
     security = group(parser, "security")
     security.description = "certificates, keys and tokens are read anew when they are replaced"
     for option, text in (

@@ -1,4 +1,4 @@
-"""Both services as child processes: for `dynatree serve`, `dynatree demo`, `dynatree audit` and `dynatree bench`."""
+"""Runs both services as child processes, for `dynatree serve`, `demo`, `audit` and `bench`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from dynatree import embedded
 from dynatree.cli import interrupts
 from dynatree.cli.main import main
 from dynatree.cli.parser import without_options
 from dynatree.client import AuthenticationError, Client, ServerUnavailableError
-from dynatree.common import embedded
-from dynatree.common.model_files import described
+from dynatree.engine.model.files import described
 
 STOP_SECONDS = 15.0
 _ERROR = b"dynatree: error: "
@@ -33,13 +33,13 @@ _INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT)  # exit statuses, without a
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How the two services run, where not as usual.
+    """Options for running the two services.
 
     Attributes:
-        address: Of the draft service; None: a private socket.
+        address: Listening address of the draft service; None means a private socket.
         verify: Options of the verify service alone.
         draft: Options of the draft service alone.
-        shown: Whether what they print is shown.
+        shown: Whether the services' logs are copied to standard error.
     """
 
     address: str | None = None
@@ -53,7 +53,7 @@ AS_USUAL = Arrangement()
 
 @dataclass(frozen=True)
 class ServicePair:
-    """A client of two services that run here, their process ids, and the draft service's address."""
+    """Two services that run as child processes: a client, the process ids, and the draft service's address."""
 
     client: Client
     draft_process: int
@@ -62,23 +62,23 @@ class ServicePair:
     _children: Mapping[str, _Child] = field(default_factory=dict)
 
     def ended(self) -> str:
-        """The name of a service that has ended; "" while both run."""
+        """Return the name of a service that has ended; "" while both run."""
         return next((name for name, child in self._children.items() if child.process.poll() is not None), "")
 
     def was_stopped(self, name: str) -> bool:
-        """Whether a service that has ended was told to."""
+        """Whether a service that has ended was stopped, with exit status 0 or by an interrupt, and did not fail."""
         return self._children[name].process.returncode in (0, *_INTERRUPTED)
 
     def reason(self, name: str) -> str:
-        """Why a service has ended."""
+        """Return why a service has ended."""
         child = self._children[name]
         return child.reason() or f"the {name} service has ended with exit status {child.process.returncode}"
 
     def serves(self) -> bool:
-        """Whether the services answer; one that has just started may take a second to say that it does not."""
+        """Whether the services answer; the check may take a second while they start."""
         try:
             self.client.model_info()
-        except AuthenticationError:  # who asks for a token serves
+        except AuthenticationError:  # a service that asks for a token is ready
             return True
         except ServerUnavailableError:
             return False
@@ -93,17 +93,17 @@ def service_pair(
     start_timeout: float = 300.0,
     arrangement: Arrangement = AS_USUAL,
 ) -> Iterator[ServicePair]:
-    """A verify and a draft service that live as long as the context, and serve.
+    """Run a verify and a draft service within the context, and wait until they are ready.
 
     Args:
-        target_model: What `dynatree verify --target-model` takes.
-        draft_model: What `dynatree draft --draft-model` takes.
-        options: Further options that both services get.
-        start_timeout: Seconds within which both must serve.
-        arrangement: Where, and with which options of their own.
+        target_model: Value of `dynatree verify --target-model`.
+        draft_model: Value of `dynatree draft --draft-model`.
+        options: Further options of both services.
+        start_timeout: Seconds within which both services must be ready.
+        arrangement: Address of the draft service, and options of each service alone.
 
     Raises:
-        SystemExit: A service did not start; with what it printed last.
+        SystemExit: A service did not start; the message has the last line that it printed.
     """
     from rich.console import Console
 
@@ -116,7 +116,7 @@ def service_pair(
         with Console(stderr=True).status(f"loading {targets}, and {drafts}"):  # on a terminal
             while not pair.serves():
                 if ended := pair.ended():
-                    if pair.was_stopped(ended):  # a terminal interrupts the services too, and they may be first
+                    if pair.was_stopped(ended):  # Ctrl-C reaches the services too, and they may end first
                         raise KeyboardInterrupt
                     raise SystemExit(pair.reason(ended))
                 if time.monotonic() > until:
@@ -128,7 +128,7 @@ def service_pair(
 def starting_pair(
     target_model: str, draft_model: str, options: Sequence[str], start_timeout: float, arrangement: Arrangement
 ) -> Iterator[ServicePair]:
-    """As `service_pair`, but for that they need not serve yet."""
+    """Run both services like `service_pair`, but do not wait until they are ready."""
     interrupts.raise_interrupts()
     with ExitStack() as stack:
         stack.enter_context(_orderly_termination())
@@ -151,8 +151,8 @@ def starting_pair(
 
 @contextmanager
 def _orderly_termination() -> Iterator[None]:
-    """SIGTERM ends the program as an interrupt does, so that nothing is left running."""
-    if threading.current_thread() is not threading.main_thread():  # Python has signals on the main thread only
+    """Turn SIGTERM into `SystemExit`, so that no child process is left running."""
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals on the main thread only
         yield
         return
     previous = signal.signal(signal.SIGTERM, _terminate)
@@ -168,7 +168,14 @@ def _terminate(number: int, _: FrameType | None) -> NoReturn:
 
 @dataclass
 class _Child:
-    """A service as a child process, and what it says of its end: the last line that it wrote, or its error."""
+    """A service as a child process.
+
+    Attributes:
+        process: The child process.
+        log: File that receives its output.
+        shown: Thread that copies its log to standard error; None if the log is not shown.
+        error: Its error message, if the log is shown.
+    """
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -176,7 +183,7 @@ class _Child:
     error: str = ""
 
     def show(self) -> None:
-        """Write its lines to standard error, but for its error, which is left to whoever started it."""
+        """Copy the child's lines to standard error, except its error, which is kept for `reason`."""
         assert self.process.stderr is not None
         with self.process.stderr as lines:
             for line in lines:
@@ -187,7 +194,7 @@ class _Child:
                     sys.stderr.flush()
 
     def reason(self) -> str:
-        """Why it has ended; "" where it did not say."""
+        """Return the child's error or its last line; "" without either."""
         if self.shown is not None:
             self.shown.join()
             return self.error
@@ -198,7 +205,7 @@ class _Child:
 @contextmanager
 def _child(folder: Path, name: str, arguments: Sequence[str], shown: bool) -> Iterator[_Child]:
     log = folder / f"{name}.log"
-    # Not a preexec_fn: between fork and exec gRPC's fork handlers can break the child of a process that has channels.
+    # No preexec_fn: between fork and exec, gRPC's fork handlers can break the child of a process that has channels.
     command = [sys.executable, "-m", "dynatree.cli.service_pair", str(os.getpid()), name, *arguments]
     child: _Child | None = None
     try:
@@ -223,7 +230,7 @@ def _child(folder: Path, name: str, arguments: Sequence[str], shown: bool) -> It
 
 @contextmanager
 def _held_back(*numbers: int) -> Iterator[None]:
-    """Signals that come meanwhile act at the end: one that came while a child starts would leave the child behind."""
+    """Delay signals to the end of the context: a signal while a child starts would leave the child running."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -239,7 +246,7 @@ def _held_back(*numbers: int) -> Iterator[None]:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Have Linux end this child if its parent is killed, which no handler could tell it; or end it, if that is over."""
+    """Make Linux send SIGTERM to this child when its parent dies, even by SIGKILL; exit if it has died already."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""The command line of `dynatree verify`; what it runs, and with it torch, is imported once the arguments are right."""
+"""The command line of `dynatree verify`; torch and the service are imported after the arguments are checked."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import argparse
 import logging
 from pathlib import Path
 
+from dynatree import embedded
 from dynatree.cli.arguments import not_negative, positive
 from dynatree.cli.checks import check_verify
 from dynatree.cli.imports import without_collection
 from dynatree.cli.parser import group
 from dynatree.cli.service_arguments import add_groups, add_service_arguments
-from dynatree.common import embedded
 from dynatree.common.limits import ALL_LAYERS
 from dynatree.common.logs import configure_logging
-from dynatree.common.model_files import described
+from dynatree.engine.model.files import described
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ EXAMPLE = "dynatree verify --target-model ~/models/llama-8b --dtype bfloat16 --p
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dynatree verify`."""
+    """Add the options of `dynatree verify`."""
     add_groups(parser)
     group(parser, "model").add_argument(
         "--target-model", required=True, metavar="embedded|PATH|HUB_ID", help="the large model, whose text is produced"
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_batch_argument(parser: argparse.ArgumentParser) -> None:
-    """The largest pass."""
+    """Add the option for the number of rows of the largest pass."""
     group(parser, "batching").add_argument(
         "--batch-rows",
         type=rows_or_auto,
@@ -44,7 +44,7 @@ def add_batch_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the target's layers are, if one device does not hold them."""
+    """Add the options for placing the target's layers if one device cannot hold them: offload, tensor parallelism."""
     memory = group(parser, "memory")
     memory.add_argument(
         "--resident-layers",
@@ -77,7 +77,7 @@ def layers(text: str) -> int | None:
 
 
 def folder(text: str) -> Path:
-    """An argparse type: a path that is not empty, as that of an unset variable is."""
+    """An argparse type: a non-empty path; an unset shell variable would give an empty one."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(text)
@@ -92,16 +92,16 @@ rows_or_auto.__name__ = "whole number"  # argparse names the type in its message
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal.
+    """Serve until a signal; return the exit status.
 
     Raises:
-        StartupError: The command line is wrong in a way that needs no model to tell.
+        StartupError: The command line is wrong, as found before the model loads.
     """
-    check_verify(options)
+    settings = check_verify(options)
     configure_logging(options.log_format, options.log_level)
-    log.info("loading %s", described(options.target_model, embedded.target_path()))  # torch's import takes seconds too
+    log.info("loading %s", described(options.target_model, embedded.target_path()))  # torch's import also takes seconds
 
     with without_collection():
-        from dynatree.verify.serve_target import run
+        from dynatree.verify.serve_verify import run
 
-    return run(options)
+    return run(settings)

@@ -1,4 +1,4 @@
-"""The client library of DynaTree; it needs grpcio and protobuf only.
+"""The client library of DynaTree; it needs only grpcio and protobuf.
 
     from dynatree.client import Client
 
@@ -8,18 +8,18 @@
         for chunk in client.stream("Once upon a time", max_new_tokens=64):
             print(chunk.text, end="", flush=True)
 
-`AsyncClient` is the same with `await` and `async for`. What can go wrong is one hierarchy:
+`AsyncClient` has the same methods, for `await` and `async for`. All errors form one hierarchy:
 
     DynaTreeError
     ├── InvalidRequestError      change the request
-    │   └── ContextLengthError   it does not fit the target's context
+    │   └── ContextLengthError   the request does not fit the target's context
     ├── AuthenticationError      show another token or certificate
     ├── ModelMismatchError       the draft and the target cannot work together
     ├── ServerBusyError          try again later
-    ├── ServerUnavailableError   nobody answers at the address
+    ├── ServerUnavailableError   no server answers at the address
     ├── DeadlineExceededError    `timeout` has passed
-    ├── RequestCancelledError    the server, or closing the client, ended the request
-    └── ServerError              anything else
+    ├── RequestCancelledError    the server cancelled the request, or the client was closed
+    └── ServerError              any other failure
 """
 
 from dynatree.client._async_client import AsyncClient, AsyncCompletionStream

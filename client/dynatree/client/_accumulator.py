@@ -1,4 +1,4 @@
-"""What both kinds of stream have in common: all but the waiting."""
+"""The common part of the synchronous and the asynchronous stream: everything but the waiting."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,17 +22,18 @@ from dynatree.v1 import draft_pb2
 
 
 class Accumulator:
-    """What one stream has delivered so far. Invariant: completion by completion, these are the chunks it returned."""
+    """The results of a stream so far. Invariant: for each completion, these are the chunks that the stream returned."""
 
     def __init__(self, address: str, request: draft_pb2.GenerateRequest, attempts: Attempts) -> None:
         self._address = address
         self._request = request
         self._attempts = attempts
-        self._n = max(1, request.n)  # completions to come; 0 is the server's to refuse
-        self._chunks: defaultdict[int, list[Chunk]] = defaultdict(list)  # by the completion's index
-        self._last: dict[int, draft_pb2.Completion] = {}  # likewise
-        self._started: dict[int, draft_pb2.Started] = {}  # likewise
-        self._resumed: defaultdict[int, list[float]] = defaultdict(list)  # likewise: seconds from loss to next message
+        self._n = max(1, request.n)  # expected completions; the server refuses 0
+        # By the completion's index.
+        self._chunks: defaultdict[int, list[Chunk]] = defaultdict(list)
+        self._last: dict[int, draft_pb2.Completion] = {}
+        self._started: dict[int, draft_pb2.Started] = {}
+        self._resumed: defaultdict[int, list[float]] = defaultdict(list)  # seconds from each loss to the next message
         self._prompt = PromptTokens(tuple(request.token_ids.ids))
         self._completion: Completion | None = None
         self._span = RequestSpan()
@@ -40,55 +41,54 @@ class Accumulator:
 
     @property
     def text(self) -> str:
-        """The text received so far; of several completions, one after the other."""
+        """The text received so far; if n > 1, the texts of the completions one after the other."""
         return "".join(chunk.text for chunk in self._received())
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens received so far; of several completions, one after the other."""
+        """The tokens received so far; if n > 1, the tokens of the completions one after the other."""
         return tuple(token_id for chunk in self._received() for token_id in chunk.token_ids)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """The prompt's tokens; of a text they are known once the first chunk has come, and empty before."""
+        """The prompt's tokens. If the prompt is a text or a chat, they are empty until the first chunk arrives."""
         return self._prompt.token_ids
 
     @property
     def prompt_log_probs(self) -> tuple[float, ...]:
-        """The log-probability of each of `prompt_ids` from the second on, known once the first chunk has come.
+        """The log-probability of each of `prompt_ids` from the second on.
 
-        Empty before, and unless `prompt_log_probs` was asked for.
+        Empty until the first chunk arrives, and unless `prompt_log_probs` was requested.
         """
         return self._prompt.log_probs
 
     @property
     def prompt_top_log_probs(self) -> tuple[tuple[tuple[int, float], ...], ...]:
-        """For each of `prompt_ids` from the second on the likeliest tokens in its place, as (token_id, log_prob).
+        """For each of `prompt_ids` from the second on, the likeliest tokens at its position, as (token_id, log_prob).
 
-        Known once the first chunk has come. Empty before, and unless `prompt_log_probs` and `top_log_probs` were asked
-        for.
+        Empty until the first chunk arrives, and unless both `prompt_log_probs` and `top_log_probs` were requested.
         """
         return self._prompt.top_log_probs
 
     @property
     def prompt_text(self) -> str:
-        """The prompt's text as it was sent, or what its token ids or its chat decode to, special tokens included.
+        """The prompt's text as it was sent, or decoded from its token ids or its chat, including special tokens.
 
-        Known once the first chunk has come. Empty before, and unless `prompt_text` was asked for.
+        Empty until the first chunk arrives, and unless `prompt_text` was requested.
         """
         return self._prompt.text
 
     @property
     def prompt_text_offsets(self) -> tuple[int, ...]:
-        """Where each of `prompt_ids` begins in `prompt_text`, in characters; known and empty as that is."""
+        """The offset of each of `prompt_ids` in `prompt_text`, in characters; empty whenever `prompt_text` is."""
         return self._prompt.text_offsets
 
     @property
     def completion(self) -> Completion:
-        """The whole completion, once the stream is exhausted; of several, the first, with its `alternatives`.
+        """The whole completion, once the stream is exhausted; if n > 1, the first one, with its `alternatives`.
 
         Raises:
-            RuntimeError: the stream was not read to its end.
+            RuntimeError: the stream has not been read to its end.
         """
         if self._completion is None:
             raise RuntimeError("the stream has not been read to its end: there is no completion")
@@ -99,10 +99,10 @@ class Accumulator:
             yield from chunks
 
     def _add(self, response: draft_pb2.GenerateResponse) -> Chunk | None:
-        """Keep one message; its chunk, or None where it adds nothing."""
+        """Store one message, and return its chunk; None if it adds nothing."""
         if response.index >= self._n:
             raise self._wrong(f"completion {response.index} was not asked for")
-        if not response.HasField("queue_position"):  # to be told of a place is no progress
+        if not response.HasField("queue_position"):  # a message about the queue is not progress
             lost = self._attempts.received()
             if lost is not None:
                 self._resumed[response.index].append(lost)
@@ -119,7 +119,7 @@ class Accumulator:
         return chunk
 
     def _start_of(self, index: int, started: draft_pb2.Started) -> None:
-        """Keep what the first message of a completion says; the request's first message tells of the prompt."""
+        """Store the first message of a completion; the first message of the request also describes the prompt."""
         if not self._started:
             self._prompt = PromptTokens(
                 tuple(started.prompt_ids) or self._prompt.token_ids,
@@ -131,7 +131,7 @@ class Accumulator:
         self._started.setdefault(index, started)
 
     def _finish(self) -> None:
-        """The server has ended the stream without an error."""
+        """Assemble the completion after the server ended the stream without an error."""
         self._ended = True
         if len(self._last) < self._n:
             raise self._wrong(f"the stream ended with {len(self._last)} of {self._n} completions")
@@ -150,13 +150,13 @@ class Accumulator:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether everything has come, whatever the status of the call."""
+        """Whether all completions have arrived, whatever the status of the call."""
         return len(self._last) == self._n
 
     def _pause(self, error: grpc.RpcError) -> float | None:
-        """Seconds until the request is sent anew, after an attempt that failed; None where it has failed."""
+        """Return the seconds to wait before the request is sent again after a failed attempt; None to give up."""
         if self._chunks and not self._started:
-            return None  # the server is older than resuming
+            return None  # the server is too old to resume requests
         code = code_of(error)
         pause = self._attempts.after(code, retry_after(error), quota=is_quota(error))
         if pause is not None:
@@ -164,12 +164,12 @@ class Accumulator:
         return pause
 
     def _remaining(self) -> draft_pb2.GenerateRequest:
-        """The request for what was not received, as another server gets it."""
+        """Build the request that asks another server for the rest."""
         rest = draft_pb2.GenerateRequest()
         rest.CopyFrom(self._request)
         if not self._started:
             return rest
-        rest.prompt_log_probs = rest.prompt_text = False  # they came with it
+        rest.prompt_log_probs = rest.prompt_text = False  # already received
         started = next(iter(self._started.values()))
         if started.prompt_ids:
             rest.token_ids.ids[:] = started.prompt_ids
@@ -180,26 +180,26 @@ class Accumulator:
         rest.resume.token_ids[:] = [token_id for chunk in chunks for token_id in chunk.token_ids]
         rest.resume.characters = sum(len(chunk.text) for chunk in chunks)
         mine = self._started.get(len(self._last), started)
-        if mine.max_new_tokens:  # it ends where it would have ended, however long the context is elsewhere
+        if mine.max_new_tokens:  # keep the original end, also where the other server's context is longer
             rest.max_new_tokens = mine.max_new_tokens
         rest.resume.target_fingerprint = mine.target_fingerprint
         rest.resume.round = max((chunk.trace.round + 1 for chunk in chunks if chunk.trace), default=0)
         return rest
 
     def _failed(self, error: grpc.RpcError) -> DynaTreeError:
-        """The RPC has failed."""
+        """End the stream, and return the error of a failed RPC."""
         self._ended = True
         self._span.end(len(self.token_ids), error.code().name)
         return error_from_rpc(error, self._address, text=self.text, token_ids=self.token_ids)
 
     def _wrong(self, details: str) -> ServerError:
-        """The server has not kept to the protocol."""
+        """End the stream, and return the error of a violated protocol."""
         self._ended = True
         self._span.end(len(self.token_ids), "UNKNOWN")
         return ServerError(grpc.StatusCode.UNKNOWN, details, text=self.text, token_ids=self.token_ids)
 
     def _client_closed(self) -> DynaTreeError:
-        """The client was closed under the stream."""
+        """End the stream, and return the error of a client that was closed meanwhile."""
         self._ended = True
         self._span.end(len(self.token_ids), "CANCELLED")
         details = "the client was closed"

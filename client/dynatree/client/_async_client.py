@@ -41,11 +41,11 @@ _Call = FromGrpcLoop[draft_pb2.GenerateResponse]
 
 
 class AsyncCompletionStream(Accumulator):
-    """A completion, or several, as made: an asynchronous iterator of `Chunk`, to be read once, and a context manager.
+    """One or several completions in progress: an asynchronous iterator of `Chunk`, and an asynchronous context manager.
 
-    The request is sent when the first chunk is asked for. Leaving the context, or `aclose()`, before the end cancels it
-    on the server. So does cancelling the task that waits for a chunk, and dropping the last reference, as a loop that
-    is left by `break` does.
+    The stream can be read once. The request is sent when the first chunk is awaited. Leaving the context, or calling
+    `aclose()`, before the end cancels the request on the server. So does cancelling the task that waits for a chunk, or
+    dropping the last reference to the stream, for example by a `break` out of a loop over `client.stream(...)`.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class AsyncCompletionStream(Accumulator):
         return self
 
     async def __anext__(self) -> Chunk:
-        """The next chunk; waits for it.
+        """Wait for the next chunk, and return it.
 
         Raises:
-            DynaTreeError: the request failed; the error carries the text and the tokens received so far.
+            DynaTreeError: the request failed; the error has the text and the tokens received so far.
         """
         if self._ended:
             raise StopAsyncIteration
         try:
             chunk = await self._receive()
         except asyncio.CancelledError:
-            # gRPC raises it for every cancellation on this side; only the task's own may pass as one.
+            # gRPC raises this for every cancellation by the client; only the task's own must propagate.
             if _being_cancelled():
                 self._ended = True
                 raise
@@ -86,7 +86,7 @@ class AsyncCompletionStream(Accumulator):
         return chunk
 
     async def aclose(self) -> None:
-        """Stop; cancels the request unless it has ended. What was received stays in `text` and `token_ids`."""
+        """Cancel the request unless it has ended. The results received so far stay in `text` and `token_ids`."""
         self._cancel()
 
     def __del__(self) -> None:
@@ -107,7 +107,7 @@ class AsyncCompletionStream(Accumulator):
         await self.aclose()
 
     async def _receive(self) -> Chunk | None:
-        """The next chunk; None at the end."""
+        """Wait for the next chunk; None at the end."""
         while True:
             try:
                 if self._call is None:
@@ -133,21 +133,23 @@ class AsyncCompletionStream(Accumulator):
 
 
 class AsyncClient(BaseClient):
-    """A connection to a draft service, or to several, for the tasks of any event loop, one or several.
+    """A connection to one or several draft services, for the tasks of one or several event loops.
 
-    A request whose service was lost goes on at another one, or at the same one when that is back, with what was
-    received: no token comes twice, and none is lost. `resume=False` switches that off.
+    When a service is lost, its requests resume on another one, or on the same one once it is back. They continue after
+    the tokens received so far: no token is repeated or lost. `resume=False` disables this.
     """
 
     def __init__(self, address: str, **settings: Unpack[ClientSettings]) -> None:
-        """Connect to nothing yet; the first call does.
+        """Create the client; it connects at the first call.
 
         Args:
-            address: the draft service, or several, as for `Client`.
+            address: the address of the draft service, or several addresses, as for `Client`.
             **settings: see `ClientSettings`.
 
         Raises:
-            ValueError: the address, or a number of seconds, is not one.
+            ValueError: the address, or the value of a setting, is invalid.
+            TypeError: a setting has the wrong type, or does not exist.
+            OSError: a certificate or key file cannot be read.
         """
         super().__init__(address, **settings)
         self._channels: list[grpc.aio.Channel] = []
@@ -161,19 +163,23 @@ class AsyncClient(BaseClient):
         metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> Completion:
-        """Complete `prompt`, and return when the completion is whole; of several, the first, with its `alternatives`.
+        """Complete `prompt`, and return the whole completion; if n > 1, the first one, with its `alternatives`.
 
         Cancelling the task cancels the request.
 
         Args:
             prompt: text, token ids, or the messages of a chat, for the target's chat template.
-            timeout: the longest that this call may take, in seconds; None is the client's.
-            metadata: gRPC metadata of this call, (key, value) pairs; a key that the client sends too is replaced.
+            timeout: the longest that this call may take, in seconds; None means the client's `timeout`.
+            metadata: gRPC metadata of this call, (key, value) pairs. They replace the client's own pairs of equal keys.
             **options: see `GenerateOptions`.
 
         Raises:
-            DynaTreeError: one of its subclasses; see `dynatree.client`. It carries what was received.
-            TypeError: there is no such option, or it has the wrong type.
+            DynaTreeError: the request failed; see `dynatree.client` for the subclasses. The error has the text and the
+                tokens received so far.
+            TypeError: an option has the wrong type, or does not exist.
+            ValueError: `timeout` is not positive, or `metadata` would send a token over a plain connection to another
+                machine.
+            RuntimeError: the client is closed.
         """
         async with self.stream(prompt, timeout=timeout, metadata=metadata, **options) as stream:
             async for _ in stream:
@@ -188,7 +194,7 @@ class AsyncClient(BaseClient):
         metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> AsyncCompletionStream:
-        """The completion of `prompt` as an asynchronous iterator of chunks. Arguments and errors as in `generate`."""
+        """Return an asynchronous iterator of the chunks of a completion. Arguments and errors as in `generate`."""
         request = build_request(prompt, **options)
         sent = self._with(metadata)
         deadline: Deadline | None = None
@@ -212,14 +218,14 @@ class AsyncClient(BaseClient):
             call.cancel()
 
     async def model_info(self, *, timeout: float | None = None, metadata: Metadata = ()) -> ServiceInfo:
-        """The models that the service runs (the target as it was last, while its service is down), and its policies.
+        """Return the service's models and policies. While the verify service is down, the target is the last known.
 
         Args:
             timeout: as for `generate`.
             metadata: as for `generate`.
 
         Raises:
-            DynaTreeError: one of its subclasses.
+            DynaTreeError: the call failed; see `dynatree.client` for the subclasses.
         """
         sent = self._with(metadata)
 
@@ -229,14 +235,14 @@ class AsyncClient(BaseClient):
         return await self._ask(ask, await self._connect(timeout))
 
     async def vocabulary(self, *, timeout: float | None = None, metadata: Metadata = ()) -> tuple[bytes, ...]:
-        """The bytes that each token adds to a text, by its id; not always whole characters.
+        """Return the bytes that each token adds to a text, indexed by token id; they may be parts of characters.
 
         Args:
             timeout: as for `generate`.
             metadata: as for `generate`.
 
         Raises:
-            DynaTreeError: one of its subclasses.
+            DynaTreeError: the call failed; see `dynatree.client` for the subclasses.
         """
         sent = self._with(metadata)
 
@@ -257,19 +263,19 @@ class AsyncClient(BaseClient):
         timeout: float | None = None,
         metadata: Metadata = (),
     ) -> Tokens:
-        """The tokens of a prompt, as `generate` makes them.
+        """Return the tokens of a prompt. By default they are those that `generate` completes.
 
         Args:
             prompt: text, or the messages of a chat.
-            add_special_tokens: whether a text gets the tokens that the tokenizer adds at its beginning or end.
+            add_special_tokens: whether the tokenizer adds its special tokens at the beginning or end of a text.
             special_tokens: as for `generate`.
             continue_final_message: as for `generate`.
-            token_strings: whether to return the tokens' spellings.
+            token_strings: whether to return the tokens' spellings in the vocabulary.
             timeout: as for `generate`.
             metadata: as for `generate`.
 
         Raises:
-            DynaTreeError: one of its subclasses.
+            DynaTreeError: the call failed; see `dynatree.client` for the subclasses.
             TypeError: an argument has the wrong type.
         """
         request = build_tokenize_request(
@@ -289,15 +295,15 @@ class AsyncClient(BaseClient):
     async def detokenize(
         self, token_ids: Sequence[int], *, timeout: float | None = None, metadata: Metadata = ()
     ) -> str:
-        """The text of tokens, the names of special tokens included.
+        """Return the text of token ids, including the names of special tokens.
 
         Args:
-            token_ids: the tokens.
+            token_ids: the ids of the tokens.
             timeout: as for `generate`.
             metadata: as for `generate`.
 
         Raises:
-            DynaTreeError: one of its subclasses.
+            DynaTreeError: the call failed; see `dynatree.client` for the subclasses.
             TypeError: an argument has the wrong type.
         """
         request = build_detokenize_request(token_ids)
@@ -310,10 +316,10 @@ class AsyncClient(BaseClient):
         return await self._ask(ask, await self._connect(timeout))
 
     async def is_serving(self, *, timeout: float = 1.0) -> bool:
-        """Whether a server takes requests: it answers, and has a verify service that does.
+        """Whether at least one draft service accepts requests, which requires a verify service that does.
 
         Args:
-            timeout: seconds for each server to answer.
+            timeout: the longest wait for the answer of each draft service, in seconds.
         """
         return await on_grpc_loop(partial(self._any_serves, timeout))
 
@@ -331,7 +337,7 @@ class AsyncClient(BaseClient):
     async def _ask(
         self, ask: Callable[[draft_pb2_grpc.DraftServiceStub, float | None], Awaitable[T]], deadline: Deadline
     ) -> T:
-        """The answer of the first server that is there."""
+        """Ask the servers in turn, and return the first answer."""
         return await on_grpc_loop(partial(self._first_answer, ask, deadline))
 
     async def _first_answer(
@@ -347,7 +353,7 @@ class AsyncClient(BaseClient):
         raise AssertionError("there is a server")
 
     async def close(self) -> None:
-        """Close the connection; requests in progress are cancelled. May be called again."""
+        """Close the connection, and cancel requests in progress. Further calls have no effect."""
         self._closed = True
         await on_grpc_loop(self._close_channels)
 
@@ -364,7 +370,7 @@ class AsyncClient(BaseClient):
         await self.close()
 
     async def _connect(self, timeout: float | None) -> Deadline:
-        """Wait for a server at the first call; the call's deadline, which contains the wait."""
+        """Wait for a server if this is the first call; return the call's deadline, which includes the wait."""
         deadline = self._deadline(timeout)
         if not self._connected:
             await on_grpc_loop(partial(self._find_server, deadline))
@@ -387,7 +393,7 @@ class AsyncClient(BaseClient):
             break
 
     def _stubs(self) -> list[draft_pb2_grpc.DraftServiceStub]:
-        """The servers. Their channels are made here, because gRPC makes them for the event loop that runs: its own."""
+        """Return the servers' stubs. Runs on gRPC's event loop, since a new channel binds to the running loop."""
         if self._closed:
             raise grpc.aio.UsageError("the client is closed")
         if not self._channels:

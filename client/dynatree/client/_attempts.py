@@ -1,4 +1,4 @@
-"""When a request whose server was lost is sent anew."""
+"""Decides whether and when a failed request is sent again."""
 
 import time
 
@@ -6,22 +6,22 @@ import grpc
 
 _UNAVAILABLE, _BUSY = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
 _TOO_LONG = grpc.StatusCode.OUT_OF_RANGE
-_REFUSED = (_BUSY, grpc.StatusCode.FAILED_PRECONDITION)  # by one server; another may take it
+_REFUSED = (_BUSY, grpc.StatusCode.FAILED_PRECONDITION)  # by one server; another may accept the request
 _FAILED = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 1.0  # seconds, between rounds over all servers
 
 
 class Attempts:
-    """The attempts at one request; `after` says whether there is another one.
+    """The attempts at one request; `after` decides whether there is another attempt.
 
-    A request of which something was received goes on for as long as its window allows, so that nothing is lost. One of
-    which nothing was received is tried at every server; a server that refused it is not asked again. A quota's refusal
-    holds for all servers, since to go from one to the next would add up their quotas.
+    A partly received request is retried until its time limit, so that its tokens are not lost. A request that has
+    received nothing is tried on every server, but not again on a server that refused it. A refusal by a quota holds for
+    all servers, since going from one to the next would add up their quotas.
 
     Args:
-        servers: How many there are to try.
-        connect_seconds: How long a request of which nothing was received is tried.
-        resume_seconds: How long one is tried that was received in part, since its server was lost; 0: not at all.
+        servers: the number of servers to try.
+        connect_seconds: how long a request that has received nothing is retried; a negative number means never.
+        resume_seconds: how long a partly received request is retried after its server was lost; negative means never.
     """
 
     def __init__(self, servers: int, connect_seconds: float, resume_seconds: float) -> None:
@@ -29,25 +29,25 @@ class Attempts:
         self._connect_seconds = connect_seconds
         self._resume_seconds = resume_seconds
         self._begun = False
-        self._failures = 0  # since something was received
+        self._failures = 0  # since the last message
         self._refusals = 0
-        self._broken = 0  # over the whole request
+        self._broken = 0  # INTERNAL and UNKNOWN failures over the whole request
         self._lost_at = 0.0
 
     def received(self) -> float | None:
-        """Note that something was received; the seconds since the server was lost, where one was lost before it."""
+        """Note a received message; return the seconds since the server was lost, if it follows a loss, or else None."""
         lost = time.monotonic() - self._lost_at if self._begun and self._failures else None
         self._begun = True
         self._failures = self._refusals = 0
         return lost
 
     def after(self, code: grpc.StatusCode, retry_after: float | None = None, *, quota: bool = False) -> float | None:
-        """Seconds until the next attempt, after one that failed with `code`; None where there is none.
+        """Return the seconds until the next attempt after one that failed with `code`; None to give up.
 
         Args:
-            code: how it failed.
-            retry_after: seconds after which the server would be asked again, where it says.
-            quota: whether the principal's quota refused it.
+            code: the status of the failed attempt.
+            retry_after: the seconds after which the server wants to be asked again, if it says.
+            quota: whether the principal's quota refused the request.
         """
         now = time.monotonic()
         self._failures += 1
@@ -58,9 +58,9 @@ class Attempts:
         if code in _FAILED:
             self._broken += 1
             if self._broken > 1 or not self._begun:
-                return None  # it may be the request
+                return None  # the request itself may cause the failure
         elif self._begun and code in (_BUSY, _TOO_LONG):
-            pass  # a server took it, and one with as much room, or as long a context, may be back
+            pass  # a server once accepted the request, so one with enough room and context may come back
         elif code in _REFUSED:
             self._refusals += 1
             if quota or self._refusals >= self._servers:

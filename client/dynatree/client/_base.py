@@ -1,4 +1,4 @@
-"""What both clients have in common: where the server is, how to reach it, how long to wait."""
+"""The common part of both clients: addresses, channel options, credentials and timeouts."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from dynatree.client._security import check_local, tls_credentials, token_metada
 from dynatree.client._tracing import Metadata
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
-ASKING_WHY = 0.5  # seconds, for the reason why there is no connection
+ASKING_WHY = 0.5  # seconds to find out why there is no connection
 MODEL_INFO_REQUEST = draft_pb2.DraftServiceGetModelInfoRequest()
 VOCABULARY_REQUEST = draft_pb2.GetVocabularyRequest()
 HEALTH_METHOD = "/grpc.health.v1.Health/Check"
@@ -27,56 +27,59 @@ _SERVING = b"\x08\x01"  # HealthCheckResponse: the field `status` with SERVING
 
 _ADDRESS = re.compile(r"unix:.+|(?:dns:///)?(?!\w+://)[^,/]+:(\d{1,5})")
 _LAST_PORT = 65535
-_BEHIND_A_NAME = 3  # servers that are tried, of those that one name stands for
-# Those servers take turns, and one that does not serve is left out.
+_BEHIND_A_NAME = 3  # servers that are tried for one DNS name
+# The servers of a DNS name take turns, and those that fail the health check are left out.
 _BALANCED = json.dumps({"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}})
-_LONGEST_PRINCIPAL = 256  # characters; the server takes no more
-_ASKING_ONE = 0.5  # seconds for one of several servers to answer, before the next is asked
-_LONGEST = 1e9  # thirty years, in seconds: in gRPC's arithmetic a deadline a few times as far has passed already
+_LONGEST_PRINCIPAL = 256  # characters; the server refuses longer names
+_ASKING_ONE = 0.5  # seconds to wait for one of several servers before the next is asked
+_LONGEST = 1e9  # seconds, thirty years: a deadline a few times as far overflows in gRPC, which takes it as passed
 
-# gRPC ignores a name that it does not know, so each of these is in grpc_types.h.
+# gRPC ignores unknown names silently; each of these is defined in grpc_types.h.
 _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    # A Generate that was received in part is resumed, not repeated.
+    # The client resumes a partly received Generate itself; gRPC would repeat it.
     ("grpc.enable_retries", 0),
-    # One message is one round's tokens; the limit only bounds what a wrong server can make a client hold.
+    # A message holds the tokens of one round; the limit only protects the client's memory from a faulty server.
     ("grpc.max_receive_message_length", 16 * 2**20),
-    # Finds a dead connection in the middle of a request. Not more often than the server's
-    # grpc.http2.min_ping_interval_without_data_ms, or the server hangs up.
+    # Keepalive pings detect a dead connection during a request. The interval must not be shorter than the server's
+    # grpc.http2.min_ping_interval_without_data_ms, or the server closes the connection.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # of gRPC's own pings, behind which a keepalive ping waits
+    ("grpc.http2.ping_timeout_ms", 5_000),  # of gRPC's own pings, which delay keepalive pings
     ("grpc.keepalive_permit_without_calls", 0),
-    # A server that is starting is found within about a second, not after gRPC's usual backoff of up to two minutes.
+    # A server that starts is found within about a second; gRPC's default backoff grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # The longest try at one connection: a process that hangs still accepts them, and says nothing. 20 s without it.
+    # Despite its name, the timeout of one connection attempt, by default 20 s. A hanging process still accepts
+    # connections, but never answers.
     ("grpc.min_reconnect_backoff_ms", 3_000),
-    # The service is a neighbour; what the environment says of the web's proxies is not meant for it.
+    # The services are on the local network; the environment's web proxies are not meant for them.
     ("grpc.enable_http_proxy", 0),
 )
 
 
 class ClientSettings(TypedDict, total=False):
-    """The keyword arguments of both clients; every one may be left out.
+    """The keyword arguments of both clients; all are optional.
 
     Attributes:
-        timeout: the longest that a call may take, in seconds, from the call to its last token; each call may give its
-            own. None (the default) is no limit.
-        connect_timeout: the longest wait for a server, in seconds, of a call that has received nothing; 10 by default.
-        resume: whether a request that was received in part goes on elsewhere when its server is lost, and one of which
-            nothing was received is sent anew; True by default.
-        resume_timeout: the longest that a request which was received in part may be without a server, in seconds; 30
-            by default.
-        principal: on whose behalf requests are made: a server serves principals in turn, and reuses cached prompts
-            only for the principal that sent them. The empty string (the default) names nobody.
-        token: shown to the server with every call; None (the default) shows none. Over a plain connection to another
-            machine it is refused, unless `insecure` is True.
-        ca: a file with the authorities of the server's certificate, PEM; True for those that gRPC comes with. None (the
-            default) is a plain connection.
-        cert: a file with the certificate chain that is shown to the server, PEM; `key` is its private key's.
-        key: see `cert`.
-        insecure: whether a token may be shown over a plain connection; False by default.
-        credentials: for TLS in other ways, as from `grpc.ssl_channel_credentials`; instead of `ca`, `cert` and `key`.
+        timeout: the longest that a call may take until its last token, in seconds. Each call may override it. None (the
+            default) means no limit.
+        connect_timeout: the longest that a call which has received nothing waits for a server, in seconds; 10 by
+            default.
+        resume: whether to continue a request on another server when its server is lost: after the tokens received so
+            far, or from the start if there are none. True by default.
+        resume_timeout: the longest that a partly received request waits for a server after losing its own, in seconds;
+            30 by default.
+        principal: the name of the client or user that makes the requests. A server serves principals in turn, and
+            reuses cached prompts only for the principal that sent them. The empty string (the default) names none.
+        token: the bearer token sent with every call; None (the default) sends none. A token for a plain connection to
+            another machine is refused unless `insecure` is True.
+        ca: a PEM file with the certificate authorities that the server's certificate is checked against; True for the
+            authorities included in gRPC. None (the default) means a plain connection.
+        cert: a PEM file with the client's certificate chain, for mutual TLS; requires `key`.
+        key: a PEM file with the private key of `cert`.
+        insecure: whether a token may be sent over a plain connection to another machine; False by default.
+        credentials: other TLS credentials, for example from `grpc.ssl_channel_credentials`; they replace `ca`, `cert`
+            and `key`.
         channel_options: further gRPC channel options; they take precedence over this library's own.
     """
 
@@ -95,7 +98,7 @@ class ClientSettings(TypedDict, total=False):
 
 
 class BaseClient:
-    """The settings of a client, and how long it may wait."""
+    """The settings of a client, and the logic that both clients share."""
 
     def __init__(
         self,
@@ -124,7 +127,7 @@ class BaseClient:
         self._resume_timeout = _seconds("resume_timeout", resume_timeout)
         self._credentials = credentials if credentials is not None else tls_credentials(ca, cert, key)
         _check_principal(principal)
-        # metadata of every request
+        # The metadata of every request.
         self._metadata: tuple[tuple[str, str], ...] = (("dynatree-principal", principal),) if principal else ()
         if token is not None:
             if self._credentials is None and not insecure:
@@ -137,15 +140,15 @@ class BaseClient:
         self._closed = False
 
     def _options(self, address: str) -> tuple[tuple[str, Any], ...]:
-        """The options of a channel. One value a name: which of two gRPC would take is not defined."""
+        """Return the options of a channel, each name once: gRPC does not define which of two values it would take."""
         balanced = {"grpc.service_config": _BALANCED} if address.startswith("dns:///") else {}
         return tuple((dict(_CHANNEL_OPTIONS) | balanced | self._channel_options).items())
 
     def _with(self, metadata: Metadata) -> Metadata:
-        """The metadata of a call that has some of its own, which takes the place of the client's.
+        """Return the metadata of a call: its own, and the client's pairs whose keys are not among them.
 
         Raises:
-            ValueError: it would show a token over a plain connection to another machine.
+            ValueError: the call would send a token over a plain connection to another machine.
         """
         if not metadata:
             return self._metadata
@@ -155,36 +158,36 @@ class BaseClient:
         return (*((key, value) for key, value in self._metadata if key not in own), *metadata)
 
     def _next_server(self) -> int:
-        """The server of the next attempt; servers take turns."""
+        """Return the index of the server of the next attempt; servers take turns."""
         return next(self._turns) % len(self._addresses)
 
     def _attempts(self) -> Attempts:
-        """The attempts at one request."""
+        """Return the retry state of a new request."""
         several = [_BEHIND_A_NAME if address.startswith("dns:///") else 1 for address in self._addresses]
         if not self._resume:
             return Attempts(1, connect_seconds=-1.0, resume_seconds=-1.0)
         return Attempts(sum(several), self._connect_timeout, self._resume_timeout)
 
     def _deadline(self, timeout: float | None) -> "Deadline":
-        """When a call that starts now must be done; None is the client's own timeout."""
+        """Return the deadline of a call that starts now; a `timeout` of None means the client's."""
         if self._closed:
             raise RuntimeError("the client is closed")
         return Deadline(self._timeout if timeout is None else _seconds("timeout", timeout))
 
     def _connect_wait(self, deadline: "Deadline", servers: int) -> "ConnectWait":
-        """The wait for one of so many servers, in a call that has just got this deadline."""
+        """Return the wait for the first server, in a call with this deadline."""
         return ConnectWait(self._connect_timeout, deadline, servers)
 
     def _check_answer(self, error: grpc.RpcError, limit: float, cause: str = "") -> None:
-        """Accept that the first question to the server failed, if the server answered: somebody serves there.
+        """Ignore the failure of the first call if a server answered it, since a server is then reachable.
 
         Args:
-            error: how it failed.
-            limit: seconds that the caller allowed.
-            cause: why no connection came about, where that is known.
+            error: the failure.
+            limit: the caller's time limit, in seconds, which the error names.
+            cause: the reason why there is no connection, if it is known.
 
         Raises:
-            ServerUnavailableError: nobody answered within `limit` seconds.
+            ServerUnavailableError: no server answered within `limit` seconds.
             RequestCancelledError: the client was closed.
         """
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -195,22 +198,22 @@ class BaseClient:
 
 
 class Deadline:
-    """When a call must be done; `seconds` from now, None for never."""
+    """The deadline of a call, `seconds` from now; None means no deadline."""
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = seconds
         self._at = None if seconds is None else time.monotonic() + seconds
 
     def remaining(self) -> float | None:
-        """Seconds left, 0 once it has passed; None for never."""
+        """Seconds left, 0 once the deadline has passed; None without a deadline."""
         return None if self._at is None else max(0.0, self._at - time.monotonic())
 
 
 class ConnectWait:
-    """The wait for the first server that answers: which is asked next, and for how long.
+    """The wait for the first server that answers: yields the server to ask next, and the seconds to wait for it.
 
-    `limit` is the number of seconds that the caller set, which errors name: the client's `connect_timeout`, or the
-    call's timeout where that is shorter.
+    `limit` is the time limit in seconds that errors name: the client's `connect_timeout`, or the call's timeout if that
+    is shorter.
     """
 
     def __init__(self, connect_timeout: float, deadline: Deadline, servers: int) -> None:
@@ -225,32 +228,32 @@ class ConnectWait:
             yield server, left if self._servers == 1 else min(left, _ASKING_ONE)
 
     def goes_on_after(self, error: grpc.RpcError) -> bool:
-        """Whether the next server is asked, after one that did not answer."""
+        """Whether to ask the next server after the failure of this one."""
         silent = error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
         return self._servers > 1 and silent and time.monotonic() < self._until
 
 
 def cause_of(error: grpc.RpcError) -> str:
-    """Why there is no connection, such as a certificate that is not trusted; "" where gRPC does not say."""
+    """Return why there is no connection, for example an untrusted certificate; "" if gRPC does not say."""
     _, found, last = (error.details() or "").partition("last error: ")
     return last.removeprefix("UNKNOWN: ").removeprefix("UNAVAILABLE: ") if found else ""
 
 
 def is_serving(answer: bytes) -> bool:
-    """Whether the answer to a health check says that the server takes requests."""
+    """Whether the answer to a health check says that the server accepts requests."""
     return answer == _SERVING
 
 
 def draft_stub(channel: grpc.Channel | grpc.aio.Channel) -> draft_pb2_grpc.DraftServiceStub:
-    """The draft service's methods over either kind of channel."""
+    """Return a stub of the draft service on either kind of channel."""
     return draft_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
 
 
 def _split(address: str) -> list[str]:
-    """The addresses in a comma-separated list.
+    """Split a comma-separated list of addresses.
 
     Raises:
-        ValueError: one of them is none.
+        ValueError: an element is not an address.
     """
     addresses = [each.strip() for each in address.split(",")] if isinstance(address, str) else []
     for each in addresses or [address]:

@@ -1,4 +1,4 @@
-"""The client for ordinary, synchronous code."""
+"""The client for synchronous code."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -38,13 +38,14 @@ from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 T = TypeVar("T")
 
-# gRPC's usual iterator waits on a condition that it shares with a thread of the channel. A KeyboardInterrupt in the
-# midst of that leaves a lock held or the thread waiting, and no close() returns. This one waits in gRPC's core.
+# gRPC's default iterator waits on a condition that it shares with a thread of the channel. A KeyboardInterrupt during
+# that wait may leave the lock held or the thread waiting, so that close() never returns. With this option, the
+# iterator waits in gRPC's core instead.
 _READ_ON_THE_CALLERS_THREAD = ((ChannelOptions.SingleThreadedUnaryStream, 1),)
 
 
 class _Call(Protocol):
-    """The part of a streaming RPC in progress that is used here."""
+    """The used part of the interface of a streaming RPC in progress."""
 
     def __iter__(self) -> Iterator[draft_pb2.GenerateResponse]: ...
 
@@ -52,20 +53,20 @@ class _Call(Protocol):
 
 
 def _drain(call: Any) -> None:
-    """Take what gRPC's core still says of a call that was cancelled, which is there at once.
+    """Consume the remaining events of a cancelled call, which are available without waiting.
 
-    With `SingleThreadedUnaryStream` nobody else takes it, and until then the channel keeps the call, 12 KB.
+    With `SingleThreadedUnaryStream` gRPC itself does not consume them, and until then the channel keeps 12 KB per call.
     """
-    with suppress(AttributeError):  # of gRPC's own names, should they change: the channel keeps the call
+    with suppress(AttributeError):  # if a future gRPC renames its private names, the channel keeps the call
         while call._state.due:
             call._consume_next_event()
 
 
 class CompletionStream(Accumulator):
-    """A completion, or several, as made: an iterator of `Chunk`, to be read once, and a context manager.
+    """One or several completions in progress: an iterator of `Chunk`, to be read once, and a context manager.
 
-    Leaving the context, or `close()`, before the end cancels the request on the server. So does dropping the last
-    reference, as a loop that is left by `break` does.
+    Leaving the context, or calling `close()`, before the end cancels the request on the server. So does dropping the
+    last reference to the stream, for example by a `break` out of a loop over `client.stream(...)`.
     """
 
     def __init__(
@@ -78,18 +79,18 @@ class CompletionStream(Accumulator):
         super().__init__(address, request, attempts)
         self._start = start
         self._closing = threading.Event()
-        self._reading = threading.Lock()  # held by who takes what gRPC says of the call
-        self._torn = False  # whether that was interrupted: then gRPC may have taken something, and not noted it
+        self._reading = threading.Lock()  # held by the thread that consumes the call's events
+        self._torn = False  # whether consuming was interrupted; gRPC may then have taken an event without noting it
         self._call = start(request, self._span.metadata)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Chunk:
-        """The next chunk; waits for it.
+        """Wait for the next chunk, and return it.
 
         Raises:
-            DynaTreeError: the request failed; the error carries the text and the tokens received so far.
+            DynaTreeError: the request failed; the error has the text and the tokens received so far.
         """
         if self._ended:
             raise StopIteration
@@ -104,7 +105,7 @@ class CompletionStream(Accumulator):
         return chunk
 
     def _next_chunk(self) -> Chunk | None:
-        """The next chunk; None at the end."""
+        """Wait for the next chunk; None at the end."""
         while True:
             try:
                 for response in self._call:
@@ -131,11 +132,11 @@ class CompletionStream(Accumulator):
                 return None
 
     def close(self) -> None:
-        """Stop; cancels the request unless it has ended. What was received stays in `text` and `token_ids`."""
+        """Cancel the request unless it has ended. The results received so far stay in `text` and `token_ids`."""
         self._ended = True
         self._closing.set()
         self._call.cancel()
-        if not self._torn and self._reading.acquire(blocking=False):  # else another thread reads, and takes it
+        if not self._torn and self._reading.acquire(blocking=False):  # else another thread reads, and drains the call
             try:
                 self._torn = True
                 _drain(self._call)
@@ -158,23 +159,24 @@ class CompletionStream(Accumulator):
 
 
 class Client(BaseClient):
-    """A connection to a draft service, or to several, which threads may share.
+    """A connection to one or several draft services, which threads may share.
 
-    A request whose service was lost goes on at another one, or at the same one when that is back, with what was
-    received: no token comes twice, and none is lost. `resume=False` switches that off.
+    When a service is lost, its requests resume on another one, or on the same one once it is back. They continue after
+    the tokens received so far: no token is repeated or lost. `resume=False` disables this.
     """
 
     def __init__(self, address: str, **settings: Unpack[ClientSettings]) -> None:
-        """Connect to nothing yet; the first call does.
+        """Create the client; it connects at the first call.
 
         Args:
-            address: the draft service, as `host:port`, `unix:PATH` or, for all that a name stands for,
-                `dns:///name:port`; or several of these, comma-separated, which are taken in turn.
+            address: the draft service's address: `host:port`, `unix:PATH`, or `dns:///name:port` for all addresses that
+                the name resolves to. Several addresses are separated by commas, and used in turn.
             **settings: see `ClientSettings`.
 
         Raises:
-            ValueError: the address, the principal, or a number of seconds, is not one.
-            TypeError: an option has the wrong type, or there is no such option.
+            ValueError: the address, or the value of a setting, is invalid.
+            TypeError: a setting has the wrong type, or does not exist.
+            OSError: a certificate or key file cannot be read.
         """
         super().__init__(address, **settings)
         self._channels = [self._open(each) for each in self._addresses]
@@ -188,17 +190,21 @@ class Client(BaseClient):
         metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> Completion:
-        """Complete `prompt`, and return when the completion is whole; of several, the first, with its `alternatives`.
+        """Complete `prompt`, and return the whole completion; if n > 1, the first one, with its `alternatives`.
 
         Args:
             prompt: text, token ids, or the messages of a chat, for the target's chat template.
-            timeout: the longest that this call may take, in seconds; None is the client's.
-            metadata: gRPC metadata of this call, (key, value) pairs; a key that the client sends too is replaced.
+            timeout: the longest that this call may take, in seconds; None means the client's `timeout`.
+            metadata: gRPC metadata of this call, (key, value) pairs. They replace the client's own pairs of equal keys.
             **options: see `GenerateOptions`.
 
         Raises:
-            DynaTreeError: one of its subclasses; see `dynatree.client`. It carries what was received.
-            TypeError: there is no such option, or it has the wrong type.
+            DynaTreeError: the request failed; see `dynatree.client` for the subclasses. The error has the text and the
+                tokens received so far.
+            TypeError: an option has the wrong type, or does not exist.
+            ValueError: `timeout` is not positive, or `metadata` would send a token over a plain connection to another
+                machine.
+            RuntimeError: the client is closed.
         """
         with self.stream(prompt, timeout=timeout, metadata=metadata, **options) as stream:
             for _ in stream:
@@ -213,7 +219,7 @@ class Client(BaseClient):
         metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> CompletionStream:
-        """Start to complete `prompt`, and return the chunks as an iterator. Arguments and errors as in `generate`."""
+        """Start to complete `prompt`, and return an iterator of chunks. Arguments and errors as in `generate`."""
         request = build_request(prompt, **options)
         sent = self._with(metadata)
         deadline = self._connect(timeout)
@@ -226,14 +232,14 @@ class Client(BaseClient):
         return CompletionStream(start, self._address, request, self._attempts())
 
     def model_info(self, *, timeout: float | None = None, metadata: Metadata = ()) -> ServiceInfo:
-        """The models that the service runs (the target as it was last, while its service is down), and its policies.
+        """Return the service's models and policies. While the verify service is down, the target is the last known.
 
         Args:
             timeout: as for `generate`.
             metadata: as for `generate`.
 
         Raises:
-            DynaTreeError: one of its subclasses.
+            DynaTreeError: the call failed; see `dynatree.client` for the subclasses.
         """
         sent = self._with(metadata)
 
@@ -243,14 +249,14 @@ class Client(BaseClient):
         return self._ask(ask, self._connect(timeout))
 
     def vocabulary(self, *, timeout: float | None = None, metadata: Metadata = ()) -> tuple[bytes, ...]:
-        """The bytes that each token adds to a text, by its id; not always whole characters.
+        """Return the bytes that each token adds to a text, indexed by token id; they may be parts of characters.
 
         Args:
             timeout: as for `generate`.
             metadata: as for `generate`.
 
         Raises:
-            DynaTreeError: one of its subclasses.
+            DynaTreeError: the call failed; see `dynatree.client` for the subclasses.
         """
         sent = self._with(metadata)
 
@@ -271,19 +277,19 @@ class Client(BaseClient):
         timeout: float | None = None,
         metadata: Metadata = (),
     ) -> Tokens:
-        """The tokens of a prompt, as `generate` makes them.
+        """Return the tokens of a prompt. By default they are those that `generate` completes.
 
         Args:
             prompt: text, or the messages of a chat.
-            add_special_tokens: whether a text gets the tokens that the tokenizer adds at its beginning or end.
+            add_special_tokens: whether the tokenizer adds its special tokens at the beginning or end of a text.
             special_tokens: as for `generate`.
             continue_final_message: as for `generate`.
-            token_strings: whether to return the tokens' spellings.
+            token_strings: whether to return the tokens' spellings in the vocabulary.
             timeout: as for `generate`.
             metadata: as for `generate`.
 
         Raises:
-            DynaTreeError: one of its subclasses.
+            DynaTreeError: the call failed; see `dynatree.client` for the subclasses.
             TypeError: an argument has the wrong type.
         """
         request = build_tokenize_request(
@@ -301,15 +307,15 @@ class Client(BaseClient):
         return self._ask(ask, self._connect(timeout))
 
     def detokenize(self, token_ids: Sequence[int], *, timeout: float | None = None, metadata: Metadata = ()) -> str:
-        """The text of tokens, the names of special tokens included.
+        """Return the text of token ids, including the names of special tokens.
 
         Args:
-            token_ids: the tokens.
+            token_ids: the ids of the tokens.
             timeout: as for `generate`.
             metadata: as for `generate`.
 
         Raises:
-            DynaTreeError: one of its subclasses.
+            DynaTreeError: the call failed; see `dynatree.client` for the subclasses.
             TypeError: an argument has the wrong type.
         """
         request = build_detokenize_request(token_ids)
@@ -322,10 +328,10 @@ class Client(BaseClient):
         return self._ask(ask, self._connect(timeout))
 
     def is_serving(self, *, timeout: float = 1.0) -> bool:
-        """Whether a server takes requests: it answers, and has a verify service that does.
+        """Whether at least one draft service accepts requests, which requires a verify service that does.
 
         Args:
-            timeout: seconds for each server to answer.
+            timeout: the longest wait for the answer of each draft service, in seconds.
         """
         return any(self._serves(channel, timeout) for channel in self._channels)
 
@@ -337,7 +343,7 @@ class Client(BaseClient):
             return False
 
     def _ask(self, ask: Callable[[draft_pb2_grpc.DraftServiceStub, float | None], T], deadline: Deadline) -> T:
-        """The answer of the first server that is there."""
+        """Ask the servers in turn, and return the first answer."""
         for left in reversed(range(len(self._stubs))):
             try:
                 return ask(self._stubs[self._next_server()], deadline.remaining())
@@ -347,7 +353,7 @@ class Client(BaseClient):
         raise AssertionError("there is a server")
 
     def close(self) -> None:
-        """Close the connection; requests in progress are cancelled. May be called again."""
+        """Close the connection, and cancel requests in progress. Further calls have no effect."""
         self._closed = True
         for channel in self._channels:
             channel.close()
@@ -361,12 +367,12 @@ class Client(BaseClient):
         self.close()
 
     def _connect(self, timeout: float | None) -> Deadline:
-        """Wait for a server at the first call; the call's deadline, which contains the wait."""
+        """Wait for a server if this is the first call; return the call's deadline, which includes the wait."""
         deadline = self._deadline(timeout)
         if not self._connected:
             wait = self._connect_wait(deadline, len(self._stubs))
             for server, seconds in wait:
-                # Not grpc.channel_ready_future: its thread outlives it, and fails loudly if the client is closed then.
+                # Not grpc.channel_ready_future: its thread outlives it, and prints an error if the client is closed.
                 stub = self._stubs[server]
                 try:
                     stub.GetModelInfo(MODEL_INFO_REQUEST, timeout=seconds, wait_for_ready=True, metadata=self._metadata)

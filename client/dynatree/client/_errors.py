@@ -1,16 +1,16 @@
-"""What can go wrong in a call, as one small hierarchy.
+"""The errors of calls, as one hierarchy.
 
 ::
 
-    DynaTreeError                what every other error here is
+    DynaTreeError                the base class
     ├── InvalidRequestError      INVALID_ARGUMENT, OUT_OF_RANGE: change the request
-    │   └── ContextLengthError   it does not fit the target's context: shorten the prompt, or ask for fewer tokens
+    │   └── ContextLengthError   the target's context is too short: shorten the prompt, or request fewer tokens
     ├── AuthenticationError      UNAUTHENTICATED, PERMISSION_DENIED: show another token or certificate
     ├── ModelMismatchError       FAILED_PRECONDITION: the draft and the target cannot work together
     ├── ServerBusyError          RESOURCE_EXHAUSTED: try again later
-    ├── ServerUnavailableError   UNAVAILABLE: nobody answers at the address
+    ├── ServerUnavailableError   UNAVAILABLE: no server answers at the address
     ├── DeadlineExceededError    DEADLINE_EXCEEDED: `timeout` has passed
-    ├── RequestCancelledError    CANCELLED: the server, or closing the client, ended the request
+    ├── RequestCancelledError    CANCELLED: the server cancelled the request, or the client was closed
     └── ServerError              ABORTED (the client stopped reading), INTERNAL, UNKNOWN and every other code
 """
 
@@ -23,14 +23,14 @@ import grpc
 class DynaTreeError(Exception):
     """A call that failed.
 
-    Nothing that was received is lost: an error in the middle of a stream carries it.
+    An error in the middle of a stream has the text and the tokens received so far.
 
     Attributes:
-        code: the gRPC status code; INVALID_ARGUMENT also where the client refused the request before sending it.
-        details: what the server, or gRPC, said about it; may be empty.
-        request_id: names the request in the server's log; empty where the server did not name it.
-        text: the text that was received before the failure; of several completions, one after the other.
-        token_ids: the tokens that were received before the failure. Their last characters may be missing in `text`.
+        code: the gRPC status code; INVALID_ARGUMENT also if the client refused the request before sending it.
+        details: the message of the server or of gRPC; may be empty.
+        request_id: the request's id in the server's log; empty if the server sent none.
+        text: the text received before the failure; if n > 1, the texts of the completions one after the other.
+        token_ids: the tokens received before the failure. The last characters of their text may be missing in `text`.
     """
 
     summary: ClassVar[str] = "the request failed"
@@ -59,7 +59,7 @@ class ContextLengthError(InvalidRequestError):
 
     Attributes:
         context_length: the target's context, in tokens.
-        prompt_tokens: tokens of the prompt, at least.
+        prompt_tokens: a lower bound on the tokens of the prompt.
     """
 
     context_length: int = 0
@@ -67,7 +67,7 @@ class ContextLengthError(InvalidRequestError):
 
 
 class AuthenticationError(DynaTreeError):
-    """The server does not know the token or the certificate, or does not let its owner do this."""
+    """The server does not accept the token or the certificate, or does not allow this call to its owner."""
 
     summary = "not authenticated"
 
@@ -79,10 +79,10 @@ class ModelMismatchError(DynaTreeError):
 
 
 class ServerBusyError(DynaTreeError):
-    """The server has no room for the request; a later one may be served.
+    """The server has no room for the request at this time.
 
     Attributes:
-        retry_after: seconds after which to try again, as the server guesses; None where it does not say.
+        retry_after: the server's estimate of the seconds after which to try again; None if it sent none.
     """
 
     summary = "the server has no room for the request"
@@ -108,7 +108,7 @@ class RequestCancelledError(DynaTreeError):
 
 
 class ServerError(DynaTreeError):
-    """The server failed, or answered what this client does not understand."""
+    """The server failed, or sent an answer that this client does not understand."""
 
     summary = "the server failed"
 
@@ -132,7 +132,7 @@ _ERROR_OF_CODE: dict[grpc.StatusCode, type[DynaTreeError]] = {
 def error_from_rpc(
     error: grpc.RpcError, address: str, *, text: str = "", token_ids: Sequence[int] = ()
 ) -> DynaTreeError:
-    """The error that a failed RPC to the server at `address` is raised as."""
+    """Translate the failure of an RPC to the server at `address`."""
     code = code_of(error)
     details = error.details() or ""
     if code is not error.code():
@@ -153,9 +153,9 @@ def error_from_rpc(
 
 
 def code_of(error: grpc.RpcError) -> grpc.StatusCode:
-    """The status of a failed call; UNAVAILABLE for one that gRPC's core at the server dropped without a word.
+    """Return the status of a failed call; UNAVAILABLE for a call that gRPC's core at the server dropped silently.
 
-    It does so at random with calls that nobody has taken up yet, once there are a thousand of them.
+    The core drops calls at random once a thousand of them wait for the server to accept them.
     """
     code: grpc.StatusCode = error.code()
     dropped = code is grpc.StatusCode.CANCELLED and error.details() == "CANCELLED"
@@ -163,13 +163,13 @@ def code_of(error: grpc.RpcError) -> grpc.StatusCode:
 
 
 def retry_after(error: grpc.RpcError) -> float | None:
-    """Seconds from the trailing metadata `retry-after-ms`; None where there are none."""
+    """Return the trailing metadata `retry-after-ms` in seconds; None without it."""
     value = _trailing(error, "retry-after-ms")
     return int(value) / 1e3 if value.isdecimal() else None
 
 
 def is_quota(error: grpc.RpcError) -> bool:
-    """Whether a quota of the principal refused the call, and not a server that is full."""
+    """Whether the principal's quota refused the call, not a full server."""
     return _trailing(error, "dynatree-refused") == "quota"
 
 

@@ -1,8 +1,8 @@
-"""The event loop of gRPC's asyncio calls, in a thread of its own, and how other event loops use it.
+"""The event loop of gRPC's asyncio calls, which runs in its own thread, and the bridge to it from other event loops.
 
-gRPC has one completion queue for all event loops of a process. An operation of a call that was cancelled may end after
-its event loop was closed; whichever loop is told of it then prints "Event loop is closed". So all calls are made on one
-loop, which lives as long as the process, and a client serves any number of event loops, at once or one after the other.
+gRPC has one completion queue for all event loops of a process. An operation of a cancelled call may end after its event
+loop was closed; the loop that receives the event then prints "Event loop is closed". So all calls run on one loop that
+lives as long as the process, and a client works with any number of event loops, at once or one after the other.
 """
 
 import asyncio
@@ -14,28 +14,28 @@ from typing import Generic, Self, TypeVar
 
 import grpc
 
-AHEAD = 64  # items that are kept for a reader that is slow; more wait in gRPC, and in the end at the server
+AHEAD = 64  # items buffered for a slow reader; further items wait in gRPC, and finally at the server
 
 T = TypeVar("T")
 
 
 class _GrpcLoop:
-    """Started by the first call."""
+    """The event loop and its thread, which the first call starts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def call(self, callback: Callable[[], object]) -> None:
-        """Have the loop call this; from any thread."""
-        loop = self._loop or self._started()  # no lock once it runs: the garbage collector may call this anywhere
+        """Schedule a callback on the loop; may be called from any thread."""
+        loop = self._loop or self._started()  # no lock once it runs: the garbage collector may call this at any point
         loop.call_soon_threadsafe(callback)
 
     def _started(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._loop.call_soon(grpc.aio.init_grpc_aio)  # or gRPC ends its poller with the last channel
+                self._loop.call_soon(grpc.aio.init_grpc_aio)  # keeps gRPC's poller alive without channels
                 threading.Thread(target=self._loop.run_forever, name="dynatree-client", daemon=True).start()
             return self._loop
 
@@ -44,17 +44,19 @@ _GRPC_LOOP = _GrpcLoop()
 
 
 class FromGrpcLoop(Generic[T]):
-    """What an asynchronous iterator yields that runs on gRPC's loop: the same for the loop that made this one.
+    """An asynchronous iterator over the items of another one that runs on gRPC's loop.
+
+    It belongs to the event loop on which it was created.
 
     Args:
-        iterate: Makes the iterator, on gRPC's loop.
+        iterate: creates the other iterator; called on gRPC's loop.
     """
 
     def __init__(self, iterate: Callable[[], AsyncGenerator[T]]) -> None:
         self._iterate = iterate
         self._reader = asyncio.get_running_loop()
         self._items: deque[T | BaseException] = deque()
-        self._arrived = asyncio.Event()  # not a queue: one that waits when its loop is closed prints that it is
+        self._arrived = asyncio.Event()  # not asyncio.Queue, which prints an error if its loop closes while it waits
         self._room = asyncio.Semaphore(AHEAD)
         self._taken = 0
         self._task: asyncio.Task[None] | None = None
@@ -64,7 +66,7 @@ class FromGrpcLoop(Generic[T]):
         return self
 
     async def __anext__(self) -> T:
-        """The next item, or the iterator's error."""
+        """Wait for the next item, and return it, or raise the iterator's error."""
         while not self._items:
             self._arrived.clear()
             await self._arrived.wait()
@@ -78,7 +80,7 @@ class FromGrpcLoop(Generic[T]):
         return item
 
     def cancel(self) -> None:
-        """Cancel the iterator, wherever it waits; from any thread."""
+        """Cancel the iterator wherever it waits; may be called from any thread."""
         _GRPC_LOOP.call(self._cancel)
 
     def _start(self) -> None:
@@ -109,7 +111,7 @@ class FromGrpcLoop(Generic[T]):
 
 
 async def on_grpc_loop(work: Callable[[], Awaitable[T]]) -> T:
-    """The result of what `work` returns, awaited on gRPC's loop; cancelled with the task that waits here."""
+    """Await `work()` on gRPC's loop, and return its result; it is cancelled with the waiting task."""
 
     async def once() -> AsyncGenerator[T]:
         yield await work()

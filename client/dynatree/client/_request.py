@@ -1,6 +1,6 @@
-"""From keyword options to a GenerateRequest.
+"""Builds protobuf requests from keyword options.
 
-Only what protobuf cannot carry is refused here; what a value may be is the server's to say, in one place for all.
+It refuses only values that protobuf cannot carry. The server checks all other limits, in one place for all clients.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,12 +20,12 @@ _Request = TypeVar("_Request", draft_pb2.GenerateRequest, draft_pb2.TokenizeRequ
 
 
 class Message(TypedDict):
-    """What one side of a chat said.
+    """One message of a chat.
 
     Attributes:
-        role: who said it, as the target's chat template knows them: "system", "user", "assistant".
-        content: what was said.
-        name: who of those with the role said it, for templates that tell them apart; may be left out.
+        role: the speaker's role, as the target's chat template names it: "system", "user", "assistant".
+        content: the message's text.
+        name: the speaker's name, for templates that distinguish speakers of the same role; optional.
     """
 
     role: str
@@ -45,48 +45,50 @@ _SCHEMES: dict[str, tree_pb2.SamplingScheme] = {
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The keyword options of `generate` and `stream`; every one may be left out.
+    """The keyword options of `generate` and `stream`; all are optional.
 
     Attributes:
-        max_new_tokens: at least 1; None (the default) goes on until the end of sequence or the context limit.
-        temperature: 0 (the default) is greedy; otherwise logits are divided by it.
-        top_k: keep the k likeliest tokens; 0 (the default) keeps all.
+        max_new_tokens: the largest number of new tokens, at least 1. None (the default) continues until an
+            end-of-sequence token or the context limit.
+        temperature: divides the logits before sampling; 0 (the default) is greedy decoding.
+        top_k: the number of likeliest tokens to keep; 0 (the default) keeps all.
         top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1]; None (the default) keeps all.
         min_p: keep tokens whose probability is at least min_p times the likeliest's; in [0, 1], 0 (the default) keeps
             all.
-        repetition_penalty: above 1, tokens of the prompt and of the text so far get less likely; in (0, 100], 1
-            changes nothing. None (the default) is what the target's generation_config says, 1 where it says nothing.
-        frequency_penalty: subtracted from a token's logit as often as the completion has the token so far; in [-2, 2],
-            0 (the default) changes nothing.
-        presence_penalty: subtracted once from the logit of each token that the completion has so far; in [-2, 2], 0
-            (the default) changes nothing.
-        logit_bias: what is added to the logits of these token ids, in [-1000, 1000].
-        seed: in [0, 2**64); the same seed gives the same tokens, but for "residual". None (the default) is a random
-            one.
-        scheme: how draft and target draw when sampling; each draws exactly from the target's distribution. "gumbel":
-            with noise that they share, the tokens of plain decoding. "independent": the same tokens, guessed with noise
-            of the draft's own. "residual": other tokens, which depend on the trees. None (the default) is the
-            service's, "gumbel".
-        n: how many completions to make, one after the other; 1 by default. The first is drawn with the seed, each other
-            one with a hash of the seed and its index, which its `stats.seed` tells.
-        stop: one string or several; the text ends before the first that appears.
-        stop_token_ids: token ids that end the completion as an end-of-sequence token does, whatever `ignore_eos` says.
-        ignore_eos: generate on past end-of-sequence tokens.
-        special_tokens: whether the prompt's text, or a message's, may name special tokens, such as "<|endoftext|>";
-            False by default: what looks like one is text.
-        continue_final_message: whether the completion goes on with the last message of a chat, instead of the
+        repetition_penalty: a value above 1 makes tokens of the prompt and of the text so far less likely; in (0, 100],
+            1 has no effect. None (the default) takes the value of the target's generation_config, or else 1.
+        frequency_penalty: a number that is subtracted from a token's logit once for each occurrence of the token in the
+            completion so far; in [-2, 2], 0 (the default) has no effect.
+        presence_penalty: a number that is subtracted once from the logit of each token that the completion so far
+            contains; in [-2, 2], 0 (the default) has no effect.
+        logit_bias: numbers to add to the logits of tokens, by token id; in [-1000, 1000].
+        seed: the seed of sampling, in [0, 2**64). The same seed gives the same tokens, except with the scheme
+            "residual". None (the default) draws a random seed.
+        scheme: how draft and target sample. The completion follows exactly the target's distribution in each scheme.
+            "gumbel" gives the tokens of plain decoding; draft and target share the noise. "independent" gives the same
+            tokens; the draft has its own noise. "residual" gives other tokens, which depend on the trees. None (the
+            default) is the service's default, "gumbel".
+        n: the number of completions to make, one after the other; 1 by default. The first uses the seed. Each of the
+            rest uses a hash of the seed and its index, which is in its `stats.seed`.
+        stop: one or several strings; the text ends before the first that appears.
+        stop_token_ids: token ids that end the completion as an end-of-sequence token does, even with `ignore_eos`.
+        ignore_eos: whether to continue past end-of-sequence tokens; False by default.
+        special_tokens: whether the text of the prompt or of its messages may name special tokens, such as
+            "<|endoftext|>". False by default: their names are then plain text.
+        continue_final_message: whether the completion continues the last message of a chat, instead of beginning the
             assistant's next turn; False by default.
         log_probs: whether to return the tokens' log-probabilities.
-        top_log_probs: how many of the likeliest tokens to return beside each token, with their log-probabilities: 0
-            (the default) to 20. Above 0 it implies `log_probs`.
-        prompt_log_probs: whether to return the log-probabilities of the prompt's tokens, and `top_log_probs` likeliest
-            tokens beside each. The prompt is then read whole, whatever is cached of it.
-        prompt_text: whether to return the prompt's text, and where each of its tokens begins in it.
+        top_log_probs: the number of likeliest tokens to return at the position of each token, with their
+            log-probabilities: 0 (the default) to 20. A number above 0 implies `log_probs`.
+        prompt_log_probs: whether to return the log-probabilities of the prompt's tokens, with `top_log_probs` likeliest
+            tokens at each position. The whole prompt is then prefilled, even if a part of it is cached.
+        prompt_text: whether to return the prompt's text, and the offset of each of its tokens in it.
         trace: whether to return a `RoundTrace` for each round.
-        queue_position: whether `stream` returns chunks that say how many requests are ahead, while this one waits.
-        policy: how trees are grown, one of `ServiceInfo.policies`; None (the default) is the service's default.
+        queue_position: whether `stream` returns chunks with the number of requests ahead while this one waits.
+        policy: the policy that grows the trees, one of `ServiceInfo.policies`; None (the default) is the service's
+            default.
         policy_settings: the policy's settings by name, each a number, a word or a sequence of numbers, for example
-            {"depth": 8, "root": "single"} or {"widths": [1, 1, 3]}; the others keep their defaults.
+            {"depth": 8, "root": "single"} or {"widths": [1, 1, 3]}. Settings left out keep their defaults.
     """
 
     max_new_tokens: int | None
@@ -146,11 +148,11 @@ def build_request(
     policy_settings: PolicySettings | None = None,
     **unknown: object,
 ) -> draft_pb2.GenerateRequest:
-    """The message for one call; see `GenerateOptions` for what the options mean.
+    """Build the request of one call; `GenerateOptions` explains the options.
 
     Raises:
-        TypeError: there is no such option, or it has the wrong Python type.
-        InvalidRequestError: a value that the message cannot carry, such as a negative count.
+        TypeError: an option has the wrong Python type, or does not exist.
+        InvalidRequestError: the message cannot carry a value, for example a negative count.
     """
     for option in unknown:
         names = ", ".join([*GenerateOptions.__annotations__, "timeout"])
@@ -167,8 +169,8 @@ def build_request(
         logit_bias=_logit_bias(logit_bias),
         scheme=None if scheme is None else _scheme(scheme),
     )
-    # These fields are float32, where a number that rounds to 0 would silently get the meaning of 0: a temperature,
-    # for one, would turn sampling into greedy decoding.
+    # These fields are float32. A number that rounds to 0 would silently mean 0: a tiny temperature would turn sampling
+    # into greedy decoding.
     for name, value, sent in (
         ("temperature", temperature, sampling.temperature),
         ("min_p", min_p, sampling.min_p),
@@ -215,11 +217,11 @@ def build_tokenize_request(
     continue_final_message: bool = False,
     token_strings: bool = False,
 ) -> draft_pb2.TokenizeRequest:
-    """The message for one call of `tokenize`.
+    """Build the request of one call of `tokenize`.
 
     Raises:
         TypeError: an argument has the wrong Python type.
-        InvalidRequestError: a value that the message cannot carry.
+        InvalidRequestError: the message cannot carry a value.
     """
     request = draft_pb2.TokenizeRequest(
         special_tokens=_flag("special_tokens", special_tokens),
@@ -234,7 +236,7 @@ def build_tokenize_request(
 
 
 def build_detokenize_request(token_ids: Sequence[int]) -> draft_pb2.DetokenizeRequest:
-    """The message for one call of `detokenize`. Errors as in `build_tokenize_request`."""
+    """Build the request of one call of `detokenize`. Errors as in `build_tokenize_request`."""
     ids = _token_ids("token_ids", "a sequence of token ids", token_ids)
     return _sized(draft_pb2.DetokenizeRequest(token_ids=ids))
 
@@ -316,11 +318,11 @@ def _flag(name: str, value: bool) -> bool:
 
 
 def _integer(name: str, value: object, maximum: int) -> int:
-    """`value` as an int; any type that is one by `__index__` will do, except bool, which is a mistake here."""
+    """Return `value` as an int; any type with `__index__` is accepted, except bool, which would be a mistake."""
     if isinstance(value, bool):
         _refuse(f"{name} must be an integer, not {value}")
     try:
-        number = index(value)  # type: ignore[arg-type]  # that is what is found out
+        number = index(value)  # type: ignore[arg-type]  # raises TypeError for other types
     except TypeError:
         raise TypeError(f"{name} must be an integer, not {type(value).__name__}") from None
     if not 0 <= number <= maximum:
@@ -343,7 +345,7 @@ def _string(name: str, value: object) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        # A lone surrogate, as a command line of bytes that are not UTF-8 leaves behind.
+        # A lone surrogate, for example from a command line that is not UTF-8.
         _refuse(f"{name} is not valid Unicode")
     return value
 

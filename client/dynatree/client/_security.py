@@ -1,4 +1,4 @@
-"""What a client shows to a server, and how it knows the server."""
+"""The client's TLS credentials and tokens."""
 
 import ipaddress
 from collections.abc import Iterable
@@ -14,10 +14,10 @@ File = str | PathLike[str]
 def tls_credentials(
     ca: File | Literal[True] | None, cert: File | None, key: File | None
 ) -> grpc.ChannelCredentials | None:
-    """Credentials of a TLS connection; None for a plain one.
+    """Return the credentials of a TLS connection; None for a plain connection.
 
     Raises:
-        ValueError: a certificate without its key or without authorities, or the other way round.
+        ValueError: `cert` or `key` is given without the other, or both without `ca`.
         OSError: a file cannot be read.
     """
     if (cert is None) != (key is None):
@@ -32,11 +32,11 @@ def tls_credentials(
 
 
 def token_metadata(token: str) -> tuple[str, str]:
-    """The metadata that shows a token.
+    """Return the metadata that sends a token.
 
     Raises:
-        TypeError: it is no string.
-        ValueError: it cannot be sent.
+        TypeError: the token is not a string.
+        ValueError: the token has characters that cannot be sent.
     """
     if not isinstance(token, str):
         raise TypeError(f"token must be a str, not {type(token).__name__}")
@@ -46,10 +46,10 @@ def token_metadata(token: str) -> tuple[str, str]:
 
 
 def check_local(addresses: Iterable[str]) -> None:
-    """Refuse to show a token over a plain connection to another machine.
+    """Refuse to send a token over a plain connection to another machine.
 
     Raises:
-        ValueError: an address is no loopback address.
+        ValueError: an address is neither a loopback address nor a Unix socket.
     """
     for address in addresses:
         if not _is_local(address):

@@ -1,4 +1,4 @@
-"""A request as a span of the program's own traces, where it makes some with OpenTelemetry."""
+"""A span for each request, if the program uses OpenTelemetry."""
 
 import sys
 from typing import Any
@@ -7,10 +7,10 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class RequestSpan:
-    """From a request to its end; nothing where the program has not imported OpenTelemetry.
+    """The span of one request, from its start to its end; does nothing unless the program has imported OpenTelemetry.
 
     Attributes:
-        metadata: What tells the server to which trace the request belongs.
+        metadata: gRPC metadata with the trace context, by which the server's spans join the same trace.
     """
 
     def __init__(self) -> None:
@@ -25,12 +25,12 @@ class RequestSpan:
             self.metadata = tuple(carrier.items())
 
     def resumed(self, code: str) -> None:
-        """The request goes on elsewhere, after an attempt that ended with `code`."""
+        """Record that the request is sent again after an attempt that failed with `code`."""
         if self._span is not None:
             self._span.add_event("dynatree.resumed", {"dynatree.code": code})
 
     def end(self, tokens: int, error: str = "") -> None:
-        """It is over; with an error, unless that is empty."""
+        """End the span; a non-empty `error` marks it as failed."""
         if self._span is None or not self._span.is_recording():
             return
         self._span.set_attribute("dynatree.generated_tokens", tokens)

@@ -1,4 +1,4 @@
-"""What calls return: frozen values without protobuf in them."""
+"""The results of calls, as frozen dataclasses without protobuf types."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,21 +17,22 @@ FINISH_REASONS: dict[int, FinishReason] = {
 
 @dataclass(frozen=True, slots=True)
 class RoundTrace:
-    """One round: what was drafted, what was accepted, and what the policy made of it.
+    """One round: the drafted tree, the accepted path, and the policy's parameters afterwards.
 
     Attributes:
-        round: its number; the first is 0.
-        base_length: committed tokens before the round, prompt included.
-        token_ids: the tree's nodes, every parent before its children.
+        round: the round's number; the first is 0.
+        base_length: the number of committed tokens before the round, including the prompt.
+        token_ids: the token of each node of the tree, every parent before its children.
         parents: the index of each node's parent, -1 for a child of the root.
         probabilities: the draft's probability of each node given its parent.
-        texts: each node's own text; not always whole characters.
+        texts: the text of each node's token; it may be a part of a character.
         accepted_nodes: the indices of the accepted nodes, from the root down.
-        committed_ids: the accepted nodes' tokens, then, unless the end cut it short, the target's own choice.
-        committed_texts: their text, one by one.
-        parameters: the policy's changing parameters after the round, by name.
-        draft_seconds: the round's time on the draft side.
-        verify_seconds: the round's time in the verify service.
+        committed_ids: the tokens of the accepted nodes, then the token that the target chose itself, which is missing
+            if the completion ended before it.
+        committed_texts: the text of each of `committed_ids`.
+        parameters: the policy's adaptive parameters after the round, by name.
+        draft_seconds: the time of the round in the draft service.
+        verify_seconds: the time of the round in the verify service.
     """
 
     round: int
@@ -49,7 +50,7 @@ class RoundTrace:
 
     @classmethod
     def from_pb(cls, trace: draft_pb2.RoundTrace) -> Self:
-        """The round in one message of the stream."""
+        """Convert the trace in one message of the stream."""
         return cls(
             round=trace.round,
             base_length=trace.base_length,
@@ -60,37 +61,37 @@ class RoundTrace:
             accepted_nodes=tuple(trace.accepted_nodes),
             committed_ids=tuple(trace.committed_ids),
             committed_texts=tuple(trace.committed_texts),
-            parameters=dict(sorted(trace.parameters.items())),  # the protocol has no order
+            parameters=dict(sorted(trace.parameters.items())),  # protobuf maps are unordered
             draft_seconds=trace.draft_seconds,
             verify_seconds=trace.verify_seconds,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The round as lists, dictionaries, strings and numbers only."""
+        """Return the round as a dictionary of lists, strings and numbers that JSON can hold."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
-# For each of some tokens the likeliest tokens in its place, likeliest first, as (token_id, log_prob).
+# For each token, the likeliest tokens at its position, likeliest first, as (token_id, log_prob).
 TopLogProbs = tuple[tuple[tuple[int, float], ...], ...]
 
 
 def top_log_probs_from_pb(message: tree_pb2.TopLogProbs, places: int) -> TopLogProbs:
-    """The likeliest tokens of so many places."""
-    count = len(message.token_ids) // places if places else 0  # in each place
+    """Split a message into the likeliest tokens at each of `places` positions."""
+    count = len(message.token_ids) // places if places else 0  # at each position
     named = tuple(zip(message.token_ids, message.log_probs, strict=False))
     return tuple(named[place * count : (place + 1) * count] for place in range(places)) if count else ()
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """What a stream tells of the prompt.
+    """The prompt's tokens, and on request their log-probabilities and text.
 
     Attributes:
-        token_ids: all of its tokens.
-        log_probs: of each but the first, on request.
-        top_log_probs: the likeliest tokens in the place of each but the first, on request.
-        text: its text, on request.
-        text_offsets: where each token begins in `text`, on request.
+        token_ids: all tokens of the prompt.
+        log_probs: the log-probability of each token but the first, on request.
+        top_log_probs: the likeliest tokens at the position of each token but the first, on request.
+        text: the prompt's text, on request.
+        text_offsets: the offset of each token in `text`, in characters, on request.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -102,20 +103,20 @@ class PromptTokens:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one message of a stream added.
+    """One message of a stream: the part that it adds to a completion, or the request's position in the queue.
 
     Attributes:
-        text: whole characters only; the text of `token_ids` may follow in a later chunk.
+        text: the new text, in whole characters; the text of `token_ids` may follow in a later chunk.
         token_ids: the tokens committed since the last chunk.
-        index: the completion that this belongs to, 0 to n - 1.
-        log_probs: of each of `token_ids`; empty unless `log_probs` was asked for.
-        trace: the round that has ended; None unless `trace` was asked for.
-        queue_position: how many requests are ahead of this one, which waits for its turn; None once it has begun, and
-            unless `queue_position` was asked for.
-        top_log_probs: for each of `token_ids` the likeliest tokens in its place, likeliest first, as (token_id,
-            log_prob); empty unless `top_log_probs` was asked for.
-        text_offsets: where each of `token_ids` begins in the completion's text, in characters; empty unless `log_probs`
-            was asked for.
+        index: the index of the completion that the chunk belongs to, 0 to n - 1.
+        log_probs: the log-probability of each of `token_ids`; empty unless `log_probs` was requested.
+        trace: the round that committed the tokens; None unless `trace` was requested.
+        queue_position: the number of requests ahead of this one while it waits; None once the request has begun, and
+            unless `queue_position` was requested.
+        top_log_probs: for each of `token_ids`, the likeliest tokens at its position, likeliest first, as (token_id,
+            log_prob); empty unless `top_log_probs` was requested.
+        text_offsets: the offset of each of `token_ids` in the completion's text, in characters; empty unless
+            `log_probs` was requested.
     """
 
     text: str
@@ -129,7 +130,7 @@ class Chunk:
 
     @classmethod
     def from_pb(cls, response: draft_pb2.GenerateResponse) -> Self:
-        """The chunk in one message of the stream."""
+        """Convert one message of the stream."""
         return cls(
             text=response.text,
             token_ids=tuple(response.token_ids),
@@ -144,10 +145,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class RoundPart:
-    """The time that one part of the rounds took.
+    """The time that the rounds spent in one part of their work.
 
     Attributes:
-        total_seconds: summed over all rounds.
+        total_seconds: the sum over all rounds.
         p50_seconds: the median over the rounds.
     """
 
@@ -157,40 +158,45 @@ class RoundPart:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What a completion cost. A round is one tree and one forward of the target; the prompt's own is not a round.
+    """The statistics of a completion.
+
+    A round is one tree and one forward pass of the target; the prefill of the prompt is not a round.
 
     Attributes:
-        generated_tokens: new tokens in the completion.
-        rounds: rounds it took.
-        draft_n: nodes drafted over all rounds.
-        draft_n_accepted: nodes accepted over all rounds.
-        acceptance_rate: draft_n_accepted / draft_n, in [0, 1]; 0 where nothing was drafted.
-        tokens_per_round: tokens committed by rounds / rounds.
+        generated_tokens: the number of new tokens in the completion.
+        rounds: the number of rounds.
+        draft_n: the nodes drafted over all rounds.
+        draft_n_accepted: the nodes accepted over all rounds.
+        acceptance_rate: draft_n_accepted / draft_n, in [0, 1]; 0 if nothing was drafted.
+        tokens_per_round: the tokens committed by rounds, divided by rounds.
         mean_path_length: draft_n_accepted / rounds.
         nodes_per_round: draft_n / rounds.
-        acceptance_by_depth: entry d - 1 is the share of accepted paths that reached depth d, among the rounds whose
-            tree did.
-        time_to_first_token_seconds: from the request's arrival at the server to the first token.
-        time_per_output_token_seconds: the mean gap between tokens after the first; 0 for a single token.
-        total_seconds: from the request's arrival at the server to the last token.
+        acceptance_by_depth: entry d - 1 is the share of the rounds whose accepted path reached depth d, among the
+            rounds whose tree reached it.
+        time_to_first_token_seconds: the time from the request's arrival at the server to the first token.
+        time_per_output_token_seconds: the mean time between two tokens after the first; 0 for a single token.
+        total_seconds: the time from the request's arrival at the server to the last token.
         round_parts: the rounds' time by part: "draft_forward", "grow", "verify_forward", "accept", "commit", "wire",
             "detokenize".
-        seed: the seed that was used; 0 for greedy decoding.
-        committed_per_level: tokens committed by rounds / levels drafted, which may exceed 1; 0 where nothing was
-            drafted.
-        draft_seconds: over all rounds, growing and committing on the draft side; of draft forwards that other sessions
-            shared, this one's share.
-        wire_seconds: over all rounds, the stream between the services.
-        verify_seconds: over all rounds, the verify service.
-        queue_seconds: how long the request waited for its turn.
-        sessions_per_pass: the mean number of sessions that shared the target's passes with this one, itself included.
-        rows_per_pass: the mean number of tokens in those passes, of all sessions.
-        trimmed_n: nodes drafted, but not verified, over all rounds.
-        cached_tokens: tokens of the prompt that the target had cached.
-        kv_cache_usage: the highest share of the target's KV slots that all sessions together held meanwhile.
-        resumes: how often the completion went on elsewhere, since a service was lost. After the loss of a draft service
-            the figures above are of the service that ended the completion; `generated_tokens` is of all.
-        resume_seconds: from each loss to the next token, summed.
+        seed: the seed of sampling; 0 for greedy decoding.
+        committed_per_level: the tokens committed by rounds, divided by the levels drafted; may exceed 1, and is 0 if
+            nothing was drafted.
+        draft_seconds: the time of all rounds spent on growing and committing in the draft service. A forward pass of
+            the draft model that several sessions share counts in part for each.
+        wire_seconds: the time of all rounds spent on the stream between the services.
+        verify_seconds: the time of all rounds spent in the verify service.
+        queue_seconds: the time that the request waited in the queue.
+        sessions_per_pass: the mean number of sessions in the target's passes that verified this completion's trees,
+            including its own.
+        rows_per_pass: the mean number of rows (tokens of all sessions) in those passes.
+        trimmed_n: the nodes drafted but not verified, over all rounds.
+        cached_tokens: the tokens of the prompt that the target had cached.
+        kv_cache_usage: the highest share of the target's KV slots that all sessions together held during the
+            completion.
+        resumes: the number of times that the completion resumed after the loss of a service. After the loss of a draft
+            service, `generated_tokens` covers the whole completion, and all values above except it are those of the
+            service that finished it.
+        resume_seconds: the sum of the times from each loss to the next token.
     """
 
     generated_tokens: int
@@ -222,7 +228,7 @@ class Statistics:
 
     @classmethod
     def from_pb(cls, statistics: draft_pb2.GenerationStatistics) -> Self:
-        """The statistics in the last message of a stream."""
+        """Convert the statistics in the last message of a stream."""
         return cls(
             generated_tokens=statistics.generated_tokens,
             rounds=statistics.rounds,
@@ -261,30 +267,32 @@ class Completion:
     """A whole completion.
 
     Attributes:
-        text: the new text, without the prompt; it ends before the stop string that ended it.
+        text: the new text, without the prompt, and without the stop string that ended it.
         token_ids: the new tokens, without the prompt.
-        finish_reason: "stop" for an end-of-sequence token or a stop string, "length" for `max_new_tokens` or the
-            context limit, "cancelled".
-        prompt_tokens: the length of the prompt, in tokens.
-        stats: what it cost.
-        index: which of the request's completions it is, 0 to n - 1.
-        log_probs: the natural log-probability of each of `token_ids` under the target's own softmax, before any
-            option; empty unless `log_probs` was asked for.
-        trace: its rounds; empty unless `trace` was asked for.
-        alternatives: where n > 1, the other completions, in order; they have no alternatives themselves, and of the
-            prompt no more than `prompt_ids`.
-        top_log_probs: for each of `token_ids` the likeliest tokens in its place, likeliest first, as (token_id,
-            log_prob), under the same softmax; empty unless `top_log_probs` was asked for.
+        finish_reason: "stop" if an end-of-sequence token, a stop token or a stop string ended the completion; "length"
+            if `max_new_tokens` or the context limit did; "cancelled" if it was cancelled.
+        prompt_tokens: the number of tokens of the prompt.
+        stats: the completion's statistics.
+        index: the completion's index among those of the request, 0 to n - 1.
+        log_probs: the natural log-probability of each of `token_ids` under the target's unmodified softmax, before
+            temperature and all other options; empty unless `log_probs` was requested.
+        trace: the completion's rounds; empty unless `trace` was requested.
+        alternatives: if n > 1, the other completions, in order. They have no alternatives themselves, and of the
+            `prompt_...` attributes only `prompt_ids` and `prompt_tokens`.
+        top_log_probs: for each of `token_ids`, the likeliest tokens at its position, likeliest first, as (token_id,
+            log_prob), under the same softmax; empty unless `top_log_probs` was requested.
         prompt_ids: the prompt's tokens.
         prompt_log_probs: the log-probability of each of `prompt_ids` from the second on, under the same softmax; empty
-            unless `prompt_log_probs` was asked for.
-        prompt_top_log_probs: for each of `prompt_ids` from the second on the likeliest tokens in its place; empty
-            unless both were asked for.
-        text_offsets: where each of `token_ids` begins in `text`, in characters; empty unless `log_probs` was asked for.
-            A token that goes on with a character begins where that does, and one without text where the next begins.
-        prompt_text: the prompt's text as it was sent, or what its token ids or its chat decode to, special tokens
-            included; empty unless `prompt_text` was asked for.
-        prompt_text_offsets: where each of `prompt_ids` begins in `prompt_text`, likewise.
+            unless `prompt_log_probs` was requested.
+        prompt_top_log_probs: for each of `prompt_ids` from the second on, the likeliest tokens at its position; empty
+            unless `prompt_log_probs` and `top_log_probs` were requested.
+        text_offsets: the offset of each of `token_ids` in `text`, in characters; empty unless `log_probs` was
+            requested. A token that continues a character has the offset of that character, and a token without text
+            the offset of the next token.
+        prompt_text: the prompt's text as it was sent, or decoded from its token ids or its chat, including special
+            tokens; empty unless `prompt_text` was requested.
+        prompt_text_offsets: the offset of each of `prompt_ids` in `prompt_text`, by the rules of `text_offsets`; empty
+            unless `prompt_text` was requested.
     """
 
     text: str
@@ -308,10 +316,10 @@ class Completion:
     def from_pb(
         cls, completion: draft_pb2.Completion, *, index: int, chunks: Sequence[Chunk], prompt: PromptTokens
     ) -> Self:
-        """The completion that its last message describes, of all its chunks.
+        """Assemble a completion from its chunks and its last message.
 
         Raises:
-            KeyError: a finish reason that this client does not know.
+            KeyError: this client does not know the finish reason.
         """
         return cls(
             text="".join(chunk.text for chunk in chunks),
@@ -332,10 +340,10 @@ class Completion:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The object that `dynatree generate --json` prints: lists, dictionaries, strings and numbers only.
+        """Return the object that `dynatree generate --json` prints, made of lists, dictionaries, strings and numbers.
 
         "log_probs", "top_log_probs", "prompt_log_probs" with "prompt_ids", "prompt_top_log_probs" and "alternatives"
-        are there if they were asked for; the trace is not. A prompt of one token has no log-probabilities.
+        are present if they were requested; the trace is left out. A prompt of one token has no log-probabilities.
         """
         completion = {
             "text": self.text,
@@ -364,20 +372,21 @@ def _lists(top: TopLogProbs) -> list[list[list[float]]]:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """One model as its service runs it.
+    """A model as its service runs it.
 
     Attributes:
         name: the hub name, or the last component of the local path.
         architecture: the transformers architecture, for example "GPTNeoXForCausalLM".
-        parameters: their number.
-        vocab_size: rows of the embedding; may be padded beyond the tokenizer.
-        context_length: the longest sequence, prompt and new tokens together.
-        dtype: for example "float32".
-        device: for example "cpu".
-        tokenizer_fingerprint: SHA-256 over the tokenizer; two models can work together when it is equal.
+        parameters: the number of parameters.
+        vocab_size: the rows of the embedding; may be padded beyond the tokenizer's vocabulary.
+        context_length: the longest sequence of prompt and new tokens together, in tokens.
+        dtype: the number format of the weights, for example "float32".
+        device: the torch device, for example "cpu".
+        tokenizer_fingerprint: the SHA-256 hash of the tokenizer; two models can work together if it is equal.
         version: the version of DynaTree that runs the model.
-        step_bytes: bytes of the weights that a forward over one token reads.
-        streamed_bytes: of them, bytes that every forward reads from the disk; 0: all are in memory.
+        step_bytes: the bytes of weights that a forward pass over one token reads.
+        streamed_bytes: the part of `step_bytes` that every forward pass reads from the disk; 0 if all weights are in
+            memory.
     """
 
     name: str
@@ -394,7 +403,7 @@ class ModelInfo:
 
     @classmethod
     def from_pb(cls, info: tree_pb2.ModelInfo) -> Self:
-        """The model that a service describes."""
+        """Convert a service's description of its model."""
         return cls(
             name=info.name,
             architecture=info.architecture,
@@ -412,13 +421,13 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServiceInfo:
-    """What a draft service runs.
+    """The models and policies of a draft service.
 
     Attributes:
-        draft: the small model, which proposes.
+        draft: the small model, which drafts the trees.
         target: the large model, whose output every completion is.
         policies: the names that a request's `policy` may have; the first is the default.
-        chat_template: whether the tokenizer has one, so that prompts may be chats.
+        chat_template: whether the tokenizer has a chat template, so that prompts may be chats.
     """
 
     draft: ModelInfo
@@ -428,7 +437,7 @@ class ServiceInfo:
 
     @classmethod
     def from_pb(cls, response: draft_pb2.DraftServiceGetModelInfoResponse) -> Self:
-        """The service as it describes itself."""
+        """Convert a service's description of itself."""
         return cls(
             draft=ModelInfo.from_pb(response.draft),
             target=ModelInfo.from_pb(response.target),
@@ -442,8 +451,8 @@ class Tokens:
     """The tokens of a prompt.
 
     Attributes:
-        token_ids: their ids.
-        token_strings: on request, their spellings in the tokenizer's table.
+        token_ids: the ids of the tokens.
+        token_strings: on request, the tokens' spellings in the tokenizer's vocabulary.
     """
 
     token_ids: tuple[int, ...]
@@ -451,5 +460,5 @@ class Tokens:
 
     @classmethod
     def from_pb(cls, message: draft_pb2.TokenizeResponse) -> Self:
-        """The message as a value."""
+        """Convert the service's answer."""
         return cls(tuple(message.token_ids), tuple(message.token_strings))

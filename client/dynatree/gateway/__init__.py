@@ -1,4 +1,4 @@
-"""The gateway: a draft service over HTTP, as OpenAI's clients speak it; needs the extra `gateway`.
+"""The gateway: serves a draft service through OpenAI's HTTP API; needs the extra `gateway`.
 
-It talks to the draft service through `dynatree.client` alone, so it runs anywhere, and any number of them may run.
+It reaches the draft service only through `dynatree.client`, so it runs on any machine, in any number of processes.
 """

@@ -1,4 +1,4 @@
-"""What the gateway answers, in OpenAI's words; one class for completions, one for chats."""
+"""The gateway's answers as JSON objects of OpenAI's API; one class for completions, one for chats."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from dynatree.client import Chunk, Completion, FinishReason
 from dynatree.gateway.encoding import Items, Json
 from dynatree.gateway.token_texts import TokenTexts
 
-# For each of some tokens the likeliest in its place: (id, log-probability), likeliest first.
+# For each token, the likeliest tokens at its position as (id, log-probability), likeliest first.
 TopLogProbs = Sequence[Sequence[tuple[int, float]]]
-LOWEST_LOG_PROB = -9999.0  # what stands for minus infinity, which JSON has not
+LOWEST_LOG_PROB = -9999.0  # stands for minus infinity, which JSON cannot express
 
 
 class Answer(Protocol):
-    """The objects of one answer: chunks of a stream, or the whole."""
+    """Builds the JSON objects of one answer: the chunks of a stream, or the whole answer."""
 
     def begin(self) -> list[Json]:
-        """The choices of a stream's first chunks."""
+        """Return the choices of a stream's first chunks."""
 
     def delta(self, index: int, text: str, log_probs: Json | None = None, reason: FinishReason | None = None) -> Json:
-        """The choice of a stream's chunk."""
+        """Return the choice of a stream's chunk."""
 
     def choice(self, index: int, text: str, log_probs: Json | None, reason: FinishReason) -> Json:
-        """The choice of a whole answer."""
+        """Return the choice of a whole answer."""
 
     def log_probs(
         self, token_ids: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs, offsets: Sequence[int]
     ) -> Json:
-        """The log-probabilities of the next tokens of a choice, and where each begins in its text."""
+        """Return the log-probabilities of the next tokens of a choice, and the offset of each in its text."""
 
     def chunk(self, choices: list[Json]) -> Json:
-        """A stream's chunk."""
+        """Return a stream's chunk."""
 
     def whole(self, choices: list[Json], usage: Json) -> Json:
-        """The whole answer."""
+        """Return the whole answer."""
 
 
 class _Named:
-    """An answer's name, model and time, which are the same in each of its objects."""
+    """The id, model and time of an answer, which all its objects share."""
 
     prefix: str
     chunk_object: str
@@ -58,11 +58,11 @@ class _Named:
         return self._token_texts
 
     def chunk(self, choices: list[Json]) -> Json:
-        """A stream's chunk."""
+        """Return a stream's chunk."""
         return {**self._fields, "object": self.chunk_object, "choices": choices}
 
     def whole(self, choices: list[Json], usage: Json) -> Json:
-        """The whole answer."""
+        """Return the whole answer."""
         return {**self._fields, "object": self.object, "choices": choices, "usage": usage}
 
 
@@ -73,29 +73,29 @@ class TextAnswer(_Named):
     chunk_object = object = "text_completion"
 
     def begin(self) -> list[Json]:
-        """A completion's stream begins with its text."""
+        """Return no choices: a completion's stream begins with its text."""
         return []
 
     def delta(self, index: int, text: str, log_probs: Json | None = None, reason: FinishReason | None = None) -> Json:
-        """The choice of a stream's chunk."""
+        """Return the choice of a stream's chunk."""
         return {"index": index, "text": text, "logprobs": log_probs, "finish_reason": reason}
 
     def choice(self, index: int, text: str, log_probs: Json | None, reason: FinishReason) -> Json:
-        """The choice of a whole answer."""
+        """Return the choice of a whole answer."""
         return self.delta(index, text, log_probs, reason)
 
     def log_probs(
         self, token_ids: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs, offsets: Sequence[int]
     ) -> Json:
-        """The log-probabilities of the next tokens of a choice; the chosen token is among the named."""
+        """Return the log-probabilities of the next tokens; each chosen token is also among its likeliest tokens."""
 
         def likeliest(place: int) -> dict[str, float] | None:
             log_prob = log_probs[place]
-            if log_prob is None:  # the first of the prompt: nothing is before it
+            if log_prob is None:  # the prompt's first token, which has no context
                 return None
             named: dict[str, float] = {}
             for each, value in (*(top[place] if top else ()), (token_ids[place], log_prob)):
-                named.setdefault(self._texts.name(each), _finite(value))  # of several of one text the likeliest counts
+                named.setdefault(self._texts.name(each), _finite(value))  # the likeliest of tokens with equal texts
             return named
 
         count = len(token_ids)
@@ -110,7 +110,7 @@ class TextAnswer(_Named):
 
 
 class ChatAnswer(_Named):
-    """The answer to `POST /v1/chat/completions`; `choices` is how many there are."""
+    """The answer to `POST /v1/chat/completions`; `choices` is the number of choices."""
 
     prefix = "chatcmpl"
     chunk_object = "chat.completion.chunk"
@@ -121,11 +121,11 @@ class ChatAnswer(_Named):
         self._choices = choices
 
     def begin(self) -> list[Json]:
-        """A chat's stream begins with who speaks."""
+        """Return one choice with the assistant's role for each completion."""
         return [self._delta(index, {"role": "assistant", "content": ""}) for index in range(self._choices)]
 
     def delta(self, index: int, text: str, log_probs: Json | None = None, reason: FinishReason | None = None) -> Json:
-        """The choice of a stream's chunk."""
+        """Return the choice of a stream's chunk."""
         return self._delta(index, {"content": text} if text or reason is None else {}, log_probs, reason)
 
     def _delta(
@@ -134,14 +134,14 @@ class ChatAnswer(_Named):
         return {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": reason}
 
     def choice(self, index: int, text: str, log_probs: Json | None, reason: FinishReason) -> Json:
-        """The choice of a whole answer."""
+        """Return the choice of a whole answer."""
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": reason}
 
     def log_probs(
         self, token_ids: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs, offsets: Sequence[int]
     ) -> Json:
-        """The log-probabilities of the next tokens of a choice; chats do not tell where they begin."""
+        """Return the log-probabilities of the next tokens of a choice; OpenAI's chat format has no text offsets."""
 
         def tokens(some: slice) -> list[Json]:
             likeliest = top[some] if top else ((),) * len(token_ids[some])
@@ -163,7 +163,7 @@ def _finite(log_prob: float) -> float:
 
 
 def tokens_used(prompt_tokens: int, new_tokens: int) -> Json:
-    """The part of a usage that is known at any time."""
+    """Return the token counts of a usage, which are known at any time."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new_tokens,
@@ -174,13 +174,13 @@ def tokens_used(prompt_tokens: int, new_tokens: int) -> Json:
 def usage_of(
     completions: Sequence[Completion], seconds: float, *, scores_only: bool = False, cached_tokens: bool = False
 ) -> Json:
-    """What some completions cost, each with its alternatives; the prompt's tokens count once for each prompt.
+    """Return the usage of completions and their alternatives; each prompt's tokens count once.
 
     Args:
-        completions: The first of each prompt.
-        seconds: From the request to the last token of all.
-        scores_only: Whether the new tokens are not told.
-        cached_tokens: Whether the answer tells how many tokens of the prompts were cached.
+        completions: The first completion of each prompt.
+        seconds: Time from the request to the last token of all completions.
+        scores_only: Whether the answer leaves out the new tokens.
+        cached_tokens: Whether to include the number of cached prompt tokens.
     """
     every = [each for first in completions for each in (first, *first.alternatives)]
     stats = [each.stats for each in every]
@@ -209,5 +209,5 @@ def usage_of(
 
 
 def trace_of(chunk: Chunk) -> Json | None:
-    """The round that a chunk tells, as a line of `dynatree generate --trace` has it."""
+    """Return the round that a chunk reports, in the form of a line of `dynatree generate --trace`; None without one."""
     return None if chunk.trace is None else {"index": chunk.index, **chunk.trace.to_dict()}

@@ -1,4 +1,4 @@
-"""The application: routes of OpenAI's API in front of a client of the draft service."""
+"""The gateway's application: the routes of OpenAI's API, answered through a client of the draft service."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ from dynatree.gateway.responses import InPieces, UntilStopped, as_events, error_
 from dynatree.gateway.work import Wanted, Work
 from dynatree.pages import Page
 
-HEALTH_SECONDS = 2.0  # for the draft service's answer about its health
-LOADING_SECONDS = 5  # until a request is worth another try while models are loaded
-LAST_WORDS_SECONDS = 1.0  # for errors on their way when the gateway stops
+HEALTH_SECONDS = 2.0  # timeout of the draft service's health check
+LOADING_SECONDS = 5  # `Retry-After` while the models load
+LAST_WORDS_SECONDS = 1.0  # time for cancelled requests to send their error when the gateway stops
 Body = TypeVar("Body", bound=BaseModel)
-_TOKEN = re.compile(r"[!-~]{1,4096}")  # longer ones are no tokens, and gRPC has no room for them
+_TOKEN = re.compile(r"[!-~]{1,4096}")  # a longer token would not fit in gRPC's metadata
 
 
 class Gateway:
-    """The routes, each an answer to one request.
+    """The handlers of the routes.
 
     Args:
-        client: Of the draft service.
-        registry: What is counted.
-        page: What is at the root.
-        names: Of the model; none for the target's own.
-        key: What requests must show; None leaves it to the draft service what they must.
-        limits: Of bodies and answers.
+        client: Client of the draft service.
+        registry: Metrics that `/metrics` exports.
+        page: Page served at the root.
+        names: Names of the model; empty means the target's own name.
+        key: API key that requests must show; None leaves authentication to the draft service.
+        limits: Limits of bodies and answers.
     """
 
     def __init__(
@@ -77,16 +77,16 @@ class Gateway:
         self._description = b"".join(encoded(description()))
 
     async def live_page(self, _: Request) -> Response:
-        """The page that shows completions round by round."""
+        """Serve the page that shows completions round by round."""
         headers = {"Content-Security-Policy": self._page.policy, "Referrer-Policy": "no-referrer"}
         return HTMLResponse(self._html, headers=headers)
 
     async def describe(self, _: Request) -> Response:
-        """The routes as OpenAPI describes them."""
+        """Return the OpenAPI description of the routes."""
         return Response(self._description, media_type="application/json")
 
     async def health(self, _: Request) -> Response:
-        """Whether requests are served: whether the draft service, and a verify service behind it, are."""
+        """Return 200 if the draft service and a verify service behind it serve; otherwise 503."""
         if await self._client.is_serving(timeout=HEALTH_SECONDS):
             return JSONResponse({"status": "ok"})
         raise ApiError(
@@ -97,23 +97,23 @@ class Gateway:
         )
 
     async def metrics(self, _: Request) -> Response:
-        """What was counted, for Prometheus."""
+        """Export the metrics to Prometheus."""
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
     async def list_models(self, request: Request) -> Response:
-        """The model that is served, by each of its names."""
+        """List the served model, once for each of its names."""
         info = await self._models.now(self._metadata(request))
         return JSONResponse({"object": "list", "data": [_model(name, info) for name in self._names_of(info)]})
 
     async def one_model(self, request: Request) -> Response:
-        """The model of a name."""
+        """Return the model with the name in the path."""
         info = await self._models.now(self._metadata(request))
         name = request.path_params["model"]
         self._check_model(name, info)
         return JSONResponse(_model(name, info))
 
     async def completions(self, request: Request) -> Response:
-        """Complete one prompt or several."""
+        """Complete one or several prompts."""
         metadata, body = await self._asked(request, CompletionRequest)
         info = await self._served(body.model, metadata)
         texts = await self._models.texts(metadata) if body.logprobs is not None else None
@@ -149,7 +149,7 @@ class Gateway:
         return self._answer(request, body, [body.chat], answer, wanted, metadata, info)
 
     async def tokenize(self, request: Request) -> Response:
-        """The tokens of a prompt."""
+        """Return the tokens of a prompt."""
         metadata, body = await self._asked(request, TokenizeRequest)
         info = await self._served(body.model, metadata)
         told = await self._client.tokenize(
@@ -169,31 +169,33 @@ class Gateway:
         return InPieces(await aside(lambda: encoded(answer)))
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of tokens."""
+        """Return the text of a list of token ids."""
         metadata, body = await self._asked(request, DetokenizeRequest)
         await self._served(body.model, metadata)
         return JSONResponse({"prompt": await self._client.detokenize(body.tokens, metadata=metadata)})
 
     async def version(self, _: Request) -> Response:
-        """The gateway's version."""
+        """Return the gateway's version."""
         return JSONResponse({"version": version()})
 
     async def _asked(self, request: Request, model: type[Body]) -> tuple[Metadata, Body]:
-        """What a request asks for, with what the draft service is shown. It must know the caller before a body is read.
+        """Authenticate a request, then read its body; return the draft service's metadata, and the body.
+
+        The draft service must accept the caller's key before the gateway reads the body.
 
         Raises:
-            ApiError: The gateway has a key of its own, and the request does not show it, or the body is wrong.
-            DynaTreeError: The draft service does not know the key.
+            ApiError: The request does not show the gateway's own API key, or its body is invalid.
+            DynaTreeError: The draft service rejects the key or does not answer.
         """
         metadata = self._metadata(request)
         await self._models.lately(metadata)
         return metadata, await read_body(request, model, self._limits)
 
     async def _served(self, name: str | None, metadata: Metadata) -> ServiceInfo:
-        """What the draft service runs, if it is the model of this name.
+        """Return the models of the draft service, after a check that its target has this name.
 
         Raises:
-            ApiError: It is not, as the draft service says now to whoever asks.
+            ApiError: The target has another name, also after the draft service was asked again.
         """
         info = await self._models.lately(metadata)
         if name is not None and name not in self._names_of(info):
@@ -212,12 +214,12 @@ class Gateway:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _metadata(self, request: Request) -> Metadata:
-        """What the draft service is shown of a request: its name, and the API key, which is the draft service's token.
+        """Return the metadata for the draft service: the request id, and the API key as the service's token.
 
-        What is no key is not shown, an empty one as clients send that were given none among it.
+        A malformed or empty key is left out: clients that have no key often send an empty one.
 
         Raises:
-            ApiError: The gateway has a key of its own, and the request does not show it.
+            ApiError: The request does not show the gateway's own API key.
         """
         named = ("x-request-id", request.state.request_id)
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")
@@ -236,10 +238,10 @@ class Gateway:
         metadata: Metadata,
         info: ServiceInfo,
     ) -> Response:
-        """The answer, whole or as it comes.
+        """Start the completions, and return the response: one JSON object, or a stream of events.
 
         Raises:
-            ApiError: It may come to be too large.
+            ApiError: The answer might not fit in the gateway's memory.
         """
         check_answer(body, prompts, info.target.context_length, self._limits.held_bytes)
         principal = (("dynatree-principal", body.principal),) if body.principal else ()
@@ -261,22 +263,22 @@ def build_app(
     limits: Limits,
     loading: Callable[[], bool] = lambda: False,
 ) -> Front:
-    """The application; it closes the client when it ends.
+    """Build the application, which closes the client when it shuts down.
 
     Args:
-        client: Of the draft service.
-        registry: What is counted.
-        page: What is at the root.
-        origins: Whose pages may call, as browsers name them; "*" is everybody's.
-        names: Of the model; none for the target's own.
-        key: What requests must show; None leaves it to the draft service what they must.
-        hosts: The names by which the gateway may be called.
-        limits: Of requests.
-        loading: Whether the services behind it are still starting.
+        client: Client of the draft service.
+        registry: Metrics that `/metrics` exports.
+        page: Page served at the root.
+        origins: Origins whose pages may call the gateway (CORS), spelled as browsers send them; "*" allows all.
+        names: Names of the model; empty means the target's own name.
+        key: API key that requests must show; None leaves authentication to the draft service.
+        hosts: Host names under which the gateway may be called.
+        limits: Limits of connections and requests.
+        loading: Returns whether the services behind the gateway are still starting.
     """
 
     def ready(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """What answers once the services have started."""
+        """Wrap a handler so that it refuses requests until the services have started."""
 
         async def answered(request: Request) -> Response:
             if loading():
@@ -329,10 +331,10 @@ def build_app(
 
 
 class _Origins(CORSMiddleware):
-    """Answers browsers that ask whether a page may call; a refusal has the body of every error."""
+    """CORS, with refused preflight requests answered by the gateway's usual error object."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """The answer to a question."""
+        """Answer a preflight request."""
         response = super().preflight_response(request_headers)
         if response.status_code < 400:
             return response
@@ -363,13 +365,13 @@ async def _service_error(_: Request, error: Any) -> Response:
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    """No such route, or not with this method."""
+    """Answer a request for an unknown route or with a wrong method."""
     message = f"{request.method} {request.url.path}: {error.detail}"
     return error_response(ApiError(error.status_code, message, headers=error.headers or {}))
 
 
 async def _failure(_: Request, error: Any) -> Response:
-    """A fault of the gateway itself; the log has it."""
+    """Answer a request that failed through a bug in the gateway; the log has the traceback."""
     return error_response(
         ApiError(500, "the gateway failed; its log has the error", "server_error", code="server_error")
     )

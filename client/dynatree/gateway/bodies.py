@@ -1,4 +1,4 @@
-"""Bodies of requests: read to a limit and by a deadline, and checked."""
+"""Reads the bodies of requests, up to a length and a deadline, and validates them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from dynatree.gateway.limits import Limits
 from dynatree.gateway.open_requests import OpenRequest
 
 LONG_BYTES = 2**16  # a longer body is parsed on a worker thread
-COUNTED_BYTES = 2**14  # of a body at once, so that the event loop goes on meanwhile
+COUNTED_BYTES = 2**14  # counted between two yields to the event loop
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
 async def read_body(request: Request, model: type[Body], limits: Limits) -> Body:
-    """The body of a request.
+    """Read the body of a request, and validate it against a pydantic model.
 
     Raises:
-        ApiError: It is no JSON, too long or too slow, or not what the model describes.
+        ApiError: The body is not JSON, too long, too slow or invalid.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # which a page of another origin cannot send without being asked for its origin
+    if kind != "application/json":  # a page of another origin cannot send this type without a CORS preflight
         raise ApiError(
             415, f"the body is {kind or 'of no type'}; expected application/json", code="invalid_content_type"
         )
@@ -51,7 +51,7 @@ async def read_body(request: Request, model: type[Body], limits: Limits) -> Body
 
 
 async def _read(request: Request, open_request: OpenRequest, limits: Limits) -> bytes:
-    """All of it, counted as it comes; what it takes of memory, parsed too, is held."""
+    """Read a whole body and count its values as they arrive; hold the memory of its bytes and its parsed values."""
     counts = Counts()
     pieces: list[bytes] = []
     length = values = 0
@@ -75,7 +75,7 @@ async def _read(request: Request, open_request: OpenRequest, limits: Limits) -> 
 
 def _parsed(body: bytes, model: type[Body]) -> Body:
     try:
-        fields = from_json(body.removeprefix(BOM_UTF8))  # which some programs for Windows write
+        fields = from_json(body.removeprefix(BOM_UTF8))  # some Windows programs write a byte order mark
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     try:

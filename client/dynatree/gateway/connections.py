@@ -1,7 +1,7 @@
-"""Connections with HTTP clients: what each waits for, and until when.
+"""Connections with HTTP clients: the phase and the deadline of each.
 
-uvicorn limits one phase of a connection, the time between two requests. Here each phase has a deadline, and when there
-are too many connections, those give way that have been waiting longest for their client.
+uvicorn limits one phase of a connection, the time between two requests. Here each phase has a deadline. When there are
+too many connections, those that have waited longest for their client are closed.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from dynatree.gateway.limits import Limits
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0  # between two looks at the deadlines
-ROOM_SECONDS = 0.05  # between two looks for room, when every connection has a request in work
-NO_FILES_SECONDS = 1.0  # until the next try, when the process or the machine has no files left
-FREE_CHUNKS = 256  # of a body, and one more for every `BYTES_A_CHUNK`: a short one costs as much as a long one
+LOOK_SECONDS = 1.0  # between two checks of the deadlines
+ROOM_SECONDS = 0.05  # between two attempts to make room, while every connection has a request in work
+NO_FILES_SECONDS = 1.0  # before the next accept, after one that failed for want of file descriptors or memory
+FREE_CHUNKS = 256  # allowed in any body, plus one for every `BYTES_A_CHUNK`: a short chunk costs as much as a long one
 BYTES_A_CHUNK = 64
-GIVE_WAY = 32  # the part of all connections that gives way at once, so that a look at them all is rare
+GIVE_WAY = 32  # making room closes 1 / GIVE_WAY of all connections, so that scans of all connections are rare
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Phase(Enum):
-    """What a connection is at."""
+    """The phase of a connection."""
 
-    HEAD = auto()  # of its first request, or the rest of a later one's
+    HEAD = auto()  # receiving the head of the first request, or the rest of a later head
     IDLE = auto()  # between two requests
-    WORK = auto()  # a request is read and answered
-    REST = auto()  # of a body that is not wanted any more
-    TAKING = auto()  # the client has yet to read what was written
+    WORK = auto()  # reading and answering a request
+    REST = auto()  # receiving the rest of a body after its answer
+    TAKING = auto()  # the write buffer is full: the client reads too slowly
     CLOSING = auto()
 
 
 class _Parser(h11.Connection):
-    """Refuses a body that comes in more chunks than its length is reason for."""
+    """An HTTP parser that refuses a body with too many chunks for its length."""
 
     _chunks = _bytes = 0
 
     def next_event(self) -> Any:
-        """What the client sent next."""
+        """Return the next event in the client's bytes."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._chunks = self._bytes = 0
@@ -61,11 +61,11 @@ class _Parser(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """One connection.
+    """One connection with an HTTP client.
 
     Args:
-        limits: Of all of them.
-        **options: As uvicorn makes it.
+        limits: Limits of all connections.
+        **options: Arguments of uvicorn's protocol.
     """
 
     def __init__(self, *, limits: Limits, **options: Any) -> None:
@@ -73,19 +73,19 @@ class Connection(H11Protocol):
         self.conn = _Parser(h11.SERVER)
         self._limits = limits
         self._phase = Phase.HEAD
-        self._cycle: object = None  # the request that the phase is of
+        self._cycle: object = None  # the request that the phase belongs to
         self._since = self.loop.time()
-        self._full_since: float | None = None  # that the client takes less than is written
+        self._full_since: float | None = None  # when the write buffer became full
         self._full_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        """Take what the client sent, but not without end what it sends ahead of an answer."""
+        """Parse received bytes; abort if the client has pipelined too many bytes before the answer."""
         super().data_received(data)
         if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) > self._limits.ahead_bytes:
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, unless an answer has begun; a request that it cuts short has no client any more."""
+        """Answer invalid HTTP with a 400 unless an answer has begun; mark an unfinished request as disconnected."""
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -95,13 +95,13 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def pause_writing(self) -> None:
-        """The client takes less than is written."""
+        """Note when the write buffer became full."""
         super().pause_writing()
         self._full_since = self.loop.time()
         self._full_bytes = self.transport.get_write_buffer_size()
 
     def resume_writing(self) -> None:
-        """It has taken nearly everything."""
+        """Note that the write buffer has drained."""
         super().resume_writing()
         self._full_since = None
 
@@ -111,19 +111,19 @@ class Connection(H11Protocol):
         return self.cycle is not None
 
     def waiting_since(self) -> float | None:
-        """Since when it waits for its client, on the loop's clock; None while a request is in work."""
+        """Return the loop time since which it has waited for its client; None while a request is in work."""
         self._look()
         return None if self._in_work else self._since
 
     def check_deadline(self) -> None:
-        """End it if it has waited too long for its client."""
+        """Drop the connection if its phase has exceeded its deadline."""
         self._look()
         seconds = self._seconds()
         if seconds is not None and self.loop.time() - self._since > seconds:
             self.drop()
 
     def drop(self) -> None:
-        """Close it, at once where there may be something that its client does not take."""
+        """Close the connection; discard unsent data in phases where the client may never read it."""
         if self._phase in (Phase.HEAD, Phase.IDLE):
             self.transport.close()
         else:
@@ -153,7 +153,7 @@ class Connection(H11Protocol):
         return Phase.HEAD if self.cycle is None or self.conn.trailing_data[0] else Phase.IDLE
 
     def _seconds(self) -> float | None:
-        """How long it may wait in its phase; None for as long as the request in work takes."""
+        """Time limit of the phase in seconds; None (no limit) while a request is in work."""
         limits = self._limits
         return {
             Phase.HEAD: limits.head_seconds,
@@ -166,14 +166,14 @@ class Connection(H11Protocol):
 
 
 class Listener:
-    """Takes connections from a socket, and makes room for them. uvicorn knows it as one of its servers.
+    """Accepts connections from a socket, and closes old ones to make room. uvicorn treats it as one of its servers.
 
     Args:
-        listening: The socket.
-        connect: Makes the protocol of a connection.
-        connections: Those that are open.
-        limits: Of all of them.
-        tls: Encrypts them; None for plain ones.
+        listening: The listening socket.
+        connect: Factory of a connection's protocol.
+        connections: The open connections.
+        limits: Limits of all connections.
+        tls: TLS context of the connections; None for plain ones.
     """
 
     def __init__(
@@ -190,18 +190,18 @@ class Listener:
         self._limits = limits
         self._most = limits.most_connections
         self._tls = tls
-        self._opening: dict[asyncio.Task[None], float] = {}  # handshakes, since when
+        self._opening: dict[asyncio.Task[None], float] = {}  # TLS handshakes in progress -> when each began
         self._loop = asyncio.get_running_loop()
         self._tasks = [self._loop.create_task(self._accept()), self._loop.create_task(self._watch())]
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Accept no more connections."""
         self._tasks[0].cancel()
         for opening in self._opening:
             opening.cancel()
 
     async def wait_closed(self) -> None:
-        """Return when nothing is left of it."""
+        """Wait until its tasks and handshakes have ended."""
         self._tasks[1].cancel()
         await asyncio.wait([*self._tasks, *self._opening])
 
@@ -229,7 +229,7 @@ class Listener:
             opening = self._loop.create_task(self._open(accepted))
             self._opening[opening] = self._loop.time()
             opening.add_done_callback(self._opened)
-            await asyncio.sleep(0)  # a socket at which many wait would leave no time for anything else
+            await asyncio.sleep(0)  # let other tasks run even while many clients wait in the backlog
 
     def _opened(self, opening: asyncio.Task[None]) -> None:
         self._opening.pop(opening, None)
@@ -240,14 +240,14 @@ class Listener:
             await self._loop.connect_accepted_socket(
                 self._connect, accepted, ssl=self._tls, ssl_handshake_timeout=seconds
             )
-        except OSError:  # no handshake, or a client that has gone
+        except OSError:  # the handshake failed, or the client has gone
             accepted.close()
         except asyncio.CancelledError:
             accepted.close()
             raise
 
     def _make_room(self) -> bool:
-        """Close connections that have waited longest for their client, first those that never said anything."""
+        """Close the connections that have waited longest for their client, those that never sent a request first."""
         waiting: list[tuple[bool, float, Callable[[], object]]] = [
             (False, since, opening.cancel) for opening, since in self._opening.items()
         ]

@@ -1,32 +1,32 @@
-"""How many values a JSON text has, counted before it is parsed.
+"""Counts the values of a JSON text before it is parsed.
 
-Each value costs time and memory whatever its length, so a text of four megabytes may cost a hundred times as much as
-another. What is counted is what bytes tell: commas, brackets and quotes.
+Each value costs time and memory whatever its length, so one text of four megabytes may cost a hundred times as much as
+another. The count is of bytes that mark values: commas, brackets and quotes.
 """
 
 from __future__ import annotations
 
 from dynatree.gateway.errors import ApiError
 
-MAX_VALUES = 2**20  # numbers and the like: the prompts' token ids above all
-MAX_STRINGS = 2**16  # names of fields among them: a chat of `MAX_MESSAGES` has half as many
+MAX_VALUES = 2**20  # commas outside strings; most of them separate the token ids of prompts
+MAX_STRINGS = 2**16  # including field names; a chat of `MAX_MESSAGES` has half as many
 MAX_CONTAINERS = 2**14  # objects and lists
-VALUE_BYTES = 64  # that one takes in memory, beside the text's own
+VALUE_BYTES = 64  # memory of a parsed value, besides the bytes of its text
 
 
 class Counts:
-    """Counts as the text comes, without regard to whether it is JSON."""
+    """Counts the values of a text piece by piece; the text need not be valid JSON."""
 
     def __init__(self) -> None:
         self.values = self.strings = self.containers = 0
-        self._within = False  # a string
-        self._rest = b""  # an escape's first half
+        self._within = False  # whether the last piece ended inside a string
+        self._rest = b""  # the backslash of an escape that the last piece cut in two
 
     def add(self, piece: bytes) -> None:
-        """Count what is in a piece of the text.
+        """Count the values in the next piece of the text.
 
         Raises:
-            ApiError: There is too much of something.
+            ApiError: A count exceeds its limit.
         """
         text = self._rest + piece
         backslashes = len(text) - len(text.rstrip(b"\\"))

@@ -1,4 +1,4 @@
-"""The routes as OpenAPI describes them: what they take, what they answer, and with which errors."""
+"""The OpenAPI description of the routes: request bodies, responses and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Object(BaseModel):
 
 
 class ErrorDescription(_Object):
-    """What was wrong, and with which field."""
+    """The error, and the field that caused it."""
 
     message: str
     type: str
@@ -34,13 +34,13 @@ class ErrorObject(_Object):
 
 
 class Health(_Object):
-    """The gateway and the services behind it serve."""
+    """The gateway and the services behind it accept requests."""
 
     status: Literal["ok"]
 
 
 class Model(_Object):
-    """A model that is served; `root` is the target's own name, and the first of its policies is the default."""
+    """The served model; `root` is the target's own name, and the first of the policies is the default."""
 
     id: str
     object: Literal["model"]
@@ -54,20 +54,20 @@ class Model(_Object):
 
 
 class ModelList(_Object):
-    """The model that is served, by each of its names."""
+    """The served model, once for each of its names."""
 
     object: Literal["list"]
     data: list[Model]
 
 
 class PromptTokensDetails(_Object):
-    """Of the prompt's tokens; told where callers have keys."""
+    """Details of the prompt's tokens; present where callers show API keys."""
 
     cached_tokens: int
 
 
 class SpeculativeDecoding(_Object):
-    """What speculation was worth, over all choices."""
+    """The statistics of speculative decoding over all choices."""
 
     mean_acceptance_length: float
     acceptance_rate: float
@@ -82,7 +82,7 @@ class SpeculativeDecoding(_Object):
 
 
 class Usage(_Object):
-    """Tokens, and what speculation was worth."""
+    """Token counts, and the statistics of speculative decoding."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -121,7 +121,7 @@ class TextCompletion(_Object):
 
 
 class LikelyToken(_Object):
-    """A token that might have stood in a place."""
+    """One of the likeliest tokens at a position."""
 
     token: str
     logprob: float
@@ -129,7 +129,7 @@ class LikelyToken(_Object):
 
 
 class ChosenToken(LikelyToken):
-    """A token, and the likeliest in its place."""
+    """A token of the answer, and the likeliest tokens at its position."""
 
     top_logprobs: list[LikelyToken]
 
@@ -142,7 +142,7 @@ class ChatLogProbs(_Object):
 
 
 class AssistantMessage(_Object):
-    """What the model said."""
+    """The assistant's message."""
 
     role: Literal["assistant"]
     content: str
@@ -179,7 +179,7 @@ class Tokens(_Object):
 
 
 class Text(_Object):
-    """The text of tokens."""
+    """The text of a list of token ids."""
 
     prompt: str
 
@@ -206,7 +206,7 @@ _REASONS = {
 }
 _ASKED = (401, 403, 421, 500, 503, 504)
 _WORK = (400, 404, 408, 413, 415, 429, *_ASKED)
-# One event; its data is a chunk as OpenAI's API has it, or [DONE].
+# One server-sent event; its data is a chunk in the form of OpenAI's API, or [DONE].
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _REF = "#/components/schemas/{model}"
 _DESCRIBED: tuple[type[BaseModel], ...] = (
@@ -216,7 +216,7 @@ _DESCRIBED: tuple[type[BaseModel], ...] = (
 
 
 def description() -> dict[str, Any]:
-    """The routes as OpenAPI 3.1 describes them."""
+    """Return the OpenAPI 3.1 description of the routes."""
     _, schemas = models_json_schema([(model, "validation") for model in _DESCRIBED], ref_template=_REF)
     name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     return {
@@ -261,7 +261,7 @@ def _operation(
     *,
     streams: bool = False,
 ) -> dict[str, Any]:
-    """A route; one that streams may answer with events too."""
+    """Describe one route; a route that streams may also answer with server-sent events."""
     content = _content("application/json", model)
     if streams:
         content |= {"text/event-stream": {"schema": _EVENT}}

@@ -1,4 +1,4 @@
-"""JSON of answers. A long one is made in pieces on a thread of its own, so that the event loop goes on meanwhile."""
+"""Encodes answers as JSON: long answers in pieces on a worker thread, so that they do not block the event loop."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, TypeVar
 
 Json = dict[str, Any]
 T = TypeVar("T")
-PIECE_BYTES = 2**16  # that are handed to a connection at once
-SLICE = 128  # items of a list that are encoded at once: for so long no other thread runs
-LONG_BYTES = 2**18  # of an answer in memory; a longer one is encoded on the worker thread
+PIECE_BYTES = 2**16  # handed to a connection at once
+SLICE = 128  # items of a list that are encoded in one call, during which no other thread runs
+LONG_BYTES = 2**18  # of an answer in memory; a longer answer is encoded on the worker thread
 
 
 @dataclass(frozen=True)
 class Items:
-    """A list that is made slice by slice, when it is encoded: as JSON it takes a part of the memory.
+    """A list whose items are made slice by slice when it is encoded, since JSON takes less memory than the items.
 
     Attributes:
-        count: Of those that are made.
-        make: Makes those of a slice.
-        before: What stands before them, as JSON already.
+        count: Number of items to make.
+        make: Makes the items of a slice.
+        before: Items in front of them that are JSON already.
     """
 
     count: int
@@ -31,7 +31,7 @@ class Items:
     before: Sequence[str] = ()
 
     def pieces(self) -> list[str]:
-        """JSON of the items, without the brackets around them all."""
+        """Encode the items, without the brackets of the list."""
         slices = (slice(start, start + SLICE) for start in range(0, self.count, SLICE))
         return [*self.before, *(encode(self.make(each))[1:-1] for each in slices)]
 
@@ -49,12 +49,12 @@ _THREAD = ThreadPoolExecutor(1, thread_name_prefix="json")
 
 
 async def aside(work: Callable[[], T]) -> T:
-    """Do it on the thread for long JSON, one at a time."""
+    """Run `work` on the worker thread, which does one piece of work at a time."""
     return await asyncio.get_running_loop().run_in_executor(_THREAD, work)
 
 
 def encoded(answer: Json, choices: Iterable[Json] = ()) -> list[bytes]:
-    """An answer in pieces, whose `choices` are given one by one, since all of them at once would take much memory."""
+    """Encode an answer in pieces; its `choices` are made one by one, since all at once would take much memory."""
     return list(_gathered(_with_choices(answer, choices)))
 
 
@@ -94,7 +94,7 @@ def _pieces(value: Any) -> Iterator[str]:
 
 
 def _gathered(pieces: Iterable[str]) -> Iterator[bytes]:
-    """The pieces, several together where they are short."""
+    """Join short pieces into pieces of about `PIECE_BYTES`."""
     some: list[str] = []
     length = 0
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients know them: a status, and an object that says what was wrong with which field."""
+"""Errors in the form of OpenAI's API: an HTTP status, and an object with a message, a type, a field and a code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dynatree.client import ContextLengthError, DynaTreeError, ServerBusyError
 
 log = logging.getLogger(__name__)
 
-# gRPC status -> HTTP status, type, code. What is not here is 500.
+# gRPC status -> HTTP status, type, code. Any other status becomes a 500.
 _STATUSES: dict[grpc.StatusCode, tuple[int, str, str]] = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error", "invalid_value"),
     grpc.StatusCode.OUT_OF_RANGE: (400, "invalid_request_error", "context_length_exceeded"),
@@ -33,13 +33,13 @@ _STATUSES: dict[grpc.StatusCode, tuple[int, str, str]] = {
 }
 
 
-CLIENT_WENT = 499  # as others call it
+CLIENT_WENT = 499  # nginx's "client closed request"
 LONGEST_MESSAGE = 1000  # characters
 LONGEST_PARAM = 100
 _UNREACHABLE = "the draft service, or every verify service behind it, is out of reach; try again later"
 _ASK_FOR_KEY = {"WWW-Authenticate": "Bearer"}
 _NO_KEY = "no known API key; expected the header `Authorization: Bearer KEY`"
-# What is said instead of the service's own words, which name an address, or gRPC's metadata.
+# Messages that replace the service's own, which name an address or gRPC's metadata.
 _WORDS = {
     grpc.StatusCode.UNAVAILABLE: _UNREACHABLE,
     grpc.StatusCode.UNIMPLEMENTED: _UNREACHABLE,
@@ -49,7 +49,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class LengthFields:
-    """What a request calls its prompt, and the number of new tokens; None where it names no number."""
+    """The request's field names of the prompt and of the number of new tokens; None if it gives no number."""
 
     prompt: str
     new_tokens: str | None
@@ -57,7 +57,7 @@ class LengthFields:
 
 @dataclass
 class ApiError(Exception):
-    """A request that is answered with an error."""
+    """A failure that ends a request with an error response."""
 
     status: int
     message: str
@@ -68,7 +68,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: DynaTreeError, fields: LengthFields | None = None) -> ApiError:
-        """What a failure of the draft service is to a client; `fields` of the request, where it has a length."""
+        """Translate a failure of the draft service; `fields` names the request's prompt and length, if it has them."""
         status, type_, code = _STATUSES.get(error.code, (500, "server_error", "server_error"))
         headers = dict(_ASK_FOR_KEY) if status == 401 else {}
         if isinstance(error, ServerBusyError) and error.retry_after is not None:
@@ -82,10 +82,10 @@ class ApiError(Exception):
 
     @classmethod
     def of_body(cls, error: ValidationError, body: Any) -> ApiError:
-        """What is wrong with a body: the first field that is, by its full name."""
+        """Describe the first invalid field of a body, by its full name."""
         found = [(_path(each, body), each) for each in error.errors(include_url=False, include_input=False)]
         top = found[0][0][:1]
-        # a value that may have several forms has an error for each; the form that it got furthest in is meant
+        # A value of a union type has errors for every alternative; report the alternative that matched furthest.
         found = [(path, each) for path, each in found if path[:1] == top]
         path, first = max(found, key=lambda item: (len(item[0]), [part for part in item[0] if isinstance(part, int)]))
         name = ".".join(map(str, path))
@@ -101,7 +101,7 @@ class ApiError(Exception):
         return cls(400, f"{name}: {reason}" if path else reason, param=name or None, code="invalid_value")
 
     def body(self) -> dict[str, Any]:
-        """The object that a client gets; what it quotes of the request is cut."""
+        """Return the error object, with long quotations of the request truncated."""
         param = None if self.param is None else self.param[:LONGEST_PARAM]
         return {
             "error": {"message": self.message[:LONGEST_MESSAGE], "type": self.type, "param": param, "code": self.code}
@@ -113,7 +113,7 @@ def _reason(error: ErrorDetails) -> str:
 
 
 def _path(error: ErrorDetails, body: Any) -> tuple[int | str, ...]:
-    """The place in the body of what is wrong, without the forms of a value that pydantic tried."""
+    """Return the error's path in the body, without the union alternatives that pydantic adds to it."""
     path: list[int | str] = []
     for place, part in enumerate(error["loc"], 1):
         item = isinstance(body, list) and isinstance(part, int) and part < len(body)
@@ -126,15 +126,15 @@ def _path(error: ErrorDetails, body: Any) -> tuple[int | str, ...]:
 
 
 def unauthorized() -> ApiError:
-    """The answer to a request that does not show the gateway's own key."""
+    """Return the error for a request that does not show the gateway's own API key."""
     return ApiError(401, _NO_KEY, "authentication_error", code="invalid_api_key", headers=_ASK_FOR_KEY)
 
 
 def client_went() -> ApiError:
-    """The answer, which nobody gets, to a client that did not wait for it; logs and metrics have its status."""
+    """Return the error for a client that has disconnected; only logs and metrics see its status."""
     return ApiError(CLIENT_WENT, "the client has gone", code="client_closed_request")
 
 
 def stopping() -> ApiError:
-    """What a request is told that the gateway's stop cuts short."""
+    """Return the error for a request that the gateway's shutdown cancels."""
     return ApiError(503, "the gateway stops; try again", "server_error", code="service_unavailable")

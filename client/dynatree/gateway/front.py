@@ -1,4 +1,4 @@
-"""What stands in front of every route: names requests, counts and logs, and refuses those that there is no room for."""
+"""The outermost ASGI application: assigns request ids, counts and logs requests, and enforces the limits."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from dynatree.gateway.responses import error_response
 log = logging.getLogger(__name__)
 
 REQUEST_ID = b"x-request-id"
-WATCHING = frozenset(("/health", "/metrics"))  # the routes of those that watch: no requests that run, nor lines of logs
+WATCHING = frozenset(("/health", "/metrics"))  # routes of monitoring: neither logged nor counted as running requests
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,64}")
 
 
 class Front:
     """The outermost application.
 
-    `scope["state"]` has a request's `request_id`, the caller's own name for it or a new one, and its `open_request`.
+    It puts into `scope["state"]` a request's `request_id` (the caller's, or else a new one) and its `open_request`.
 
     Args:
-        app: What answers.
-        metrics: Counts.
-        routes: The paths that are counted each by its name.
-        requests: Those that are in work.
-        hosts: The names by which the gateway may be called.
+        app: The application behind it.
+        metrics: The gateway's metrics.
+        routes: Paths that have their own label in the metrics; the label of all other paths is "other".
+        requests: The open requests.
+        hosts: Host names under which the gateway may be called.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Front:
         self._hosts = hosts
 
     async def told(self, seconds: float) -> None:
-        """Wait at most so long for requests that the server has cut short, which are still told so."""
+        """Wait up to `seconds` for cancelled requests to send their error."""
         if tasks := self._requests.tasks:
             await asyncio.wait(tasks, timeout=seconds)
 

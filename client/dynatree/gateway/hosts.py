@@ -1,7 +1,7 @@
-"""By which names a gateway may be called.
+"""The host names under which a gateway may be called.
 
-A page of a foreign name that resolves to this machine has the gateway's origin to a browser (DNS rebinding), so a
-gateway that only this machine reaches answers to this machine's names alone.
+A web page whose host name resolves to this machine has the same origin as the gateway in a browser (DNS rebinding). So
+a gateway that only this machine can reach answers only to this machine's names.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Collection
 
-from dynatree.common.security import is_local
 from dynatree.gateway.errors import ApiError
+from dynatree.serving.security import is_local
 
 _LONGEST = 100  # characters of a name that an error quotes
 
@@ -19,8 +19,8 @@ class Hosts:
     """The names of a gateway.
 
     Args:
-        address: Where it listens. Beyond loopback, and on a Unix socket, which no page reaches, it has any name.
-        allowed: Further names; "*" is any.
+        address: Listening address. Any name is allowed beyond loopback, and on a Unix socket, which no page can reach.
+        allowed: Further names; "*" allows any.
     """
 
     def __init__(self, address: str, allowed: Collection[str] = ()) -> None:
@@ -29,10 +29,10 @@ class Hosts:
         self._names = {"localhost", host, *(name.lower() for name in allowed)}
 
     def check(self, shown: bytes | None) -> None:
-        """Refuse a request for another host; one that names none, as HTTP/1.0 has it, comes from no browser.
+        """Refuse a request for another host; a request without a Host header (HTTP/1.0) comes from no browser.
 
         Raises:
-            ApiError: The host is another.
+            ApiError: The host is not one of the gateway's names.
         """
         if self._any or not shown:
             return
@@ -43,7 +43,7 @@ class Hosts:
 
 
 def _name(address: str) -> str:
-    """The host of `host:port` or `host`, in lower case and without the brackets of an IPv6 address."""
+    """Return the host of `host:port` or `host`, in lower case and without the brackets of an IPv6 address."""
     host = address.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]

@@ -1,4 +1,4 @@
-"""How much the gateway takes from its clients at once, and how long it waits for them."""
+"""The gateway's limits: connections, memory, and the time that it waits for its clients."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import resource
 from dataclasses import dataclass
 
 MAX_HTTP_CONNECTIONS = 512
-SPARE_FILES = 64  # beside the connections with clients: to draft services, logs, certificates, the event loop's own
+SPARE_FILES = 64  # file descriptors for other uses: draft services, logs, certificates, the event loop
 FEWEST_CONNECTIONS = 16
-KEPT_FOR_HEALTH = 16  # connections, or a quarter of them all, that requests for work leave to /health and /metrics
+KEPT_FOR_HEALTH = 16  # connections reserved for /health and /metrics; at most a quarter of all
 TLS_SECONDS = 10.0
 HEAD_SECONDS = 20.0
 KEEP_ALIVE_SECONDS = 75.0
@@ -19,28 +19,28 @@ TAKING_SECONDS = 60.0
 TAKING_RATE = 2**14
 CLOSING_SECONDS = 5.0
 MAX_AHEAD_BYTES = 2**16
-MAX_BODY_BYTES = 4 * 2**20  # what a gRPC message of the services may have
+MAX_BODY_BYTES = 4 * 2**20  # the services' limit of a gRPC message
 MAX_HELD_BYTES = 192 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of connections and requests. A connection past one of the times is closed.
+    """Limits of connections and requests. A connection that exceeds a time limit is closed.
 
     Attributes:
-        connections: At once, those among them whose TLS handshake goes on.
-        handshake_seconds: For TLS.
-        head_seconds: From a connection's beginning, or from the first byte of a later request, to a whole head.
-        idle_seconds: Between an answer and the next request.
-        body_seconds: For a body, and another second for every `body_rate` bytes of it that came.
-        body_rate: Bytes a second.
-        rest_seconds: For the rest of a body whose request has been answered.
-        taking_seconds: For a client to take what is written to it, and another second for every `taking_rate` bytes.
-        taking_rate: Bytes a second.
-        closing_seconds: For a client to let a connection be closed.
-        ahead_bytes: Of further requests on a connection whose last one is still in work.
-        body_bytes: Of one body.
-        held_bytes: Of all requests' bodies and answers at once, as they are in memory.
+        connections: Open connections, including those in their TLS handshake.
+        handshake_seconds: Time for the TLS handshake.
+        head_seconds: Time from the opening of a connection, or from the first byte of a later request, to a whole head.
+        idle_seconds: Time between an answer and the next request.
+        body_seconds: Time for a body, plus one second for every `body_rate` bytes received.
+        body_rate: Bytes per second.
+        rest_seconds: Time for the rest of a body whose request has been answered.
+        taking_seconds: Time for a client to read a full write buffer, plus one second for every `taking_rate` bytes.
+        taking_rate: Bytes per second.
+        closing_seconds: Time for a closing connection to end.
+        ahead_bytes: Bytes that a client may pipeline while its last request is still in work.
+        body_bytes: Bytes of one body.
+        held_bytes: Bytes of memory for the bodies and answers of all open requests.
     """
 
     connections: int = MAX_HTTP_CONNECTIONS
@@ -59,7 +59,7 @@ class Limits:
 
     @property
     def most_connections(self) -> int:
-        """As many as the process may have open files for."""
+        """`connections`, or fewer if the process's limit of open files does not allow as many."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files == resource.RLIM_INFINITY:
             return self.connections
@@ -67,6 +67,6 @@ class Limits:
 
     @property
     def most_requests(self) -> int:
-        """That are in work at once; the connections beyond are left to those who ask for the gateway's health."""
+        """Upper bound on requests in work; the other connections are reserved for /health and /metrics."""
         connections = self.most_connections
         return connections - min(KEPT_FOR_HEALTH, connections // 4)

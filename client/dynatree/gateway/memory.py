@@ -1,4 +1,4 @@
-"""What answers take of the gateway's memory: what one may come to before its work begins, and what has come of it."""
+"""Memory of answers: an upper bound before the work begins, and estimates of the parts received."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dynatree.client import AsyncCompletionStream, Chunk, Prompt
 from dynatree.gateway.errors import ApiError
 from dynatree.gateway.requests import ChatRequest, CompletionRequest
 
-# In bytes, as tracemalloc measures them on CPython 3.11.
+# Bytes, measured with tracemalloc on CPython 3.11.
 CHUNK_BYTES = 512
-TOKEN_BYTES = 64  # its id and its text
-LOG_PROB_BYTES = 224  # a token, or one of the likeliest in its place, with its log-probability, in memory and as JSON
+TOKEN_BYTES = 64  # a token's id and text
+LOG_PROB_BYTES = 224  # a token, or a likeliest token at its position, with its log-probability, in memory and as JSON
 ECHOED_BYTES = 48  # a log-probability of a prompt in each choice that echoes it: JSON alone
-NODE_BYTES = 320  # of a round's tree
+NODE_BYTES = 320  # a node of a round's tree
 
 
 def check_answer(
     body: CompletionRequest | ChatRequest, prompts: Sequence[Prompt], context_length: int, most: int
 ) -> None:
-    """Refuse an answer that would not fit in `most` bytes of memory, if it came to what the request allows.
+    """Refuse a request whose longest possible answer exceeds `most` bytes of memory.
 
     Raises:
-        ApiError: It might not.
+        ApiError: The answer might not fit.
     """
-    named = 0 if body.named is None else 1 + body.named  # log-probabilities in each place
+    named = 0 if body.named is None else 1 + body.named  # log-probabilities at each position
     new = context_length if body.new_tokens is None else min(body.new_tokens, context_length)
     echoed = [_most_tokens(prompt, context_length) for prompt in prompts] if body.echoes else []
     tokens = body.completions * (new * len(prompts) + sum(echoed))
@@ -41,7 +41,7 @@ def check_answer(
 
 
 def size_of(chunk: Chunk) -> int:
-    """Bytes that a chunk takes."""
+    """Estimate the memory of a chunk, in bytes."""
     top = len(chunk.top_log_probs[0]) if chunk.top_log_probs else 0
     log_probs = len(chunk.log_probs) * (1 + top) * LOG_PROB_BYTES
     nodes = 0 if chunk.trace is None else len(chunk.trace.token_ids)
@@ -49,12 +49,12 @@ def size_of(chunk: Chunk) -> int:
 
 
 def size_of_prompt(stream: AsyncCompletionStream, echoes: int) -> int:
-    """Bytes that a stream's prompt takes, with what it tells of it, and the choices that begin with it."""
+    """Estimate the memory of a stream's prompt and its log-probabilities, including `echoes` copies, in bytes."""
     top = len(stream.prompt_top_log_probs[0]) if stream.prompt_top_log_probs else 0
     log_probs = len(stream.prompt_log_probs) * (1 + top)
     return len(stream.prompt_ids) * (1 + echoes) * TOKEN_BYTES + log_probs * (LOG_PROB_BYTES + echoes * ECHOED_BYTES)
 
 
 def _most_tokens(prompt: Prompt, context_length: int) -> int:
-    """Of a prompt: a token of a text has a byte at least."""
+    """Upper bound on a prompt's tokens: each token of a text has at least one byte."""
     return min(len(prompt.encode(errors="replace")) if isinstance(prompt, str) else len(prompt), context_length)

@@ -1,4 +1,4 @@
-"""What the gateway counts."""
+"""The gateway's metrics."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from dynatree.common.metrics import LATENCY_BUCKETS
+from dynatree.serving.metrics import LATENCY_BUCKETS
 
 _REFUSED = 400  # the lowest status of an answer that is an error
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds from a request's head to its answer's first byte and to its last; None for one that was not sent."""
+    """Seconds from a request's head to the first and the last byte of its answer; None for a byte that was not sent."""
 
     first_byte: float | None = None
     last_byte: float | None = None
 
 
 class GatewayMetrics:
-    """Counts requests by route and status, and the times of those that were answered; errors have none."""
+    """Counts requests by route and status, and records the times of those that did not fail."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str) -> Histogram:
@@ -34,7 +34,7 @@ class GatewayMetrics:
         self._whole = histogram("e2e_request_latency_seconds", "From a request's head to its answer's last byte.")
 
     def answered(self, route: str, status: int, times: Times) -> None:
-        """A request has ended."""
+        """Record a request that has ended."""
         self._requests.labels(route, str(status)).inc()
         for histogram, seconds in ((self._first, times.first_byte), (self._whole, times.last_byte)):
             if seconds is not None and status < _REFUSED:

@@ -1,4 +1,4 @@
-"""What the draft service runs and whom it knows, as it said lately, and the texts of its tokens."""
+"""A cache of the draft service's models, of the API keys that it accepts, and of the texts of its tokens."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import time
 from dynatree.client import AsyncClient, AuthenticationError, DynaTreeError, ServiceInfo
 from dynatree.gateway.token_texts import TokenTexts
 
-LATELY_SECONDS = 10.0  # for which what the draft service said is taken as it was
-MAX_KNOWN = 4096  # keys that are remembered
+LATELY_SECONDS = 10.0  # lifetime of a cached answer of the draft service
+MAX_KNOWN = 4096  # accepted keys that are remembered
 
 Metadata = tuple[tuple[str, str], ...]
 
 
 class Models:
-    """Asks the draft service, on behalf of whoever shows the metadata."""
+    """Asks the draft service for its models with a caller's metadata, and caches the answers."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._info: ServiceInfo | None = None
-        self._known: dict[bytes, float] = {}  # digests of the keys that it took, and when; the latest are last
+        self._known: dict[bytes, float] = {}  # digest of an accepted key -> time of acceptance, latest last
         self._tells_apart = False
         self._tried = -LATELY_SECONDS
         self._texts: TokenTexts | None = None
-        self._texts_of = ""  # the fingerprint of the tokenizer
+        self._texts_of = ""  # fingerprint of the tokenizer of `_texts`
 
     async def now(self, metadata: Metadata) -> ServiceInfo:
-        """What it runs.
+        """Ask the draft service for its models.
 
         Raises:
-            DynaTreeError: It does not answer, or does not know the key.
+            DynaTreeError: The draft service does not answer or rejects the key.
         """
         key = _digest(metadata)
         self._known.pop(key, None)
@@ -41,10 +41,10 @@ class Models:
         return self._info
 
     async def lately(self, metadata: Metadata) -> ServiceInfo:
-        """What it runs, as it said a few seconds ago at most to somebody with the same key.
+        """Return the models from an answer to the same key that is at most `LATELY_SECONDS` old, or ask again.
 
         Raises:
-            DynaTreeError: As `now`.
+            DynaTreeError: The draft service does not answer or rejects the key.
         """
         asked = self._known.get(_digest(metadata))
         if self._info is None or asked is None or time.monotonic() - asked > LATELY_SECONDS:
@@ -52,7 +52,7 @@ class Models:
         return self._info
 
     async def tells_callers_apart(self) -> bool:
-        """Whether it asks callers for keys, so that nobody is somebody else by his own word."""
+        """Whether the draft service authenticates callers, so that no caller can claim another's name."""
         if time.monotonic() - self._tried > LATELY_SECONDS:
             try:
                 await self._client.model_info()
@@ -65,7 +65,7 @@ class Models:
         return self._tells_apart
 
     async def texts(self, metadata: Metadata) -> TokenTexts:
-        """The texts of its tokens."""
+        """Return the texts of the tokens, reloaded when the tokenizer changes."""
         fingerprint = (await self.lately(metadata)).target.tokenizer_fingerprint
         if self._texts is None or fingerprint != self._texts_of:
             self._texts = TokenTexts(await self._client.vocabulary(metadata=metadata))

@@ -1,7 +1,7 @@
 """Fields of a request that cannot change its answer.
 
-Clients send the whole of OpenAI's API at its defaults, and answers of the server as messages of the next request. So a
-field that has no effect is as good as one that is left out, at every depth, whether this server knows it or not.
+Clients send all fields of OpenAI's API with their defaults, and send the server's answers back as messages of the next
+request. So a field without effect is ignored, at every depth, whether this server supports the field or not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validato
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-# Labels, hints and permissions: whatever they say, the answer is the same.
+# Labels, hints and permissions: the answer is the same for every value.
 LABELS = frozenset(
     (
         *("metadata", "request_id", "safety_identifier", "service_tier", "store"),
@@ -21,13 +21,13 @@ LABELS = frozenset(
         "parallel_tool_calls",
     )
 )
-# What says nothing in a field that this server does not know, beside null and what is empty.
+# Values without effect in a field that this server does not support, besides null and empty values.
 _NOTHING: tuple[Any, ...] = (False, 0, "none", "auto")
-# The fields for which that is something else.
+# Exceptions: field -> its values without effect, besides null.
 _OWN: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "detokenize": (True,),
-    "enable_thinking": (),  # templates read it, and false is for some not the default
+    "enable_thinking": (),  # chat templates read it, and false is not the default of each
     "include_reasoning": (True,),
     "length_penalty": (1,),
     "logprobs": (False,),
@@ -49,7 +49,7 @@ _OWN: dict[str, tuple[Any, ...]] = {
 
 
 class Body(BaseModel):
-    """An object of a request's body: a field that it does not have is refused by its name, unless it has no effect."""
+    """An object of a request's body, which refuses an unknown field by its name unless the field has no effect."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -64,14 +64,14 @@ class Body(BaseModel):
         for name, value in body.items():
             known = name in fields
             if (refused and not known) or has_no_effect(name, value, known):
-                continue  # one that is refused is enough: an error for each of a million takes seconds
+                continue  # one refused field is enough: errors for a million fields would take seconds
             refused = refused or not known
             kept[name] = value
         return kept
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The fields' own schemas, which take values without effect as well."""
+        """Return the fields' schemas, extended by the values without effect."""
         described = handler(schema)
         whole = handler.resolve_ref_schema(described)
         for name, field in whole["properties"].items():
@@ -81,12 +81,12 @@ class Body(BaseModel):
 
 
 def has_no_effect(name: str, value: Any, known: bool) -> bool:
-    """Whether a field is as good as left out.
+    """Whether a field has no effect, so that it can be ignored.
 
     Args:
-        name: The field's.
-        value: Of the field.
-        known: Whether the object has the field: what its value means is then the object's to say, but for null.
+        name: The field's name.
+        value: The field's value.
+        known: Whether the object supports the field; it then checks the value itself, unless that is null.
     """
     if value is None or _is_one_of(value, _OWN.get(name, () if known else _NOTHING)):
         return True
@@ -94,12 +94,12 @@ def has_no_effect(name: str, value: Any, known: bool) -> bool:
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    """Equal to one of them, where true is not 1."""
+    """Whether `value` equals one of `values`, with true distinct from 1."""
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values)
 
 
 def _is_empty(value: Any) -> bool:
-    """A text, a list or an object without anything in it; of an object the fields may be null or empty."""
+    """Whether a value is an empty string, an empty list, or an object whose fields are all null or empty."""
     if isinstance(value, dict):
         return all(each is None or _is_empty(each) for each in value.values())
     return value in ("", [])

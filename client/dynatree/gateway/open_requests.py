@@ -1,4 +1,4 @@
-"""The requests that are in work: how many, and how much memory their bodies and answers take."""
+"""The open requests: their number, and the memory of their bodies and answers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ _NO_MEMORY = (
     "this request takes the most memory of those in work, and the gateway has no more; ask for less at once, or try "
     "again later"
 )
-DRIPPING_SECONDS = 1.0  # for which a body may be read before its request can be ended for the sake of another
+DRIPPING_SECONDS = 1.0  # a request whose body takes longer to arrive may be ended to make room for another
 
 
 @dataclass(eq=False)
 class OpenRequest:
-    """One request.
+    """One open request.
 
     Attributes:
-        task: Answers it.
-        held: Bytes of its body and its answer, in memory.
-        reading_since: On the loop's clock; None while no body is read.
-        ended_by: Why its task was cancelled; None where the gateway's stop, or nothing, did so.
+        task: The task that answers it.
+        requests: All open requests.
+        held: Bytes of memory of its body and its answer.
+        reading_since: Loop time at which reading its body began; None while no body is read.
+        ended_by: The error for which its task was cancelled; None if it was not, or by the gateway's shutdown.
     """
 
     task: asyncio.Task[object]
@@ -35,13 +36,13 @@ class OpenRequest:
     ended_by: ApiError | None = None
 
     def hold(self, count: int) -> None:
-        """So many bytes more are in memory, for as long as the request is open."""
+        """Add `count` bytes to the request's memory, which is freed when the request ends."""
         self.held += count
         self.requests.hold(count)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """While its body is read."""
+        """Mark the body as being read within the context."""
         self.reading_since = asyncio.get_running_loop().time()
         try:
             yield
@@ -49,14 +50,14 @@ class OpenRequest:
             self.reading_since = None
 
     def end(self, error: ApiError) -> None:
-        """End it for the sake of others; its client is told the error."""
+        """Cancel the request to make room for others; its client receives the error."""
         if self.ended_by is None:
             self.ended_by = error
             self.task.cancel()
 
 
 class OpenRequests:
-    """All of them."""
+    """All open requests, kept within the limits of their number and memory."""
 
     def __init__(self, limits: Limits) -> None:
         self._most = limits.most_requests
@@ -66,15 +67,15 @@ class OpenRequests:
 
     @property
     def tasks(self) -> set[asyncio.Task[object]]:
-        """Their tasks."""
+        """The tasks of the open requests."""
         return {each.task for each in self._open}
 
     @contextmanager
     def opened(self, *, watches: bool) -> Iterator[OpenRequest]:
-        """A request, until it is answered; one that asks for the gateway's health has room always.
+        """Register the current task's request within the context; one that `watches` (monitoring) is always admitted.
 
         Raises:
-            ApiError: There are too many, and none of them has been sending its body for long.
+            ApiError: Too many requests are in work, and none has been sending its body for long.
         """
         if not watches and self._working >= self._most:
             self._end_a_dripping_one()
@@ -91,7 +92,7 @@ class OpenRequests:
             self._held -= request.held
 
     def hold(self, count: int) -> None:
-        """One of them takes so many bytes more; where there are too many, the one that takes most of all is ended."""
+        """Add `count` bytes to the memory of all requests; beyond the limit, end the request that takes the most."""
         self._held += count
         if self._held > self._most_bytes:
             going_on = [each for each in self._open if each.ended_by is None]

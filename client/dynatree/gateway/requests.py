@@ -1,6 +1,6 @@
-"""The bodies of requests: fields that clients of OpenAI's API send, and this project's own.
+"""The bodies of requests: the supported fields of OpenAI's API, and DynaTree's own.
 
-A field that is not here is refused by its name, unless it has no effect (no_effect.py).
+A request with any other field is refused with that field's name, unless the field has no effect (no_effect.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dynatree.gateway.no_effect import Body
 MAX_PROMPTS = 128
 MAX_STOP_STRINGS = 16
 MAX_BIASES = 1024
-MAX_FIELDS = 1024  # of an object whose names are the caller's own
+MAX_FIELDS = 1024  # of an object with free keys: `logit_bias`, `policy_settings`
 MAX_MESSAGES = 4096  # of a chat: thousands of tokens at least
 MAX_PARTS = 1024  # of a message
-LONGEST_PRINCIPAL = 256  # characters, of what the services take
-DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI has it
+LONGEST_PRINCIPAL = 256  # characters; the services refuse longer names
+DEFAULT_MAX_TOKENS = 16  # of /v1/completions, OpenAI's default
 
 _TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
@@ -35,7 +35,7 @@ _CountPenalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 def _without_nulls(body: Any) -> Any:
-    """An object whose names are the caller's own, without those that are null."""
+    """Drop the null values of an object with free keys."""
     if not isinstance(body, dict):
         return body
     fields = {name: value for name, value in body.items() if value is not None}
@@ -45,11 +45,11 @@ def _without_nulls(body: Any) -> Any:
 
 
 class StreamOptions(Body):
-    """What a stream says besides the text.
+    """Further content of a stream.
 
     Attributes:
-        include_usage: The usage, in a last chunk.
-        continuous_usage_stats: With `include_usage`, the usage so far in each chunk.
+        include_usage: Whether the stream ends with a chunk that has the usage.
+        continuous_usage_stats: With `include_usage`, whether each chunk has the usage so far.
     """
 
     include_usage: bool = False
@@ -57,24 +57,25 @@ class StreamOptions(Body):
 
 
 class TextFormat(Body):
-    """The one format that answers have."""
+    """The only supported response format."""
 
     type: Literal["text"] = "text"
 
 
 class CompletionOptions(Body):
-    """What both kinds of request have in common.
+    """The fields that completions and chats share.
 
     Attributes:
-        model: The target's name, as `/v1/models` has it; null takes what is served.
-        temperature: 0 is greedy; 1 unless it is said, as OpenAI has it.
+        model: The model's name, as `/v1/models` lists it; null means the served model.
+        temperature: Divides the logits; 0 is greedy decoding. The default is 1, as in OpenAI's API.
         top_k: Keep the k likeliest tokens; 0 and -1 keep all.
-        repetition_penalty: As the target's generation_config says, unless it is said.
-        user: On whose behalf: where the draft service asks nobody for a token, users take turns.
-        response_format: Text, as there is no other.
-        policy: How trees are grown; the draft service's own policy unless it is said.
-        trace: Whether a stream tells each round.
-        return_token_ids: Whether choices have `token_ids`, and the first `prompt_token_ids`.
+        repetition_penalty: The default is the value of the target's generation_config.
+        user: The principal of the request if the draft service does not authenticate callers; principals are served in
+            turn.
+        response_format: Only text is supported.
+        policy: The policy that grows the trees; the default is the draft service's.
+        trace: Whether a stream reports each round.
+        return_token_ids: Whether each choice has `token_ids`, and the first choice of a prompt `prompt_token_ids`.
     """
 
     model: str | None = None
@@ -105,7 +106,7 @@ class CompletionOptions(Body):
 
     @property
     def completions(self) -> int:
-        """How many completions each prompt has."""
+        """Number of completions of each prompt."""
         return self.n or 1
 
     @property
@@ -120,14 +121,14 @@ class CompletionOptions(Body):
 
     @property
     def principal(self) -> str:
-        """The user as gRPC's metadata can carry the name; "" for nobody."""
+        """The user's name, hashed where gRPC's metadata cannot carry it; "" means no name."""
         user = self.user or ""
         if user.isascii() and user.isprintable() and len(user) <= LONGEST_PRINCIPAL:
             return user
         return hashlib.sha256(user.encode()).hexdigest()
 
     def common_options(self) -> GenerateOptions:
-        """The options of the client library that both kinds of request share."""
+        """Return the client library's options that completions and chats share."""
         return GenerateOptions(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=self.top_p,
@@ -153,13 +154,13 @@ class CompletionRequest(CompletionOptions):
     """The body of `POST /v1/completions`.
 
     Attributes:
-        prompt: Text or token ids, or several of either, whose choices follow one another.
-        max_tokens: 16 unless it is said, as OpenAI has it; 0 with `echo` only, for the prompt's log-probabilities.
-        logprobs: How many of the likeliest tokens each place names.
+        prompt: Text or token ids, or a list of either; the choices are in the order of the prompts.
+        max_tokens: The default is 16, as in OpenAI's API. 0 is allowed with `echo`, for the prompt's log-probabilities.
+        logprobs: Number of likeliest tokens to return at each position.
         echo: Whether the text begins with the prompt, and the log-probabilities with the prompt's.
         special_tokens: Whether the prompt's text may name special tokens.
-        best_of: As many as `n`: none is thrown away.
-        add_special_tokens: Whether the prompt's text gets the tokens that the tokenizer adds; there is no other way.
+        best_of: Must equal `n`: the gateway returns every completion.
+        add_special_tokens: Whether the tokenizer adds its special tokens to the prompt's text; must be true.
     """
 
     prompt: (
@@ -185,29 +186,29 @@ class CompletionRequest(CompletionOptions):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, one or several."""
+        """The prompts as a list, even if there is only one."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
 
     @property
     def fields(self) -> LengthFields:
-        """What its prompt and its length are called."""
+        """The names of the fields with the prompt and with the number of new tokens."""
         return LengthFields("prompt", None if self.max_tokens is None else "max_tokens")
 
     @property
     def scores_only(self) -> bool:
-        """Whether the prompt is all that is asked about."""
+        """Whether the request wants the prompt's log-probabilities and no new tokens."""
         return self.max_tokens == 0
 
     @property
     def new_tokens(self) -> int:
-        """How many new tokens a completion may have."""
+        """Upper bound on the new tokens of a completion."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def named(self) -> int | None:
-        """How many of the likeliest tokens each place names; None where no log-probabilities are wanted."""
+        """Number of likeliest tokens at each position; None if the request wants no log-probabilities."""
         return self.logprobs
 
     @property
@@ -216,7 +217,7 @@ class CompletionRequest(CompletionOptions):
         return bool(self.echo)
 
     def options(self) -> GenerateOptions:
-        """The options of the client library."""
+        """Return the client library's options for this request."""
         return GenerateOptions(
             **self.common_options(),
             max_new_tokens=max(self.new_tokens, 1),
@@ -229,14 +230,14 @@ class CompletionRequest(CompletionOptions):
 
 
 class TextPart(Body):
-    """A piece of a message's content; there is only text."""
+    """A part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(Body):
-    """One message of a chat; an assistant's may have no content."""
+    """One message of a chat; a message of the assistant may lack content."""
 
     role: _Text
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
@@ -250,7 +251,7 @@ class ChatMessage(Body):
 
     @property
     def message(self) -> Message:
-        """The message for the client library, its content in one piece."""
+        """The message for the client library, with the parts of its content joined."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         message = Message(role=self.role, content=text)
@@ -263,11 +264,12 @@ _Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESS
 
 
 class Template(Body):
-    """How a chat's template ends.
+    """How the rendered chat template ends; exactly one of the two fields may be true.
 
     Attributes:
-        add_generation_prompt: Whether the assistant's next turn begins; unless the last message is to be continued.
-        continue_final_message: Whether the last message is left open, for the completion to go on with.
+        add_generation_prompt: Whether the prompt ends with the beginning of the assistant's next turn. By default, the
+            opposite of `continue_final_message`.
+        continue_final_message: Whether the last message is left open, so that the completion continues it.
     """
 
     add_generation_prompt: bool | None = None
@@ -284,7 +286,7 @@ class Template(Body):
 
     @property
     def continues(self) -> bool:
-        """Whether the last message goes on."""
+        """Whether the completion continues the last message."""
         return bool(self.continue_final_message)
 
 
@@ -292,11 +294,12 @@ class ChatRequest(CompletionOptions, Template):
     """The body of `POST /v1/chat/completions`.
 
     Attributes:
-        messages: What was said so far; the target's chat template makes a prompt of it.
-        add_special_tokens: Whether tokens are added to the template's; there is no other way.
-        max_tokens: The older name of `max_completion_tokens`; until the end of sequence unless one is said.
+        messages: The conversation so far; the target's chat template turns it into a prompt.
+        add_special_tokens: Whether the tokenizer adds special tokens to the template's own; must be false.
+        max_tokens: The older name of `max_completion_tokens`. By default the answer ends with an end-of-sequence token
+            or at the context limit.
         logprobs: Whether choices have log-probabilities.
-        top_logprobs: How many of the likeliest tokens each place names.
+        top_logprobs: Number of likeliest tokens to return at each position.
     """
 
     messages: _Messages
@@ -314,7 +317,7 @@ class ChatRequest(CompletionOptions, Template):
 
     @property
     def fields(self) -> LengthFields:
-        """What its prompt and its length are called."""
+        """The names of the fields with the prompt and with the number of new tokens."""
         named = [name for name in ("max_completion_tokens", "max_tokens") if getattr(self, name) is not None]
         return LengthFields("messages", next(iter(named), None))
 
@@ -325,22 +328,22 @@ class ChatRequest(CompletionOptions, Template):
 
     @property
     def new_tokens(self) -> int | None:
-        """How many new tokens an answer may have; None to the end of the context."""
+        """Upper bound on the new tokens of an answer; None means the rest of the context."""
         newer = self.max_completion_tokens
         return self.max_tokens if newer is None else newer
 
     @property
     def named(self) -> int | None:
-        """How many of the likeliest tokens each place names; None where no log-probabilities are wanted."""
+        """Number of likeliest tokens at each position; None if the request wants no log-probabilities."""
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def echoes(self) -> bool:
-        """A chat's answer does not begin with the chat."""
+        """Whether a choice begins with its prompt: never in a chat."""
         return False
 
     def options(self) -> GenerateOptions:
-        """The options of the client library."""
+        """Return the client library's options for this request."""
         return GenerateOptions(
             **self.common_options(),
             max_new_tokens=self.new_tokens,
@@ -354,13 +357,13 @@ class TokenizeRequest(Template):
     """The body of `POST /tokenize`.
 
     Attributes:
-        model: As in a completion.
-        prompt: Text.
-        messages: A chat, instead.
-        add_special_tokens: Whether a text gets the tokens that the tokenizer adds at its beginning or end; true by
-            default, and a chat gets none but its template's.
+        model: The model's name, as in a completion.
+        prompt: A text.
+        messages: A chat, instead of `prompt`.
+        add_special_tokens: Whether the tokenizer adds its special tokens at the beginning or end of a text; true by
+            default. A chat has only the special tokens of its template.
         special_tokens: Whether the text may name special tokens.
-        return_token_strs: Whether the tokens' spellings are told.
+        return_token_strs: Whether to return the tokens' spellings in the vocabulary.
     """
 
     model: str | None = None
@@ -388,8 +391,8 @@ class DetokenizeRequest(Body):
     """The body of `POST /detokenize`.
 
     Attributes:
-        model: As in a completion.
-        tokens: The tokens' ids.
+        model: The model's name, as in a completion.
+        tokens: The token ids.
     """
 
     model: str | None = None

@@ -1,4 +1,4 @@
-"""Answers that end when their client goes away: one object, or a stream of server-sent events."""
+"""Responses that are cancelled when their client disconnects: one JSON object, or a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from dynatree.gateway.open_requests import OpenRequest
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies hand each event on as it comes
+    (b"x-accel-buffering", b"no"),  # tells nginx to forward each event at once
 ]
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """The answer to a request that is refused or has failed."""
+    """Return the response to a request that was refused or has failed."""
     return JSONResponse(error.body(), error.status, dict(error.headers))
 
 
 class InPieces(Response):
-    """JSON that is handed to the connection piece by piece, as the client takes it."""
+    """A JSON response that is sent piece by piece, as the client reads it."""
 
     media_type = "application/json"
 
@@ -36,7 +36,7 @@ class InPieces(Response):
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Send the response."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._pieces.reverse()
         while self._pieces:
@@ -45,7 +45,7 @@ class InPieces(Response):
 
 
 def whole(work: Callable[[], Awaitable[list[bytes]]], fields: LengthFields) -> Response:
-    """One JSON object, when it is there; `fields` of the request, for its errors."""
+    """Return a response of one JSON object, made by `work`; errors name the request's `fields`."""
 
     async def tell(telling: Telling) -> None:
         await telling.respond(InPieces(await work()))
@@ -54,7 +54,7 @@ def whole(work: Callable[[], Awaitable[list[bytes]]], fields: LengthFields) -> R
 
 
 def as_events(events: AsyncGenerator[str], fields: LengthFields) -> Response:
-    """Events as they come, and `[DONE]` behind them; `fields` of the request, for its errors."""
+    """Return a stream of `events` that ends with `[DONE]`; errors name the request's `fields`."""
 
     async def tell(telling: Telling) -> None:
         async with aclosing(events):
@@ -66,7 +66,7 @@ def as_events(events: AsyncGenerator[str], fields: LengthFields) -> Response:
 
 
 class Telling:
-    """What one client is told: a response, or events. A failure is told in the way that is still open."""
+    """Sends a response or events to one client, and a failure in the form that is still possible."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
@@ -75,11 +75,11 @@ class Telling:
         self._begun = False
 
     async def respond(self, response: Response) -> None:
-        """Tell all of it."""
+        """Send a whole response."""
         await response(self._scope, self._receive, self._send)
 
     async def event(self, data: str, *, last: bool = False) -> None:
-        """Tell one event of a stream."""
+        """Send one event of a stream."""
         if not self._begun:
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             self._begun = True
@@ -87,7 +87,7 @@ class Telling:
             await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
-        """Tell an error: as a status of its own before the first event, and behind it as the last event."""
+        """Send an error: as a response with its status before the first event, or else as the last event."""
         if self._begun:
             await self.event(encode(error.body()), last=True)
         else:
@@ -95,7 +95,7 @@ class Telling:
 
 
 def _event(data: str, *, last: bool) -> Iterator[Message]:
-    """One event; a long one as several messages, each of which waits until the client has taken the last."""
+    """Split one event into ASGI messages, so that sending a long event waits for the client to read."""
     event = f"data: {data}\n\n".encode()
     for start in range(0, len(event), PIECE_BYTES):
         end = start + PIECE_BYTES
@@ -107,17 +107,17 @@ def _event(data: str, *, last: bool) -> Iterator[Message]:
 
 
 class UntilStopped:
-    """Around every phase of a request, from its body to its last byte: one that is cut short is told.
+    """Middleware that sends an error to the client of a cancelled request.
 
-    The server cancels the task of each request that is still open when it has waited long enough at its stop, and
-    open_requests.py those that go for the sake of others.
+    uvicorn cancels the tasks of requests that are still open when the grace period of a shutdown ends.
+    open_requests.py cancels requests to make room for others.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Answer a request; if its task is cancelled, send the error in the form that is still possible."""
         begun = as_events = ended = False
 
         async def noted(message: Message) -> None:
@@ -141,7 +141,7 @@ class UntilStopped:
 
 
 class _WhileWanted(Response):
-    """Tells until the client goes away; nobody gets the rest then."""
+    """A response whose work is cancelled when the client disconnects."""
 
     def __init__(self, tell: Callable[[Telling], Awaitable[None]], fields: LengthFields) -> None:
         self.background = None
@@ -149,7 +149,7 @@ class _WhileWanted(Response):
         self._fields = fields
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Send the response until it ends or the client disconnects."""
         telling = Telling(scope, receive, send)
         work = asyncio.ensure_future(self._told(telling))
         gone = asyncio.ensure_future(_gone(receive))

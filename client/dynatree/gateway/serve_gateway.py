@@ -1,4 +1,4 @@
-"""Running the gateway: a socket, the application, and a server until a signal."""
+"""Runs the gateway: binds a socket, builds the application, and serves until a signal."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from typing import Any, cast
 import uvicorn
 
 from dynatree.client import AsyncClient
-from dynatree.common.certificates import check_certificates
 from dynatree.common.errors import StartupError
-from dynatree.common.files import LOOK_SECONDS, Reloaded
-from dynatree.common.listening import cannot_listen
-from dynatree.common.metrics import new_registry
-from dynatree.common.security import SecuritySettings, is_local
 from dynatree.common.stopping import on_stop
-from dynatree.common.unix_socket import prepare_socket
 from dynatree.gateway.app import build_app
 from dynatree.gateway.connections import Connection, Listener
 from dynatree.gateway.hosts import Hosts
 from dynatree.gateway.limits import Limits
 from dynatree.pages.live import live_page
+from dynatree.serving.certificates import check_certificates
+from dynatree.serving.files import LOOK_SECONDS, Reloaded
+from dynatree.serving.listening import cannot_listen
+from dynatree.serving.metrics import new_registry
+from dynatree.serving.security import SecuritySettings, is_local
+from dynatree.serving.unix_socket import prepare_socket
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """What the command line says.
+    """Settings of a gateway, as parsed from the command line.
 
     Attributes:
-        server: The draft service, or several, as `dynatree.client` takes them.
-        address: Where to listen: `host:port` or `unix:PATH`.
-        security: Of the connections with HTTP clients; `insecure` goes for the draft service as well.
-        client: Settings of the client of the draft service.
-        origins: Whose pages may call.
-        grace: Seconds that open requests get at a stop.
-        names: Of the model; none for the target's own.
-        api_key: What requests must show; None leaves it to the draft service what they must.
-        allowed_hosts: Further names by which requests may call a gateway on loopback; "*" is any.
-        limits: Of connections and requests.
+        server: Address of the draft service, or a comma-separated list, as `dynatree.client` takes it.
+        address: Listening address, `host:port` or `unix:PATH`.
+        security: TLS of the connections with HTTP clients; `insecure` applies to the draft service too.
+        client: Keyword arguments of the client of the draft service.
+        origins: Origins whose pages may call the gateway (CORS).
+        grace: Seconds that open requests may continue after a stop signal.
+        names: Names of the model; empty means the target's own name.
+        api_key: API key that requests must show; None leaves authentication to the draft service.
+        allowed_hosts: Further host names under which a gateway on loopback may be called; "*" allows any.
+        limits: Limits of connections and requests.
     """
 
     server: str
@@ -68,8 +68,10 @@ async def serve(
 ) -> int | None:
     """Serve until SIGINT or SIGTERM, and return its number.
 
-    `started` is told the address once requests are taken. While the services behind it are `loading`, they are answered
-    so.
+    Args:
+        settings: The gateway's settings.
+        started: Called with the URL once the gateway accepts requests.
+        loading: Returns whether the services behind the gateway are still starting; until then requests get a 503.
 
     Raises:
         StartupError: An address or a file cannot be used.
@@ -122,7 +124,7 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """Tells when it takes requests, and takes a signal for the end of its work, not of the process."""
+    """A uvicorn server that reports when it accepts requests, and that returns on a signal instead of re-raising it."""
 
     def __init__(
         self, config: uvicorn.Config, started: Callable[[], object], limits: Limits, tls: ssl.SSLContext | None
@@ -135,7 +137,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """End open requests at the first signal, and at the second do not wait for them."""
+        """Stop gracefully at the first signal, and without waiting for open requests at the second."""
 
         def stop(number: int) -> None:
             self.stopped_by = self.stopped_by or number
@@ -145,15 +147,15 @@ class _Server(uvicorn.Server):
             yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End open requests; the log tells of it."""
+        """End open requests, and log the shutdown."""
         log.info("stopping, %d open requests", len(self.server_state.tasks))
         await super().shutdown(sockets)
-        if self.force_exit:  # the application ends all the same; uvicorn would leave it to be cancelled
+        if self.force_exit:  # uvicorn then skips the application's shutdown
             await self.lifespan.shutdown()
         log.info("stopped")
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and tell."""
+        """Listen, then call `started`."""
         await super().startup([])
         if self.started:
             self.servers.extend(self._listener(listening) for listening in sockets or ())
@@ -178,7 +180,7 @@ def _check_server(server: str) -> None:
     """Refuse to send API keys to another machine in plain text.
 
     Raises:
-        StartupError: An address is no loopback address.
+        StartupError: An address is not a loopback address.
     """
     for address in server.split(","):
         if not is_local(address.strip().removeprefix("dns:///")):
@@ -189,7 +191,7 @@ def _check_server(server: str) -> None:
 
 
 def _listen(address: str) -> tuple[socket.socket, str]:
-    """A socket that listens, and its address, with the port that was bound where port 0 was asked for.
+    """Return a bound socket, and its address with the actual port where port 0 was requested.
 
     Raises:
         StartupError: The address cannot be used.
@@ -206,7 +208,7 @@ def _listen(address: str) -> tuple[socket.socket, str]:
             return listening, address
         host, _, port = address.rpartition(":")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # The protocol by its number: asyncio looks for it before it turns off Nagle's algorithm, which costs 40 ms.
+        # Name the protocol: asyncio disables Nagle's algorithm, which costs 40 ms, only where it sees IPPROTO_TCP.
         listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host.strip("[]"), int(port)))
@@ -216,10 +218,10 @@ def _listen(address: str) -> tuple[socket.socket, str]:
 
 
 def _reloaded_context(security: SecuritySettings) -> Reloaded[ssl.SSLContext] | None:
-    """The TLS context, which takes in a certificate that replaces the last; None for plain connections.
+    """Return the TLS context, which reloads the certificate when its files change; None for plain connections.
 
     Raises:
-        StartupError: A file cannot be read, or makes no sense.
+        StartupError: A file cannot be read or is invalid.
     """
     certificate, key = security.certificate, security.key
     if certificate is None or key is None:
@@ -228,8 +230,8 @@ def _reloaded_context(security: SecuritySettings) -> Reloaded[ssl.SSLContext] | 
     context.minimum_version = ssl.TLSVersion.TLSv1_2
 
     def read() -> ssl.SSLContext:
-        check_certificates((certificate, key), None)  # a pair that makes no sense would leave the context with neither
-        context.load_cert_chain(certificate, key)  # counts from the next connection on
+        check_certificates((certificate, key), None)  # loading an invalid pair would leave the context without any
+        context.load_cert_chain(certificate, key)  # takes effect at the next connection
         return context
 
     try:
@@ -239,8 +241,8 @@ def _reloaded_context(security: SecuritySettings) -> Reloaded[ssl.SSLContext] | 
 
 
 async def _rotate(tls: Reloaded[ssl.SSLContext] | None) -> None:
-    """Look after the certificate."""
+    """Reload the certificate whenever its files change."""
     with suppress(asyncio.CancelledError):
         while tls is not None:
             await asyncio.sleep(LOOK_SECONDS)
-            tls.value  # noqa: B018 - looking is what reads it anew
+            tls.value  # noqa: B018 - the property reloads changed files

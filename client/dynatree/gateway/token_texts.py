@@ -1,4 +1,4 @@
-"""Tokens one by one: their bytes and texts."""
+"""The bytes and texts of single tokens."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 
 class TokenTexts:
-    """What each token of a vocabulary is as bytes, and as text.
+    """The tokens of a vocabulary as bytes and as text.
 
     Args:
-        vocabulary: The bytes of each token, by its id.
+        vocabulary: The bytes of each token, indexed by token id.
     """
 
     def __init__(self, vocabulary: Sequence[bytes]) -> None:
         self._vocabulary = vocabulary
 
     def bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text; none where the vocabulary has no such id."""
+        """Return the bytes that a token adds to a text; empty if the vocabulary has no such id."""
         return self._vocabulary[token_id] if token_id < len(self._vocabulary) else b""
 
     def name(self, token_id: int) -> str:
-        """Its text; of a token that is no whole characters its bytes, in OpenAI's spelling: `bytes:\\xe2\\x80`."""
+        """Return a token's text, or where its bytes are not whole characters, OpenAI's spelling: `bytes:\\xe2\\x80`."""
         token = self.bytes(token_id)
         try:
             return token.decode()

@@ -1,4 +1,4 @@
-"""One request's work: its prompts as streams of the client library, and what is answered while they come."""
+"""The work of one request: it reads the completion streams of the prompts, and encodes the answer."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from dynatree.gateway.answers import Answer, TopLogProbs, tokens_used, trace_of,
 from dynatree.gateway.encoding import LONG_BYTES, Json, aside, encode, encoded
 from dynatree.gateway.memory import size_of, size_of_prompt
 
-AT_ONCE = 8  # prompts of one request
+AT_ONCE = 8  # prompts of one request that are in work concurrently
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What of the streams a request asks to be told.
+    """The parts of an answer that a request asks for.
 
     Attributes:
-        completions: Of each prompt.
-        log_probs: The tokens' log-probabilities.
-        token_ids: The tokens.
-        trace: The rounds; then a stream tells of tokens whose text is still to come, too.
-        echo: The prompts, with their log-probabilities where those are wanted.
-        scores_only: Nothing but the prompts.
-        usage: A stream's last chunk with what it cost; the others have null.
-        running_usage: In each of a stream's chunks, how many tokens there were so far.
-        cached_tokens: In the usage, how much of the prompts was cached: not where one may be anybody by his own word,
-            since it would tell what others have asked.
+        completions: Number of completions of each prompt.
+        log_probs: Include the tokens' log-probabilities.
+        token_ids: Include the token ids.
+        trace: Include the rounds; a stream then also has chunks for tokens whose text follows later.
+        echo: Begin each choice with its prompt, and with the prompt's log-probabilities if those are included.
+        scores_only: Leave out the new tokens: the answer is about the prompts alone.
+        usage: End a stream with a chunk that has the usage; the other chunks then have a null usage.
+        running_usage: Include the token counts so far in each chunk of a stream.
+        cached_tokens: Include in the usage how many prompt tokens were cached. False where callers are not
+            authenticated, since the count reveals what another caller has asked.
     """
 
     completions: int = 1
@@ -46,13 +46,13 @@ class Wanted:
 
 
 class Work:
-    """The streams of a request's prompts, told as an answer. Choice `p * n + i` is completion i of prompt p.
+    """The answer to a request, made from its completion streams. Choice `p * n + i` is completion i of prompt p.
 
     Args:
-        streams: One for each prompt, not begun.
-        answer: In whose words.
-        wanted: What is told.
-        hold: Is told how many bytes of memory come to be taken.
+        streams: One stream for each prompt, not yet read.
+        answer: Builder of the answer's JSON objects.
+        wanted: Parts of the answer to include.
+        hold: Called with the number of bytes whenever the answer takes more memory.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class Work:
         self._wanted = wanted
         self._hold = hold
         self._held = 0
-        self._begun: set[int] = set()  # prompts of which something has come
-        self._echoed: dict[int, dict[str, list[str]]] = {}  # log-probabilities as JSON, by the prompt's place
+        self._begun: set[int] = set()  # indices of the prompts whose streams have delivered a chunk
+        self._echoed: dict[int, dict[str, list[str]]] = {}  # prompt index -> log-probabilities as JSON
         self._began = time.perf_counter()
-        self._new_tokens = 0  # that came
+        self._new_tokens = 0  # received so far
 
     async def whole(self) -> list[bytes]:
-        """The whole answer as JSON in pieces, when everything has come.
+        """Read all streams to their end, and return the whole answer as pieces of JSON.
 
         Raises:
             DynaTreeError: A completion failed.
@@ -92,16 +92,16 @@ class Work:
                 yield self._choice(place, completion)
 
     async def events(self) -> AsyncGenerator[str]:
-        """The chunks of a stream, each as JSON.
+        """Yield the chunks of a streamed answer, each as JSON.
 
         Raises:
-            DynaTreeError: A completion failed; what came before it was told.
+            DynaTreeError: A completion failed; the chunks before the failure have been yielded.
         """
         begun: set[int] = set()
         async with aclosing(self._held_chunks()) as chunks:
             async for place, chunk in chunks:
                 self._new_tokens += len(chunk.token_ids)
-                if not begun:  # not before something came: until then a failure is a status of its own
+                if not begun:  # wait for the first chunk: a failure before it still sets the HTTP status
                     for choice in self._answer.begin():
                         yield self._chunk(choice)
                 index = place * self._wanted.completions + chunk.index
@@ -147,13 +147,13 @@ class Work:
     # A stream's chunks
 
     def _echo(self, index: int, place: int) -> Json:
-        """The prompt as the first text of a choice."""
+        """Return the echoed prompt as a choice's first delta."""
         stream = self._streams[place]
         log_probs = self._behind_prompt(place, self._log_probs((), (), (), ()))
         return self._with_ids(self._answer.delta(index, stream.prompt_text, log_probs), stream.prompt_ids)
 
     def _behind_prompt(self, place: int, log_probs: Json | None) -> Json | None:
-        """The log-probabilities of a choice behind those of its prompt, which are made once for all its choices."""
+        """Prepend the prompt's log-probabilities, encoded once for all choices, to those of a choice."""
         if log_probs is None:
             return None
         if place not in self._echoed:
@@ -166,7 +166,7 @@ class Work:
         return {name: replace(items, before=before[name]) for name, items in log_probs.items()}
 
     def _delta(self, index: int, place: int, chunk: Chunk) -> Json | None:
-        """What a chunk adds to its choice; None where nothing of it is wanted."""
+        """Return the delta that a chunk adds to its choice; None if the request wants no part of it."""
         if self._wanted.scores_only:
             return None
         offsets = self._offsets(place, chunk.text_offsets)
@@ -200,10 +200,10 @@ class Work:
             choice["prompt_token_ids"] = list(completion.prompt_ids)
         return choice
 
-    # Pieces of both
+    # Shared by streams and whole choices
 
     def _offsets(self, place: int, offsets: Sequence[int]) -> tuple[int, ...]:
-        """Where tokens of a completion begin in the text of its choice, which an echoed prompt begins."""
+        """Shift a completion's token offsets by the length of the echoed prompt."""
         begin = len(self._streams[place].prompt_text)
         return tuple(begin + offset for offset in offsets)
 
@@ -215,10 +215,10 @@ class Work:
     def _with_ids(self, choice: Json, token_ids: Sequence[int]) -> Json:
         return {**choice, "token_ids": list(token_ids)} if self._wanted.token_ids else choice
 
-    # All prompts at once
+    # The streams of all prompts
 
     async def _held_chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
-        """The chunks of every stream; what they take of memory is told."""
+        """Yield the chunks of all streams, and report the memory that they take."""
         async with aclosing(self._chunks()) as chunks:
             async for place, chunk in chunks:
                 size = size_of(chunk)
@@ -231,7 +231,7 @@ class Work:
                 yield place, chunk
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
-        """The chunks of every stream as they come, each with its prompt's place."""
+        """Yield the chunks of all streams as they arrive, each with the index of its prompt."""
         if len(self._streams) == 1:
             async with self._streams[0] as stream:
                 async for chunk in stream:

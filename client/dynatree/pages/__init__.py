@@ -1,6 +1,6 @@
-"""Pages of a browser: one HTML file each, which holds its style and its script. Standard library only.
+"""Web pages, each one HTML file with its style and its script; needs only the standard library.
 
-What pages of rounds have in common lies in `shared`: parts of one style and of one script, in the order of `page.py`.
+The folder `shared` has the style sheets and scripts that all pages of rounds share; `page.py` fixes their order.
 """
 
 from dynatree.pages.page import Page, build_page, embeddable

@@ -1,4 +1,4 @@
-"""Putting a page together: its template, and the shared parts before its own style and script."""
+"""Builds a page from its template, the shared styles and scripts, and its own."""
 
 import base64
 import hashlib
@@ -11,18 +11,18 @@ from importlib.resources.abc import Traversable
 
 _SHARED = files(__package__) / "shared"
 _STYLES = ("page.css", "rounds.css")
-# One script in the end, whose parts see each other's names: what a part uses at once stands before it.
+# The parts are joined into one script with one scope; a part comes after the parts that it uses when it loads.
 _SCRIPTS = ("elements.js", "words.js", "tree.js", "text.js", "charts.js", "rounds.js")
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page.
+    """A web page.
 
     Attributes:
-        html: the whole page, to be sent or written as UTF-8.
-        policy: its Content-Security-Policy. It admits the page's own style and script, by their hashes, and what
-            `build_page` was told to admit.
+        html: The whole page, to be sent or written as UTF-8.
+        policy: The page's Content-Security-Policy. It allows the page's own style and script by their hashes, and the
+            further sources given to `build_page`.
     """
 
     html: str
@@ -38,16 +38,16 @@ def build_page(
     admits: str = "",
     data: str = "",
 ) -> Page:
-    """The page of a template, with the styles and scripts of its folder behind the shared ones.
+    """Build a page from a template, with its own styles and scripts after the shared ones.
 
     Args:
-        folder: where the template, the styles and the scripts lie.
-        template: HTML that names %STYLE%, %SCRIPT% and what else it wants: %CONTROLS% and %ROUNDS%, the view of rounds;
-            %POLICY%, for a page that no server sends; %DATA%.
-        styles: the page's own.
-        scripts: the page's own.
-        admits: more directives of the policy, each begun by a semicolon.
-        data: what %DATA% stands for, safe in its place.
+        folder: Folder of the template, the styles and the scripts.
+        template: File name of an HTML template with the placeholders %STYLE% and %SCRIPT%, and optionally %CONTROLS%
+            and %ROUNDS% (the view of rounds), %POLICY% (for a page that is opened from disk) and %DATA%.
+        styles: File names of the page's own styles.
+        scripts: File names of the page's own scripts.
+        admits: Further directives of the policy, each with a leading semicolon.
+        data: Text that replaces %DATA%; it must be safe in that place, see `embeddable`.
     """
     style = _joined([*(_SHARED / name for name in _STYLES), *(folder / name for name in styles)])
     script = _joined([*(_SHARED / name for name in _SCRIPTS), *(folder / name for name in scripts)])
@@ -64,7 +64,7 @@ def build_page(
 
 
 def embeddable(value: object) -> str:
-    """JSON that is safe inside a script element: ASCII only, and no < that could begin a tag."""
+    """Encode a value as JSON that is safe inside a script element: ASCII only, without any < that could begin a tag."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -1,1 +1,1 @@
-"""What the draft and the verify service are both made of."""
+"""Types and functions shared by the draft service and the verify service."""

@@ -2,42 +2,42 @@
 
     ServiceError
     ├── InvalidArgumentError      the request is malformed            INVALID_ARGUMENT
-    ├── OutOfRangeError           it is longer than can be            OUT_OF_RANGE
-    │   └── ContextLengthError    than the target's context
+    ├── OutOfRangeError           the request is too long             OUT_OF_RANGE
+    │   └── ContextLengthError    it exceeds the target's context
     ├── FailedPreconditionError   the two sides disagree              FAILED_PRECONDITION
     ├── RoundInFlightError        two rounds at once on one session   ABORTED
-    ├── UnauthenticatedError      nobody who is known                 UNAUTHENTICATED
-    ├── ServiceBusyError          no room, or not in time             RESOURCE_EXHAUSTED
-    │   └── QuotaError            the principal may have no more
+    ├── UnauthenticatedError      the caller is not known             UNAUTHENTICATED
+    ├── ServiceBusyError          no capacity, or not in time         RESOURCE_EXHAUSTED
+    │   └── QuotaError            the principal's quota is used up
     ├── IdleSessionError          the peer was silent for too long    ABORTED
     ├── DeadlineExceededError     the caller's deadline has passed    DEADLINE_EXCEEDED
     ├── PeerUnavailableError      the other service is out of reach   UNAVAILABLE
     ├── PeerFailedError           the other service failed            INTERNAL
     └── NotFiniteError            the target's numbers are not finite INTERNAL
 
-    StartupError             a service cannot start; the command line prints it and exits
-    DeviceFailedError        a service cannot go on; the command line exits, for a supervisor to start it anew
+    StartupError             a service cannot start; the command line prints the error and exits
+    DeviceFailedError        a service cannot continue; the command line exits so that a supervisor restarts it
 
-Messages say what was wrong and what was expected, and name no local paths.
+Messages state the fault and the expectation, and contain no local paths.
 """
 
 from __future__ import annotations
 
 
 class ServiceError(Exception):
-    """A request cannot be served; `code` names the gRPC status that the caller gets with the message."""
+    """A request cannot be served; `code` names the gRPC status that the caller receives with the message."""
 
     code: str = "INTERNAL"
 
 
 class InvalidArgumentError(ServiceError):
-    """The request is malformed, whatever the state of the service."""
+    """The request is malformed, regardless of the service's state."""
 
     code = "INVALID_ARGUMENT"
 
 
 class OutOfRangeError(ServiceError):
-    """Something in the request is longer than it can be."""
+    """A part of the request exceeds its maximum length."""
 
     code = "OUT_OF_RANGE"
 
@@ -46,8 +46,8 @@ class ContextLengthError(OutOfRangeError):
     """The prompt, or the prompt with its new tokens, does not fit the target's context.
 
     Attributes:
-        context_length: The target's, in tokens.
-        prompt_tokens: Tokens of the prompt, at least.
+        context_length: The target's context length in tokens.
+        prompt_tokens: Number of prompt tokens; may be a lower bound.
     """
 
     def __init__(self, message: str, *, context_length: int, prompt_tokens: int) -> None:
@@ -63,19 +63,19 @@ class FailedPreconditionError(ServiceError):
 
 
 class RoundInFlightError(ServiceError):
-    """A second tree arrived before the first was answered."""
+    """A second tree arrived before the first one was answered."""
 
     code = "ABORTED"
 
 
 class UnauthenticatedError(ServiceError):
-    """The caller does not show who it is."""
+    """The caller presents no valid credentials."""
 
     code = "UNAUTHENTICATED"
 
 
 class ServiceBusyError(ServiceError):
-    """There is no room, or not in time; the caller may try again after `retry_after` seconds, where that is known."""
+    """No capacity is free, or none before the deadline; `retry_after` is the seconds until a retry, if known."""
 
     code = "RESOURCE_EXHAUSTED"
 
@@ -85,11 +85,11 @@ class ServiceBusyError(ServiceError):
 
 
 class QuotaError(ServiceBusyError):
-    """The principal has used up what it may have, wherever there is room for others."""
+    """The principal has used up its quota; other principals may still be served."""
 
 
 class IdleSessionError(ServiceError):
-    """The peer sent nothing for too long, and others may want its session."""
+    """The peer was silent for too long, so its session was ended to free the capacity."""
 
     code = "ABORTED"
 
@@ -101,7 +101,7 @@ class DeadlineExceededError(ServiceError):
 
 
 class PeerUnavailableError(ServiceError):
-    """The other service cannot be reached, or went away."""
+    """The other service cannot be reached, or the connection to it was lost."""
 
     code = "UNAVAILABLE"
 
@@ -113,7 +113,7 @@ class PeerFailedError(ServiceError):
 
 
 class NotFiniteError(ServiceError):
-    """The target computed NaN or infinity where it was to choose a token: none is chosen, rather than a wrong one."""
+    """The target computed NaN or infinity for a token's choice; the request fails instead of emitting a wrong token."""
 
     code = "INTERNAL"
 
@@ -125,8 +125,8 @@ class StartupError(Exception):
     """A service cannot start: a wrong model path, an unsupported architecture, a busy port, a mismatched peer."""
 
 
-EX_SOFTWARE = 70  # of sysexits.h: how a process ends whose device has failed
+EX_SOFTWARE = 70  # from sysexits.h: exit status of a process whose device has failed
 
 
-class DeviceFailedError(Exception):
-    """The device has failed in a way from which the process cannot recover."""
+class DeviceFailedError(RuntimeError):
+    """The device has failed and this process cannot recover it: every later operation on it fails too."""

@@ -1,23 +1,23 @@
-"""How many log-probabilities a request may ask for, and what the likeliest tokens of a place are."""
+"""The limit on requested log-probabilities, and the type of the likeliest tokens."""
 
 from __future__ import annotations
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.limits import MAX_PROMPT_LOG_PROBS, MAX_TOP_LOG_PROBS
 
-# For each of some places the likeliest tokens, likeliest first, each with its natural log-probability.
+# One entry per position: the likeliest tokens, likeliest first, each with its natural log-probability.
 TopLogProbs = tuple[tuple[tuple[int, float], ...], ...]
 
 
 def check_log_probs(top_log_probs: int, prompt_tokens: int) -> None:
-    """Refuse to name too many tokens in a place, or too many over a prompt.
+    """Refuse a request for too many log-probabilities, at one position or over the whole prompt.
 
     Args:
-        top_log_probs: How many of the likeliest tokens are wanted in each place.
-        prompt_tokens: Of the prompt whose log-probabilities are wanted; 0 where they are not.
+        top_log_probs: Number of the likeliest tokens requested at each position.
+        prompt_tokens: Length of the prompt if its log-probabilities are requested, else 0.
 
     Raises:
-        InvalidArgumentError: They are too many.
+        InvalidArgumentError: The request exceeds a limit.
     """
     if not 0 <= top_log_probs <= MAX_TOP_LOG_PROBS:
         raise InvalidArgumentError(f"top_log_probs is {top_log_probs}, expected a number in [0, {MAX_TOP_LOG_PROBS}]")

@@ -1,6 +1,6 @@
-"""What the services write to standard error: lines of text, or of JSON.
+"""Logging of the services to standard error, as lines of text or of JSON.
 
-Strangers choose some of the words. So a record is one line whatever they are, of printable characters.
+Parts of a record come from untrusted callers. So every record is one line of printable characters.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-INDENT = "    "  # of a traceback: a line that begins at the margin is a record's first
-_OF_PEERS = ("ExecuteBatchError",)  # of a private module of gRPC
+INDENT = "    "  # before traceback lines, so that only the first line of a record begins at the margin
+_OF_PEERS = ("ExecuteBatchError",)  # defined in a private module of gRPC, hence matched by name
 _PLAIN = re.compile(r'[^\s"=\\]+')
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a record: `time`, `level`, `logger`, `message`, and the record's `fields`."""
+    """Formats each record as one JSON object: `time`, `level`, `logger`, `message`, and the record's `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """The record as one line of JSON."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -37,53 +37,53 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """One line a record; its `fields` follow the message as `name=value`, those that are not empty.
+    """Formats each record as one line; its non-empty `fields` follow the message as `name=value`.
 
-    A value with spaces, quotes, equals signs or backslashes is a JSON string. A traceback follows, indented.
+    A value with spaces, quotes, equals signs or backslashes is written as a JSON string. A traceback follows, indented.
     """
 
     def __init__(self) -> None:
         super().__init__(TEXT)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """The line, but for a traceback."""
+        """The record's line, without its traceback."""
         fields = {name: value for name, value in getattr(record, "fields", {}).items() if value not in ("", None)}
         line = escaped(super().formatMessage(record))
         return " ".join([line, *(f"{name}={_short(value)}" for name, value in fields.items())])
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
-        """The traceback, whose last lines may be a stranger's."""
+        """The traceback, indented and escaped: an error message may quote untrusted input."""
         return "\n".join(INDENT + escaped(line) for line in super().formatException(ei).split("\n"))
 
     def formatStack(self, stack_info: str) -> str:  # noqa: N802
-        """The stack, as a traceback."""
+        """The stack, indented and escaped like a traceback."""
         return "\n".join(INDENT + escaped(line) for line in stack_info.split("\n"))
 
 
 def configure_logging(log_format: str, level: str = "info") -> None:
-    """Write to standard error in this format, "text" or "json", what is at least as important as `level`."""
+    """Log records of at least `level` to standard error, in the format "text" or "json"."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
     logging.basicConfig(level=max(logging.WARNING, logging.getLevelNamesMapping()[level.upper()]), handlers=[handler])
     logging.getLogger("dynatree").setLevel(level.upper())
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every try to reach the hub
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns at every attempt to reach the hub
 
 
 def announce(text: str) -> None:
-    """Tell whoever started the process, on standard error, what is no line of the log."""
+    """Print a message for the operator to standard error, outside the log."""
     print(text, file=sys.stderr, flush=True)
 
 
 def announce_ready(command: str, what: str) -> None:
-    """Tell whoever started the process what it serves, and where, as a line of the log."""
+    """Log that a command is ready, with the model and the address that it serves."""
     ready = logging.getLogger(f"dynatree {command}")
     ready.setLevel(logging.getLogger("dynatree").getEffectiveLevel())
     ready.info(what)
 
 
 def escaped(text: str) -> str:
-    """Text on one line, whose control characters and the like are shown as Python's literals have them."""
+    """The text on one line, with unprintable characters escaped as in Python's string literals."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
@@ -97,10 +97,11 @@ def _short(value: object) -> str:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a log record of gRPC is one of ours to mend.
+    """Whether a log record of gRPC reports a fault of this process.
 
-    The others tell of what peers do, with a traceback each, so that any peer could fill the log: a call that a stop has
-    cancelled, a status for a peer that is gone or whose message was refused, metadata that are no text.
+    The other records report the behaviour of peers, each with a traceback, so any peer could fill the log. They concern
+    calls that a stop has cancelled, statuses for peers that are gone or whose message was refused, and metadata that is
+    not text.
     """
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, (asyncio.CancelledError, UnicodeDecodeError)) and type(error).__name__ not in _OF_PEERS

@@ -1,18 +1,18 @@
-"""What the draft and the verify service say to each other, as values; `dynatree.common.wire` carries them."""
+"""The messages between the draft and the verify service, as values; `dynatree.common.wire` encodes them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 
+from dynatree.common.decoding import Decoding
 from dynatree.common.log_probs import TopLogProbs
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.pass_statistics import ALONE, PassStatistics
-from dynatree.common.sampling import Sampling
 
 
 class FinishReason(Enum):
-    """Why a completion ended."""
+    """Reason why a completion ended."""
 
     STOP = "stop"  # an end-of-sequence token or a stop string
     LENGTH = "length"  # max_new_tokens or the context limit
@@ -21,44 +21,41 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class OpenSession:
-    """A request for a session: the whole prompt, and how the target chooses.
+    """A request for a session.
 
-    `max_new_tokens` None: up to the context limit. `principal` is on whose behalf: whose turn it waits for, and whose
-    cached prompts it may reuse. Of a completion that goes on, whose session was lost, `prompt_ids` end with the
-    `generated` tokens that it has, which `max_new_tokens` contains; it sent `round` trees. `top_log_probs` is how many
-    of the likeliest tokens are named beside each.
+    Attributes:
+        prompt_ids: The whole prompt. After a lost session, it ends with the tokens that the session generated.
+        decoding: Decoding options; `max_new_tokens` includes the tokens of a lost session.
+        draft: The draft model.
+        principal: Principal of the request: it decides the queue turn and which cached prompts may be reused.
+        generated: Number of trailing `prompt_ids` that a lost session generated.
+        round: Number of trees that the lost session sent.
     """
 
     prompt_ids: tuple[int, ...]
-    max_new_tokens: int | None
-    sampling: Sampling
+    decoding: Decoding
     draft: ModelInfo
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    log_probs: bool = False
     principal: str = ""
     generated: int = 0
     round: int = 0
-    top_log_probs: int = 0
-    prompt_log_probs: bool = False
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, without those that were generated."""
+        """Number of prompt tokens, without the generated ones."""
         return len(self.prompt_ids) - self.generated
 
     @property
     def least_context(self) -> int:
-        """Tokens that the target's context must have for it."""
-        return max(self.prompt_tokens + (self.max_new_tokens or 1), len(self.prompt_ids))
+        """Smallest context length, in tokens, that a target needs for this request."""
+        return max(self.prompt_tokens + (self.decoding.max_new_tokens or 1), len(self.prompt_ids))
 
 
 @dataclass(frozen=True)
 class VerifyTimings:
-    """Seconds that the verify service spent on one request; `total` contains the others, validation and waiting.
+    """Seconds that the verify service spent on one request; `total` also includes validation and waiting.
 
-    `forward` is the whole pass, whoever shares it; `attributed` is this session's share of it, in
-    proportion to what the pass would cost less without the session.
+    `forward` is the time of the whole forward pass, which several sessions may share. `attributed` is this session's
+    part of it, proportional to the seconds that the pass would save without the session.
     """
 
     forward: float
@@ -70,7 +67,7 @@ class VerifyTimings:
 
 @dataclass(frozen=True)
 class Commit:
-    """What one target forward decided.
+    """The outcome of one target forward pass for a session.
 
     Attributes:
         next_round: The round that the next tree must carry.
@@ -79,13 +76,13 @@ class Commit:
         accepted_nodes: The path's nodes in the tree, from the root down.
         drafted: Nodes of the tree.
         tree_depth: The depth of its deepest node; 0 for an empty tree.
-        timings: What it took.
+        timings: Seconds spent on the request.
         finish_reason: Set on the session's last commit.
-        log_probs: One for each of `token_ids` where the request asked for them.
+        log_probs: One log-probability per entry of `token_ids`, if the request asked for them.
         trimmed: Nodes of the tree that were not verified.
-        shared: The pass that verified it.
-        resumed: Whether the session was lost, and opened anew elsewhere: none of the tree was verified.
-        top_log_probs: The likeliest tokens in the place of each of `token_ids`, likewise.
+        shared: Statistics of the pass that verified the tree.
+        resumed: Whether the session was lost and reopened elsewhere; then none of the tree was verified.
+        top_log_probs: The likeliest tokens at the position of each entry of `token_ids`, if requested.
     """
 
     next_round: int
@@ -105,18 +102,18 @@ class Commit:
 
 @dataclass(frozen=True)
 class SessionOpened:
-    """The answer to `OpenSession`: the target, its limits, and the token that the prompt's own forward chose.
+    """The answer to `OpenSession`: the target, its limits, and the first token, chosen by the prompt's prefill.
 
     Attributes:
-        target: The model, as its service describes it.
-        max_tree_nodes: Of the largest tree that the session accepts.
+        target: The target model, as its service describes it.
+        max_tree_nodes: Largest number of nodes in a tree that the session accepts.
         seed: The seed in force; 0 for greedy decoding.
-        commit: The first token.
-        replica_id: Opaque; names the process that serves the session.
-        queue_seconds: How long the request waited for a free session.
-        cached_tokens: Tokens of the prompt whose keys and values were cached.
-        prompt_log_probs: One for each token of the prompt but the first where the request asked for them.
-        prompt_top_log_probs: The likeliest tokens in the place of each of these, likewise.
+        commit: The commit of the first token.
+        replica_id: Opaque identifier of the process that serves the session.
+        queue_seconds: Seconds that the request waited for a free session.
+        cached_tokens: Prompt tokens whose keys and values were cached.
+        prompt_log_probs: One log-probability per prompt token except the first, if requested.
+        prompt_top_log_probs: The likeliest tokens at each of these positions, if requested.
     """
 
     target: ModelInfo

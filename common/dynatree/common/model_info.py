@@ -1,4 +1,4 @@
-"""What a service tells of its model, what two models must share to work together, and what fits into one."""
+"""A service's description of its model, the check that two models can work together, and the context limit."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from dynatree.common.errors import ContextLengthError, FailedPreconditionError, InvalidArgumentError
 
-# Rows of the forwards that are measured and told apart. The time of a forward steps up at multiples of the tiles of
-# matrix kernels, which have 4, 6, 8 or 16 rows; below 6 each number stands for itself, since most sampled trees are
-# as small. (`dynatree bench replay` without 3 and 5: 1 to 5 % slower at temperature 0.7 and 1 on AVX2, elsewhere 1 %.)
+# Row counts at which forward passes are measured. The time of a forward pass steps up at multiples of the tiles of
+# matrix kernels, which have 4, 6, 8 or 16 rows. Every count below 6 is measured, since most sampled trees are that
+# small. (`dynatree bench replay` without 3 and 5: 1 to 5 % slower at temperature 0.7 and 1 on AVX2, elsewhere 1 %.)
 FORWARD_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
 class ForwardCost:
-    """The seconds that one forward over `rows` tokens of one session took."""
+    """Seconds of one forward pass over `rows` tokens of one session."""
 
     rows: int
     seconds: float
@@ -22,25 +22,25 @@ class ForwardCost:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a service runs; both services tell it of their model.
+    """Description of the model that a service runs; both services report it.
 
     Attributes:
         name: The hub name, or the last component of the local path.
         architecture: The transformers architecture, for example "GPTNeoXForCausalLM".
-        parameters: Their number.
+        parameters: Number of parameters.
         vocab_size: Rows of the embedding; may be padded beyond the tokenizer.
         context_length: Tokens of the longest sequence, prompt and new tokens together.
-        dtype: For example "float32".
-        device: For example "cuda:0".
-        tokenizer_fingerprint: Equal for two models exactly where they can work together.
+        dtype: The data type, for example "float32".
+        device: The device, for example "cuda:0".
+        tokenizer_fingerprint: Equal for two models exactly if they can work together.
         version: The version of DynaTree that runs the model.
-        device_id: Opaque; equal where two services compute on one device.
-        step_bytes: Bytes of the weights that a forward over one token reads.
-        forward_costs: Measured when the service started, fewest rows first; empty where none was measured.
-        repetition_penalty: Of requests to a target that name none; 1 changes nothing.
-        fingerprint: Equal for two targets that give the same tokens; empty for a draft.
-        streamed_bytes: Of weights that every forward reads from the disk; 0: all are in memory.
-        numerics: What computes, as far as it decides bits; part of a target's fingerprint.
+        device_id: Opaque identifier; equal if two services compute on the same device.
+        step_bytes: Bytes of weights that a forward pass over one token reads.
+        forward_costs: Costs measured when the service started, fewest rows first; empty if not measured.
+        repetition_penalty: The target's default for requests that set none; 1 has no effect.
+        fingerprint: Equal for two targets that produce the same tokens; empty for a draft model.
+        streamed_bytes: Bytes of weights that every forward pass reads from disk; 0 if all weights are in memory.
+        numerics: Readable name of the kernels and settings that decide bits; part of a target's fingerprint.
     """
 
     name: str
@@ -61,34 +61,34 @@ class ModelInfo:
     numerics: str = ""
 
     def __str__(self) -> str:
-        """For messages: the name, and what else decides tokens."""
+        """The name and the numeric properties that affect tokens, for messages."""
         return f"{self.name} ({', '.join(filter(None, (self.dtype, self.numerics)))})"
 
     def same_tokens(self, other: ModelInfo) -> bool:
-        """Whether both give the same tokens, wherever they run and however long their sequences may get."""
+        """Whether both models produce the same tokens, regardless of device and context length."""
         return self._identity == other._identity
 
     @property
     def _identity(self) -> tuple[object, ...]:
-        # an older service has no fingerprint
+        # services of older versions send no fingerprint
         named = (self.fingerprint,) if self.fingerprint else (self.name, self.architecture, self.parameters)
         return (*named, self.dtype, self.vocab_size, self.tokenizer_fingerprint)
 
 
 def token_limit(prompt_tokens: int, max_new_tokens: int | None, target: ModelInfo, *, at_least: bool = False) -> int:
-    """Tokens, prompt included, at which a completion of `target` finishes: the one check of a request's length.
+    """Sequence length in tokens, prompt included, at which a completion of `target` finishes.
 
-    Clients look for the words of its message, which are OpenAI's.
+    This is the only check of a request's length. The error message has OpenAI's wording, which clients match.
 
     Args:
-        prompt_tokens: Tokens of the prompt.
-        max_new_tokens: That are asked for; None: as many as fit, which are one at least.
-        target: The model whose context counts; the draft's limits nothing but the drafting.
-        at_least: Whether the prompt may have more tokens than that.
+        prompt_tokens: Number of prompt tokens.
+        max_new_tokens: Requested number of new tokens; None means as many as fit, at least one.
+        target: The target model. The draft model's context limits only how far it can draft.
+        at_least: Whether `prompt_tokens` is only a lower bound.
 
     Raises:
         InvalidArgumentError: `max_new_tokens` is 0.
-        ContextLengthError: They do not fit the context.
+        ContextLengthError: The tokens do not fit the context.
     """
     if max_new_tokens == 0:
         raise InvalidArgumentError("max_new_tokens is 0, expected at least 1")
@@ -107,7 +107,7 @@ def token_limit(prompt_tokens: int, max_new_tokens: int | None, target: ModelInf
 
 
 def check_same_tokenizer(draft: ModelInfo, target: ModelInfo) -> None:
-    """Refuse a draft that speaks of other tokens than the target.
+    """Refuse a draft model whose tokenizer differs from the target's.
 
     Raises:
         FailedPreconditionError: The fingerprints differ; the message names both models.

@@ -1,4 +1,4 @@
-"""What the verify service tells of the pass that verified a tree."""
+"""Statistics that the verify service reports about the pass that verified a tree."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PassStatistics:
-    """One forward of the target over the trees, and pieces of prompts, of one or more sessions.
+    """Statistics of one pass: a target forward pass over trees and prompt pieces of one or more sessions.
 
     Attributes:
-        sessions: That shared it.
-        rows: Tokens over all sessions: roots, nodes and prompt tokens.
-        row_price: What one more row is worth, in tokens: a node less likely to be accepted is not verified. 0 where the
-            session was alone on the service.
-        hold_seconds: How long it was held back for trees about to come.
-        open_sessions: That were open on the service, in this pass or not.
-        kv_cache_usage: KV slots that sessions held / all slots of the service, when the pass had ended.
+        sessions: Number of sessions in the pass.
+        rows: Tokens of all sessions: roots, nodes and prompt tokens.
+        row_price: Price of one more row, in expected tokens; a node worth less is not verified. 0 if the session was
+            alone on the service.
+        hold_seconds: Seconds that the pass was held back for trees about to arrive.
+        open_sessions: Sessions open on the service, in this pass or not.
+        kv_cache_usage: KV slots held by sessions / all KV slots of the service, at the end of the pass.
     """
 
     sessions: int = 1
@@ -27,4 +27,4 @@ class PassStatistics:
     kv_cache_usage: float = 0.0
 
 
-ALONE = PassStatistics()  # of one session that has nothing but a root in it
+ALONE = PassStatistics()  # a pass over the root of one session

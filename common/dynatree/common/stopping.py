@@ -1,4 +1,4 @@
-"""How a service takes SIGINT and SIGTERM once it is ready, and what one leaves behind that is ended before."""
+"""Handling of SIGINT and SIGTERM by a ready service, and removal of unfinished folders when one ends early."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNFINISHED: set[Path] = set()
 
 @contextmanager
 def unfinished(folder: Path) -> Iterator[None]:
-    """While a folder is written, which is of no use before that is done: it goes if the process is ended meanwhile."""
+    """Register a folder as unfinished while the context lives, so that `remove_unfinished` removes it."""
     _UNFINISHED.add(folder)
     try:
         yield
@@ -24,17 +24,17 @@ def unfinished(folder: Path) -> Iterator[None]:
 
 
 def remove_unfinished() -> None:
-    """Remove such folders, at the end of a process that puts nothing else in order."""
+    """Remove the folders that are still unfinished; for a process that exits without other cleanup."""
     for folder in list(_UNFINISHED):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def on_stop(act: Callable[[int], object]) -> Iterator[None]:
-    """For as long as the context lives, either signal calls `act` with its number, on the running event loop.
+    """While the context lives, call `act` with the signal's number on the running event loop at SIGINT or SIGTERM.
 
-    Not by the loop's own handlers: when it is closed they leave Python's, which would raise an exception in the midst
-    of the process's end.
+    The loop's own handlers are not used: a closing loop restores Python's default handlers, and these would raise an
+    exception during the process's shutdown.
     """
     loop = asyncio.get_running_loop()
 

@@ -1,4 +1,4 @@
-"""The token tree: flat, immutable, valid once constructed.
+"""The token tree: flat, immutable, and valid once constructed.
 
 DynaTree section 3.3.
 """
@@ -14,19 +14,20 @@ from functools import cached_property
 from dynatree.common.errors import InvalidArgumentError
 
 ROOT = -1
-MAX_CANDIDATES = 256  # of one distribution: those of the largest tree fit into a message of 4 MiB
-MAX_DRAWS = 64  # with replacement, below one node
+MAX_CANDIDATES = 256  # per distribution, so that those of the largest tree fit into a message of 4 MiB
+MAX_DRAWS = 64  # draws with replacement below one node
 
 
 @dataclass(frozen=True)
 class DraftDistribution:
-    """A truncated draft distribution: what the children of one node were drawn from.
+    """A truncated draft distribution, from which the children of one node were drawn.
 
-    `draws` is empty where they were drawn without replacement, in their order. Otherwise it has an entry for each draw
-    with replacement: the place of the drawn child among its siblings, again for each repetition.
+    `draws` is empty if the children were drawn without replacement; they are then in the order of the draws. Otherwise
+    `draws` has one entry for each draw with replacement: the index of the drawn child among its siblings.
 
     Raises:
-        InvalidArgumentError: Not a distribution over 1 to `MAX_CANDIDATES` different tokens, or no such draws.
+        InvalidArgumentError: The values are no distribution over 1 to `MAX_CANDIDATES` different tokens, or the draws
+            are invalid.
     """
 
     token_ids: tuple[int, ...]
@@ -61,15 +62,15 @@ class DraftDistribution:
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Drafted tokens below the last committed one (the root, which is not stored).
+    """Drafted tokens below the last committed token (the root, which is not stored).
 
-    Node `i` carries `token_ids[i]` and hangs below node `parents[i]`, or below the root where that is `ROOT`.
+    Node `i` carries `token_ids[i]`. Its parent is node `parents[i]`, or the root if that is `ROOT`.
     Parents precede children, and siblings carry different tokens, so a sequence of tokens names at most one path.
     `log_probs[i]` is the draft's natural log-probability of node `i` given its parent.
 
-    `candidates` is empty unless children were drawn from distributions that the verify side must know (DySpec's
-    Algorithm 3). Then it has one entry for the root and one for each node, None where no child was drawn, and siblings
-    stand in the order in which they were first drawn.
+    `candidates` is empty unless children were drawn from distributions that the verify service needs (DySpec's
+    Algorithm 3). Then it has one entry for the root and one for each node, None if no child was drawn there, and
+    siblings are in the order in which they were first drawn.
 
     Raises:
         InvalidArgumentError: The arrays do not describe such a tree.
@@ -139,12 +140,30 @@ class TokenTree:
 
     @cached_property
     def children(self) -> dict[tuple[int, int], int]:
-        """The node that carries a token below a parent: `children[parent, token_id]`."""
+        """Map from (parent, token id) to the child node that carries the token."""
         return {edge: node for node, edge in enumerate(zip(self.parents, self.token_ids, strict=True))}
 
     def children_of(self, parent: int) -> tuple[int, ...]:
-        """A node's children in their order; `ROOT` for the root's."""
+        """The children of a node, in order; `ROOT` stands for the root."""
         return tuple(node for node, above in enumerate(self.parents) if above == parent)
+
+    def take(self, nodes: Sequence[int]) -> TokenTree:
+        """The tree of the given nodes, in the given order, without a second validation.
+
+        Args:
+            nodes: Node indices, each after its parent. For a tree with `candidates`, all nodes must be given, and
+                siblings must keep their order.
+        """
+        place = {node: place for place, node in enumerate((ROOT, *nodes), start=ROOT)}
+        taken = object.__new__(TokenTree)
+        for name, value in (
+            ("token_ids", tuple(self.token_ids[node] for node in nodes)),
+            ("parents", tuple(place[self.parents[node]] for node in nodes)),
+            ("log_probs", tuple(self.log_probs[node] for node in nodes) if self.log_probs else ()),
+            ("candidates", tuple(self.candidates[node + 1] for node in (ROOT, *nodes)) if self.candidates else ()),
+        ):
+            object.__setattr__(taken, name, value)
+        return taken
 
     def path(self, node: int) -> tuple[int, ...]:
         """The nodes from the root's child down to `node`, both included; empty for the root."""
@@ -156,7 +175,7 @@ class TokenTree:
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, name: str) -> None:
-    """Refuse ids that the model has no embedding for; on a GPU one would poison the process.
+    """Refuse token ids without an embedding; on a GPU, one such id would make the CUDA context unusable.
 
     Raises:
         InvalidArgumentError: An id is not in [0, vocab_size).

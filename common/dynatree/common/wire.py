@@ -1,13 +1,19 @@
-"""The messages of the two services to values and back: with the services, the only place that knows protobuf.
+"""Conversion between protobuf messages and values; only this module and the services use protobuf.
 
-Decoding checks what a value cannot be made without; what depends on a model or a session, its owner checks.
+Decoding checks only conditions that a value needs to be constructed. Checks that depend on a model or a session are
+left to its owner.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import islice
 from types import MappingProxyType
+from typing import Any
 
+from google.protobuf.message import Message
+
+from dynatree.common.decoding import Decoding
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.log_probs import TopLogProbs
 from dynatree.common.messages import Commit, FinishReason, OpenSession, SessionOpened, VerifyTimings
@@ -15,7 +21,7 @@ from dynatree.common.model_info import ForwardCost, ModelInfo
 from dynatree.common.pass_statistics import PassStatistics
 from dynatree.common.sampling import Sampling, Scheme, check_biases
 from dynatree.common.tree import DraftDistribution, TokenTree, check_token_ids
-from dynatree.v1 import tree_pb2, verify_pb2
+from dynatree.v1 import draft_pb2, tree_pb2, verify_pb2
 
 _FINISH_REASONS = {
     FinishReason.STOP: tree_pb2.FINISH_REASON_STOP,
@@ -25,7 +31,7 @@ _FINISH_REASONS = {
 
 
 def model_info_to_pb(info: ModelInfo) -> tree_pb2.ModelInfo:
-    """The message that carries model information; its costs are rounded to float32."""
+    """The message for a model's description; its costs are rounded to float32."""
     fields = dict(vars(info))
     fields["forward_costs"] = [
         tree_pb2.ForwardCost(rows=each.rows, seconds=each.seconds) for each in info.forward_costs
@@ -34,7 +40,7 @@ def model_info_to_pb(info: ModelInfo) -> tree_pb2.ModelInfo:
 
 
 def model_info_from_pb(message: tree_pb2.ModelInfo) -> ModelInfo:
-    """Model information from a message; what the message leaves out is empty or 0."""
+    """A model's description from its message; missing fields become empty or 0, the repetition penalty 1."""
     fields = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
     fields["forward_costs"] = tuple(ForwardCost(cost.rows, cost.seconds) for cost in message.forward_costs)
     fields["repetition_penalty"] = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
@@ -42,26 +48,17 @@ def model_info_from_pb(message: tree_pb2.ModelInfo) -> ModelInfo:
 
 
 def sampling_to_pb(sampling: Sampling) -> tree_pb2.SamplingOptions:
-    """The message that carries sampling options, the seed included."""
-    return tree_pb2.SamplingOptions(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        seed=sampling.seed,
-        scheme=f"SAMPLING_SCHEME_{sampling.scheme.name}",
-    )
+    """The message for sampling options, including the seed."""
+    values = {each.name: getattr(sampling, each.name) for each in fields(Sampling)}
+    values |= {"logit_bias": dict(sampling.logit_bias), "scheme": f"SAMPLING_SCHEME_{sampling.scheme.name}"}
+    return tree_pb2.SamplingOptions(**values)
 
 
 def sampling_from_pb(message: tree_pb2.SamplingOptions, *, default_seed: int, default_penalty: float = 1.0) -> Sampling:
-    """Sampling options from a message; the default seed and repetition penalty where it names none.
+    """Sampling options from a message; the defaults replace a missing seed or repetition penalty.
 
     Raises:
-        InvalidArgumentError: An option is out of its range.
+        InvalidArgumentError: An option is out of range.
     """
     schemes = {scheme.value: scheme for scheme in Scheme} | {
         tree_pb2.SAMPLING_SCHEME_UNSPECIFIED: Scheme.GUMBEL  # proto3 enums are open: any number may arrive
@@ -69,60 +66,60 @@ def sampling_from_pb(message: tree_pb2.SamplingOptions, *, default_seed: int, de
     if message.scheme not in schemes:
         known = ", ".join(f"{scheme.value} ({scheme.name.lower()})" for scheme in Scheme)
         raise InvalidArgumentError(f"scheme is {message.scheme}, expected one of {known}")
-    check_biases(len(message.logit_bias))  # before they are copied
-    return Sampling(
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p if message.HasField("top_p") else 1.0,
-        min_p=message.min_p,
-        repetition_penalty=(message.repetition_penalty if message.HasField("repetition_penalty") else default_penalty),
-        frequency_penalty=message.frequency_penalty,
-        presence_penalty=message.presence_penalty,
-        logit_bias=MappingProxyType(dict(message.logit_bias)),
-        seed=message.seed if message.HasField("seed") else default_seed,
-        scheme=schemes[message.scheme],
-    )
+    check_biases(len(message.logit_bias))  # before copying them
+    values = {"seed": default_seed, "repetition_penalty": default_penalty, **_values(message, Sampling)}
+    bias = MappingProxyType(dict(message.logit_bias))
+    return Sampling(**{**values, "logit_bias": bias, "scheme": schemes[message.scheme]})
+
+
+def decoding_from_pb(
+    message: verify_pb2.OpenSession | draft_pb2.GenerateRequest, *, default_seed: int, default_penalty: float = 1.0
+) -> Decoding:
+    """Decoding options from either message; the defaults replace a missing seed or repetition penalty.
+
+    Raises:
+        InvalidArgumentError: A sampling option is out of range.
+    """
+    sampling = sampling_from_pb(message.sampling, default_seed=default_seed, default_penalty=default_penalty)
+    stop = tuple(message.stop_token_ids)
+    return Decoding(**{**_values(message, Decoding), "sampling": sampling, "stop_token_ids": stop})
+
+
+def _values(message: Message, record: type[Any]) -> dict[str, Any]:
+    """The message's fields that the dataclass also has, without optional fields that are not set."""
+    known = message.DESCRIPTOR.fields_by_name
+    names = [each.name for each in fields(record) if each.name in known]
+    return {name: getattr(message, name) for name in names if not known[name].has_presence or message.HasField(name)}
 
 
 def open_session_to_pb(request: OpenSession) -> verify_pb2.OpenSession:
     """The message that opens a session."""
+    decoding = {each.name: getattr(request.decoding, each.name) for each in fields(Decoding)}
     return verify_pb2.OpenSession(
         prompt_ids=request.prompt_ids,
-        max_new_tokens=request.max_new_tokens,
-        ignore_eos=request.ignore_eos,
-        sampling=sampling_to_pb(request.sampling),
         draft=model_info_to_pb(request.draft),
-        stop_token_ids=request.stop_token_ids,
-        log_probs=request.log_probs,
         principal=request.principal,
         generated=request.generated,
         round=request.round,
-        top_log_probs=request.top_log_probs,
-        prompt_log_probs=request.prompt_log_probs,
+        **{**decoding, "sampling": sampling_to_pb(request.decoding.sampling)},
     )
 
 
 def open_session_from_pb(
     message: verify_pb2.OpenSession, *, default_seed: int, default_penalty: float = 1.0
 ) -> OpenSession:
-    """A request for a session from its message; the default seed and repetition penalty where it names none.
+    """A request for a session from its message; the defaults replace a missing seed or repetition penalty.
 
     Raises:
-        InvalidArgumentError: A sampling option is out of its range.
+        InvalidArgumentError: A sampling option is out of range.
     """
     return OpenSession(
         prompt_ids=tuple(message.prompt_ids),
-        max_new_tokens=message.max_new_tokens if message.HasField("max_new_tokens") else None,
-        sampling=sampling_from_pb(message.sampling, default_seed=default_seed, default_penalty=default_penalty),
+        decoding=decoding_from_pb(message, default_seed=default_seed, default_penalty=default_penalty),
         draft=model_info_from_pb(message.draft),
-        ignore_eos=message.ignore_eos,
-        stop_token_ids=tuple(message.stop_token_ids),
-        log_probs=message.log_probs,
         principal=message.principal,
         generated=message.generated,
         round=message.round,
-        top_log_probs=message.top_log_probs,
-        prompt_log_probs=message.prompt_log_probs,
     )
 
 
@@ -158,7 +155,7 @@ def session_opened_from_pb(message: verify_pb2.SessionOpened) -> SessionOpened:
 
 
 def tree_to_pb(tree: TokenTree, *, round_: int, base_length: int) -> tree_pb2.TokenTree:
-    """The message of a tree for round `round_` of a session with `base_length` committed tokens."""
+    """The message for a tree in round `round_` of a session with `base_length` committed tokens."""
     draws = [place for each in tree.candidates if each for place in each.draws]
     return tree_pb2.TokenTree(
         round=round_,
@@ -175,11 +172,11 @@ def tree_to_pb(tree: TokenTree, *, round_: int, base_length: int) -> tree_pb2.To
 
 
 def tree_from_pb(message: tree_pb2.TokenTree, *, max_nodes: int, max_depth: int, vocab_size: int) -> TokenTree:
-    """The tree in a message, refused before anything is built where it passes a limit.
+    """The tree in a message; a message with too many nodes is refused before the tree is built.
 
     Raises:
-        InvalidArgumentError: More than `max_nodes` nodes or `max_depth` levels, a token outside `vocab_size`, or
-            arrays that do not form a tree.
+        InvalidArgumentError: The tree has more than `max_nodes` nodes or `max_depth` levels, a token is outside the
+            vocabulary, or the arrays do not form a tree.
     """
     nodes = max(len(message.token_ids), len(message.parents), len(message.log_probs))
     if nodes > max_nodes:
@@ -224,7 +221,7 @@ def _distributions_from_pb(message: tree_pb2.TokenTree, vocab_size: int) -> tupl
 
 
 def commit_to_pb(commit: Commit) -> verify_pb2.Commit:
-    """The message of a commit."""
+    """The message for a commit."""
     return verify_pb2.Commit(
         next_round=commit.next_round,
         base_length=commit.base_length,
@@ -290,7 +287,7 @@ def commit_from_pb(message: verify_pb2.Commit) -> Commit:
 
 
 def top_log_probs_to_pb(top: TopLogProbs) -> tree_pb2.TopLogProbs | None:
-    """The message of the likeliest tokens of some places; None where there are none."""
+    """The message for the likeliest tokens of some positions; None if there are none."""
     if not top:
         return None
     return tree_pb2.TopLogProbs(
@@ -300,17 +297,17 @@ def top_log_probs_to_pb(top: TopLogProbs) -> tree_pb2.TopLogProbs | None:
 
 
 def top_log_probs_from_pb(message: tree_pb2.TopLogProbs, places: int) -> TopLogProbs:
-    """The likeliest tokens of so many places from their message."""
+    """The likeliest tokens of `places` positions from their message."""
     named = tuple(zip(message.token_ids, message.log_probs, strict=True))
-    count = len(named) // places if places else 0  # in each place
+    count = len(named) // places if places else 0  # per position
     return tuple(named[place * count : (place + 1) * count] for place in range(places)) if count else ()
 
 
 def finish_reason_to_pb(reason: FinishReason | None) -> tree_pb2.FinishReason:
-    """The enum's value; None is FINISH_REASON_UNSPECIFIED."""
+    """The protobuf enum value; None becomes FINISH_REASON_UNSPECIFIED."""
     return tree_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_REASONS[reason]
 
 
 def finish_reason_from_pb(value: tree_pb2.FinishReason) -> FinishReason | None:
-    """The reason of an enum's value; None where it names none that is known."""
+    """The finish reason for a protobuf enum value; None if the value is unknown."""
     return next((reason for reason, each in _FINISH_REASONS.items() if each == value), None)

@@ -1,17 +1,17 @@
-"""What the draft service counts, under the names that dashboards for vLLM have, with the prefix `dynatree_`."""
+"""Prometheus metrics of the draft service: vLLM's metric names, with the prefix `dynatree_`."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from dynatree.common.admission import Admission
-from dynatree.common.metrics import LATENCY_BUCKETS, ROW_BUCKETS, TOKEN_BUCKETS, gauge
-from dynatree.draft.generation import Completion
-from dynatree.draft.replicas import Replicas
+from dynatree.draft.completion.generation import Completed
+from dynatree.draft.target.replicas import Replicas
+from dynatree.serving.admission import Admission
+from dynatree.serving.metrics import LATENCY_BUCKETS, ROW_BUCKETS, TOKEN_BUCKETS, gauge
 
 
 class DraftMetrics:
-    """Counts completions when they end; what goes on is asked for when it is scraped."""
+    """Counters change when a completion ends; gauges are read at scrape time."""
 
     def __init__(self, registry: CollectorRegistry, admission: Admission, replicas: Replicas) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -57,7 +57,7 @@ class DraftMetrics:
         self._resumes = counter("resumes", "Sessions that went on at another verify service.")
         self._resume_seconds = histogram("resume_seconds", "From losses to the next token, a completion's sum.")
 
-    def completed(self, completion: Completion) -> None:
+    def completed(self, completion: Completed) -> None:
         """Count a completion that has ended."""
         statistics = completion.statistics
         reason = completion.finish_reason.value if completion.finish_reason else "unknown"

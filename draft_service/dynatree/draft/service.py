@@ -1,4 +1,4 @@
-"""DraftService over gRPC: what clients call."""
+"""The gRPC servicer of DraftService, the API that clients call."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextman
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dynatree.common.admission import Admission
-from dynatree.common.call_tracker import Call
 from dynatree.common.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -22,30 +20,39 @@ from dynatree.common.errors import (
     ServiceBusyError,
     ServiceError,
 )
-from dynatree.common.grpc_options import PRINCIPAL
 from dynatree.common.limits import MAX_PRINCIPAL_LENGTH, MAX_STOP_TOKENS
 from dynatree.common.log_probs import check_log_probs
 from dynatree.common.model_info import ModelInfo, token_limit
-from dynatree.common.principals import is_principal
 from dynatree.common.sampling import Sampling
 from dynatree.common.seeds import completion_seed
-from dynatree.common.token_quota import Charge, TokenNeed
-from dynatree.common.tracing import NOTHING as NO_SPAN
-from dynatree.common.tracing import OFF, Span, Tracing
 from dynatree.common.tree import check_token_ids
-from dynatree.common.wire import model_info_to_pb, sampling_from_pb, top_log_probs_to_pb
-from dynatree.draft.generation import NOTHING, Backend, Chunk, Generation, GenerationRequest, Received
-from dynatree.draft.generation import Completion as DoneCompletion
+from dynatree.common.wire import decoding_from_pb, model_info_to_pb, top_log_probs_to_pb
+from dynatree.draft.completion.generation import (
+    NOTHING_RECEIVED,
+    Backend,
+    Chunk,
+    Completed,
+    Generation,
+    GenerationRequest,
+    Received,
+)
 from dynatree.draft.metrics import DraftMetrics
-from dynatree.draft.policies import RESIDUAL_POLICY, Setting, create_policy, policy_names, residual_policies
-from dynatree.draft.prompt_text import PromptText, decoded, written
-from dynatree.draft.prompts import Message, PromptEncoder
-from dynatree.draft.replicas import NothingReadyError
-from dynatree.draft.target import Target
-from dynatree.draft.target_session import TargetChangedError
-from dynatree.draft.tokenizer_thread import TokenizerThread
-from dynatree.draft.vocabulary import token_bytes
+from dynatree.draft.policies import RESIDUAL_POLICY, Policy, create_policy, policy_names, residual_policies
+from dynatree.draft.settings import DefaultPolicy
+from dynatree.draft.target.replicas import NothingReadyError
+from dynatree.draft.target.target import Target
+from dynatree.draft.target.target_session import TargetChangedError
+from dynatree.draft.text.prompt_text import PromptText, decoded, written
+from dynatree.draft.text.prompts import Message, PromptEncoder
+from dynatree.draft.text.tokenizer_thread import TokenizerThread
+from dynatree.draft.text.vocabulary import token_bytes
 from dynatree.draft.wire import policy_settings_from_pb, response_to_pb
+from dynatree.serving.admission import Admission
+from dynatree.serving.call_tracker import Call
+from dynatree.serving.grpc_options import PRINCIPAL
+from dynatree.serving.principals import is_principal
+from dynatree.serving.token_quota import Charge, TokenNeed
+from dynatree.serving.tracing import NO_SPAN, OFF, Span, Tracing
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -55,10 +62,10 @@ SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_COMPLETIONS = 64
-TARGET_CHANGES = 5  # of the verify service, while one session is opened
-VOCABULARY_PART = 2**14  # tokens a message
-ID_BYTES = 4  # of a token id
-# How an opening ends that no verify service took up, or that one lost: its caller is charged nothing.
+TARGET_CHANGES = 5  # attempts to open one session while verify services change their targets
+VOCABULARY_PART = 2**14  # tokens per message
+ID_BYTES = 4  # size of a token id
+# Errors of an opening whose prefill no verify service began, or whose verify service was lost: nothing is charged.
 NOT_BEGUN = (
     InvalidArgumentError,
     OutOfRangeError,
@@ -70,24 +77,44 @@ NOT_BEGUN = (
 
 
 @dataclass(frozen=True)
-class DefaultPolicy:
-    """The policy of requests that name none."""
+class _Asked:
+    """One call of Generate, from which the request of each completion is built once its target is known.
 
-    name: str
-    settings: dict[str, Setting]
+    Attributes:
+        message: The call's message.
+        prompt_ids: The prompt.
+        seed: The seed in force.
+        principal: The principal.
+        first: Index of the first completion to make.
+        received: The part of that completion that the client already has.
+        request_id: The call's id in logs.
+    """
+
+    message: draft_pb2.GenerateRequest
+    prompt_ids: tuple[int, ...]
+    seed: int
+    principal: str
+    first: int
+    received: Received
+    request_id: str
+
+    @property
+    def begins(self) -> bool:
+        """Whether the client has no token yet. Facts about the prompt are sent with the first token."""
+        return self.first == 0 and not self.received.token_ids
 
 
 class DraftService(draft_pb2_grpc.DraftServiceServicer):
-    """Serves completions on one draft model and the verify services behind it.
+    """Serves completions with one draft model and the verify services behind it.
 
-    A verify service may be started anew with another model: every session that it opens says which one it has.
+    A verify service may restart with another model, so each opened session reports its target.
 
     Args:
-        backend: The draft model and the way to the verify services.
+        backend: The draft model and the verify services.
         default_policy: The policy of requests that name none.
-        admission: Whose completions run, and whose wait.
-        metrics: Counts completions.
-        tracing: Where spans go.
+        admission: The queue that decides which requests run.
+        metrics: The metrics of completions.
+        tracing: The exporter of spans.
     """
 
     def __init__(
@@ -106,13 +133,13 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._default_policy = default_policy
         self._encoder = PromptEncoder(backend.engine.tokenizer)
         self._longest_token = max(map(len, backend.engine.tokenizer.get_vocab()))  # characters
-        self._nothing_ready = False  # as a request has found, and its line said
-        self._vocabulary: list[bytes] = []  # made when somebody asks for it
+        self._nothing_ready = False  # whether the log already says that no verify service is ready
+        self._vocabulary: list[bytes] = []  # built at the first GetVocabulary
 
     async def GetModelInfo(  # noqa: N802
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
-        """Both models, and the policies with the default first; the last known target where none answers."""
+        """Return both models and the policies, default first; the last known target if no verify service answers."""
         default = self._default_policy.name
         others = [name for name in policy_names() if name != default]
         return draft_pb2.DraftServiceGetModelInfoResponse(
@@ -125,7 +152,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     async def GetVocabulary(  # noqa: N802
         self, request: draft_pb2.GetVocabularyRequest, context: Context
     ) -> AsyncIterator[draft_pb2.GetVocabularyResponse]:
-        """The bytes of every token, in parts."""
+        """Stream the bytes of every token, in parts."""
         if not self._vocabulary:
             self._vocabulary = await self._tokenizer_thread.run(
                 _principal(context), 0, lambda: self._vocabulary or token_bytes(self._backend.engine.tokenizer)
@@ -136,7 +163,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     async def Tokenize(  # noqa: N802
         self, request: draft_pb2.TokenizeRequest, context: Context
     ) -> draft_pb2.TokenizeResponse:
-        """The tokens of a prompt."""
+        """Return the tokens of a prompt."""
         if request.WhichOneof("prompt") is None:
             raise InvalidArgumentError("the request has no prompt; expected the field `text` or `chat`")
         add_special_tokens = not request.HasField("add_special_tokens") or request.add_special_tokens
@@ -151,7 +178,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     async def Detokenize(  # noqa: N802
         self, request: draft_pb2.DetokenizeRequest, context: Context
     ) -> draft_pb2.DetokenizeResponse:
-        """The text of tokens."""
+        """Return the text of tokens."""
         target = self._backend.replicas.target.info
         if len(request.token_ids) > target.context_length:
             raise OutOfRangeError(f"there are {len(request.token_ids)} token_ids; at most {target.context_length} fit")
@@ -164,7 +191,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     async def Generate(  # noqa: N802
         self, request: draft_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[draft_pb2.GenerateResponse]:
-        """One completion after the other, all under one admission: a request that has begun waits for nobody here."""
+        """Make the completions one after the other, all under one admission: a started request never queues again."""
         span = self._tracing.span("generate", context.invocation_metadata(), request_id=context.request_id)
         try:
             with span:
@@ -187,13 +214,11 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         prompt_ids = await self._prompt_ids(request, target.info, principal)
         first, received = _received(request, count, target.info.context_length)
         seed = request.sampling.seed if request.sampling.HasField("seed") else secrets.randbits(63)
-        # for the first completion, and with its first token: who has that has them
-        begins = first == 0 and not received.token_ids
-        prompt_log_probs = request.prompt_log_probs and begins
-        checked = self._checked(request, prompt_ids, seed, principal, target, received, prompt_log_probs)
+        asked = _Asked(request, prompt_ids, seed, principal, first, received, context.request_id)
+        checked = self._request(asked, first, target)
         slots = self._backend.drafter.slots(len(prompt_ids), checked.limit)
         prompt_text = PromptText()
-        if request.prompt_text and begins:
+        if request.prompt_text and asked.begins:
             prompt_text = await self._prompt_text(request, prompt_ids, principal)
         tokens = _tokens(checked, count - first)
         async with self._admission.queued(principal, slots, context.time_remaining(), tokens) as turn:
@@ -201,22 +226,22 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                 async for ahead in turn.positions():
                     if request.queue_position:
                         yield draft_pb2.GenerateResponse(queue_position=ahead)
-            fingerprint = request.resume.target_fingerprint
             for index in range(first, count):
-                new_request = partial(self._checked, request, prompt_ids, completion_seed(seed, index), principal)
-                if index == first:
-                    new_request = partial(new_request, received=received, prompt_log_probs=prompt_log_probs)
                 with span.child("completion", index=index) as completing:
-                    new_request = partial(new_request, request_id=context.request_id, span=completing)
+                    new_request = partial(self._request, asked, index, span=completing)
                     async with (
                         self._opened(
-                            new_request, fingerprint, checked.least_context, context.time_remaining(), turn.charge
+                            new_request,
+                            request.resume.target_fingerprint,
+                            checked.least_context,
+                            context.time_remaining(),
+                            turn.charge,
                         ) as generation,
                         aclosing(generation.rounds()) as events,
                     ):
                         generation.waited(turn.queue_seconds if index == first else 0.0)
                         started: draft_pb2.Started | None = draft_pb2.Started(
-                            seed=0 if checked.sampling.greedy else seed,
+                            seed=0 if checked.decoding.sampling.greedy else seed,
                             prompt_ids=() if request.WhichOneof("prompt") == "token_ids" else prompt_ids,
                             target_fingerprint=generation.fingerprint,
                             max_new_tokens=generation.max_new_tokens,
@@ -229,13 +254,13 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                         async for event in events:
                             if isinstance(event, Chunk):
                                 turn.charge.use(len(event.token_ids))
-                            if isinstance(event, DoneCompletion):
+                            if isinstance(event, Completed):
                                 self._completed(context, principal, index, event, completing)
                             yield response_to_pb(event, index=index, started=started)
                             started = None
 
-    def _completed(self, context: Context, principal: str, index: int, completion: DoneCompletion, span: Span) -> None:
-        """Count a completion, note in its span what it took, and write its line."""
+    def _completed(self, context: Context, principal: str, index: int, completion: Completed, span: Span) -> None:
+        """Count a completion, record its costs in its span, and log it."""
         statistics = completion.statistics
         self._metrics.completed(completion)
         span.note(
@@ -268,13 +293,13 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         log.info("completion", extra={"fields": fields})
 
     def _failed(self, context: Context, error: BaseException) -> None:
-        """Count a request that has failed, and write its line; of those that find nothing ready, the first one's."""
+        """Count and log a failed request; while no verify service is ready, only the first such request is logged."""
         code = error.code if isinstance(error, ServiceError) else "INTERNAL"
         code = "CANCELLED" if isinstance(error, (CancelledError, GeneratorExit)) else code
         self._metrics.failed(code)
         if isinstance(error, NothingReadyError):
             if self._nothing_ready:
-                return  # clients try again every second
+                return  # clients retry every second
             self._nothing_ready = True
         log.info("request ended", extra={"fields": {"request_id": context.request_id, "code": code}})
 
@@ -287,13 +312,13 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         timeout: float | None,
         charge: Charge,
     ) -> AsyncIterator[Generation]:
-        """An open completion, whose request was made for the target that its verify service has now.
+        """Open a completion, with a request built for the current target of its verify service.
 
-        It needs a context of at least `needed` tokens. Its prompt is charged.
+        A target with a context of at least `needed` tokens is preferred. The prompt is charged.
 
         Raises:
-            FailedPreconditionError: There is a fingerprint, and no verify service that is ready has it.
-            ServiceError: No verify service is ready, or they failed or refused.
+            FailedPreconditionError: No ready verify service has the fingerprint that the request names.
+            ServiceError: No verify service is ready, or the verify services failed or refused.
         """
         for _ in range(TARGET_CHANGES):
             replica = self._backend.replicas.first(fingerprint, needed)
@@ -311,55 +336,39 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                 return
         raise PeerFailedError("the verify service changes its target all the time")
 
-    def _checked(
-        self,
-        message: draft_pb2.GenerateRequest,
-        prompt_ids: tuple[int, ...],
-        seed: int,
-        principal: str,
-        target: Target,
-        received: Received = NOTHING,
-        prompt_log_probs: bool = False,
-        request_id: str = "",
-        span: Span = NO_SPAN,
-    ) -> GenerationRequest:
-        """The request for a completion, as far as the draft side can check it; the verify service checks its own part.
+    def _request(self, asked: _Asked, index: int, target: Target, span: Span = NO_SPAN) -> GenerationRequest:
+        """Build the request of completion `index`, checked as far as the draft side can.
 
         Raises:
-            ServiceError: It asks for what there is not.
+            ServiceError: A field of the message is invalid or out of range.
         """
-        token_limit(len(prompt_ids), _new_tokens(message), target.info)
-        check_token_ids(prompt_ids, target.info.vocab_size, "token_ids")
-        check_token_ids(received.token_ids, target.info.vocab_size, "resume.token_ids")
-        check_log_probs(message.top_log_probs, len(prompt_ids) if prompt_log_probs else 0)
-        penalty = target.info.repetition_penalty
-        sampling = replace(sampling_from_pb(message.sampling, default_seed=seed, default_penalty=penalty), seed=seed)
-        name = message.policy.name or self._default_name(sampling)
-        inherited = self._default_policy.settings if name == self._default_policy.name else {}
-        policy = create_policy(name, {**inherited, **policy_settings_from_pb(message.policy)}, target.costs)
-        if sampling.residual and not policy.supports_residual:
-            raise InvalidArgumentError(
-                f"policy {name} chooses nodes by their tokens, which scheme residual does not allow; "
-                f"expected one of {', '.join(residual_policies())}"
-            )
-        learnt = sampling.residual and policy.learns_from_others  # perhaps of the noise that this seed has
+        message, prompt_ids, info = asked.message, asked.prompt_ids, target.info
+        received = asked.received if index == asked.first else NOTHING_RECEIVED
+        seed = completion_seed(asked.seed, index)
+        decoding = decoding_from_pb(message, default_seed=seed, default_penalty=info.repetition_penalty)
+        token_limit(len(prompt_ids), decoding.max_new_tokens, info)
+        check_token_ids(prompt_ids, info.vocab_size, "token_ids")
+        check_token_ids(received.token_ids, info.vocab_size, "resume.token_ids")
+        prompt_log_probs = decoding.prompt_log_probs and asked.begins and index == asked.first
+        check_log_probs(decoding.top_log_probs, len(prompt_ids) if prompt_log_probs else 0)
+        policy = self._policy(message.policy, decoding.sampling, target)
+        # what such a policy has learnt may depend on the noise of this seed
+        learnt = decoding.sampling.residual and policy.learns_from_others
+        sampling = replace(decoding.sampling, seed=secrets.randbits(63) if learnt else seed)
+        stop_token_ids = (*decoding.stop_token_ids, *self._encoder.special_ids(message.stop))
         request = GenerationRequest(
             prompt_ids=prompt_ids,
-            max_new_tokens=_new_tokens(message),
-            sampling=replace(sampling, seed=secrets.randbits(63)) if learnt else sampling,
-            seed=seed,
+            decoding=replace(
+                decoding, sampling=sampling, stop_token_ids=stop_token_ids, prompt_log_probs=prompt_log_probs
+            ),
             stop=tuple(message.stop),
-            stop_token_ids=(*message.stop_token_ids, *self._encoder.special_ids(message.stop)),
-            ignore_eos=message.ignore_eos,
-            log_probs=message.log_probs or message.top_log_probs > 0,
-            top_log_probs=message.top_log_probs,
-            prompt_log_probs=prompt_log_probs,
             trace=message.trace,
             policy=policy,
             target=target,
-            principal=principal,
+            seed=seed,
+            principal=asked.principal,
             received=received,
-            request_id=request_id,
+            request_id=asked.request_id,
             span=span,
         )
         if len(request.begun_ids) > request.limit:
@@ -368,15 +377,32 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             )
         return request
 
+    def _policy(self, message: draft_pb2.Policy, sampling: Sampling, target: Target) -> Policy:
+        """Create a completion's policy from the name and settings of the request, or from the service's default.
+
+        Raises:
+            InvalidArgumentError: The name is unknown, a setting is wrong, or the policy does not support residual
+                sampling.
+        """
+        name = message.name or self._default_name(sampling)
+        inherited = self._default_policy.settings if name == self._default_policy.name else {}
+        policy = create_policy(name, {**inherited, **policy_settings_from_pb(message)}, target.costs)
+        if sampling.residual and not policy.supports_residual:
+            raise InvalidArgumentError(
+                f"policy {name} chooses nodes by their tokens, which scheme residual does not allow; "
+                f"expected one of {', '.join(residual_policies())}"
+            )
+        return policy
+
     def _default_name(self, sampling: Sampling) -> str:
-        """The policy of a request that names none: the service's, or one that can, where that cannot draw at random."""
+        """Policy of a request that names none: the service's default, or one that supports residual sampling."""
         name = self._default_policy.name
         return name if not sampling.residual or name in residual_policies() else RESIDUAL_POLICY
 
     async def _prompt_ids(
         self, message: draft_pb2.GenerateRequest, target: ModelInfo, principal: str
     ) -> tuple[int, ...]:
-        """The prompt's tokens; one that cannot fit the target's context for certain is refused before it is copied."""
+        """Return the prompt's tokens; a prompt that certainly exceeds the target's context is refused uncopied."""
         kind = message.WhichOneof("prompt")
         if kind is None:
             raise InvalidArgumentError("the request has no prompt; expected the field `text`, `token_ids` or `chat`")
@@ -407,7 +433,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         *,
         add_special_tokens: bool = True,
     ) -> tuple[int, ...]:
-        """The tokens of a prompt of text, or of a chat."""
+        """Encode a text prompt or a chat."""
         token_limit(self._least_tokens(message), None, target, at_least=True)
         if message.HasField("chat"):
             messages = [Message(each.role, each.content, each.name) for each in message.chat.messages]
@@ -419,13 +445,13 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         return await self._tokenizer_thread.run(principal, size, partial(encode, special_tokens=message.special_tokens))
 
     def _least_tokens(self, message: draft_pb2.GenerateRequest | draft_pb2.TokenizeRequest) -> int:
-        """Tokens that a prompt of text, or a chat, has at least; without making them."""
+        """Lower bound on the tokens of a text prompt or a chat, found without encoding it."""
         characters = sum(map(len, _texts(message)))
         return max(math.ceil(characters / self._longest_token), len(message.chat.messages))
 
 
 def _principal(context: Context) -> str:
-    """On whose behalf a request is made: as it was found out, or by its own word; "" where it names nobody."""
+    """Return the principal of a request: the authenticated one, else the one it names, else ""."""
     if context.principal is not None:
         return str(context.principal)
     named = dict(context.invocation_metadata() or ()).get(PRINCIPAL, "")
@@ -435,7 +461,7 @@ def _principal(context: Context) -> str:
 
 
 def _texts(message: draft_pb2.GenerateRequest | draft_pb2.TokenizeRequest) -> Iterator[str]:
-    """The texts of a prompt of text, or of a chat."""
+    """Yield the texts of a text prompt or a chat."""
     yield message.text
     for each in message.chat.messages:
         yield from (each.role, each.content, each.name)
@@ -446,17 +472,17 @@ def _new_tokens(message: draft_pb2.GenerateRequest) -> int | None:
 
 
 def _tokens(request: GenerationRequest, completions: int) -> TokenNeed:
-    """What a request may use whose first completion to make is `request`; the later ones read the prompt again."""
+    """Token need of a call whose first completion to make is `request`; each later one reads the prompt again."""
     return TokenNeed(
         least=len(request.begun_ids) + (completions - 1) * len(request.prompt_ids),
         most=completions * request.limit,
-        open_ended=request.max_new_tokens is None,
+        open_ended=request.decoding.max_new_tokens is None,
     )
 
 
 @contextmanager
 def _prefill(charge: Charge, tokens: int) -> Iterator[None]:
-    """Charge a prompt whose prefill begins in the context, also where it is cancelled or fails."""
+    """Charge a prompt if its prefill begins inside the context, even if it is then cancelled or fails."""
     begun = True
     try:
         yield
@@ -476,7 +502,7 @@ def _count(message: draft_pb2.GenerateRequest) -> int:
 
 
 def _received(message: draft_pb2.GenerateRequest, count: int, context_length: int) -> tuple[int, Received]:
-    """The first completion to make, and what the client has of it."""
+    """Return the index of the first completion to make, and the part of it that the client already has."""
     resume = message.resume
     if resume.index >= count:
         raise InvalidArgumentError(f"resume.index is {resume.index}, expected a number below n, {count}")

@@ -1,4 +1,4 @@
-"""The messages of `DraftService` to values and back."""
+"""Conversion between messages of `DraftService` and values."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from math import exp
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.wire import finish_reason_to_pb, top_log_probs_to_pb
-from dynatree.draft.generation import Chunk, Completion, TracedRound
+from dynatree.draft.completion.generation import Chunk, Completed, TracedRound
+from dynatree.draft.completion.statistics import Statistics
 from dynatree.draft.policies import Setting
-from dynatree.draft.statistics import Statistics
 from dynatree.v1 import draft_pb2
 
 
 def policy_settings_from_pb(message: draft_pb2.Policy) -> dict[str, Setting]:
-    """The settings of all maps.
+    """Merge the settings of the message's three maps.
 
     Raises:
-        InvalidArgumentError: A name is in two of them.
+        InvalidArgumentError: A name is in two of the maps.
     """
     kinds: dict[str, Mapping[str, Setting]] = {
         "number": message.settings,
@@ -32,9 +32,9 @@ def policy_settings_from_pb(message: draft_pb2.Policy) -> dict[str, Setting]:
 
 
 def response_to_pb(
-    event: Chunk | TracedRound | Completion, *, index: int, started: draft_pb2.Started | None = None
+    event: Chunk | TracedRound | Completed, *, index: int, started: draft_pb2.Started | None = None
 ) -> draft_pb2.GenerateResponse:
-    """The message of an event of completion `index`; a chunk, which is the first, carries what `started`."""
+    """Build the message of an event of completion `index`; the first chunk carries `started`."""
     match event:
         case Chunk():
             return draft_pb2.GenerateResponse(
@@ -48,7 +48,7 @@ def response_to_pb(
             )
         case TracedRound():
             return draft_pb2.GenerateResponse(index=index, trace=_trace_to_pb(event))
-        case Completion():
+        case Completed():
             completion = draft_pb2.Completion(
                 finish_reason=finish_reason_to_pb(event.finish_reason),
                 prompt_tokens=event.prompt_tokens,

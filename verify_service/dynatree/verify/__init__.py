@@ -1,1 +1,1 @@
-"""The verify service: runs the target model over token trees and commits its own path."""
+"""The verify service: runs the target model over token trees and commits the path that the target chooses."""

@@ -1,7 +1,7 @@
-"""Acceptance: pure functions from a tree and the target's choices to what is committed.
+"""Acceptance: pure functions from a tree and the target's choices to the committed tokens.
 
-DynaTree section 3.5. The tree is rooted at the last committed token, so the first condition there, that the root's
-token be the target's, always holds, and the target's choice at the root takes the place of the prefix logits.
+DynaTree section 3.5. The tree is rooted at the last committed token. So the paper's first condition, that the target
+chose the root's token, always holds, and the target's choice at the root replaces the prefix logits.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from dynatree.common.tree import ROOT, TokenTree
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one round commits.
+    """The outcome of one round.
 
-    `accepted` are the nodes on the accepted path, from the root down. `token_ids` are their tokens and, where the round
-    was not cut short, the target's own choice after the last of them (the bonus token). `finish_reason` is set where
-    the session ends here. `log_probs` has one entry for each token where the request asked for them, and
-    `top_log_probs` the likeliest tokens in the place of each.
+    Attributes:
+        accepted: Nodes on the accepted path, from the root down.
+        token_ids: Tokens of these nodes and, unless the round was cut short, the target's own choice after the last
+            one (the bonus token).
+        finish_reason: Set if the session ends with this round.
+        log_probs: One log-probability per token, if the request asked for them.
+        top_log_probs: The likeliest tokens at the position of each token, if requested.
     """
 
     accepted: tuple[int, ...]
@@ -32,21 +35,21 @@ class Verdict:
 
     @property
     def bonus(self) -> int | None:
-        """The target's own choice after the last accepted node; None where the round was cut short."""
+        """The target's own choice after the last accepted node; None if the round was cut short."""
         own = self.token_ids[len(self.accepted) :]
         return own[0] if own else None
 
 
 def accept(tree: TokenTree, choices: Sequence[int]) -> Verdict:
-    """Walk from the root along the target's own choices for as long as the tree has them.
+    """Walk from the root along the target's choices as long as the tree contains them.
 
     Args:
         tree: The drafted tree.
-        choices: The token that the target chooses after the root (`choices[0]`) and after node `i` (`choices[i + 1]`).
+        choices: Token that the target chooses after the root (`choices[0]`) and after node `i` (`choices[i + 1]`).
 
     Returns:
-        The path and the bonus token: exactly the tokens that plain decoding would have chosen one by one, since each
-        choice was made with the tokens before it, and no others, in view.
+        The path and the bonus token. These are exactly the tokens of plain decoding, since each choice depended on the
+        tokens before it and on no others.
     """
     node = ROOT
     path: list[int] = []
@@ -57,7 +60,7 @@ def accept(tree: TokenTree, choices: Sequence[int]) -> Verdict:
 
 
 def cut(verdict: Verdict, remaining: int, end_tokens: Set[int]) -> Verdict:
-    """End the commit at its first end-of-sequence token, or after `remaining` tokens (at least 1)."""
+    """Cut the commit after its first end token, or after `remaining` tokens (at least 1)."""
     for count, token in enumerate(verdict.token_ids[:remaining], start=1):
         if token in end_tokens:
             return _shorten(verdict, count, FinishReason.STOP)

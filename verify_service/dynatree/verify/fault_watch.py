@@ -1,7 +1,7 @@
-"""The watch over a target whose numbers are not finite: after a few faults with no good commit between, it is tried.
+"""Fault watch: a trial of the device after several consecutive choices from numbers that are not finite.
 
-A fault may be the request's, whose tokens overflow in float16, however often it is sent: its session ends, and nobody
-else's. A device that computes no finite number for one token alone has failed: it would end every session that comes.
+A fault may be due to the request: its tokens overflow in float16 at every attempt. Then only its session ends. If the
+device yields no finite numbers even for a single fixed token, it has failed and would end every later session too.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dynatree.verify.accept import Verdict
 from dynatree.verify.scheduler import PassRunner
 from dynatree.verify.verifier import Part, Result, Timings
 
-MOST_FAULTS = 5  # choices that fail one after the other before the device is tried
+MOST_FAULTS = 5  # consecutive failed choices after which the device is tried
 
 
 class FaultWatch:
-    """Looks at the results of passes.
+    """Inspects the results of passes for choices that failed.
 
     Args:
-        count: Told how many choices of a pass failed.
-        sound: Whether the device still computes finite numbers, by a forward pass of its own.
+        count: Callback with the number of failed choices in a pass.
+        sound: Function that tries a forward pass; whether the device still computes finite numbers.
     """
 
     def __init__(self, count: Callable[[int], None], sound: Callable[[], Awaitable[bool]]) -> None:
@@ -30,7 +30,7 @@ class FaultWatch:
         self._in_a_row = 0
 
     def over(self, run: PassRunner) -> PassRunner:
-        """Run passes, and look at what they come to."""
+        """Wrap a pass runner, so that the results of its passes are inspected."""
 
         async def watched(parts: Sequence[Part]) -> tuple[Sequence[Result], Timings]:
             results, timings = await run(parts)
@@ -39,7 +39,7 @@ class FaultWatch:
         return watched
 
     async def judged(self, results: Sequence[Result]) -> Sequence[Result]:
-        """The results of a pass; its faults become those of the device where that has failed."""
+        """The results of a pass; if the device has failed, its faults become `DeviceFailedError`."""
         faults = sum(isinstance(each, NotFiniteError) for each in results)
         if faults:
             self._count(faults)

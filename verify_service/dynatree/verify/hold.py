@@ -1,4 +1,4 @@
-"""The wait that pays: holding a pass back for the trees of sessions that are about to come."""
+"""Hold: delaying a pass for trees that are about to arrive, if the delay pays."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ from dataclasses import dataclass
 
 from dynatree.verify.pass_costs import PassCosts
 
-GAP_STEP = 0.3  # weight of one gap in a session's usual gap
-LATE_SPREADS = 2.0  # mean deviations from its usual gap after which a silent session is not waited for
+GAP_STEP = 0.3  # weight of the latest gap in a session's mean gap
+LATE_SPREADS = 2.0  # mean deviations beyond its usual gap after which a session is no longer expected
 
 
 @dataclass(eq=False)
 class Pace:
-    """When a session's last answer went out, how long it usually takes to come back, and with how many rows.
+    """The rhythm of a session: time of its last answer, usual gap until its next tree, and the tree's rows.
 
-    The gap is that of a session for which the next pass waits. A pass that runs meanwhile may slow the draft down, as
-    on one machine, so what comes during a pass only bounds the gap: from below by the time before that pass.
+    The gap is the time between answer and next tree while no pass runs. A pass that runs meanwhile may slow the draft
+    down, for example on a shared machine. So a tree that arrives during or after such a pass only bounds the gap: from
+    above by the time until the tree arrived, and from below by the time until the pass began.
     """
 
-    answered: float | None = None  # None while it waits for a pass
+    answered: float | None = None  # None while the session waits for a pass
     gap: float | None = None
     spread: float = 0.0  # mean absolute deviation of the gap
     rows: float = 1.0
-    _least: float | None = None  # seconds after the answer at which a pass ran without it
+    _least: float | None = None  # seconds from the answer to the first pass that ran without the session
 
     def answer(self, now: float, rows: int) -> None:
-        """It has its answer, of a pass in which it had so many rows."""
+        """Record that the session was answered at `now`, after a pass with `rows` rows of its own."""
         self.answered, self.rows, self._least = now, float(rows), None
 
     def missed(self, now: float) -> None:
-        """A pass runs without it."""
+        """Record that a pass without the session begins at `now`."""
         if self.answered is not None and self._least is None:
             self._least = now - self.answered
 
     def came(self, now: float) -> None:
-        """Its next tree is here."""
+        """Record that the session's next tree arrived at `now`, and update the gap."""
         if self.answered is not None:
             gap = now - self.answered
             if self.gap is None:
@@ -49,7 +50,7 @@ class Pace:
         self.answered = None
 
     def expected(self, now: float) -> float | None:
-        """In how many seconds its next tree should come; None where nobody can say, or it should be here long since."""
+        """Seconds until the session's next tree should arrive; None if unknown or long overdue."""
         if self.answered is None or self.gap is None:
             return None
         usual = self.answered + self.gap - now
@@ -61,12 +62,12 @@ class Pace:
 
 @dataclass(frozen=True)
 class Ready:
-    """What a pass would have that runs now.
+    """The contents of a pass that would run now.
 
     Attributes:
-        sessions: In it.
-        rows: Of all of them.
-        gap: Seconds that they usually take to come back.
+        sessions: Number of sessions in the pass.
+        rows: Rows of all sessions in the pass.
+        gap: Mean seconds from a session's answer to its next tree.
     """
 
     sessions: int
@@ -77,21 +78,21 @@ class Ready:
 def worth_waiting(
     ready: Ready, coming: Iterable[tuple[float, float]], costs: PassCosts, longest: float
 ) -> float | None:
-    """For how many seconds to wait; None if running now is better.
+    """Seconds to wait for coming trees; None if running the pass now is better.
 
-    Let A be the rows that are ready and B those that are late by d, and g the gap of those who are ready. Waiting
-    serves all after d + c(A + B). Running A now leaves the late two ways: a pass of their own after c(A) + c(B), which
-    those who are ready find before them when they come back; or the next pass of all, after c(A) + g + c(A + B). So
-    wait iff both are worse:
+    Let A be the ready rows, B the rows that arrive d seconds later, and g the gap of the ready sessions. Waiting serves
+    all sessions after d + c(A + B). If A runs now, the late sessions have two options. They get a separate pass after
+    c(A) + c(B), which delays the ready sessions when their next trees arrive. Or they join the next common pass, after
+    c(A) + g + c(A + B). So wait if and only if both options are worse:
 
         n_late (c(A) + c(B) - d - c(A + B)) + n_ready max(c(B) - g, 0) > n_ready (d + c(A + B) - c(A))
         n_late (c(A) + g - d)                                          > n_ready (d + c(A + B) - c(A))
 
     Args:
-        ready: A.
-        coming: Of each session that is expected: the seconds until then, and its rows.
-        costs: c.
-        longest: Seconds that nobody is held up beyond.
+        ready: The sessions and rows that are ready, A.
+        coming: Seconds until arrival and rows, for each expected session.
+        costs: Cost model c.
+        longest: Maximum seconds to wait.
     """
     now_only = costs.seconds(ready.rows, ready.sessions)
     best, until, late_rows = 0.0, None, 0.0

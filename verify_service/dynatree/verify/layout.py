@@ -1,17 +1,18 @@
-"""Where a tree's nodes stand in the target's forward."""
+"""Placement of trees and prompt pieces in the target's forward pass."""
 
 from __future__ import annotations
 
-from dynatree.common.engine import Segment, ancestor_mask
 from dynatree.common.tree import ROOT, TokenTree
+from dynatree.engine.forward.segment import Segment
+from dynatree.engine.forward.tree_mask import ancestor_mask
 from dynatree.verify.session import Session
 
 
 def depth_first(tree: TokenTree) -> tuple[TokenTree, tuple[int, ...]]:
-    """The same tree in depth-first order, and which node of `tree` each of its nodes is.
+    """The same tree in depth-first order, and for each of its nodes the index of that node in `tree`.
 
-    A node's likeliest child comes right behind it, so the keys of the likeliest path stand as in plain decoding: in low
-    precision the sums of attention depend on where keys stand. Draws keep their order.
+    A node's likeliest child follows it directly, so the keys of the likeliest path are placed as in plain decoding:
+    in low precision, the sums of attention depend on the slots of the keys. Children that were drawn keep their order.
     """
     below: dict[int, list[int]] = {}
     for node, parent in enumerate(tree.parents):
@@ -24,22 +25,13 @@ def depth_first(tree: TokenTree) -> tuple[TokenTree, tuple[int, ...]]:
     while pending:
         order.append(pending.pop())
         pending += below.get(order[-1], [])[::-1]
-    if order == list(range(len(tree))):
-        return tree, tuple(order)
-    place = {ROOT: ROOT} | {node: place for place, node in enumerate(order)}
-    reordered = TokenTree(
-        token_ids=tuple(tree.token_ids[node] for node in order),
-        parents=tuple(place[tree.parents[node]] for node in order),
-        log_probs=tuple(tree.log_probs[node] for node in order) if tree.log_probs else (),
-        candidates=tuple(tree.candidates[node + 1] for node in (ROOT, *order)) if tree.candidates else (),
-    )
-    return reordered, tuple(order)
+    return (tree if order == list(range(len(tree))) else tree.take(order)), tuple(order)
 
 
 def prompt_segment(session: Session, tokens: int) -> Segment:
-    """The next tokens of a session's prompt; its last one's logits are kept, and all where the prompt's are wanted."""
+    """The next tokens of a session's prompt; logits are kept for the prompt's last token, or for all if requested."""
     request, start, stop = session.request, session.read, session.read + tokens
-    if request.prompt_log_probs:
+    if request.decoding.prompt_log_probs:
         keep = range(tokens)
     else:
         keep = range(tokens - 1 if stop == len(request.prompt_ids) else tokens, tokens)
@@ -47,7 +39,7 @@ def prompt_segment(session: Session, tokens: int) -> Segment:
 
 
 def tree_segment(session: Session, tree: TokenTree) -> Segment:
-    """The root and the tree behind the session's committed slots; a token's position is its distance from the start."""
+    """The root and the tree behind the session's committed slots; each token's position follows from its depth."""
     root = session.length - 1
     positions = [root, *(root + depth for depth in tree.depths)]
     mask = ancestor_mask(tree.parents) if tree else None

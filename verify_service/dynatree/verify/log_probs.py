@@ -1,4 +1,4 @@
-"""Log-probabilities under the target's own softmax, before any option."""
+"""Log-probabilities under the target's softmax, before any sampling option is applied."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from torch import Tensor
 
 from dynatree.common.log_probs import TopLogProbs
 
-_ROWS = 64  # at a time: float32 copies of a whole prompt's logits would take hundreds of megabytes
+_ROWS = 64  # rows per chunk: a float32 copy of a whole prompt's logits would take hundreds of megabytes
 
 
 def log_probs_of(logits: Tensor, token_ids: Sequence[int], top: int) -> tuple[tuple[float, ...], TopLogProbs]:
-    """Natural log-probabilities of some tokens, each under the logits of its own place.
+    """Natural log-probabilities of tokens, each under the logits at its own position.
 
     Args:
-        logits: `[places, vocabulary]`, any float dtype.
-        token_ids: The token in each place, `[places]`.
-        top: How many of the likeliest tokens to name in each place.
+        logits: Logits `[positions, vocabulary]`, any float dtype.
+        token_ids: Token at each position, `[positions]`.
+        top: Number of the likeliest tokens to return at each position.
 
     Returns:
-        For each place its token's log-probability, and the `top` likeliest tokens with theirs, likeliest first; of
-        equally likely ones the lowest ids. There are none where `top` is 0, and never more than the vocabulary has.
+        The log-probability of each position's token; and for each position the `top` likeliest tokens (at most the
+        vocabulary) with their log-probabilities, likeliest first, lowest id first among equals. The second value is
+        empty if `top` is 0.
     """
     values: list[float] = []
     likeliest: list[tuple[tuple[int, float], ...]] = []
@@ -39,14 +40,14 @@ def log_probs_of(logits: Tensor, token_ids: Sequence[int], top: int) -> tuple[tu
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """The ids of the largest logits of each row `[rows, count]`, largest first; of equal ones the lowest ids.
+    """The ids of the `count` largest logits of each row, `[rows, count]`, largest first, lowest id first among equals.
 
-    `topk` says which logit is the smallest of them, but takes any of those that equal it.
+    `topk` determines the smallest of these logits, but chooses arbitrarily among logits that equal it.
     """
     least = logits.topk(count, dim=-1).values[:, -1:]  # [rows, 1]
-    row, ids = (logits >= least).nonzero().unbind(1)  # `count` of each row or more, by row and id
+    row, ids = (logits >= least).nonzero().unbind(1)  # at least `count` per row, sorted by row and id
     order = logits[row, ids].sort(descending=True, stable=True).indices
-    order = order[row[order].sort(stable=True).indices]  # by row, then the largest first, then by id
+    order = order[row[order].sort(stable=True).indices]  # sorted by row, then by descending logit, then by id
     counts = row.bincount(minlength=len(logits))
     starts = counts.cumsum(0) - counts
     return ids[order[starts[:, None] + torch.arange(count, device=logits.device)]]

@@ -1,16 +1,16 @@
-"""What the verify service counts: sessions, passes, and the KV cache."""
+"""Metrics of the verify service: sessions, passes, and the KV cache."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from dynatree.common.admission import Admission
-from dynatree.common.metrics import LATENCY_BUCKETS, ROW_BUCKETS, TOKEN_BUCKETS, gauge
 from dynatree.common.pass_statistics import PassStatistics
+from dynatree.serving.admission import Admission
+from dynatree.serving.metrics import LATENCY_BUCKETS, ROW_BUCKETS, TOKEN_BUCKETS, gauge
 
 
 class VerifyMetrics:
-    """Counts passes when they end; what goes on is asked for when it is scraped."""
+    """The service's metrics: counters change when a pass ends; gauges are read at scrape time."""
 
     def __init__(self, registry: CollectorRegistry, admission: Admission) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -40,7 +40,7 @@ class VerifyMetrics:
         self._cached = Counter("dynatree_cached_prompt_tokens", "Prompt tokens that were cached.", registry=registry)
 
     def passed(self, shared: PassStatistics, seconds: float) -> None:
-        """Count a pass."""
+        """Record a pass; `seconds` is the time of its forward pass."""
         self._last = shared
         self._rows.observe(shared.rows)
         self._sessions.observe(shared.sessions)
@@ -48,16 +48,16 @@ class VerifyMetrics:
         self._hold.observe(shared.hold_seconds)
 
     def committed(self, tokens: int, trimmed: int) -> None:
-        """Count what a pass came to for one session."""
+        """Record a session's committed tokens and trimmed nodes in one pass."""
         self._committed.inc(tokens)
         self._trimmed.inc(trimmed)
 
     def cached(self, tokens: int) -> None:
-        """Count what a session found in the prefix cache."""
+        """Record the prompt tokens that a session found in the prefix cache."""
         self._cached.inc(tokens)
 
     def not_finite(self, choices: int) -> None:
-        """Count tokens that could not be chosen."""
+        """Record choices that failed because the target's numbers were not finite."""
         self._not_finite.inc(choices)
 
     def _row_price(self) -> float:

@@ -1,4 +1,4 @@
-"""c(rows, sessions): the seconds of a pass, measured at start and corrected by the passes themselves."""
+"""The cost model c(rows, sessions): seconds of a pass, measured at startup and corrected by observed passes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from itertools import accumulate
 
 from dynatree.common.model_info import ForwardCost
 
-STEP = 0.2  # weight of one pass in a correction
-REACH = 0.7  # natural logarithm of the ratio of two sizes over which a correction fades to 1 / e
-GUESS = ((1, 0.05), (65, 0.1))  # of a service that has measured nothing
+STEP = 0.2  # weight of the latest pass in a correction
+REACH = 0.7  # natural logarithm of the ratio of two sizes over which a correction decays to 1 / e
+GUESS = ((1, 0.05), (65, 0.1))  # (rows, seconds) used without measurements
 
 
 class PassCosts:
-    """The seconds of a pass over so many rows of so many sessions:
+    """Seconds of a pass over R rows of S sessions:
 
         c(R, S) = f(R) m(R) + a (S - 1)
 
-    m is the measured curve of one session, on straight lines between its sizes and on through the last two. f corrects
-    it near the sizes that passes of one session have. a is what a further session costs: each reads a context of its
-    own. Passes of several sessions correct a. c never falls with rows.
+    m is the curve measured for one session, interpolated linearly and extrapolated beyond its last two sizes. f
+    corrects m near the sizes of observed passes with one session. a is the cost of each additional session, which reads
+    its own context; passes with several sessions correct it. c never decreases with rows.
     """
 
     def __init__(self, measured: Iterable[ForwardCost]) -> None:
@@ -35,13 +35,13 @@ class PassCosts:
         self._of_a_session = 0.0
 
     def seconds(self, rows: int, sessions: int = 1) -> float:
-        """The seconds of a pass over `rows` rows; 0 for none."""
+        """Seconds of a pass over `rows` rows of `sessions` sessions; 0 without rows."""
         if not rows:
             return 0.0
         return _on_lines(self._rows, self._seconds, rows) + self._of_a_session * (sessions - 1)
 
     def observe(self, rows: int, sessions: int, seconds: float) -> None:
-        """Take in what a pass took."""
+        """Correct the model by the measured seconds of a pass."""
         if sessions > 1:
             further = (seconds - self.seconds(rows)) / (sessions - 1)
             self._of_a_session = max(self._of_a_session + STEP * (further - self._of_a_session), 0.0)
@@ -54,7 +54,7 @@ class PassCosts:
         self._seconds = list(accumulate(corrected, max))
 
     def most_rows(self, seconds: float, at_most: int, sessions: int = 1) -> int:
-        """The most rows, up to `at_most`, that a pass of so many seconds and sessions can have."""
+        """The largest number of rows, up to `at_most`, for which a pass of `sessions` takes at most `seconds`."""
         low, high = 0, at_most
         while low < high:
             middle = (low + high + 1) // 2

@@ -2,15 +2,16 @@
 
 A child drawn from the draft's distribution D is accepted with probability min(1, R(y) / D(y)), where R starts as the
 target's distribution and after each rejection becomes the normalised positive part of R - D, while D loses the rejected
-token. What is committed follows the target's distribution exactly, whatever D is, as long as no child was kept or left
-out for the token that it carries (docs/explanation/exactness.md has the condition and its proof). With a single child a
-node this is speculative sampling (Leviathan et al. 2023).
+token. The committed tokens follow the target's distribution exactly for any D, as long as no child was kept or dropped
+because of its token (docs/explanation/exactness.md has the condition and its proof). With a single child per node, this
+is speculative sampling (Leviathan et al. 2023).
 
-Children drawn with replacement are SpecInfer's multi-step speculative sampling (Miao et al. 2023, Algorithm 2): D stays
-as it is, and a token that was drawn twice is tried twice. Its second trial always fails, and R loses D once more.
+With children drawn with replacement, this is SpecInfer's multi-step speculative sampling (Miao et al. 2023, Algorithm
+2): D does not change, and a token that was drawn twice is tried twice. The second trial always fails, and D is
+subtracted from R once more.
 
-DySpec's listing draws the number that decides about a child from N(0, 1), and no token below an accepted leaf. The
-number is uniform here, as the acceptance probability requires, and a leaf is followed by the target's own token.
+DySpec's listing draws the random number for a child's acceptance from N(0, 1), and draws no token below an accepted
+leaf. Here the number is uniform, as the acceptance probability requires, and the target's own token follows a leaf.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ Distribution = NDArray[np.float64]
 def accept_residual(
     tree: TokenTree, target: Callable[[int], Distribution], random: Callable[[int], np.random.Generator]
 ) -> Verdict:
-    """Walk down from the root while drawn children are accepted, then draw one token from what is left.
+    """Walk down from the root while drawn children are accepted, then draw one token from the residual distribution.
 
     Args:
-        tree: The drafted tree, with the distributions that its children were drawn from.
-        target: The target's distribution `[vocabulary]` of the token after a node (`ROOT` for the root).
-        random: Fresh random numbers for the choice at a depth; the walk makes one choice at each.
+        tree: The drafted tree, with the distributions from which its children were drawn.
+        target: Function from a node (`ROOT` for the root) to the target's distribution `[vocabulary]` after it.
+        random: Function from a depth to a fresh random generator; the walk makes one choice at each depth.
 
     Returns:
-        The accepted path, its tokens, and the token drawn after it; `NOT_CHOSEN` where the target's distribution there
-        is none.
+        The accepted path, its tokens, and the token drawn after it; `NOT_CHOSEN` if the target's distribution there is
+        not finite.
     """
     node, depth = ROOT, 1
     path: list[int] = []
     while True:
         generator, distribution = random(depth), target(node)
-        broken = not math.isfinite(distribution[0])  # a softmax makes of one NaN or infinity nothing but NaN
+        broken = not math.isfinite(distribution[0])  # one NaN or +inf makes the whole softmax NaN
         accepted, rest = (None, distribution) if broken else _try_children(tree, node, distribution, generator)
         if accepted is None:
             token = NOT_CHOSEN if broken else _draw(rest, generator)
@@ -58,7 +59,7 @@ def accept_residual(
 def _try_children(
     tree: TokenTree, node: int, residual: Distribution, generator: np.random.Generator
 ) -> tuple[int | None, Distribution]:
-    """The first child that is accepted, or None and the distribution that remains."""
+    """The first accepted child, or None, and the residual distribution."""
     children = tree.children_of(node)
     candidates = tree.candidates[node + 1] if children else None
     if candidates is None:
@@ -71,7 +72,7 @@ def _try_children(
         if generator.random() * draft[token] < residual[token]:
             return child, residual
         rest = np.maximum(residual - draft, 0.0)
-        if rest.sum() > 0.0:  # else the two are equal up to rounding, where nothing is ever rejected
+        if rest.sum() > 0.0:  # else both are equal up to rounding, where exact arithmetic never rejects
             residual = rest / rest.sum()
         if not candidates.draws:
             draft[token] = 0.0
@@ -81,7 +82,7 @@ def _try_children(
 
 
 def _draw(distribution: Distribution, generator: np.random.Generator) -> int:
-    """One token by inversion of the cumulative distribution."""
+    """One token, drawn by inverting the cumulative distribution."""
     cumulative = distribution.cumsum()
     token = int(np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right"))
     return min(token, int(np.flatnonzero(distribution)[-1]))

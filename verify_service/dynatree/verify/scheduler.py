@@ -1,7 +1,7 @@
-"""The scheduler: take what waits, run one pass over it, resolve what waited for it.
+"""The scheduler: gather waiting trees and prompts, run one pass over them, and resolve the sessions' futures.
 
-A session waits with its tree, or with the unread rest of its prompt. A pass takes every waiting tree's root, the nodes
-that are worth their rows (`pass_plan`), and pieces of prompts as far as they do not hold the others up.
+A session waits with a tree or with the unread rest of its prompt. A pass contains the root of every waiting tree, the
+nodes that are worth their rows (`pass_plan`), and prompt pieces small enough not to delay the trees.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from dynatree.common.tree import TokenTree
 from dynatree.verify.accept import Verdict
 from dynatree.verify.hold import Pace, Ready, worth_waiting
 from dynatree.verify.pass_costs import PassCosts
-from dynatree.verify.pass_plan import admit, is_whole, subtree
+from dynatree.verify.pass_plan import admit, is_whole
 from dynatree.verify.prompt_budget import PromptBudget
 from dynatree.verify.session import Session
 from dynatree.verify.track_record import TrackRecord
 from dynatree.verify.verifier import Part, Result, Timings
 
-RATE_FADE = 0.9  # weight of the past at each pass in the rate of the service
-PROMPT_ROWS = 512  # of prompts in a pass at most: what others may have to wait for
-PROMPT_TURN = 256  # tokens of a prompt after which it is the next one's turn
-RECENT_STEPS = 8  # plain steps after an answer in which a session still streams
-HOLD_SHARE = 0.5  # longest wait for trees about to come, in plain steps
+RATE_FADE = 0.9  # factor applied to past passes in the service rate, once per pass
+PROMPT_ROWS = 512  # prompt rows in a pass while no session streams, and most rows of one prompt in any pass
+PROMPT_TURN = 256  # prompt tokens after which the next prompt gets its turn
+RECENT_STEPS = 8  # time after an answer, in plain steps, during which a session counts as streaming
+HOLD_SHARE = 0.5  # longest wait for trees about to arrive, in plain steps
 
 
-# Runs a pass elsewhere than on the event loop: `Verifier.run` on the model thread.
+# Runs a pass off the event loop: `Verifier.run` on the model thread.
 PassRunner = Callable[[Sequence[Part]], Awaitable[tuple[Sequence[Result], Timings]]]
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a session gets of a pass."""
+    """The outcome of a pass for one session."""
 
     verdict: Verdict
     timings: Timings
@@ -47,13 +47,13 @@ class Done:
 
 @dataclass(eq=False)
 class _Job:
-    """A session that waits: for its tree, or for the rest of its prompt."""
+    """A waiting session: its tree is to be verified, or the rest of its prompt is to be read."""
 
     session: Session
     tree: TokenTree | None
     future: asyncio.Future[Done]
-    kept: Sequence[int] = ()  # the tree's nodes that are in the pass
-    turn: int = 0  # tokens of the prompt that were read since its turn came
+    kept: Sequence[int] = ()  # nodes of the tree that are in the pass
+    turn: int = 0  # prompt tokens read since the prompt's turn began
 
     @property
     def rows(self) -> int:
@@ -64,12 +64,12 @@ class _Job:
         return 0 if self.tree is None else len(self.tree) - len(self.kept)
 
     def fail(self, error: Exception) -> None:
-        """Tell whoever still waits."""
+        """Set `error` on the future, unless it is already done."""
         if not self.future.done():
             self.future.set_exception(error)
 
     def settle(self, verdict: Verdict, timings: Timings, share: float, shared: PassStatistics) -> None:
-        """Hand on what the session gets, its nodes named as in the tree that came."""
+        """Resolve the future; accepted nodes get the indices that they have in the session's own tree."""
         if not self.future.done():
             accepted = tuple(self.kept[node] for node in verdict.accepted)
             self.future.set_result(Done(replace(verdict, accepted=accepted), timings, share, self.trimmed, shared))
@@ -77,31 +77,31 @@ class _Job:
 
 @dataclass
 class ServiceRate:
-    """Lambda: the tokens that a second is worth to all sessions together."""
+    """Lambda: the value of one second, in tokens of all sessions together."""
 
     tokens: float = 0.0
     seconds: float = 0.0
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Take in what one pass committed, and its seconds, the gap before it included."""
+        """Record the tokens that one pass committed, and its seconds including the gap before it."""
         self.tokens = RATE_FADE * self.tokens + tokens
         self.seconds = RATE_FADE * self.seconds + seconds
 
     def value(self, sessions: int, costs: PassCosts) -> float:
-        """At least what plain decoding of the pass's sessions would bring."""
+        """Tokens per second; at least the rate of plain decoding for the sessions of the pass."""
         plain = sessions / costs.seconds(sessions, sessions)
         return max(plain, self.tokens / self.seconds) if self.seconds else plain
 
 
 @dataclass
 class Scheduler:
-    """Gathers what sessions wait for into passes; runs on the event loop, one pass at a time.
+    """Gathers the trees and prompts of sessions into passes; runs on the event loop, one pass at a time.
 
     Attributes:
-        run_pass: Runs a pass.
-        costs: c(rows, sessions).
-        max_rows: Of a pass, but for a prompt that nobody streams beside.
-        on_pass: Told of each pass that has ended, and of the seconds of its forward.
+        run_pass: Function that runs a pass.
+        costs: Cost model c(rows, sessions).
+        max_rows: Most rows of a pass; a prompt may exceed it while no session streams.
+        on_pass: Callback after each pass, with its statistics and the seconds of its forward pass.
     """
 
     run_pass: PassRunner
@@ -110,8 +110,8 @@ class Scheduler:
     on_pass: Callable[[PassStatistics, float], None] = lambda shared, seconds: None
     rate: ServiceRate = field(default_factory=ServiceRate)
     _budget: PromptBudget = field(init=False)
-    _trees: list[_Job] = field(default_factory=list)  # in the order in which they came
-    _prompts: list[_Job] = field(default_factory=list)  # the next to be read first
+    _trees: list[_Job] = field(default_factory=list)  # in order of arrival
+    _prompts: list[_Job] = field(default_factory=list)  # in order of their turns
     _paces: dict[Session, Pace] = field(default_factory=dict)
     _records: dict[Session, TrackRecord] = field(default_factory=dict)
     _loop: asyncio.Task[None] | None = None
@@ -122,18 +122,18 @@ class Scheduler:
         self._budget = PromptBudget(self.costs, self.max_rows)
 
     async def read(self, session: Session) -> Done:
-        """Read the rest of a session's prompt, and commit its first token."""
+        """Prefill the rest of a session's prompt, and commit its first token."""
         self._paces[session] = Pace()
         self._records[session] = TrackRecord()
         return await self._wait(self._prompts, _Job(session, None, _future()))
 
     async def verify(self, session: Session, tree: TokenTree) -> Done:
-        """Verify a session's tree, or of it what is worth its rows."""
+        """Verify a session's tree, or those of its nodes that are worth their rows."""
         self._paces[session].came(_now())
         return await self._wait(self._trees, _Job(session, tree, _future()))
 
     def forget(self, session: Session) -> None:
-        """A session has ended, or is about to; nobody waits for it."""
+        """Drop the state of a session that has ended or is about to end."""
         self._paces.pop(session, None)
         self._records.pop(session, None)
 
@@ -154,7 +154,7 @@ class Scheduler:
                     await self._pass(jobs, parts, price, held)
         except BaseException as error:
             for job in (*jobs, *self._trees, *self._prompts):
-                if isinstance(error, Exception):  # nobody must wait for a loop that has ended
+                if isinstance(error, Exception):  # no session may wait for a loop that has ended
                     job.fail(error)
                 else:
                     job.future.cancel()
@@ -163,7 +163,7 @@ class Scheduler:
             self._loop = None
 
     def _drop_cancelled(self) -> bool:
-        """Forget those that nobody waits for any more; whether others wait."""
+        """Drop the jobs whose futures are done; whether any jobs remain."""
         for queue in (self._trees, self._prompts):
             queue[:] = [job for job in queue if not job.future.done()]
         return bool(self._trees or self._prompts)
@@ -171,7 +171,7 @@ class Scheduler:
     # Hold
 
     async def _hold(self) -> float:
-        """Wait for trees about to come, where all sessions together gain by it; the seconds waited."""
+        """Wait for trees about to arrive, if this helps all sessions together; the seconds waited."""
         began = _now()
         latest = began + HOLD_SHARE * self.costs.seconds(1)
         while (delay := self._worth_waiting(_now(), latest)) is not None:
@@ -181,7 +181,7 @@ class Scheduler:
         return _now() - began
 
     def _worth_waiting(self, now: float, latest: float) -> float | None:
-        """For how many seconds to wait for those who are expected till then; None if running now is better."""
+        """Seconds to wait for trees expected within that time; None if running the pass now is better."""
         coming = [(delay, pace.rows) for pace in self._paces.values() if (delay := pace.expected(now)) is not None]
         if not coming:
             return None
@@ -195,12 +195,12 @@ class Scheduler:
             gap=fmean(gaps) if gaps else 0.0,
         )
         delay = worth_waiting(ready, coming, self.costs, latest - now)
-        return None if delay is None else min(delay + 0.001, latest - now)  # a little late is still in time
+        return None if delay is None else min(delay + 0.001, latest - now)  # 1 ms of tolerance
 
     # Take
 
     def _take(self) -> tuple[list[_Job], list[Part], float]:
-        """The jobs of the next pass, what each puts into it, and the price of a row."""
+        """The jobs of the next pass, the part of each in it, and the price of a row."""
         jobs = self._next_jobs()
         trees = [job.tree or TokenTree() for job in jobs]
         alone = len(self._paces) == 1
@@ -218,7 +218,7 @@ class Scheduler:
         parts = []
         for job, tree, nodes in zip(jobs, trees, kept, strict=True):
             job.kept = nodes
-            parts.append(Part(job.session, subtree(tree, nodes)))
+            parts.append(Part(job.session, tree if len(nodes) == len(tree) else tree.take(nodes)))
         pieces = self._pieces(sum(part.rows for part in parts), longest, len(parts))
         del self._prompts[: len(pieces)]
         for job, tokens in pieces:
@@ -228,7 +228,7 @@ class Scheduler:
         return jobs, parts, price
 
     def _next_jobs(self) -> list[_Job]:
-        """Take the trees that waited longest, as many as have room with their roots, or with all of a whole tree."""
+        """Take the trees that waited longest; each counts only its root, or all rows if it is verified whole."""
         rows, count = 0, 0
         for job in self._trees:
             rows += job.rows if job.tree is not None and is_whole(job.tree) else 1
@@ -239,14 +239,14 @@ class Scheduler:
         return jobs
 
     def _pieces(self, rows: int, longest: float, sessions: int) -> list[tuple[_Job, int]]:
-        """The prompts whose turn it is, and how many tokens of each a pass reads beside the trees of some sessions.
+        """The prompts whose turn it is, each with the number of tokens that the pass reads of it.
 
-        Several are read where all rows fit into the largest pass.
+        A pass reads several prompts if all rows fit into the largest pass.
 
         Args:
-            rows: Of the trees.
-            longest: Seconds that the pass may take.
-            sessions: Whose trees they are.
+            rows: Rows of the trees in the pass.
+            longest: Time limit of the pass, seconds.
+            sessions: Number of sessions with a tree in the pass.
         """
         room = self._prompt_rows(rows, longest, sessions)
         turn = PROMPT_TURN if len(self._prompts) > 1 else PROMPT_ROWS
@@ -268,19 +268,19 @@ class Scheduler:
         return self._budget.prompt_rows(longest, rows, sessions)
 
     def _longest(self, rows: int, sessions: int) -> float:
-        """Seconds that a pass may take that reads prompts; without them it would have so many rows and sessions."""
+        """Time limit of a pass that also reads prompts, given the rows and sessions of its trees."""
         waiting = len(self._prompts)
         return self._budget.longest(rows, sessions, waiting, streaming=len(self._paces) - waiting)
 
     def _streaming(self) -> bool:
-        """Whether a session was answered lately, so that its next tree should not find the model busy for long."""
+        """Whether a session was answered recently, so that a long pass would delay its next tree."""
         since = _now() - RECENT_STEPS * self.costs.seconds(1)
         return any(pace.answered is not None and pace.answered > since for pace in self._paces.values())
 
     # Run and resolve
 
     async def _pass(self, jobs: list[_Job], parts: list[Part], price: float, held: float) -> None:
-        """Run one pass, and hand each session what is its own of it."""
+        """Run one pass, and give each session its result."""
         began = _now()
         for each in self._paces.values():
             each.missed(began)
@@ -314,16 +314,16 @@ class Scheduler:
         self._ended = now
 
     def _shares(self, parts: Sequence[Part], rows: int) -> list[float]:
-        """Each session's part of the pass's cost, of 1: in proportion to what the pass would cost less without it."""
+        """Each session's share of the pass's cost, summing to 1: proportional to the saving without the session."""
         whole = self.costs.seconds(rows, len(parts))
         marginal = [whole - self.costs.seconds(rows - part.rows, len(parts) - 1) for part in parts]
         total = sum(marginal)
-        if total <= 0:  # rows are free here
+        if total <= 0:  # no session adds to the cost
             return [1 / len(parts)] * len(parts)
         return [each / total for each in marginal]
 
     def _put_back(self, unread: Iterable[_Job]) -> None:
-        """Prompts that were not read to their ends go on, but behind the others once their turn is over."""
+        """Queue the prompts that are not fully read: first while their turn lasts, else behind the other prompts."""
         going_on = []
         for job in unread:
             if job.turn < PROMPT_TURN:
@@ -343,16 +343,16 @@ class Scheduler:
         now: float,
     ) -> None:
         plain = self.costs.seconds(1)
-        if any(part.prompt_tokens for part in parts):  # its rows are no trees, and its tokens no rounds
+        if any(part.prompt_tokens for part in parts):  # prompts would distort the costs and the rate of tree rounds
             self._budget.observe_prompts(rows, len(parts), timings.forward)
             return
         self.costs.observe(rows, len(parts), timings.forward)
-        cycle = now - max(self._ended, began - plain)  # after a pause the service was idle, not slow
+        cycle = now - max(self._ended, began - plain)  # a longer gap means that the service was idle, not slow
         self.rate.observe(sum(len(each.token_ids) for each in results if isinstance(each, Verdict)), cycle)
         self._budget.observe(cycle)
 
     async def _failed(self, jobs: list[_Job], parts: list[Part], error: Exception) -> None:
-        """The forward of several sessions has failed: run each by itself, so that only the one at fault fails."""
+        """Run each session of a failed pass alone, so that only the session at fault fails."""
         if len(jobs) == 1:
             jobs[0].fail(error)
             return

@@ -1,4 +1,4 @@
-"""VerifyService over gRPC: one bidirectional stream is one session."""
+"""The gRPC service VerifyService: each bidirectional stream is one session."""
 
 from __future__ import annotations
 
@@ -13,16 +13,10 @@ from typing import Any
 
 import grpc
 
-from dynatree.common.admission import Admission
-from dynatree.common.call_tracker import Call
 from dynatree.common.errors import IdleSessionError, InvalidArgumentError, OutOfRangeError, RoundInFlightError
 from dynatree.common.limits import IDLE_SECONDS, MAX_PRINCIPAL_LENGTH, MAX_STOP_TOKENS
 from dynatree.common.messages import Commit, SessionOpened, VerifyTimings
 from dynatree.common.model_info import token_limit
-from dynatree.common.model_thread import ModelThread
-from dynatree.common.principals import is_principal, joint
-from dynatree.common.shared_cores import SharedCores, ShortWaits
-from dynatree.common.tracing import OFF, Span, Tracing
 from dynatree.common.tree import TokenTree
 from dynatree.common.wire import (
     commit_to_pb,
@@ -31,6 +25,12 @@ from dynatree.common.wire import (
     session_opened_to_pb,
     tree_from_pb,
 )
+from dynatree.engine.model_thread import ModelThread
+from dynatree.engine.shared_cores import SharedCores, ShortWaits
+from dynatree.serving.admission import Admission
+from dynatree.serving.call_tracker import Call
+from dynatree.serving.principals import is_principal, joint
+from dynatree.serving.tracing import OFF, Span, Tracing
 from dynatree.v1 import verify_pb2, verify_pb2_grpc
 from dynatree.verify.metrics import VerifyMetrics
 from dynatree.verify.scheduler import Done, Scheduler
@@ -39,21 +39,21 @@ from dynatree.verify.verifier import Verifier
 
 Context = Call
 Requests = AsyncIterator[verify_pb2.VerifyRequest]
-Arrival = tuple[verify_pb2.VerifyRequest | None, float]  # a request, None at the end, and when it came
+Arrival = tuple[verify_pb2.VerifyRequest | None, float]  # a request (None at the end) and its arrival time
 SERVICE_NAME = verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name
 
 
 class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
-    """Serves sessions on one verifier; a session ends with its stream, whatever the reason.
+    """Serves sessions on one verifier; a session always ends with its stream.
 
     Args:
         verifier: The target model and its sessions.
-        thread: On which it runs.
+        thread: Thread on which the verifier runs.
         scheduler: Gathers the sessions' trees and prompts into passes.
-        admission: Who may open a session, and when.
-        metrics: Counts what sessions commit.
-        tracing: Where spans go.
-        idle_seconds: How long a session waits for the next tree.
+        admission: Queue of requests for sessions.
+        metrics: Metrics of the service.
+        idle_seconds: Seconds that a session waits for the next tree.
+        tracing: Destination of spans.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
     async def GetModelInfo(  # noqa: N802
         self, request: verify_pb2.VerifyServiceGetModelInfoRequest, context: Context
     ) -> verify_pb2.VerifyServiceGetModelInfoResponse:
-        """The target model."""
+        """Return the description of the target model."""
         return verify_pb2.VerifyServiceGetModelInfoResponse(model=model_info_to_pb(self._verifier.target))
 
     async def Verify(self, request_iterator: Requests, context: Context) -> None:  # noqa: N802
-        """Open a session when its turn comes, then answer each tree with its commit.
+        """Open a session when its turn comes, then answer each tree with a commit.
 
-        Reads and writes through the context, which costs less a message than an asynchronous generator does.
+        It reads and writes through the context, which costs less per message than an asynchronous generator.
         """
         first, arrival = await _read(context)
         if first is None:
@@ -133,10 +133,10 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
             following.cancel()
 
     async def _next(self, following: asyncio.Future[Arrival]) -> verify_pb2.VerifyRequest | None:
-        """The next request; None at the end.
+        """The next request; None at the end of the stream.
 
         Raises:
-            IdleSessionError: None came in time.
+            IdleSessionError: No request arrived in time.
         """
         arrived, _ = await asyncio.wait([following], timeout=self._idle_seconds)
         if not arrived:
@@ -151,7 +151,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         token_limit(
             prompt_tokens, message.open.max_new_tokens if message.open.HasField("max_new_tokens") else None, target
         )
-        for name, ids, most in (  # before they are copied
+        for name, ids, most in (  # before copying them
             ("prompt_ids", message.open.prompt_ids, target.context_length),
             ("stop_token_ids", message.open.stop_token_ids, MAX_STOP_TOKENS),
         ):
@@ -164,7 +164,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         request = open_session_from_pb(
             message.open, default_seed=secrets.randbits(63), default_penalty=target.repetition_penalty
         )
-        if caller is not None:  # a draft service speaks for its own principals, and for nobody else's
+        if caller is not None:  # a draft service may act only for its own principals
             request = replace(request, principal=joint(caller, request.principal))
         return SessionRequest.checked(request, target, self._verifier.engine.eos_token_ids)
 
@@ -184,7 +184,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
     def _opened(
         self, request: SessionRequest, commit: Commit, queue_seconds: float = 0.0, cached_tokens: int = 0
     ) -> SessionOpened:
-        sampling = request.sampling
+        sampling = request.decoding.sampling
         return SessionOpened(
             target=self._verifier.target,
             max_tree_nodes=self._verifier.max_tree_nodes,
@@ -196,7 +196,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         )
 
     def _over(self, request: SessionRequest, arrival: float) -> SessionOpened:
-        """The answer to a completion that went on although its last token had ended it."""
+        """The answer to a resumed completion whose last token had already ended it."""
         timings = VerifyTimings(0.0, 0.0, 0.0, total=time.perf_counter() - arrival)
         commit = Commit(request.round, len(request.prompt_ids), (), (), 0, 0, timings, request.finish_reason)
         return self._opened(request, commit)
@@ -208,10 +208,10 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         following: asyncio.Future[Arrival],
         arrival: float,
     ) -> Commit:
-        """Verify one tree while watching for a request that comes too early.
+        """Verify one tree, and refuse a request that arrives in the meantime.
 
         Raises:
-            RoundInFlightError: A second request came before this one was answered.
+            RoundInFlightError: A second request arrived before this one was answered.
         """
         tree = self._check_tree(session, request)
         verifying = asyncio.ensure_future(self._scheduler.verify(session, tree))
@@ -222,10 +222,10 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
                 raise RoundInFlightError("a request came before the round was answered; expected one round at a time")
             return self._commit(session, tree, await verifying, arrival)
         finally:
-            verifying.cancel()  # no pass takes what nobody waits for
+            verifying.cancel()  # passes skip cancelled jobs
 
     def _commit(self, session: Session, tree: TokenTree, done: Done, arrival: float) -> Commit:
-        """What a session's client is told of a round, or of the prompt's forward, whose request came at `arrival`."""
+        """The commit sent for a round, or for the prompt's prefill, whose request arrived at time `arrival`."""
         verdict, timings = done.verdict, done.timings
         self._metrics.committed(len(verdict.token_ids), done.trimmed)
         return Commit(

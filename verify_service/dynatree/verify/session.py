@@ -1,40 +1,44 @@
-"""One session's state on the verify side, and the checks that a request must pass."""
+"""A session's state in the verify service, and the checks of its requests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dynatree.common.decoding import Decoding
 from dynatree.common.errors import FailedPreconditionError, InvalidArgumentError, OutOfRangeError
-from dynatree.common.kv_range import KVRange
 from dynatree.common.log_probs import TopLogProbs, check_log_probs
 from dynatree.common.messages import FinishReason, OpenSession
 from dynatree.common.model_info import ModelInfo, check_same_tokenizer, token_limit
-from dynatree.common.sampling import Sampling
 from dynatree.common.tree import TokenTree, check_token_ids
+from dynatree.engine.kv.kv_range import KVRange
 
 
 @dataclass(frozen=True)
 class SessionRequest:
-    """A checked request for a session: `limit` is the number of tokens, prompt included, at which it finishes.
+    """A checked request for a session.
 
-    Of a completion that goes on, `prompt_ids` end with the `generated` tokens that it has; it sent `round` trees.
+    Attributes:
+        prompt_ids: The prompt, as in `OpenSession`.
+        limit: Sequence length in tokens, prompt included, at which the session finishes.
+        end_tokens: Tokens that finish the session.
+        decoding: Decoding options.
+        principal: Principal of the request.
+        generated: Number of trailing `prompt_ids` that a lost session generated.
+        round: Number of trees that the lost session sent.
     """
 
     prompt_ids: tuple[int, ...]
     limit: int
     end_tokens: frozenset[int]
-    sampling: Sampling
-    log_probs: bool = False
+    decoding: Decoding
     principal: str = ""
     generated: int = 0
     round: int = 0
-    top_log_probs: int = 0
-    prompt_log_probs: bool = False
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the completion that goes on is over already; None where it is not."""
+        """The reason why a resumed completion is already complete; None if it is not."""
         if self.generated and self.prompt_ids[-1] in self.end_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.prompt_ids) >= self.limit else None
@@ -46,8 +50,8 @@ class SessionRequest:
         Raises:
             FailedPreconditionError: The draft's tokenizer is not the target's.
             InvalidArgumentError: No prompt, a token outside the vocabulary, or too many log-probabilities.
-            OutOfRangeError: The prompt with its new tokens does not fit the target's context, or what was generated
-                does not fit them.
+            OutOfRangeError: The prompt with its new tokens does not fit the target's context, or the generated tokens
+                exceed the requested number of new tokens.
         """
         check_same_tokenizer(request.draft, target)
         if not request.prompt_ids:
@@ -57,30 +61,28 @@ class SessionRequest:
             raise InvalidArgumentError(
                 f"generated is {request.generated}, expected less than the {len(request.prompt_ids)} prompt_ids"
             )
-        limit = token_limit(prompt_tokens, request.max_new_tokens, target)
-        if request.prompt_log_probs and request.generated:
+        decoding = request.decoding
+        limit = token_limit(prompt_tokens, decoding.max_new_tokens, target)
+        if decoding.prompt_log_probs and request.generated:
             raise InvalidArgumentError(
                 f"generated is {request.generated}, and a session that goes on has no prompt_log_probs"
             )
-        check_log_probs(request.top_log_probs, prompt_tokens if request.prompt_log_probs else 0)
+        check_log_probs(decoding.top_log_probs, prompt_tokens if decoding.prompt_log_probs else 0)
         if len(request.prompt_ids) > limit:
             raise OutOfRangeError(
                 f"generated is {request.generated}, past the limit of {limit - prompt_tokens} new tokens"
             )
         check_token_ids(request.prompt_ids, target.vocab_size, "prompt_ids")
-        check_token_ids(request.stop_token_ids, target.vocab_size, "stop_token_ids")
-        request.sampling.check_tokens(target.vocab_size)
+        check_token_ids(decoding.stop_token_ids, target.vocab_size, "stop_token_ids")
+        decoding.sampling.check_tokens(target.vocab_size)
         return cls(
             prompt_ids=request.prompt_ids,
             limit=limit,
-            end_tokens=frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else end_tokens),
-            sampling=request.sampling,
-            log_probs=request.log_probs or request.top_log_probs > 0,
+            end_tokens=frozenset(decoding.stop_token_ids) | (frozenset() if decoding.ignore_eos else end_tokens),
+            decoding=decoding,
             principal=request.principal,
             generated=request.generated,
             round=request.round,
-            top_log_probs=request.top_log_probs,
-            prompt_log_probs=request.prompt_log_probs,
         )
 
 
@@ -88,15 +90,15 @@ class SessionRequest:
 class Session:
     """An open session.
 
-    Invariant while the prompt is read: the first `read` slots of the arena's range `kv` are its first tokens in order.
-    Invariant between rounds: the first `length - 1` slots are the committed tokens in order, and `pending`, the last
-    committed token, is not in the arena yet: it is the next tree's root.
+    Invariant during prefill: the first `read` slots of the KV range `kv` hold the prompt's first tokens in order.
+    Invariant between rounds: the first `length - 1` slots hold the committed tokens in order. The last committed token,
+    `pending`, is not in the arena yet: it is the root of the next tree.
 
     Attributes:
-        cached: Tokens of the prompt that were not read, since their slots were copied from an earlier session's.
-        prompt_log_probs: Where the request asks for them, of the prompt's tokens from the second on, as far as the
-            logits before them are known.
-        prompt_top_log_probs: The likeliest tokens in the place of each of these.
+        cached: Number of prompt tokens whose slots were copied from an earlier session instead of computed.
+        prompt_log_probs: Log-probabilities of the prompt's tokens from the second on, if requested, as far as the
+            prompt has been read.
+        prompt_top_log_probs: The likeliest tokens at each of these positions, if requested.
     """
 
     kv: KVRange
@@ -114,12 +116,12 @@ class Session:
 
     @property
     def length(self) -> int:
-        """Committed tokens, prompt included."""
+        """Number of committed tokens, prompt included."""
         return len(self.committed)
 
     @property
     def generated(self) -> int:
-        """Committed tokens that are not the prompt's; those of a completion that goes on count from its beginning."""
+        """Number of committed tokens after the prompt, including those of a lost session."""
         return self.request.generated + self.length - len(self.request.prompt_ids)
 
     @property
@@ -129,12 +131,12 @@ class Session:
 
     @property
     def unread(self) -> int:
-        """Tokens of the prompt that are not in the arena yet."""
+        """Number of prompt tokens that are not in the KV arena yet."""
         return len(self.request.prompt_ids) - self.read
 
     @property
     def remaining(self) -> int:
-        """New tokens until the limit."""
+        """Number of new tokens left until the limit."""
         return self.request.limit - self.length
 
     def check_place(self, round_: int, base_length: int) -> None:
@@ -151,12 +153,12 @@ class Session:
             raise FailedPreconditionError(f"the tree's base_length is {base_length}, expected {self.length}")
 
     def check_distributions(self, tree: TokenTree) -> None:
-        """Refuse a tree whose draft distributions are missing, or have no use.
+        """Refuse a tree whose draft distributions are missing or superfluous.
 
         Raises:
-            InvalidArgumentError: The tree carries them, and the session does not need them; or the other way round.
+            InvalidArgumentError: The session needs distributions and the tree has none, or the other way round.
         """
-        residual = self.request.sampling.residual
+        residual = self.request.decoding.sampling.residual
         if (tree.candidates and not residual) or (tree and residual and not tree.candidates):
             raise InvalidArgumentError(
                 "a tree carries draft distributions (candidate_counts, candidate_ids, candidate_probs) when, and only "

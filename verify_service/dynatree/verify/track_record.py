@@ -1,4 +1,4 @@
-"""What the probabilities of a session's trees have proved to be worth."""
+"""The proven worth of the probabilities in a session's trees."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from dynatree.common.tree import TokenTree
 from dynatree.verify.pass_plan import path_probs
 
-FADE = 0.9  # weight of the past at each tree
-PRIOR = 2.0  # nodes, of which as many as promised count as accepted
+FADE = 0.9  # factor applied to past trees, once per tree
+PRIOR = 2.0  # pseudo-nodes that count as both promised and accepted
 
 
 @dataclass(eq=False)
 class TrackRecord:
-    """Accepted nodes of a session's trees, over the nodes that its path probabilities promised.
+    """Ratio of the accepted nodes in a session's trees to the number that its path probabilities promised.
 
-        worth = (PRIOR + accepted nodes) / (PRIOR + sum of p(u) over the verified nodes u),   the past fading
+        worth = (PRIOR + accepted nodes) / (PRIOR + sum of p(u) over the verified nodes u),   with the past fading
 
-    Some policies send calibrated probabilities, others the draft's own, and any client may send what it likes. By this
-    factor all bid in one currency, tokens. A session none of whose nodes are admitted comes back to 1, and is tried
-    again.
+    Some policies send calibrated probabilities, some the draft model's own, and a client may send any values. This
+    factor converts them all to the same unit, expected tokens. The worth of a session without admitted nodes returns to
+    1, so the session is tried again.
     """
 
     _accepted: float = 0.0
@@ -27,10 +27,10 @@ class TrackRecord:
 
     @property
     def worth(self) -> float:
-        """Tokens for each token promised."""
+        """Accepted tokens per promised token."""
         return (PRIOR + self._accepted) / (PRIOR + self._promised)
 
     def observe(self, verified: TokenTree, accepted: int) -> None:
-        """Take in what was verified of a tree, and how many of its nodes were accepted."""
+        """Record the verified part of a tree, and the number of its nodes that were accepted."""
         self._accepted = FADE * self._accepted + accepted
         self._promised = FADE * self._promised + sum(path_probs(verified))

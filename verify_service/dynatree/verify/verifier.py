@@ -1,4 +1,4 @@
-"""The verifier: one target forward over any number of sessions' trees and prompts, then the commit of each."""
+"""The verifier: one target forward pass over trees and prompts of several sessions, then each session's commit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from dynatree.common.engine import Choosing, Engine, Segment
 from dynatree.common.errors import NotFiniteError, ServiceBusyError
-from dynatree.common.gumbel import Stream, random_generator
 from dynatree.common.model_info import ModelInfo
-from dynatree.common.prefix_cache import PrefixCache
-from dynatree.common.sampling import NOT_CHOSEN, Histories, Sampling, adjusted, choose, warped
+from dynatree.common.sampling import NOT_CHOSEN, Sampling
 from dynatree.common.tree import TokenTree
+from dynatree.engine.engine import Engine
+from dynatree.engine.forward.runner import Choosing
+from dynatree.engine.forward.segment import Segment
+from dynatree.engine.kv.prefix_cache import PrefixCache
+from dynatree.engine.sampling.choosing import Histories, adjusted, choose, warped
+from dynatree.engine.sampling.gumbel import Stream, random_generator
 from dynatree.verify.accept import Verdict, accept, cut
 from dynatree.verify.layout import depth_first, prompt_segment, tree_segment
 from dynatree.verify.log_probs import log_probs_of
@@ -26,13 +29,13 @@ from dynatree.verify.session import Session, SessionRequest
 
 NO_TREE = TokenTree()
 
-# What a pass comes to for one session: its commit, None for a prompt that is not read to its end, or what failed.
+# A pass's result for one session: its commit, None if its prompt is not fully read, or the error that occurred.
 Result = Verdict | Exception | None
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of one forward, and of what went before it (in `accept`) and after it, for the whole pass."""
+    """Seconds of one pass, by phase; `accept` also includes the preparation before the forward pass."""
 
     forward: float
     accept: float
@@ -41,7 +44,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Part:
-    """What one session puts into a pass: a tree below its last token, or the next `prompt_tokens` of its prompt."""
+    """One session's part of a pass: a tree below its last token, or the next `prompt_tokens` tokens of its prompt."""
 
     session: Session
     tree: TokenTree = NO_TREE
@@ -49,15 +52,16 @@ class Part:
 
     @property
     def rows(self) -> int:
-        """Rows of the forward."""
+        """Rows of the part in the forward pass."""
         return self.prompt_tokens or 1 + len(self.tree)
 
 
 class Verifier:
-    """Opens, advances and closes sessions on the target model. Not thread-safe: one thread calls it.
+    """Opens, advances and closes sessions on the target model. Not thread-safe: call it from one thread only.
 
-    Invariant: after every round the range of a session holds its committed tokens but the last, as a fresh prefill of
-    them would (DynaTree section 3.5, KV-cache management, by moving slots instead of a second forward).
+    Invariant: after every round, a session's KV range holds all its committed tokens except the last, exactly as after
+    a fresh prefill of them. This is the KV-cache management of DynaTree section 3.5, done by moving slots instead of by
+    a second forward pass.
     """
 
     def __init__(self, engine: Engine, max_tree_nodes: int, cache: PrefixCache | None = None) -> None:
@@ -67,34 +71,34 @@ class Verifier:
 
     @property
     def target(self) -> ModelInfo:
-        """What the target model is."""
+        """Description of the target model."""
         return self.engine.info
 
     def slots(self, request: SessionRequest) -> int:
-        """Slots that a session reserves: its tokens, and its largest tree behind them."""
+        """Number of KV slots that a session reserves: for its tokens, and for its largest tree behind them."""
         return request.limit + self.max_tree_nodes
 
     def open(self, request: SessionRequest) -> Session:
-        """Reserve a session's slots, and fill those of the prompt that are cached, unless their logits are wanted.
+        """Reserve a session's KV slots, and fill those whose prompt tokens are cached, unless their logits are needed.
 
         Raises:
             ServiceBusyError: Too few slots are free.
         """
-        # cached tokens have no logits
-        wanted = () if request.prompt_log_probs else request.prompt_ids
+        # cached tokens come without logits
+        wanted = () if request.decoding.prompt_log_probs else request.prompt_ids
         kv, cached = self._cache.reserve(self.slots(request), wanted, request.principal)
         if kv is None:
             raise ServiceBusyError("the verify service's KV cache is full; try again later")
         return Session(kv, request, list(request.prompt_ids), read=cached, cached=cached)
 
     def run(self, parts: Sequence[Part]) -> tuple[list[Result], Timings]:
-        """One pass: one target forward over all parts, then each session's commit.
+        """Run one pass: one target forward pass over all parts, then each session's commit.
 
-        A forward that fails is raised, and has changed no session; it may be tried again. What fails after it is the
-        result of the session at fault, which cannot go on.
+        If the forward pass fails, its error is raised, no session has changed, and the pass may be tried again. A later
+        error becomes the result of the session at fault, which cannot continue.
 
         Returns:
-            For each part what it commits; None for a prompt that is not read to its end.
+            The result of each part: its commit, None if its prompt is not fully read, or its error; and the timings.
         """
         began = time.perf_counter()
         orders = [depth_first(part.tree) for part in parts]
@@ -130,15 +134,15 @@ class Verifier:
         return results, Timings(forwarded - started, started - began + accepted - forwarded, done - accepted)
 
     def close(self, session: Session) -> None:
-        """Give the session's range back, or leave what it holds to the prefix cache until it is wanted."""
+        """Release the session's KV range; the prefix cache may keep its contents until the slots are needed."""
         request = session.request
         held = session.read if session.unread or self._cache.only_prompts else session.length - 1
         self._cache.release(session.kv, session.committed[:held], request.principal)
 
     def is_sound(self) -> bool:
-        """Whether the logits after one token are finite where a token is chosen; so too where no slot is free to try.
+        """Whether a trial forward pass over one token yields finite logits; also True if no slot is free for it.
 
-        The token is one that the forward passes of the start had, so that no request says what it is.
+        The token is fixed, and was part of the forward passes at startup, so that no request influences the trial.
         """
         kv, _ = self._cache.reserve(1, (), "")
         if kv is None:
@@ -151,18 +155,18 @@ class Verifier:
     def _commit(
         self, part: Part, verdict: Verdict | None, order: Sequence[int], logits: Tensor, in_place: bool
     ) -> Verdict | None:
-        """Advance the session; its verdict, with the nodes named as before the tree was laid out in this order.
+        """Advance the session; its verdict, with node indices mapped back through `order` to the tree that was sent.
 
-        `in_place`: the accepted nodes' keys and values are where they belong already.
+        `in_place` says that the keys and values of the accepted nodes are already in their final slots.
         """
         session = part.session
-        if session.request.prompt_log_probs and part.prompt_tokens:
+        if session.request.decoding.prompt_log_probs and part.prompt_tokens:
             _keep_log_probs(session, logits)
         session.read += part.prompt_tokens
         if verdict is None:
             return None
         if not part.prompt_tokens:
-            # the root sits in slot length - 1 and node i in slot length + i; the path follows the root
+            # the root is in slot length - 1 and node i in slot length + i; the accepted path moves behind the root
             if not in_place:
                 self.engine.arena.move(session.kv, [session.length + n for n in verdict.accepted], session.length)
             session.round += 1
@@ -171,10 +175,10 @@ class Verifier:
 
 
 def verdicts_of(results: Iterable[Result]) -> list[Verdict | None]:
-    """The results of a pass, where none failed.
+    """The verdicts of a pass in which no session failed.
 
     Raises:
-        Exception: The first that did.
+        Exception: The first error among the results.
     """
     verdicts = []
     for result in results:
@@ -185,7 +189,7 @@ def verdicts_of(results: Iterable[Result]) -> list[Verdict | None]:
 
 
 def _result(work: Callable[[], Verdict | None]) -> Result:
-    """What one session's work returns or raises: others' commits do not depend on it."""
+    """The value or the error of one session's work; an error must not affect the commits of other sessions."""
     try:
         return work()
     except Exception as error:
@@ -193,23 +197,23 @@ def _result(work: Callable[[], Verdict | None]) -> Result:
 
 
 def choosing(part: Part) -> Choosing | None:
-    """How the device chooses after a part's tokens; None where it is for the host, by the logits."""
-    sampling = part.session.request.sampling
+    """Options for choosing tokens on the device after a part's tokens; None if the host chooses from the logits."""
+    sampling = part.session.request.decoding.sampling
     if not sampling.is_plain:
         return None
-    # a prompt's tokens, like the root, were not drafted
+    # -1 marks tokens that were not drafted: the root, or the tokens of a prompt
     parents = [-1] * max(part.prompt_tokens, 1) + [1 + parent for parent in part.tree.parents]
     return Choosing(parents, sampling.temperature, sampling.seed)
 
 
 def _judge(part: Part, logits: Tensor, chosen: Sequence[int] | None) -> Verdict | None:
-    """What the round commits; None for a prompt that is not read to its end.
+    """The verdict of a round; None if the prompt is not fully read.
 
-    `logits` are those after the root and after each node `[1 + nodes, vocabulary]`; of a prompt the last one's are
-    those after the root. `chosen` are the choices after all of them, where the device has made them.
+    `logits` has one row for the root and one for each node, `[1 + nodes, vocabulary]`; for a prompt, its last row takes
+    the place of the root's. `chosen` holds the choices for all rows, if the device has made them.
 
     Raises:
-        NotFiniteError: A token would be chosen by numbers that are not finite, or by what stands in place of such.
+        NotFiniteError: A choice depends on numbers that are not finite, or on values that replaced such numbers.
     """
     if part.session.kv.broken:
         raise NotFiniteError
@@ -218,26 +222,26 @@ def _judge(part: Part, logits: Tensor, chosen: Sequence[int] | None) -> Verdict 
             return None
         logits, chosen = logits[-1:], chosen and chosen[-1:]
     session, tree, request = part.session, part.tree, part.session.request
-    if request.sampling.residual:
+    if request.decoding.sampling.residual:
         verdict = _accept_residual(session, tree, logits)
     else:
         if chosen is None:
             positions = [session.length, *(session.length + depth for depth in tree.depths)]
             histories = _histories(session, tree, range(-1, len(tree)))
-            chosen = choose(logits, positions, request.sampling, histories)
+            chosen = choose(logits, positions, request.decoding.sampling, histories)
         verdict = accept(tree, chosen)
     verdict = cut(verdict, session.remaining, request.end_tokens)
     if NOT_CHOSEN in verdict.token_ids:
         raise NotFiniteError
-    if not request.log_probs:
+    if not request.decoding.log_probs:
         return verdict
     rows = [0, *(node + 1 for node in verdict.accepted)][: len(verdict.token_ids)]
-    values, likeliest = log_probs_of(logits[rows], verdict.token_ids, request.top_log_probs)
+    values, likeliest = log_probs_of(logits[rows], verdict.token_ids, request.decoding.top_log_probs)
     return replace(verdict, log_probs=values, top_log_probs=likeliest)
 
 
 def _accept_residual(session: Session, tree: TokenTree, logits: Tensor) -> Verdict:
-    sampling = session.request.sampling
+    sampling = session.request.decoding.sampling
 
     def target(node: int) -> Distribution:
         rows = adjusted(logits[node + 1 : node + 2], sampling, _histories(session, tree, [node]))
@@ -251,25 +255,25 @@ def _accept_residual(session: Session, tree: TokenTree, logits: Tensor) -> Verdi
 
 
 def _histories(session: Session, tree: TokenTree, nodes: Iterable[int]) -> Histories | None:
-    """The tokens before the choice after each node, where the options ask for them."""
-    if not session.request.sampling.needs_history:
+    """The tokens that precede the choice after each node; None if the sampling options do not depend on them."""
+    if not session.request.decoding.sampling.needs_history:
         return None
     own = [[tree.token_ids[n] for n in tree.path(node)] for node in nodes]
     return Histories(session.committed, own, session.generated)
 
 
 def _keep_log_probs(session: Session, logits: Tensor) -> None:
-    """Keep what the logits of the next piece of a prompt `[tokens, vocabulary]` say of the prompt's tokens.
+    """Store the prompt's log-probabilities that follow from the logits `[tokens, vocabulary]` of its next piece.
 
-    A token's logits are about the one behind it: those of the tokens [a, b) about [a + 1, b + 1), as far as these are
-    of the prompt.
+    The logits of a token predict the next token: those of the tokens [a, b) predict [a + 1, b + 1), without positions
+    past the end of the prompt.
 
     Raises:
-        NotFiniteError: They say nothing.
+        NotFiniteError: A log-probability is NaN.
     """
     request = session.request
     following = request.prompt_ids[session.read + 1 : session.read + 1 + len(logits)]
-    values, likeliest = log_probs_of(logits[: len(following)], following, request.top_log_probs)
+    values, likeliest = log_probs_of(logits[: len(following)], following, request.decoding.top_log_probs)
     if any(map(math.isnan, values)):
         raise NotFiniteError
     session.prompt_log_probs += values

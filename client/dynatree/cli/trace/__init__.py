@@ -1,4 +1,4 @@
-"""`dynatree trace`: draw the rounds of a trace as one HTML page that needs nothing else."""
+"""`dynatree trace`: draws the rounds of a trace as one self-contained HTML page."""
 
 from dynatree.cli.trace.draw import EXAMPLE, add_arguments, run
 

@@ -1,4 +1,4 @@
-"""The command: a trace in, a page out."""
+"""The command `dynatree trace`: reads a trace and writes a page."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ EXAMPLE = "dynatree trace rounds.jsonl --html rounds.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the arguments of `dynatree trace`."""
     parser.add_argument("file", metavar="FILE", type=Path, help="the trace: one JSON object per line and round")
     parser.add_argument(
         "--html", metavar="OUT", type=Path, required=True, help="the page to write; it works without a network"
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Draw the trace; the exit status.
+    """Draw the trace; return the exit status.
 
     Raises:
         SystemExit: The trace cannot be read, is not a trace, or the page cannot be written.

@@ -1,4 +1,4 @@
-"""The page of a trace."""
+"""Builds the page of a trace."""
 
 from collections.abc import Sequence
 from importlib.resources import files
@@ -8,6 +8,6 @@ from dynatree.pages import build_page, embeddable
 
 
 def trace_page(name: str, rounds: Sequence[Round]) -> str:
-    """The page of a trace called `name`, which works from disk: its policy admits no request at all."""
+    """Build the page of a trace called `name`; it works from disk, and its policy allows no network request."""
     data = embeddable({"name": name, "rounds": rounds})
     return build_page(files(__package__), "page.html", styles=["page.css"], scripts=["page.js"], data=data).html

@@ -1,4 +1,4 @@
-"""Reading a trace, checked line by line before anything is drawn."""
+"""Reads a trace, and checks each line before the page is drawn."""
 
 import json
 import sys
@@ -9,18 +9,18 @@ from typing import Any, NoReturn
 
 ROOT = -1
 
-# One round: the fields below and no others.
+# One round: exactly the fields of `_FIELDS`.
 Round = dict[str, Any]
 
 
 def read_rounds(path: Path) -> list[Round]:
-    """The rounds of a trace in the file's order, which within one completion (`index`) is that of the rounds.
+    """Read the rounds of a trace in the file's order; within one completion (`index`), the rounds must increase.
 
     Raises:
-        SystemExit: The file cannot be read or holds no round, or a line is not a round; the message names the line.
+        SystemExit: The file cannot be read or has no rounds, or a line is not a round; the message names the line.
     """
     rounds: list[Round] = []
-    last: dict[int, int] = {}  # completion -> its last round
+    last: dict[int, int] = {}  # completion index -> its last round
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -62,7 +62,7 @@ def _parse(line: bytes) -> Round:
 
 
 def _check_order(last: dict[int, int], index: int, round_: int) -> None:
-    """Rounds of one completion increase; completions may be interleaved."""
+    """Check that the rounds of a completion increase; completions may be interleaved."""
     if index in last and round_ <= last[index]:
         raise ValueError(f"round {round_} of index {index} comes after round {last[index]}")
     last[index] = round_
@@ -79,7 +79,7 @@ def _check_tree(round_: Round) -> None:
 
 
 def _check_commit(round_: Round) -> None:
-    """The accepted nodes are a path from the root; the commit is their tokens and, unless cut short, one more."""
+    """Check that the accepted nodes are a path from the root, with as many committed tokens or one more."""
     accepted, ids, texts = round_["accepted_nodes"], round_["committed_ids"], round_["committed_texts"]
     for node in accepted:
         if node >= len(round_["token_ids"]):
@@ -100,7 +100,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= 2**53  # what JavaScript holds exactly
+    return type(value) is int and 0 <= value <= 2**53  # JavaScript's numbers are exact up to here
 
 
 def _is_node(value: object) -> bool:
@@ -131,7 +131,7 @@ def _list_of(holds: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, list) and all(map(holds, value))
 
 
-# Field -> what it must be, in words and as a check.
+# Field -> its expected value in words, and the check.
 _FIELDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "index": ("a whole number, 0 or more", _is_count),
     "round": ("a whole number, 0 or more", _is_count),

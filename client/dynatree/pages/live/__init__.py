@@ -1,4 +1,4 @@
-"""The live page: a prompt, and its completion as it comes, round by round. A gateway serves it at its root."""
+"""The live page, which the gateway serves at its root: it shows the completion of a prompt round by round."""
 
 from functools import cache
 from importlib.resources import files
@@ -7,13 +7,13 @@ from dynatree.pages import Page, build_page
 
 __all__ = ["live_page"]
 
-# It talks to the server that it came from and to nobody else, and nobody may frame it. Its icon is in the page.
+# The page may connect only to the server that sent it, and no other page may frame it. Its icon is a data: URL.
 _ADMITS = "; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
 @cache
 def live_page() -> Page:
-    """The page and its policy, which the server sends as the header Content-Security-Policy."""
+    """Build the page; the server must send its policy as the header Content-Security-Policy."""
     return build_page(
         files(__package__),
         "live.html",

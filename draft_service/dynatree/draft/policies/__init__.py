@@ -1,4 +1,4 @@
-"""How a tree grows: one class for each policy, the components they are made of, and their registry."""
+"""Growth of trees: one class for each policy, the components that policies share, and their registry."""
 
 from dynatree.draft.policies.base import Outcome, Policy
 from dynatree.draft.policies.registry import (

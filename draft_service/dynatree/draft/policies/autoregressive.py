@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynatree.draft.growing_tree import GrowingTree
 from dynatree.draft.policies.base import Policy
+from dynatree.draft.policies.growing_tree import GrowingTree
 
 
 @dataclass(frozen=True)
 class AutoregressiveSettings:
-    """There is nothing to set."""
+    """No settings."""
 
 
 class Autoregressive(Policy):
-    """Plain decoding through the same services: the baseline of every speedup."""
+    """Plain decoding through the same services: the baseline of all speedups."""
 
     breadth = 0
     supports_residual = True

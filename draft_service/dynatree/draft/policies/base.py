@@ -1,4 +1,4 @@
-"""What a policy is, and what it learns of a round."""
+"""The interface of policies, and the outcome of a round that they learn from."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.limits import MAX_TEMPERATURE
 from dynatree.common.pass_statistics import PassStatistics
 from dynatree.common.tree import MAX_CANDIDATES, ROOT, TokenTree
-from dynatree.draft.drawing import DEFAULT_DRAWING, Drawing
-from dynatree.draft.growing_tree import GrowingTree
-from dynatree.draft.round_costs import RoundCost
+from dynatree.draft.control.round_costs import RoundCost
+from dynatree.draft.policies.drawing import DEFAULT_DRAWING, Drawing
+from dynatree.draft.policies.growing_tree import GrowingTree
 
 
 class Outcome(Protocol):
-    """What a policy learns of a round: `dynatree.draft.round.Round` is one."""
+    """The outcome of a round, from which a policy learns; `dynatree.draft.growth.round.Round` implements it."""
 
     @property
     def tree(self) -> TokenTree:
@@ -25,39 +25,39 @@ class Outcome(Protocol):
 
     @property
     def accepted(self) -> Sequence[int]:
-        """Its nodes on the accepted path, from the root down."""
+        """The tree's nodes on the accepted path, from the root down."""
 
     @property
     def next_token(self) -> int | None:
-        """The target's own token below the last of them; None where the completion ended before it."""
+        """The target's own token after the accepted path; None if the completion ended before it."""
 
     @property
     def draft_forwards(self) -> int:
-        """Draft forwards that growing it took."""
+        """Number of draft forward passes of the tree."""
 
     @property
     def draft_seconds(self) -> float:
-        """Seconds of growing and committing, on the draft side; of a shared draft forward, this session's share."""
+        """Seconds of growing and committing on the draft side, with this session's share of shared forward passes."""
 
     @property
     def others_draft_seconds(self) -> float:
-        """Seconds of the same draft forwards that were other sessions' shares."""
+        """Seconds of the other sessions' shares of the same draft forward passes."""
 
     @property
     def verify_seconds(self) -> float:
-        """Seconds of the verify service's own work on it, and of the wire."""
+        """Seconds of the verify service's work on the tree, and of the transport."""
 
     @property
     def shared(self) -> PassStatistics:
-        """The target's pass that verified it."""
+        """The target's pass that verified the tree."""
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds between sending it and going on that neither covers: above all other sessions' verifications."""
+        """The other seconds of the round: waiting, mostly for the verifications of other sessions."""
 
 
 def cost_of(outcome: Outcome, *, caught_up: bool = True) -> RoundCost:
-    """What a round took; `caught_up` as in `RoundCost`."""
+    """The cost of a round; `caught_up` as in `RoundCost`."""
     return RoundCost(
         nodes=len(outcome.tree),
         verify_seconds=outcome.verify_seconds,
@@ -69,16 +69,16 @@ def cost_of(outcome: Outcome, *, caught_up: bool = True) -> RoundCost:
 
 
 class Policy(ABC):
-    """Decides the shape of one session's trees. It may carry state from round to round; no two sessions share one.
+    """Decides the shape of one session's trees. A policy may keep state between rounds, and belongs to one session.
 
     Attributes:
-        breadth: The most children that it ever gives a node: how many proposals the draft model is asked for. 0: the
-            draft model is not asked.
-        supports_residual: Whether it can grow a tree of random draws (residual sampling): it never keeps a node, or
-            leaves one out, for the token that the node carries.
-        drawing: How the draft's distribution is made.
-        learns_from_others: Whether its trees depend on other requests. Under residual sampling such a session draws
-            with a seed of its own, since what it has learnt may have come of the noise of the request's seed.
+        breadth: Maximum number of children of a node, and so of proposals to request from the draft model. With 0 the
+            draft model is not used.
+        supports_residual: Whether the policy can grow a tree of random draws (residual sampling): it never keeps or
+            drops a node because of the node's own token.
+        drawing: Settings of the draft's distribution.
+        learns_from_others: Whether the policy's trees depend on other requests. Under residual sampling the session
+            then draws with a fresh seed, since the policy may have learnt from the noise of the request's seed.
     """
 
     breadth: int
@@ -87,25 +87,29 @@ class Policy(ABC):
     learns_from_others: bool = False
 
     def start(self, tree: GrowingTree) -> list[int]:
-        """The nodes to expand first, given the empty tree: the root or nothing. May add nodes that need no model."""
+        """Choose the nodes to expand first, given the empty tree. May add nodes that need no draft model.
+
+        Returns:
+            The nodes to expand, the root included; nothing to leave out the draft model.
+        """
         return [ROOT]
 
     @abstractmethod
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
-        """Add nodes below the nodes `level`, all of which have proposals, and name the nodes to expand next.
+        """Add children to the nodes `level`, all of which have proposals, and return the nodes to expand next.
 
-        Called first with what `start` returned, then with what it returned itself, until that is nothing.
+        The first call gets the result of `start`, each later call the result of the call before, until that is empty.
         """
 
     def select(self, tree: GrowingTree) -> Sequence[int]:
-        """The nodes to send of those that were added: parents before children, and no node without its parent."""
+        """Choose the nodes to send: parents before children, and no node without its parent."""
         return range(len(tree))
 
     def observe(self, outcome: Outcome) -> None:  # noqa: B027 - most policies have nothing to learn
         """Learn from a round."""
 
     def end(self) -> None:  # noqa: B027 - most policies learn from rounds alone
-        """Learn from the completion, which has ended after its last round; not of one that was cancelled."""
+        """Learn from the whole completion, after its last round. Not called if the completion is cancelled."""
 
     def parameters(self) -> dict[str, float]:
         """The learnt quantities that steer the next tree, by name."""
@@ -114,9 +118,9 @@ class Policy(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DrawingSettings:
-    """What all policies that can draw have: the draft's temperature (0: the request's), and the candidates of draws.
+    """Settings of all policies that can draw: the draft's temperature (0: the request's), and the candidates of draws.
 
-    The draft's distribution may be any: residual acceptance is exact for all of them, and greedy decoding and shared
+    Any draft distribution is allowed: residual acceptance is exact for all of them, and greedy decoding and shared
     noise are exact for every tree.
     """
 
@@ -129,11 +133,11 @@ class DrawingSettings:
 
     @property
     def drawing(self) -> Drawing:
-        """How the draft's distribution is made."""
+        """Settings of the draft's distribution."""
         return Drawing(self.draft_temperature or None, self.candidates)
 
 
-MAX_NUMBERS = 64  # of a setting that is a list
+MAX_NUMBERS = 64  # longest list that a setting accepts
 
 
 def check_length(name: str, values: Sequence[float], high: int = MAX_NUMBERS) -> None:
@@ -147,7 +151,7 @@ def check_length(name: str, values: Sequence[float], high: int = MAX_NUMBERS) ->
 
 
 def check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    """Refuse a setting out of its range.
+    """Refuse a setting that is out of range.
 
     Raises:
         InvalidArgumentError: The message names the setting, the value and the range.

@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 
 from dynatree.common.tree import ROOT
-from dynatree.draft.growing_tree import GrowingTree
+from dynatree.draft.policies.growing_tree import GrowingTree
 
 
 def best_nodes(tree: GrowingTree, count: int) -> Sequence[int]:
-    """The `count` nodes of highest value, in the tree's order; of equals the earlier, so each comes with its parent."""
+    """The `count` nodes of highest value, in the tree's order; ties go to the earlier node, so parents are included."""
     if len(tree) <= count:
         return range(len(tree))
     return sorted(heapq.nsmallest(count, range(len(tree)), key=lambda node: (-tree.value(node), node)))
@@ -22,9 +22,9 @@ class BestFirst:
 
         max over trees T of at most n nodes of the sum of v(u) over u in T
 
-    The paper calls the draft model once for every node that its heap gives out. Here each forward expands all nodes
-    that are among the best so far and whose children could still be. Growth ends when there is none, which gives the
-    heap's tree with at most as many forwards as the tree has levels.
+    The paper calls the draft model once for every node that its heap pops. Here each forward pass expands all nodes
+    that are among the best so far and whose children could be among the best too. Growth ends when there is no such
+    node. The result is the heap's tree, with at most one forward pass per level of the tree.
     """
 
     def __init__(self, max_nodes: int, max_depth: int) -> None:
@@ -33,7 +33,7 @@ class BestFirst:
         self._expanded: set[int] = set()
 
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
-        """Add the children of a level that may be among the best; returns the best that have not been expanded."""
+        """Add a level's children that may be among the best, and return the best nodes that are worth expanding."""
         if ROOT in level:
             self._expanded.clear()
         self._expanded.update(level)
@@ -47,14 +47,14 @@ class BestFirst:
         return [node for node in best if self._may_lead_above(tree, node, threshold)]
 
     def best(self, tree: GrowingTree) -> Sequence[int]:
-        """The best nodes of all that were added."""
+        """The best of all nodes that were added."""
         return best_nodes(tree, self._budget(tree))
 
     def _budget(self, tree: GrowingTree) -> int:
         return min(self._max_nodes, tree.max_nodes)
 
     def _threshold(self, tree: GrowingTree, best: Sequence[int]) -> float:
-        """The value that a new node must exceed; 0 while there is room."""
+        """The value that a new node must exceed; 0 while the budget has room."""
         if len(best) < self._budget(tree):
             return 0.0
         return min(map(tree.value, best), default=0.0)

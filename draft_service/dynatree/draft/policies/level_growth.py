@@ -1,4 +1,4 @@
-"""Breadth-first growth under a node budget, by three rules of the policy."""
+"""Breadth-first growth under a node budget, by three rules that a policy supplies."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 from dynatree.common.tree import ROOT
-from dynatree.draft.growing_tree import GrowingTree
+from dynatree.draft.policies.growing_tree import GrowingTree
 
 
 class Root(StrEnum):
-    """What has depth 0: the last committed token, or its one likeliest continuation (Algorithm 1, line 10).
+    """The token at depth 0: the last committed token, or its single likeliest continuation (Algorithm 1, line 10).
 
-    With a single root every drafted token hangs below one guess: where that is wrong, the whole tree is.
+    With a single root all drafted tokens are below one guess: if that guess is wrong, the whole tree is lost.
     """
 
     COMMITTED = "committed"
@@ -20,7 +20,7 @@ class Root(StrEnum):
 
 
 class Prune(StrEnum):
-    """What pruning takes from a node: its place in the tree, or its expansion alone (Algorithm 1, lines 14 to 16)."""
+    """The effect of pruning: the node is removed, or only not expanded (Algorithm 1, lines 14 to 16)."""
 
     REMOVE = "remove"
     EXPAND = "expand"
@@ -37,24 +37,24 @@ def grow_level(
     root: Root = Root.COMMITTED,
     prune: Prune = Prune.REMOVE,
 ) -> list[int]:
-    """Give each node of a level its likeliest children; returns the nodes to expand next (DynaTree, Algorithm 1).
+    """Give each node of a level its likeliest children, and return the nodes to expand next (DynaTree, Algorithm 1).
 
-    Nodes are added in breadth-first order until the tree has `max_nodes` nodes. Where children are drawn, none is
-    removed for its low probability, whatever `prune` says: residual sampling would not be exact.
+    Nodes are added in breadth-first order until the tree has `max_nodes` nodes. Draws are never removed for their low
+    probability, whatever `prune` says, because residual sampling would not be exact.
 
     Args:
         tree: The tree that grows.
         level: Expanded nodes.
         max_nodes: The node budget, N_max.
         children_of: B(u), the number of children of an expanded node.
-        keeps: Whether a node of that cumulative log-probability is left alone by pruning.
-        expands: Whether a node that was kept may have children, by the node and its depth d(u) below the `root`.
-        root: What has depth 0. Under a single root the committed token has one child.
-        prune: What becomes of the others.
+        keeps: Whether a node with this cumulative log-probability survives pruning.
+        expands: Whether a surviving node may have children, given the node and its depth d(u) below the `root`.
+        root: The token at depth 0. With a single root the committed token has one child.
+        prune: The effect of pruning on the other nodes.
     """
     budget = min(max_nodes, tree.max_nodes)
     single = root is Root.SINGLE
-    added: dict[int, None] = {}  # in order; a draw may repeat one
+    added: dict[int, None] = {}  # an ordered set, since a draw may repeat a child
     for node in level:
         for proposal in tree.proposals(node)[: 1 if single and node == ROOT else children_of(node)]:
             if len(tree) == budget:

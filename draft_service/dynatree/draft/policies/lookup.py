@@ -1,4 +1,4 @@
-"""N-gram candidates: what followed the same tokens before, and how often that proved right."""
+"""N-gram candidates: the continuations of earlier matches, and the rates at which they are right."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.limits import MOST_TREE_NODES
-from dynatree.draft.control import DEFAULT_CONTROL, LEAST_PROB, ControlSettings
-from dynatree.draft.growing_tree import Proposal
-from dynatree.draft.ngram_index import NGramIndex
+from dynatree.draft.control.constants import DEFAULT_CONTROL, LEAST_PROB, ControlSettings
 from dynatree.draft.policies.base import check_range
+from dynatree.draft.policies.growing_tree import Proposal
+from dynatree.draft.policies.ngram_index import NGramIndex
 
 
 @dataclass(frozen=True)
 class NGramSettings:
-    """Matched tokens (`shortest` to `longest`), length of a continuation, continuations a round, and a node budget."""
+    """Lengths of matches (`shortest` to `longest`) and continuations, continuations per round, and a node budget."""
 
     longest: int = 4
     shortest: int = 2
@@ -39,10 +39,10 @@ class NGramSettings:
 
 @dataclass(frozen=True)
 class Continuation:
-    """Tokens that may follow, each with its log-probability given that all before it are right.
+    """Tokens that may follow, each with its log-probability given that all tokens before it are right.
 
-    `matches[i]` is the length of the match before token i: the matched tokens of the context, and the continuation's
-    own up to there. It is 1 for the first token if a longer or a later match goes on with another one.
+    `matches[i]` is the length of the match before token i: the matched tokens of the context, plus the continuation's
+    own tokens before i. For the first token it is 1 if a longer or a later match continues with another token.
     """
 
     proposals: Sequence[Proposal]
@@ -50,12 +50,13 @@ class Continuation:
 
 
 class Lookup:
-    """One session's continuations, and the rates at which their tokens prove right.
+    """One session's continuations, and the rates at which their tokens are right.
 
-        P(token is right | all before it are) = right tokens / tokens, of the same bin of match lengths
+        P(token is right | all before it are right) = right tokens / tokens, in the same bin of match lengths
 
-    A bin's rate begins at 1 - 1 / match. The first token after a short match is doubtful; once it was right, the next
-    is less so. The first token of a second continuation contradicts the first continuation, and has a rate of its own.
+    A bin's rate begins at 1 - 1 / match. The first token after a short match is doubtful; if it is right, the next
+    token is less so. The first token of a second continuation contradicts the first continuation, so it has a separate
+    rate.
     """
 
     def __init__(self, settings: NGramSettings, control: ControlSettings = DEFAULT_CONTROL) -> None:
@@ -68,7 +69,7 @@ class Lookup:
         self._known = 0
 
     def continuations(self, tokens: Sequence[int]) -> list[Continuation]:
-        """What may follow `tokens`, which begin with those of the call before; learns from the tokens since."""
+        """Find continuations of `tokens`, which extend those of the last call; learn from the new tokens first."""
         self._learn(tokens[self._known :])
         self._known = len(tokens)
         self._last = self._index.continuations(tokens, self._settings.depth, self._settings.branches)
@@ -81,19 +82,19 @@ class Lookup:
         return found
 
     def rates(self) -> dict[str, float]:
-        """The share of right tokens by the first length of every bin, and of second continuations' first tokens."""
+        """The rate of each bin, by its shortest match, and of the first tokens of second continuations."""
         return {f"rate_{match}": rate.value for match, rate in self._rates.items()} | {
             "rate_others": self._others.value
         }
 
     def _rate(self, rank: int, length: int, depth: int) -> _Rate:
-        """The rate of the token at `depth` of the continuation of that rank, which matched `length` tokens."""
+        """The rate of the token at `depth` in the continuation of rank `rank`, whose match has `length` tokens."""
         if rank and not depth:
             return self._others
         return self._rates[self._bins[bisect_right(self._bins, length + depth) - 1]]
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Count the last continuations' tokens, sent or not, up to the first wrong one of each."""
+        """Count the tokens of the last continuations, sent or not, up to the first wrong token of each."""
         for rank, (length, chain) in enumerate(self._last):
             for depth, (guess, token) in enumerate(zip(chain, tokens, strict=False)):
                 self._rate(rank, length, depth).add(guess == token)
@@ -102,7 +103,7 @@ class Lookup:
 
 
 class _Rate:
-    """The share of right tokens, in (0, 1), `prior_trials` of them before any."""
+    """The share of right tokens, in (0, 1); it starts with `prior_trials` tokens at the prior rate."""
 
     def __init__(self, prior: float, control: ControlSettings) -> None:
         self._right = control.prior_trials * prior

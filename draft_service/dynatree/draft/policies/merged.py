@@ -1,4 +1,4 @@
-"""N-gram candidates in a tree of the draft model's, judged by both."""
+"""N-gram candidates in a tree of the draft model, valued by their match and by the model."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.common.tree import ROOT
-from dynatree.draft.control import LEAST_PROB, ControlSettings
-from dynatree.draft.growing_tree import GrowingTree, Proposal
+from dynatree.draft.control.constants import LEAST_PROB, ControlSettings
 from dynatree.draft.policies.base import check_range
+from dynatree.draft.policies.growing_tree import GrowingTree, Proposal
 from dynatree.draft.policies.lookup import Lookup, NGramSettings
 
 
 @dataclass(frozen=True)
 class MergedSettings:
-    """The node budget, the depth and breadth of the model's part, and the n-grams as in `ngram`."""
+    """The node budget, the depth and breadth of the draft model's part, and the n-gram settings of `ngram`."""
 
     max_nodes: int
     max_depth: int
@@ -34,15 +34,15 @@ class MergedSettings:
         self.ngrams()
 
     def ngrams(self) -> NGramSettings:
-        """The n-grams' own settings."""
+        """The settings of the n-grams alone."""
         return NGramSettings(self.longest, self.shortest, self.ngram_depth, self.branches, self.max_nodes)
 
 
 class MergedNGrams:
-    """Adds a session's continuations to each tree, and values them once the draft model has seen them.
+    """Adds a session's continuations to each tree, and values them once the draft model has read them.
 
-    The first forward expands the likeliest continuation's beginning with the root. The probability q of a token t of a
-    continuation, after a match of m tokens, is then
+    The first forward pass expands the root and the beginning of the likeliest continuation. The probability q of a
+    continuation's token t, after a match of m tokens, is then
 
         log-odds(q) = log-odds(rate of m) + w (log-odds(p(t)) - log-odds(usual p))
 
@@ -53,10 +53,10 @@ class MergedNGrams:
         self._lookup = Lookup(settings, control)
         self._max_depth = max_depth
         self._control = control
-        self._matches: list[int] = []  # of the tree's first nodes, which are the continuations'
+        self._matches: list[int] = []  # match lengths of the tree's first nodes, which are the continuations'
 
     def add_to(self, tree: GrowingTree) -> list[int]:
-        """Add the continuations to an empty tree; returns the nodes to expand with the root."""
+        """Add the continuations to an empty tree, and return the nodes to expand with the root."""
         self._matches.clear()
         along = 0
         for continuation in self._lookup.continuations(tree.context):
@@ -68,10 +68,10 @@ class MergedNGrams:
         return list(range(along))
 
     def revalue(self, tree: GrowingTree, level: Sequence[int]) -> None:
-        """Value the continuations' nodes below the first level, before any other node is added.
+        """Value the continuations' nodes below the first expanded level, before any other node is added.
 
-        Nodes that were expanded in earlier rounds, or ahead of this one, do not count: the tree must not depend on
-        what happens to be known.
+        Proposals of other nodes, known from earlier rounds or from drafting ahead, are not used: the tree must not
+        depend on them.
         """
         tree.revalue(
             [
@@ -81,7 +81,7 @@ class MergedNGrams:
         )
 
     def rates(self) -> dict[str, float]:
-        """The rates at which continuations' tokens prove right, by the match before them."""
+        """The rates at which continuations' tokens are right, by the length of the match before them."""
         return self._lookup.rates()
 
     def _judged(self, tree: GrowingTree, node: int, match: int) -> Proposal:
@@ -90,7 +90,7 @@ class MergedNGrams:
         proposal = proposals.get(token)
         if proposal is not None:
             prob = math.exp(proposal.log_prob)
-        else:  # at most any proposal's, and what they leave of the draft's own distribution
+        else:  # at most the least proposal's probability, and at most the mass that the proposals leave
             rest = 1.0 - sum(math.exp(draft.log_prob) for draft in tree.node(parent).proposals or ())
             prob = min([rest, *(math.exp(each.log_prob) for each in proposals.values())])
         model = self._control.model_weight * (_log_odds(prob) - _log_odds(self._control.usual_prob))

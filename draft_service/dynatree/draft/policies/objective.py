@@ -1,4 +1,4 @@
-"""The objective of `throughput`: what a tree gains in tokens, over what its time is worth."""
+"""The objective of `throughput`: the expected tokens of a tree minus the tokens that its time is worth."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatree.common.pass_statistics import PassStatistics
-from dynatree.draft.control import ControlSettings
-from dynatree.draft.policies.child_mass import ChildMass
-from dynatree.draft.round_costs import Costs
-from dynatree.draft.verify_cost import largest_tree
+from dynatree.draft.control.constants import ControlSettings
+from dynatree.draft.control.round_costs import Costs
+from dynatree.draft.control.verify_cost import largest_tree
+from dynatree.draft.policies.papers.child_mass import ChildMass
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Further levels that pay: the children of a leaf would be sent if the leaf is worth more than `threshold`."""
+    """A decision to expand: further levels pay for leaves whose value is above `threshold`."""
 
     threshold: float
 
@@ -24,21 +24,22 @@ class Objective:
 
         G(n)   = sum of the n highest values - lambda V(n)       the tokens that a tree of n nodes gains
         send the n nodes of highest value,   n = argmax G
-        expand a level iff, with the nodes expected of it and of k - 1 more levels for some k,
+        expand a level iff, with the nodes expected from it and from k - 1 more levels for some k,
 
             max G(with them) - max G(without them) > lambda (k D + contention of the first)
 
-    V(n) and D are seconds of a verification and of a draft forward (`Costs`). While the session is alone, lambda is the
-    best ratio that the round has at hand (CaDDTree, arXiv:2606.01813):
+    V(n) and D are the seconds of a verification and of a draft forward pass (`Costs`). While the session is alone,
+    lambda is the best ratio among the nodes at hand (CaDDTree, arXiv:2606.01813):
 
         lambda = max over n of (1 + sum of the n highest values) / (seconds drafted + V(n))
 
-    With it a level is expanded if and only if it is expected to raise the round's tokens a second (Dinkelbach, 1967).
+    With this lambda a level is expanded if and only if it is expected to raise the round's tokens per second
+    (Dinkelbach, 1967).
 
-    Where other sessions share the target's passes, a row delays all of them, and the verify service says what a row is
-    worth: with its price in tokens, lambda (V(n) - V(0)) is the price times n, and lambda the session's own rate. D is
-    the whole of a draft forward that m sessions share: all m wait for it, which takes m lambda D tokens from them, and
-    lambda D is the part of each.
+    If other sessions share the target's passes, each row delays all of them, and the verify service reports the price
+    of a row in tokens. Then lambda (V(n) - V(0)) is n times the price, and lambda is the session's own rate. D is the
+    full time of a draft forward pass that m sessions share: all m wait for it, which costs them m lambda D tokens
+    together and lambda D tokens each.
     """
 
     def __init__(self, costs: Costs, control: ControlSettings) -> None:
@@ -46,20 +47,20 @@ class Objective:
         self._control = control
         self._tokens = 0.0
         self._seconds = 0.0
-        self._row_price: float | None = None  # tokens a row; None while the session is alone
-        self._drafted = 0.0  # seconds of this round's draft forwards
+        self._row_price: float | None = None  # tokens per row; None while the session is alone
+        self._drafted = 0.0  # seconds of this round's draft forward passes
         self._ratio = 1.0 / costs.verify(0)
 
     def begin(self) -> None:
-        """A round begins, of which nothing has been drafted."""
+        """Begin a round, with nothing drafted yet."""
         self._drafted = 0.0
 
     def spend(self, seconds: float) -> None:
-        """A draft forward of this round is made."""
+        """Count the seconds of one draft forward pass of this round."""
         self._drafted += seconds
 
     def settle(self, values: Sequence[float]) -> None:
-        """Take for lambda the best ratio of the nodes at hand, whose values are in descending order."""
+        """Set lambda to the best ratio among the nodes at hand, whose values are in descending order."""
         size, tokens = 0, 1.0  # the target's own token
         self._ratio = tokens / (self._drafted + self._costs.verify(0))
         while size < len(values):
@@ -69,7 +70,7 @@ class Objective:
             self._ratio = max(self._ratio, tokens / (self._drafted + self._costs.verify(size)))
 
     def observe(self, tokens: int, seconds: float, shared: PassStatistics) -> None:
-        """Take in what one round committed, its seconds, waiting included, and the pass that verified its tree."""
+        """Take in one round: its committed tokens, its seconds, waiting included, and the pass that verified it."""
         if shared.open_sessions <= 1:
             self._row_price = None
         elif self._row_price is None:
@@ -81,15 +82,15 @@ class Objective:
 
     @property
     def rate(self) -> float:
-        """Lambda: the tokens that a second is worth."""
+        """Lambda: the value of a second, in tokens."""
         if self._row_price is not None and self._seconds:
             return self._tokens / self._seconds
         return self._ratio
 
     def best_size(self, values: Sequence[float]) -> tuple[float, int]:
-        """The maximum of G and its n, for node values in descending order.
+        """Return the maximum of G and its n, for node values in descending order.
 
-        V is one figure for each bucket of sizes, so that G is greatest at a bucket's largest tree, or at all nodes.
+        V is constant within a bucket of sizes, so G is highest at a bucket's largest tree or at all nodes.
         """
         if self._row_price is not None:
             worth = [value - self._row_price for value in values if value > self._row_price]
@@ -107,24 +108,24 @@ class Objective:
         return highest, best
 
     def forward_seconds(self, *, from_root: bool) -> float:
-        """D of one draft forward; the root's also makes the verification longer."""
+        """D of one draft forward pass; a pass from the root also prolongs the verification."""
         contention = self._costs.draft_contention if from_root and self._row_price is None else 0.0
         return self._costs.draft_forward_seconds + contention
 
     def plan(
         self, known: Sequence[float], leaves: Sequence[float], seconds: float, mass: ChildMass, max_nodes: int
     ) -> Plan | None:
-        """What to expand; None if no number of further levels is expected to gain more than it costs.
+        """Plan the expansion; None if no number of further levels is expected to gain more than it costs.
 
-        A leaf is expected to have one best descendant on each further level, and the other children of each: a node's
-        children are worth `mass` of it.
+        Each further level is expected to add below a leaf one best descendant and its siblings. The values of a node's
+        children are the shares `mass` of its own value.
 
         Args:
             known: The values of the nodes at hand, in descending order.
             leaves: The values of the nodes that may be expanded.
-            seconds: D of the next forward.
-            mass: What children are expected to be worth.
-            max_nodes: The largest tree that may be sent.
+            seconds: D of the next forward pass.
+            mass: Expected values of children.
+            max_nodes: Size limit of the tree.
         """
         self.settle(known)
         highest, _ = self.best_size(known)
@@ -153,5 +154,5 @@ class Objective:
 
     @property
     def row_price(self) -> float | None:
-        """What a row is worth to all who share the target's passes, in tokens; None for a session alone."""
+        """The price of a row for all sessions that share the target's passes, in tokens; None for a session alone."""
         return self._row_price

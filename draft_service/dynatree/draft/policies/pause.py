@@ -1,13 +1,13 @@
-"""When a draft model that does not pay is tried again."""
+"""Pauses of a draft model that does not pay, and when to try it again."""
 
 from __future__ import annotations
 
-from dynatree.draft.control import ControlSettings
-from dynatree.draft.track_record import TrackRecord
+from dynatree.draft.control.constants import ControlSettings
+from dynatree.draft.control.track_record import TrackRecord
 
 
 class Pause:
-    """Rounds without the draft model: after each trial twice as many as before, at most `max_pause`.
+    """Rounds without the draft model. Each trial doubles the next pause, up to `max_pause` rounds.
 
     A session begins with a share of the last session's pause, at most `max_first_pause` rounds.
 
@@ -22,14 +22,14 @@ class Pause:
         self._length = min(max(track_record.pause // control.first_pause_divisor, 1), control.max_first_pause)
 
     def reset(self) -> None:
-        """The draft pays: the next pause is of one round."""
+        """Shorten the next pause to one round, because the draft model pays."""
         self._set(1)
 
     def is_over(self, *, hopeless: bool) -> bool:
-        """Let one more round pass; True if the draft is to be tried in it.
+        """Count one more round, and return whether the draft model is tried in it.
 
         Args:
-            hopeless: Even a perfect draft would not pay, so that every `max_pause`-th round is enough.
+            hopeless: Whether even a perfect draft would not pay, so that a trial every `max_pause` rounds is enough.
         """
         self.passed += 1
         if self.passed < (self._longest if hopeless else self._length):

@@ -8,31 +8,31 @@ from enum import StrEnum
 from typing import Any
 
 from dynatree.common.errors import InvalidArgumentError
-from dynatree.draft.control import DEFAULT_CONTROL, ControlSettings
+from dynatree.draft.control.constants import DEFAULT_CONTROL, ControlSettings
+from dynatree.draft.control.round_costs import Costs
 from dynatree.draft.policies.autoregressive import Autoregressive, AutoregressiveSettings
 from dynatree.draft.policies.base import MAX_NUMBERS, DrawingSettings, Policy, check_length
 from dynatree.draft.policies.calibrated import Calibrated, CalibratedValue
-from dynatree.draft.policies.dynatree import DynaTree, DynaTreeSettings
-from dynatree.draft.policies.dyspec import DySpec, DySpecSettings, DySpecThreshold, DySpecThresholdSettings
-from dynatree.draft.policies.fixed import Fixed, FixedSettings, LinearSettings, linear
-from dynatree.draft.policies.hybrid import Hybrid, HybridSettings
 from dynatree.draft.policies.lookup import NGramSettings
-from dynatree.draft.policies.ngram import NGram
-from dynatree.draft.policies.opt_tree import OptTree, OptTreeSettings
-from dynatree.draft.policies.sequoia import Sequoia, SequoiaSettings
-from dynatree.draft.policies.specinfer import SpecInfer, SpecInferSettings
+from dynatree.draft.policies.papers.dynatree import DynaTree, DynaTreeSettings
+from dynatree.draft.policies.papers.dyspec import DySpec, DySpecSettings, DySpecThreshold, DySpecThresholdSettings
+from dynatree.draft.policies.papers.fixed import Fixed, FixedSettings, LinearSettings, linear
+from dynatree.draft.policies.papers.hybrid import Hybrid, HybridSettings
+from dynatree.draft.policies.papers.ngram import NGram
+from dynatree.draft.policies.papers.opt_tree import OptTree, OptTreeSettings
+from dynatree.draft.policies.papers.sequoia import Sequoia, SequoiaSettings
+from dynatree.draft.policies.papers.specinfer import SpecInfer, SpecInferSettings
 from dynatree.draft.policies.throughput import Throughput, ThroughputSettings
-from dynatree.draft.round_costs import Costs
 
 Setting = float | str | Sequence[float]
 
 DEFAULT_POLICY = "throughput"
-RESIDUAL_POLICY = "dyspec"  # the default under residual sampling, which the other does not support
+RESIDUAL_POLICY = "dyspec"  # the default under residual sampling, which `throughput` does not support
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A policy's settings, and how one is made of them, the shared costs and the tuned constants."""
+    """A policy's settings class, and its factory from settings, shared costs and tuned constants."""
 
     settings: type[Any]
     create: Callable[[Any, Costs, ControlSettings], Policy]
@@ -55,12 +55,12 @@ _REGISTRY = {
 
 
 def policy_names() -> tuple[str, ...]:
-    """Every policy, in alphabetical order."""
+    """The names of all policies, in alphabetical order."""
     return tuple(sorted(_REGISTRY))
 
 
 def residual_policies() -> tuple[str, ...]:
-    """The policies that support residual sampling."""
+    """The names of the policies that support residual sampling."""
     return tuple(name for name in policy_names() if create_policy(name, {}).supports_residual)
 
 
@@ -71,22 +71,23 @@ def create_policy(
     *,
     control: ControlSettings = DEFAULT_CONTROL,
 ) -> Policy:
-    """A policy for one session.
+    """Create a policy for one session.
 
     Args:
         name: One of `policy_names`.
-        settings: The policy's settings by name, each a number, a word or a sequence of numbers; the others keep their
-            defaults. A number for a list stands for a list of one, and 0 or 1 for the word of that name.
-        costs: What all sessions of the service have learnt.
-        control: The tuned constants; those of `costs` are its own.
+        settings: Settings by name, each a number, a word or a sequence of numbers. Settings that are not named keep
+            their defaults. A single number is accepted for a list of one, and 0 or 1 for the words "0" and "1".
+        costs: The costs and the track record that all sessions of the service share.
+        control: The tuned constants of the policy; `costs` has its own.
 
     Raises:
-        InvalidArgumentError: An unknown policy or setting (the message lists the known ones), or a value out of range.
+        InvalidArgumentError: The policy or a setting is unknown (the message lists the known ones), or a value is out
+            of range.
     """
     entry = _REGISTRY.get(name)
     if entry is None:
         raise InvalidArgumentError(f"unknown policy {name!r}, expected one of {', '.join(policy_names())}")
-    # what policies have in common comes last
+    # settings that policies have in common come last
     known = {field.name: field for field in sorted(fields(entry.settings), key=lambda field: field.kw_only is True)}
     unknown = sorted(set(settings) - set(known))
     if unknown:
@@ -103,7 +104,7 @@ def create_policy(
 
 
 def _typed(setting: Field[Any], value: Setting) -> Any:
-    """The value as the setting's type: a number or a switch, a word, or a tuple of numbers."""
+    """Convert a value to the setting's type: a number, a switch, a word, or a tuple of numbers."""
     name, kind = setting.name, str(setting.type)
     if isinstance(setting.default, StrEnum):
         return _word(name, value, type(setting.default))
@@ -114,14 +115,14 @@ def _typed(setting: Field[Any], value: Setting) -> Any:
             raise InvalidArgumentError(f"{name} is a list, expected one number")
         return _number(name, value, kind)
     values = (value,) if isinstance(value, (int, float)) else value
-    if len(values) > MAX_NUMBERS:  # before each of them is looked at
+    if len(values) > MAX_NUMBERS:  # checked before the numbers are converted
         check_length(name, values)
     element = kind.removeprefix("tuple[").removesuffix(", ...]")
     return tuple(_number(f"{name}[{index}]", each, element) for index, each in enumerate(values))
 
 
 def _word(name: str, value: Setting, words: type[StrEnum]) -> StrEnum:
-    """One of the words; a number stands for the word that is written so."""
+    """Convert a value to one of the words; a number stands for the word with its spelling."""
     word = f"{value:g}" if isinstance(value, (int, float)) else value
     if not isinstance(word, str) or word not in list(words):
         given = f"{word!r:.40}" if isinstance(word, str) else "a list"
@@ -130,7 +131,7 @@ def _word(name: str, value: Setting, words: type[StrEnum]) -> StrEnum:
 
 
 def _number(name: str, value: float, kind: str) -> float:
-    """The wire carries every number as a double; whole numbers must be whole, and switches 0 or 1."""
+    """Convert a number, which the wire carries as a double: integers must be whole, and switches 0 or 1."""
     if kind == "float":
         return value
     if kind == "bool":

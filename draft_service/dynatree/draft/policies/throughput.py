@@ -1,4 +1,4 @@
-"""Control on speed: a tree is expanded and sent as far as its expected gain exceeds its cost on this machine."""
+"""Control of speed: a tree grows and is sent as far as its expected gain exceeds its cost on this machine."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass, replace
 
 from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.common.tree import ROOT
-from dynatree.draft.control import ControlSettings
-from dynatree.draft.growing_tree import GrowingTree
+from dynatree.draft.control.constants import ControlSettings
+from dynatree.draft.control.round_costs import Costs
 from dynatree.draft.policies.base import Outcome, Policy, check_range, cost_of
 from dynatree.draft.policies.best_first import BestFirst
 from dynatree.draft.policies.calibrated import CalibratedValue
-from dynatree.draft.policies.child_mass import ChildMass, open_mass
+from dynatree.draft.policies.growing_tree import GrowingTree
 from dynatree.draft.policies.merged import MergedNGrams, MergedSettings
 from dynatree.draft.policies.objective import Objective, Plan
+from dynatree.draft.policies.papers.child_mass import ChildMass, open_mass
 from dynatree.draft.policies.pause import Pause
-from dynatree.draft.round_costs import Costs
 
 LEAST_NODES = 63
-NEARLY_FREE = 1.5  # plain steps of a verification
+NEARLY_FREE = 1.5  # highest cost of a nearly free verification, in plain steps
 
 
 @dataclass(frozen=True)
 class ThroughputSettings(MergedSettings):
-    """Upper limits of what control may choose, and the n-grams as in `ngram`.
+    """Upper limits of the control, and the n-gram settings of `ngram`.
 
-    `max_nodes` of 0: as many as the verify service's start showed to be nearly free, `LEAST_NODES` at least.
+    `max_nodes` of 0 means the largest size that startup measurements show to be nearly free, at least `LEAST_NODES`.
     """
 
     max_nodes: int = 0
@@ -42,18 +42,19 @@ class ThroughputSettings(MergedSettings):
         if self.max_nodes:
             super().__post_init__()
         else:
-            self.limited_to(LEAST_NODES)  # which checks the other settings
+            self.limited_to(LEAST_NODES)  # the copy checks the other settings
 
     def limited_to(self, nodes: int) -> ThroughputSettings:
-        """The same, with `nodes` in place of a `max_nodes` of 0."""
+        """The same settings, with `nodes` in place of a `max_nodes` of 0."""
         return self if self.max_nodes else replace(self, max_nodes=nodes)
 
 
 class Throughput(Policy):
-    """Maximises tokens a second (`Objective`), over trees of any size, the empty one included.
+    """Maximises tokens per second (`Objective`) over trees of any size, the empty tree included.
 
-    Sources: the session's n-grams and the draft model. Values: calibrated path probabilities. Where the model is not
-    expected to pay it pauses (`Pause`). A session begins with what the sessions before it found the draft to be worth.
+    Candidates come from the session's n-grams and the draft model. Their values are calibrated path probabilities. The
+    draft model pauses while it is not expected to pay (`Pause`). A session begins with the track record of the sessions
+    before it.
     """
 
     def __init__(self, settings: ThroughputSettings, costs: Costs, control: ControlSettings) -> None:
@@ -69,13 +70,13 @@ class Throughput(Policy):
         self._mass = ChildMass(costs.track_record, control)
         self._objective = Objective(costs, control)
         self._pause = Pause(costs.track_record, control)
-        self._levels = 0  # of this round's tree, that were expanded
+        self._levels = 0  # expanded levels of this round's tree
         self._is_first = True  # whether this is the session's first round
-        self._caught_up = True  # whether the draft had read all but the last round's tokens when this round began
-        self._fruitless = False  # whether nothing was sent of what was expanded last
+        self._caught_up = True  # whether only the last round's tokens were unread when this round began
+        self._fruitless = False  # whether the last expanded tree was sent without a node of the draft model
 
     def start(self, tree: GrowingTree) -> list[int]:
-        """Expand the root, unless the continuations alone, or no tree at all, are expected to do as well."""
+        """Expand the root, unless the n-gram continuations alone, or no tree at all, are expected to do as well."""
         self._caught_up = self._levels > 0 or self._is_first
         self._levels = 0
         self._value.start(tree)
@@ -83,7 +84,7 @@ class Throughput(Policy):
         if self._costs.plain_is_due and self._objective.row_price is None:
             return []
         level = [ROOT, *self._ngrams.add_to(tree)]
-        if tree.is_expanded(ROOT):  # which costs nothing, so nothing that does may come with it
+        if tree.is_expanded(ROOT):  # expanding it is free, so nodes that cost a forward pass are left out
             level = [node for node in level if tree.is_expanded(node)]
         leaves = open_mass(tree, level)
         if self._plan(tree, level, leaves) is not None and not self._fruitless:
@@ -93,7 +94,7 @@ class Throughput(Policy):
         return self._expanding(tree, level) if self._pause.is_over(hopeless=hopeless) else []
 
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
-        """Add candidates of both sources; expand on where that pays."""
+        """Add candidates of both sources, and expand further where that pays."""
         if ROOT in level:
             self._ngrams.revalue(tree, level)
         candidates = self._growth.grow(tree, level)
@@ -108,7 +109,7 @@ class Throughput(Policy):
         return self._expanding(tree, [node for node in candidates if tree.value(node) > plan.threshold])
 
     def select(self, tree: GrowingTree) -> Sequence[int]:
-        """The n nodes of highest value, n = argmax G."""
+        """Choose the n nodes of highest value, n = argmax G."""
         ranked = self._ranked(tree)
         price = self._objective.row_price
         if price is None:
@@ -123,7 +124,7 @@ class Throughput(Policy):
         return sent
 
     def observe(self, outcome: Outcome) -> None:
-        """Learn the costs, the rate, and what became of the draft's nodes."""
+        """Learn the costs, the rate, and the acceptance of the draft's nodes."""
         self._is_first = False
         self._costs.observe(cost_of(outcome, caught_up=self._caught_up))
         seconds = outcome.draft_seconds + outcome.waited_seconds + outcome.verify_seconds
@@ -131,7 +132,7 @@ class Throughput(Policy):
         self._value.observe(outcome)
 
     def parameters(self) -> dict[str, float]:
-        """What the last tree was judged by."""
+        """The figures that decided the last tree."""
         return {
             "plain_ms": 1e3 * self._costs.verify(0),
             "draft_forward_ms": 1e3 * self._costs.draft_forward_seconds,
@@ -146,21 +147,21 @@ class Throughput(Policy):
         }
 
     def _plan(self, tree: GrowingTree, level: Sequence[int], leaves: Sequence[float]) -> Plan | None:
-        """Whether, and how far, to expand a level whose nodes have those open masses."""
+        """Plan the expansion of a level whose nodes have the open masses `leaves`."""
         known = [tree.value(node) for node in self._ranked(tree)]
         return self._objective.plan(known, leaves, self._seconds(tree, level), self._mass, self._max_nodes)
 
     def _seconds(self, tree: GrowingTree, level: Sequence[int]) -> float:
-        """Seconds of the level's forward; 0 where all of it has been expanded before."""
+        """Seconds of the level's forward pass; 0 if all of the level has been expanded before."""
         if all(map(tree.is_expanded, level)):
             return 0.0
         return self._objective.forward_seconds(from_root=ROOT in level)
 
     def _expanding(self, tree: GrowingTree, level: list[int]) -> list[int]:
-        """The level, whose forward is now spent."""
+        """Count the level's forward pass, and return the level."""
         self._objective.spend(self._seconds(tree, level))
         return level
 
     def _ranked(self, tree: GrowingTree) -> list[int]:
-        """The best nodes, those of highest value first."""
+        """The best nodes, in descending order of value."""
         return sorted(self._growth.best(tree), key=lambda node: (-tree.value(node), node))

@@ -1,0 +1,1 @@
+"""`dynatree bench load`: measure many concurrent clients."""

@@ -1,1 +1,0 @@
-"""`dynatree bench load`: many clients at once."""

@@ -1,1 +1,0 @@
-"""`dynatree bench record` and `bench replay`: recorded rounds, on which policies run without a model."""

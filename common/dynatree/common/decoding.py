@@ -1,0 +1,35 @@
+"""Decoding options: the part of a request that reaches the verify session unchanged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dynatree.common.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Options for choosing tokens, ending the completion, and reporting log-probabilities.
+
+    `OpenSession` and `GenerateRequest` of the protocol have fields of the same names, which `wire` reads and writes.
+
+    Attributes:
+        sampling: Options for the target's choice of a token.
+        max_new_tokens: Maximum number of new tokens; None means up to the context limit.
+        ignore_eos: Whether decoding continues past end-of-sequence tokens.
+        stop_token_ids: Additional tokens that end the completion.
+        log_probs: Whether each token's log-probability is reported; `top_log_probs` implies it.
+        top_log_probs: Number of the likeliest tokens reported at each position.
+        prompt_log_probs: Whether the same is reported for the prompt's tokens.
+    """
+
+    sampling: Sampling = field(default_factory=Sampling)
+    max_new_tokens: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    log_probs: bool = False
+    top_log_probs: int = 0
+    prompt_log_probs: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "log_probs", self.log_probs or self.top_log_probs > 0)

@@ -1,0 +1,1 @@
+"""Forward passes on a CPU by compiled kernels."""

@@ -1,0 +1,146 @@
+"""Attention by the project's own CPU kernel: one call for each layer over all segments (`native/attention.c`).
+
+torch's attention is optimized for many queries. With one query for each head, it takes several times as long as reading
+the keys and values, and each session of a pass needs a separate call. The kernel reads every key and value once for all
+queries of a segment, and stores the new keys and values in the same call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dynatree.engine.cpu.native import DTYPES, address, call, lying
+from dynatree.engine.forward.segment import Segment
+from dynatree.engine.kv.arena import KVArena
+
+
+class SegmentStructure(ctypes.Structure):
+    """`struct segment` of `native/kernels.h`."""
+
+    _fields_ = (
+        ("first", ctypes.c_int64),
+        ("tokens", ctypes.c_int64),
+        ("base", ctypes.c_int64),
+        ("start", ctypes.c_int64),
+        ("mask", ctypes.c_void_p),
+        ("columns", ctypes.c_int64),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("query", ctypes.c_void_p),
+        ("key", ctypes.c_void_p),
+        ("value", ctypes.c_void_p),
+        ("query_head", ctypes.c_int64),
+        ("query_token", ctypes.c_int64),
+        ("key_head", ctypes.c_int64),
+        ("key_token", ctypes.c_int64),
+        ("value_head", ctypes.c_int64),
+        ("value_token", ctypes.c_int64),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("arena_head", ctypes.c_int64),
+        ("output", ctypes.c_void_p),
+        ("faulty", ctypes.c_void_p),
+    )
+
+
+class Shape(ctypes.Structure):
+    """`struct shape` of `native/kernels.h`."""
+
+    _fields_ = (
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("dim", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+    )
+
+
+def structures_of(segments: Sequence[Segment], arena: KVArena) -> tuple[ctypes.Array[SegmentStructure], list[Tensor]]:
+    """Return the segments as the kernels' structures, and the masks they point at, which must outlive them.
+
+    Raises:
+        IndexError: A slot is outside the session's range or the arena; the kernels do not check bounds.
+        ValueError: A mask does not fit the tokens.
+    """
+    masks = []
+    structures = (SegmentStructure * len(segments))()
+    first = 0
+    for each, structure in zip(segments, structures, strict=True):
+        if each.start < 0 or each.stop > each.kv.size:
+            raise IndexError(f"slots {each.start} to {each.stop} are not in a range of {each.kv.size}")
+        if each.kv.start < 0 or each.kv.start + each.stop > arena.size:
+            raise IndexError(f"a range at slot {each.kv.start} is not in an arena of {arena.size}")
+        structure.first, structure.tokens = first, len(each.token_ids)
+        structure.base, structure.start = each.kv.start, each.start
+        if each.mask is not None:
+            mask = each.mask.contiguous()
+            structure.mask, structure.columns = address(mask, torch.bool, structure.tokens, -1), mask.shape[1]
+            if structure.columns > each.stop:
+                raise ValueError(f"a mask has {structure.columns} columns, expected at most {each.stop} slots")
+            masks.append(mask)
+        first += structure.tokens
+    return structures, masks
+
+
+class NativeBatch:
+    """Segments side by side in one row of tokens; implements `SegmentAttending`.
+
+    A query's result has the same bits however a prompt is split into pieces, so no padding is needed.
+    """
+
+    def __init__(self, segments: Sequence[Segment], arena: KVArena) -> None:
+        self._arena = arena
+        self._segments, self._masks = structures_of(segments, arena)
+        self._tokens = sum(len(segment.token_ids) for segment in segments)
+        self._faulty = array("B", bytes(self._tokens))
+        self._layer = _Layer(faulty=self._faulty.buffer_info()[0])
+        self._shape = Shape()
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Store the new keys and values, then attend; see `Attending.attend`.
+
+        Raises:
+            MemoryError: The kernel cannot allocate its working memory.
+            ValueError: A tensor does not fit these tokens and this arena, or the number of query heads is not a
+                multiple of the number of key heads.
+        """
+        dtype, heads, tokens = self._arena.dtype, query.shape[0], self._tokens
+        kv_heads, dim = self._arena.shape.kv_heads, self._arena.shape.head_dim
+        query, key, value = (lying(each, dtype) for each in (query, key, value))
+        if heads % kv_heads:
+            raise ValueError(f"{heads} heads of queries are no multiple of {kv_heads} of keys")
+        output = torch.empty(tokens, heads, dim, dtype=dtype)
+        slots = self._arena.layer(layer)
+        to, shape = self._layer, self._shape
+        to.query, to.query_head, to.query_token = _rows(query, dtype, heads, tokens, dim)
+        to.key, to.key_head, to.key_token = _rows(key, dtype, kv_heads, tokens, dim)
+        to.value, to.value_head, to.value_token = _rows(value, dtype, kv_heads, tokens, dim)
+        to.keys = address(slots, dtype, 2, kv_heads, -1, dim)
+        to.values = to.keys + slots.stride(0) * slots.element_size()
+        to.arena_head, to.output = slots.stride(1), address(output, dtype, tokens, heads, dim)
+        shape.heads, shape.kv_heads, shape.dim, shape.dtype = heads, kv_heads, dim, DTYPES[dtype]
+        shape.scale = dim**-0.5 if scale is None else scale
+        call("dynatree_attention", ctypes.byref(to), ctypes.byref(shape), self._segments, len(self._segments))
+        return output
+
+    def faulty(self) -> Sequence[int]:
+        """See `SegmentAttending.faulty`."""
+        return marked(self._faulty)
+
+
+def marked(flags: array[int]) -> Sequence[int]:
+    """Return the places of the flags that a kernel has set."""
+    return [place for place, flag in enumerate(flags) if flag] if 1 in flags.tobytes() else ()
+
+
+def _rows(tensor: Tensor, dtype: torch.dtype, *shape: int) -> tuple[int, int, int]:
+    """Return the address of a tensor `[heads, tokens, dim]`, and its strides over heads and tokens."""
+    return address(tensor, dtype, *shape, rows_apart=True), tensor.stride(0), tensor.stride(1)

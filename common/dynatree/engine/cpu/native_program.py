@@ -1,0 +1,280 @@
+"""A model's forward pass as a program, a list of operations that the kernels run in one call (`native/forward.c`).
+
+In a forward pass over a few tokens, Python and torch's small operations between the linear layers take a tenth of the
+time or more, and most of the time in small models. A program avoids them. Families without a program run through
+transformers' modules, with the same kernels for the large operations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from dynatree.engine.cpu.native import DTYPES, address
+from dynatree.engine.cpu.native_attention import Shape
+from dynatree.engine.cpu.native_linear import Linear, NativeLinear
+
+_EMBED, _NORM, _LINEAR, _ATTEND = range(4)
+_ALONE, _PLUS, _TIMES = range(3)
+_IDENTITY, _GELU, _GELU_TANH, _SILU, _RELU = range(5)
+# transformers' names of activation functions
+_ACTIVATIONS = {
+    "gelu": _GELU,
+    "gelu_new": _GELU_TANH,
+    "gelu_pytorch_tanh": _GELU_TANH,
+    "silu": _SILU,
+    "swish": _SILU,
+    "relu": _RELU,
+}
+
+
+class _Place(ctypes.Structure):
+    _fields_ = (
+        ("buffer", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("token", ctypes.c_int64),
+    )
+
+
+class _Operation(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int64),
+        ("source", ctypes.c_int64),
+        ("target", ctypes.c_int64),
+        ("other", ctypes.c_int64),
+        ("scale", ctypes.c_void_p),
+        ("shift", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+        ("centered", ctypes.c_int64),
+        ("last", ctypes.c_int64),
+        ("epsilon", ctypes.c_float),
+        ("linear", Linear),
+        ("query", _Place),
+        ("key", _Place),
+        ("value", _Place),
+        ("layer", ctypes.c_int64),
+    )
+
+
+class _NoProgramError(Exception):
+    """A model has a part that programs do not support."""
+
+
+@dataclass
+class _Writer:
+    """Writes a program; a buffer is an index into `widths`, which holds the row width of each buffer."""
+
+    dtype: torch.dtype
+    widths: list[int] = field(default_factory=list)
+    operations: list[_Operation] = field(default_factory=list)
+    layers: list[int] = field(default_factory=list)  # start of each layer in `operations`, and the end of the last one
+
+    def layer(self) -> None:
+        """Mark the start of a layer, or after the last layer, its end."""
+        self.layers.append(len(self.operations))
+
+    def buffer(self, width: int) -> int:
+        self.widths.append(width)
+        return len(self.widths) - 1
+
+    def embed(self, model: PreTrainedModel, target: int) -> None:
+        module: Any = model.get_input_embeddings()
+        if type(module) is not nn.Embedding or module.weight.dtype != self.dtype or not module.weight.is_contiguous():
+            raise _NoProgramError
+        width = self.widths[target]
+        table = address(module.weight, self.dtype, module.num_embeddings, width)
+        self._add(kind=_EMBED, target=target, scale=table, width=width)
+
+    def norm(self, module: Any, source: int, target: int, last: bool = False) -> None:
+        """Add a `LayerNorm`, or any family's `RMSNorm`."""
+        centered = type(module) is nn.LayerNorm
+        if not centered and not type(module).__name__.endswith("RMSNorm"):
+            raise _NoProgramError
+        epsilon = module.eps if centered else module.variance_epsilon
+        parts = (module.weight, getattr(module, "bias", None))
+        if any(part is not None and (part.dtype != self.dtype or not part.is_contiguous()) for part in parts):
+            raise _NoProgramError
+        self._add(
+            kind=_NORM,
+            source=source,
+            target=target,
+            scale=address(parts[0], self.dtype, self.widths[source]),
+            shift=None if parts[1] is None else address(parts[1], self.dtype, self.widths[source]),
+            width=self.widths[source],
+            centered=centered,
+            last=last,
+            epsilon=epsilon,
+        )
+
+    def linear(
+        self,
+        module: Any,
+        source: int,
+        target: int,
+        activation: int = _IDENTITY,
+        combination: int = _ALONE,
+        other: int = -1,
+    ) -> None:
+        if type(module) is not NativeLinear or module.weight.dtype != self.dtype:
+            raise _NoProgramError
+        if (module.in_features, module.out_features) != (self.widths[source], self.widths[target]):
+            raise _NoProgramError
+        if other >= 0 and self.widths[other] != self.widths[target]:
+            raise _NoProgramError
+        linear = Linear.from_buffer_copy(module.structure)
+        linear.activation, linear.combination = activation, combination
+        self._add(kind=_LINEAR, source=source, target=target, other=other, linear=linear)
+
+    def attend(self, query: _Place, key: _Place, value: _Place, target: int, layer: int) -> None:
+        self._add(kind=_ATTEND, target=target, query=query, key=key, value=value, layer=layer)
+
+    def _add(self, **fields: Any) -> None:
+        self.operations.append(_Operation(**{"other": -1, **fields}))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The parts of a program besides its operations."""
+
+    shape: Shape
+    rotary: nn.Module
+
+
+def _activation(model: PreTrainedModel) -> int:
+    name = model.config.hidden_act
+    if name not in _ACTIVATIONS:
+        raise _NoProgramError
+    return _ACTIVATIONS[name]
+
+
+def _write_gpt_neox(model: Any, to: _Writer) -> _Parts:
+    config, attention = model.config, model.gpt_neox.layers[0].attention
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    dim = hidden // heads
+    x, normed, attended, summed = (to.buffer(hidden) for _ in range(4))
+    qkv, middle = to.buffer(3 * hidden), to.buffer(config.intermediate_size)
+    query, key, value = (_Place(qkv, part * dim, 3 * dim, 3 * hidden) for part in range(3))
+    to.embed(model, x)
+    for index, layer in enumerate(model.gpt_neox.layers):
+        to.layer()
+        to.norm(layer.input_layernorm, x, normed)
+        to.linear(layer.attention.query_key_value, normed, qkv)
+        to.attend(query, key, value, attended, index)
+        result = summed if config.use_parallel_residual else x
+        to.linear(layer.attention.dense, attended, result, combination=_PLUS, other=x)
+        to.norm(layer.post_attention_layernorm, x, normed)
+        to.linear(layer.mlp.dense_h_to_4h, normed, middle, _activation(model))
+        to.linear(layer.mlp.dense_4h_to_h, middle, x, combination=_PLUS, other=result)
+    to.layer()
+    to.norm(model.gpt_neox.final_layer_norm, x, normed, last=True)
+    to.linear(model.get_output_embeddings(), normed, to.buffer(config.vocab_size))
+    return _Parts(Shape(heads, heads, dim, 0, attention.scaling), model.gpt_neox.rotary_emb)
+
+
+def _write_llama(model: Any, to: _Writer) -> _Parts:
+    config, attention = model.config, model.model.layers[0].self_attn
+    hidden, heads, kv_heads, dim = (
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        attention.head_dim,
+    )
+    x, normed = to.buffer(hidden), to.buffer(hidden)
+    if heads % kv_heads:
+        raise _NoProgramError
+    attended, queries = to.buffer(heads * dim), to.buffer(heads * dim)
+    keys, values = to.buffer(kv_heads * dim), to.buffer(kv_heads * dim)
+    middle = to.buffer(config.intermediate_size)
+    query, key, value = (_Place(each, 0, dim, to.widths[each]) for each in (queries, keys, values))
+    to.embed(model, x)
+    for index, layer in enumerate(model.model.layers):
+        to.layer()
+        to.norm(layer.input_layernorm, x, normed)
+        to.linear(layer.self_attn.q_proj, normed, queries)
+        to.linear(layer.self_attn.k_proj, normed, keys)
+        to.linear(layer.self_attn.v_proj, normed, values)
+        to.attend(query, key, value, attended, index)
+        to.linear(layer.self_attn.o_proj, attended, x, combination=_PLUS, other=x)
+        to.norm(layer.post_attention_layernorm, x, normed)
+        to.linear(layer.mlp.gate_proj, normed, middle, _activation(model))
+        to.linear(layer.mlp.up_proj, normed, middle, combination=_TIMES, other=middle)
+        to.linear(layer.mlp.down_proj, middle, x, combination=_PLUS, other=x)
+    to.layer()
+    to.norm(model.model.norm, x, normed, last=True)
+    to.linear(model.get_output_embeddings(), normed, to.buffer(config.vocab_size))
+    return _Parts(Shape(heads, kv_heads, dim, 0, attention.scaling), model.model.rotary_emb)
+
+
+# Writers by model_type; a writer uses only the modules that all of its families share.
+_WRITERS: dict[str, Callable[[Any, _Writer], _Parts]] = {
+    "gpt_neox": _write_gpt_neox,
+    "llama": _write_llama,
+    "mistral": _write_llama,
+    "qwen2": _write_llama,
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model's program.
+
+    Attributes:
+        model: Model whose weights the operations point at.
+        dtype: Data type of all buffers.
+        widths: Row width of each buffer. The last buffer receives the logits.
+        operations: `struct operation` of `native/forward.c`, in order.
+        layers: Index of each layer's first operation, and of the first operation after all layers.
+        shape: Shape of the attention.
+        rotary: Rotary embedding of the model, which maps positions to cosines and sines.
+    """
+
+    model: PreTrainedModel
+    dtype: torch.dtype
+    widths: tuple[int, ...]
+    operations: ctypes.Array[_Operation]
+    layers: tuple[int, ...]
+    shape: Shape
+    rotary: nn.Module
+
+
+def program_of(model: PreTrainedModel) -> Program | None:
+    """Return the program of a model with native linear layers; None for a family or a variant without a program."""
+    write = _WRITERS.get(model.config.model_type)
+    if write is None:
+        return None
+    writer = _Writer(model.dtype)
+    try:
+        parts = write(model, writer)
+    except _NoProgramError:
+        return None
+    parts.shape.dtype = DTYPES[model.dtype]
+    _check_places(writer, parts.shape)
+    operations = (_Operation * len(writer.operations))(*writer.operations)
+    return Program(
+        model, model.dtype, tuple(writer.widths), operations, tuple(writer.layers), parts.shape, parts.rotary
+    )
+
+
+def _check_places(writer: _Writer, shape: Shape) -> None:
+    """Refuse attention whose heads do not lie within the rows of their buffers.
+
+    Raises:
+        ValueError: A head lies outside its row.
+    """
+    for each in writer.operations:
+        if each.kind != _ATTEND:
+            continue
+        places = ((each.query, shape.heads), (each.key, shape.kv_heads), (each.value, shape.kv_heads))
+        for place, heads in places:
+            row, stop = writer.widths[place.buffer], place.offset + (heads - 1) * place.head + shape.dim
+            if place.token != row or stop > row:
+                raise ValueError(f"{heads} heads of {shape.dim} numbers end at {stop} of a row of {row}")
+        if writer.widths[each.target] != shape.heads * shape.dim:
+            raise ValueError(f"{shape.heads} heads of {shape.dim} numbers fill no row of {writer.widths[each.target]}")

@@ -1,0 +1,154 @@
+"""The runner of a program: a forward pass over any number of segments is one call of the kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynatree.engine.cpu.native import address, call
+from dynatree.engine.cpu.native_attention import SegmentStructure, Shape, marked, structures_of
+from dynatree.engine.cpu.native_program import Program
+from dynatree.engine.forward.not_finite import spoil
+from dynatree.engine.forward.offloaded_layers import OffloadedLayers
+from dynatree.engine.forward.segment import Segment
+from dynatree.engine.kv.arena import KVArena
+
+_LEAST_POSITIONS = 256
+_ALIGNMENT = 64  # bytes; a cache line
+_NUMBERS = "q"  # type code of int64 arrays
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("operations", ctypes.c_void_p), ("count", ctypes.c_int64), ("shape", Shape))
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("n", ctypes.c_int64),
+        ("kept", ctypes.c_int64),
+        ("tokens", ctypes.c_void_p),
+        ("keep", ctypes.c_void_p),
+        ("buffers", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("rotary_size", ctypes.c_int64),
+        ("segments", ctypes.POINTER(SegmentStructure)),
+        ("segment_count", ctypes.c_int64),
+        ("arena", ctypes.c_void_p),
+        ("arena_layer", ctypes.c_int64),
+        ("arena_values", ctypes.c_int64),
+        ("arena_head", ctypes.c_int64),
+        ("faulty", ctypes.c_void_p),
+    )
+
+
+class NativeRunner:
+    """Implements `Runner`, with little Python: after a forward pass, the caches hold none of Python's code and data.
+
+    Args:
+        program: Program of the model.
+        arena: KV arena that stores keys and values.
+        offloaded: Loads the model's last layers into memory while the layers before them compute.
+    """
+
+    def __init__(self, program: Program, arena: KVArena, offloaded: OffloadedLayers | None = None) -> None:
+        self._program = program
+        self._offloaded = offloaded
+        cuts = [0, *(program.layers[offloaded.first :] if offloaded else ()), len(program.operations)]
+        size = ctypes.sizeof(program.operations) // len(program.operations)
+        at = ctypes.addressof(program.operations)
+        # one kernel call for each part: all, or all before the offloaded layers, each offloaded layer, and the rest
+        self._parts = [_Program(at + size * start, stop - start, program.shape) for start, stop in pairwise(cuts)]
+        embeddings: Any = program.model.get_input_embeddings()
+        self._vocab_size: int = embeddings.num_embeddings
+        self._memory = torch.empty(0, dtype=torch.uint8)  # memory of all buffers except the logits
+        self._buffers = (ctypes.c_void_p * len(program.widths))()
+        self._buffered = -1  # number of tokens that the buffers are laid out for
+        self._cosines = self._sines = torch.empty(0, 0)  # [positions, rotary size]
+        self._call = _Call()
+        self._call.buffers = ctypes.addressof(self._buffers)
+        slots, shape = arena.layer(0), program.shape  # [2, kv_heads, slots, dim]
+        layers = len(program.layers) - 1
+        self._call.arena = address(arena.data, program.dtype, layers, 2, shape.kv_heads, -1, shape.dim)
+        self._call.arena_layer = slots.numel()
+        self._call.arena_values, self._call.arena_head = slots.stride(0), slots.stride(1)
+        self._arena = arena  # kept alive because the call points at it
+
+    def run(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """See `Runner.run`.
+
+        Raises:
+            IndexError: A token is not in the vocabulary, a kept index has no token, or a slot is not the session's.
+            ValueError: Positions or a mask do not fit the tokens.
+            MemoryError: The kernels cannot allocate their working memory.
+        """
+        tokens, positions, keep = array(_NUMBERS), array(_NUMBERS), array(_NUMBERS)
+        kept = []
+        for segment in segments:
+            first, size = len(tokens), len(segment.token_ids)
+            tokens.extend(segment.token_ids)
+            positions.extend(segment.positions)
+            wanted = range(size) if segment.keep is None else segment.keep
+            if wanted and not 0 <= min(wanted) <= max(wanted) < size:
+                raise IndexError(f"logits are wanted of a token that is not in [0, {size})")
+            keep.extend(first + index for index in wanted)
+            kept.append(len(wanted))
+        count = len(tokens)
+        if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+            raise IndexError(f"a token is not in [0, {self._vocab_size})")
+        if len(positions) != count or min(positions) < 0:
+            raise ValueError(f"expected a position of at least 0 for each of {count} tokens")
+        self._reach(max(positions))
+        self._lay_out(max(count, len(keep)))
+        logits = torch.empty(len(keep), self._program.widths[-1], dtype=self._program.dtype)
+        self._buffers[len(self._buffers) - 1] = address(logits, self._program.dtype, *logits.shape)
+        structures, masks = structures_of(segments, self._arena)  # the structures point at the masks
+        faulty = array("B", bytes(count))
+        to = self._call
+        to.n, to.kept, to.faulty = count, len(keep), faulty.buffer_info()[0]
+        to.tokens, to.positions, to.keep = (each.buffer_info()[0] for each in (tokens, positions, keep))
+        to.segments, to.segment_count = structures, len(structures)
+        for number, part in enumerate(self._parts):
+            with self._offloaded.layer(number - 1) if self._offloaded else nullcontext():
+                call("dynatree_forward", ctypes.byref(part), ctypes.byref(to))
+        del masks
+        split = [logits] if len(kept) == 1 else list(logits.split_with_sizes(kept))
+        spoil(segments, split, marked(faulty))
+        return split
+
+    def _lay_out(self, count: int) -> None:
+        """Lay out the buffers of `count` tokens one behind the other."""
+        if count == self._buffered:
+            return
+        size = self._program.dtype.itemsize
+        lengths = [-(-width * count * size // _ALIGNMENT) * _ALIGNMENT for width in self._program.widths[:-1]]
+        needed = sum(lengths) + _ALIGNMENT
+        if needed > len(self._memory):
+            self._memory = torch.empty(needed, dtype=torch.uint8)
+        at = -(-address(self._memory, torch.uint8, -1) // _ALIGNMENT) * _ALIGNMENT
+        for number, length in enumerate(lengths):
+            self._buffers[number] = at
+            at += length
+        self._buffered = count
+
+    def _reach(self, position: int) -> None:
+        """Compute the cosines and sines of all positions up to `position`; they depend only on the position."""
+        if position < len(self._cosines):
+            return
+        size = max(_LEAST_POSITIONS, 1 << position.bit_length())
+        like = torch.empty(1, 1, dtype=self._program.dtype)
+        both = [each[0].contiguous() for each in self._program.rotary(like, torch.arange(size)[None])]
+        turned = both[0].shape[-1]
+        self._call.cosines, self._call.sines = (address(each, self._program.dtype, size, turned) for each in both)
+        if turned % 2 or turned > self._program.shape.dim:
+            raise ValueError(f"a head of {self._program.shape.dim} numbers has {turned} that turn")
+        self._call.rotary_size = turned
+        self._cosines, self._sines = both

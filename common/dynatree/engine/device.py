@@ -1,0 +1,49 @@
+"""The device of a model: its identity across services, synchronization, and whether Triton is installed."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from dynatree.common.errors import StartupError
+
+HAS_TRITON = find_spec("triton") is not None  # installed with the CUDA builds of torch; importing it takes time
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # shared by all containers of a running kernel
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that this machine, or this build of torch, does not have.
+
+    Raises:
+        StartupError: The device does not exist; the message lists the devices that do.
+    """
+    here = ["cpu"]
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None:
+        here += [accelerator.type, *(f"{accelerator.type}:{each}" for each in range(torch.accelerator.device_count()))]
+    if name not in here:
+        raise StartupError(
+            f"--device is {name}, and the devices that torch {torch.__version__} finds here are: {', '.join(here)}"
+        )
+
+
+def device_id(device: torch.device) -> str:
+    """Return an opaque name that is the same for all processes that compute on the same GPU or machine's CPU."""
+    if device.type == "cuda":
+        return _digest(str(torch.cuda.get_device_properties(device).uuid))
+    machine = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node()
+    return _digest(f"{machine} {device}")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished all work queued by this thread; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""A forward pass: its segments, its attention, and its handling of NaN and infinity."""

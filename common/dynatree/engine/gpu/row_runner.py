@@ -1,0 +1,178 @@
+"""The runner of forward passes with a fixed number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dynatree.common.sampling import NOT_CHOSEN
+from dynatree.engine.device import HAS_TRITON, synchronize
+from dynatree.engine.forward.runner import Choosing
+from dynatree.engine.forward.segment import Segment
+from dynatree.engine.gpu.decisions import accepted, chosen, put_in_place
+from dynatree.engine.gpu.fused_forward import RowsForward
+from dynatree.engine.gpu.graphs import GraphPool, Replayed, graph_pool
+from dynatree.engine.gpu.levels import LevelReader
+from dynatree.engine.gpu.row_attention import RowAttention
+from dynatree.engine.gpu.rows import Piece, RowBuffers, RowSizes
+from dynatree.engine.gpu.tree_attention import tile_rows
+from dynatree.engine.kv.arena import KVArena
+from dynatree.engine.sampling.device_noise import fill_noise
+from dynatree.engine.sampling.gumbel import Stream
+
+
+class RowForward:
+    """A forward pass with one fixed number of rows, captured with and without the decision after it."""
+
+    def __init__(
+        self, forward: RowsForward, arena: KVArena, sizes: RowSizes, longest: int, pool: GraphPool | None, decides: bool
+    ) -> None:
+        self.sizes = sizes
+        self.buffers = RowBuffers(sizes, arena.size, arena.device)
+        self._forward = forward
+        self._arena = arena
+        self._attention = RowAttention(arena, self.buffers.plan, longest)
+        self.run = Replayed(self._logits, pool)
+        self._choices = torch.zeros(sizes.rows, dtype=torch.int64, pin_memory=arena.device.type == "cuda")
+        self._decisions = [Replayed(decide, pool) for decide in (self._greedily, self._with_noise) if decides]
+
+    def decide(self, noisy: bool) -> tuple[Tensor, list[int]]:
+        """Return the logits, which the next forward pass overwrites, and the choices; waits for the device.
+
+        The keys and values of accepted rows are then in the slots of committed tokens.
+        """
+        logits, choices = self._decisions[noisy]()
+        self._choices.copy_(choices, non_blocking=True)
+        synchronize(self._arena.device)
+        return logits, self._choices.tolist()
+
+    def _greedily(self) -> tuple[Tensor, Tensor]:
+        return self._decided(self._logits(), None)
+
+    def _with_noise(self) -> tuple[Tensor, Tensor]:
+        logits = self._logits()
+        noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        fill_noise(noise, self.buffers.seeds, self.buffers.positions + 1, Stream.CHOICE)
+        return self._decided(logits, noise)
+
+    def _decided(self, logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        buffers = self.buffers
+        choices = chosen(logits, buffers.temperatures, noise)
+        parents = buffers.parents.long()
+        drafted = parents != torch.arange(len(parents), device=parents.device)
+        put_in_place(self._arena, buffers, accepted(buffers.token_ids, parents, choices) & drafted)
+        return logits, choices
+
+    def _logits(self) -> Tensor:
+        """Compute the logits of all rows, `[rows, vocabulary]`."""
+        return self._forward(self.buffers.token_ids.long()[None], self.buffers.positions.long()[None], self._attention)
+
+
+class RowRunner:
+    """Runs segments of any size as forward passes with a few fixed numbers of rows, each captured at startup.
+
+    With a single number of rows, a token's logits, keys and values have the same bits regardless of the other tokens in
+    the forward pass: every matrix product has the same shape, and attention sums a row's keys in a fixed order. This
+    holds on a GPU whose matrix products treat all rows alike, which `benchmarks/gpu/session.sh` measures.
+
+    Args:
+        forward: The model's forward pass.
+        arena: KV arena that stores keys and values, with a spare slot beyond its ranges.
+        counts: Numbers of rows.
+        segments: Upper bound on the segments of one forward pass.
+        longest: KV slots of the longest session.
+        heads: Number of query heads.
+        decides: Whether the device chooses tokens, as for a target.
+    """
+
+    def __init__(
+        self,
+        forward: RowsForward,
+        arena: KVArena,
+        counts: Sequence[int],
+        segments: int,
+        longest: int,
+        heads: int,
+        decides: bool = True,
+    ) -> None:
+        self._pool = pool = graph_pool(arena.device) if HAS_TRITON else None
+        self._tile = tile = tile_rows(heads, arena.shape.kv_heads)
+        self._forward, self._arena, self._longest = forward, arena, longest
+        self.forwards = [
+            RowForward(forward, arena, RowSizes(rows, tile, segments), longest, pool, decides)
+            for rows in sorted(counts)[::-1]
+        ][::-1]  # the largest is captured first, so that smaller ones fit into its memory
+
+    def level_reader(self, sessions: int) -> LevelReader:
+        """Make a reader of several tree levels for `sessions` open sessions, with the same forward pass."""
+        return LevelReader(self._forward, self._arena, sessions, self._tile, self._longest, self._pool)
+
+    def run(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """See `Runner.run`."""
+        kept: list[list[Tensor]] = [[] for _ in segments]
+        largest = self.forwards[-1].sizes
+        for pieces in largest.cut(segments):
+            forward = self._fitting(pieces)
+            forward.buffers.fill(segments, pieces)
+            logits = forward.run()
+            if any(segments[piece.segment].mask is None for piece in pieces):
+                _mark_broken(segments, pieces, logits.amax(-1).isfinite().tolist())
+            for piece in pieces:
+                kept[piece.segment].append(_kept(logits, segments[piece.segment], piece).clone())
+        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in kept]
+
+    def decide(
+        self, segments: Sequence[Segment], choosings: Sequence[Choosing | None]
+    ) -> tuple[list[Tensor], list[list[int] | None]] | None:
+        """See `Decider.decide`."""
+        forwards = list(self.forwards[-1].sizes.cut(segments))
+        if len(forwards) > 1:
+            return None
+        [pieces] = forwards
+        forward = self._fitting(pieces)
+        forward.buffers.fill(segments, pieces, choosings)
+        logits, choices = forward.decide(noisy=any(each is not None and each.temperature > 0 for each in choosings))
+        _mark_broken(segments, pieces, [choice != NOT_CHOSEN for choice in choices])
+        kept = [_kept(logits, segments[piece.segment], piece) for piece in pieces]
+        return kept, [
+            None if choosing is None else choices[piece.row : piece.row + piece.rows]
+            for piece, choosing in zip(pieces, choosings, strict=True)
+        ]
+
+    def _fitting(self, pieces: Sequence[Piece]) -> RowForward:
+        """Return the smallest forward pass that holds these pieces."""
+        rows = pieces[-1].row + pieces[-1].rows
+        tiles = sum(-(-piece.rows // self.forwards[-1].sizes.tile) for piece in pieces)
+        return next(each for each in self.forwards if each.sizes.rows >= rows and each.sizes.tiles >= tiles)
+
+
+def _mark_broken(segments: Sequence[Segment], pieces: Sequence[Piece], finite: Sequence[bool]) -> None:
+    """Mark the KV range of a causal segment as broken if the logits after any of its tokens are not finite.
+
+    The tokens of a causal segment are committed. A non-finite layer output stays non-finite up to the logits, while the
+    arena stores zeros for its keys and values.
+
+    Args:
+        segments: Segments of a pass.
+        pieces: Pieces of the segments that went through one forward pass.
+        finite: For each row of the forward pass, whether the best logit is finite.
+    """
+    for piece in pieces:
+        segment = segments[piece.segment]
+        if segment.mask is None and not all(finite[piece.row : piece.row + piece.rows]):
+            segment.kv.broken = True
+
+
+def _kept(logits: Tensor, segment: Segment, piece: Piece) -> Tensor:
+    """Return the logits of the tokens of a piece that its segment keeps."""
+    offset = piece.row - piece.first
+    if segment.keep is None:
+        return logits[piece.row : piece.row + piece.rows]
+    rows = [index + offset for index in segment.keep if piece.first <= index < piece.stop]
+    if not rows:
+        return logits[:0]
+    if rows == list(range(rows[0], rows[-1] + 1)):
+        return logits[rows[0] : rows[-1] + 1]
+    return logits[rows]

@@ -1,0 +1,213 @@
+"""Tree attention over rows: each row attends to whole blocks shared by its session, and then to its own path.
+
+On a GPU with Triton it runs Triton kernels, and otherwise torch operations.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dynatree.engine.device import HAS_TRITON
+
+BLOCK = 64  # keys summed at a time
+SPLIT_BLOCKS = 4  # least blocks of a split; splits are summed in parallel and merged in order
+MAX_SPLITS = 32
+LEAST_TILE = 16  # rows of the smallest tile of a GPU's matrix product
+_WARPS = 4  # the same for both launches, so that both multiply in the same order
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The KV slots of a forward pass's rows. All tensors are int32, and a captured graph reads them at each replay.
+
+    Attributes:
+        tiles: `[tiles, 4]`: a tile is up to `tile_rows` neighbouring rows of one session. It has its first row, its
+            number of rows (0 means an unused tile), the first slot of the session's range, and the number of blocks of
+            the range that all its rows share.
+        slots: `[rows]`: slot for each row's new key and value.
+        rows: `[rows, 2]`: the number of shared blocks, and the length of the row's own path behind them.
+        paths: `[rows, path]`: slots of the row's own path, in the order of their positions.
+    """
+
+    tiles: Tensor
+    slots: Tensor
+    rows: Tensor
+    paths: Tensor
+
+
+def tile_rows(heads: int, kv_heads: int) -> int:
+    """Return the rows of a tile; their query heads that share a key head fill the smallest matrix product."""
+    return max(LEAST_TILE // _padded(heads // kv_heads), 1)
+
+
+def _padded(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def splits(slots: int) -> tuple[int, int]:
+    """Return the number of splits of the longest session, which has `slots` slots, and the blocks of a split."""
+    blocks = -(-slots // BLOCK)
+    size = max(SPLIT_BLOCKS, -(-blocks // MAX_SPLITS))
+    return -(-blocks // size), size
+
+
+def tree_attention(
+    query: Tensor, key: Tensor, value: Tensor, layer: Tensor, plan: RowPlan, longest: int, scale: float
+) -> Tensor:
+    """Store the rows' keys and values, then attend.
+
+    Args:
+        query: `[heads, rows, head_dim]`.
+        key: `[kv_heads, rows, head_dim]`, in the arena's dtype.
+        value: `[kv_heads, rows, head_dim]`, in the arena's dtype.
+        layer: One layer of the arena, `[2, kv_heads, slots, head_dim]`; the rows' slots are written.
+        plan: KV slots that the rows read and write.
+        longest: KV slots of the longest session.
+        scale: Factor applied to the scores.
+
+    Returns:
+        `[rows, heads, head_dim]`.
+    """
+    output: Tensor = torch.ops.dynatree.tree_attention(
+        query, key, value, layer, plan.tiles, plan.slots, plan.rows, plan.paths, longest, scale
+    )
+    return output
+
+
+@torch.library.custom_op("dynatree::tree_attention", mutates_args={"layer"})
+def _tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: Tensor,
+    tiles: Tensor,
+    slots: Tensor,
+    rows: Tensor,
+    paths: Tensor,
+    longest: int,
+    scale: float,
+) -> Tensor:
+    plan = RowPlan(tiles, slots, rows, paths)
+    if HAS_TRITON and query.is_cuda:
+        return by_triton(query, key, value, layer, plan, longest, scale)
+    return by_torch(query, key, value, layer, plan, scale)
+
+
+@_tree_attention.register_fake
+def _(query: Tensor, *_: object) -> Tensor:
+    heads, count, dim = query.shape
+    return query.new_empty(count, heads, dim)
+
+
+def by_triton(
+    query: Tensor, key: Tensor, value: Tensor, layer: Tensor, plan: RowPlan, longest: int, scale: float
+) -> Tensor:
+    """Compute `tree_attention` with Triton kernels, on a GPU or in Triton's interpreter."""
+    from dynatree.engine.gpu import tree_attention_kernels as kernels
+
+    query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
+    heads, rows, dim = query.shape
+    kv_heads = key.shape[0]
+    group = _padded(heads // kv_heads)
+    split_count, split_blocks = splits(longest)
+    part = torch.empty(rows, heads, split_count, dim + 2, dtype=torch.float32, device=query.device).view(-1)
+    per_split = rows * heads * split_count
+    part_max, part_sum, part_out = part[:per_split], part[per_split : 2 * per_split], part[2 * per_split :]
+    output = torch.empty(rows, heads, dim, dtype=query.dtype, device=query.device)
+    sizes = {
+        "heads": heads,
+        "group": heads // kv_heads,
+        "padded_group": group,
+        "dim": dim,
+        "padded_dim": max(_padded(dim), LEAST_TILE),
+        "tile": max(LEAST_TILE, group),
+        "block": BLOCK,
+        "splits": split_count,
+        "split_blocks": split_blocks,
+        "wide": query.dtype == torch.float32 or not query.is_cuda,
+    }
+    stages = 1 if sizes["wide"] else 2  # pipelined blocks; two of float32 exceed a small GPU's shared memory
+    in_log2 = scale * math.log2(math.e)
+    kernels.shared_blocks[len(plan.tiles), kv_heads, split_count + 1](
+        query,
+        key,
+        value,
+        layer,
+        plan.tiles,
+        plan.slots,
+        part_max,
+        part_sum,
+        part_out,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        layer.stride(0),
+        layer.stride(1),
+        in_log2,
+        **sizes,
+        num_warps=_WARPS,
+        num_stages=stages,
+        enable_fp_fusion=False,  # otherwise one launch may fuse a product and a sum, and the other not
+    )
+    kernels.own_paths[rows, kv_heads](
+        query,
+        layer,
+        plan.rows,
+        plan.paths,
+        part_max,
+        part_sum,
+        part_out,
+        output,
+        query.stride(0),
+        query.stride(1),
+        layer.stride(0),
+        layer.stride(1),
+        plan.paths.stride(0),
+        in_log2,
+        **sizes,
+        num_warps=_WARPS,
+        num_stages=stages,
+        enable_fp_fusion=False,  # otherwise one launch may fuse a product and a sum, and the other not
+    )
+    return output
+
+
+def by_torch(query: Tensor, key: Tensor, value: Tensor, layer: Tensor, plan: RowPlan, scale: float) -> Tensor:
+    """Compute `tree_attention` with torch operations: shared blocks, then own paths, merged by their log-sum-exps.
+
+    The plan is read on the host, so no graph can capture this function.
+    """
+    dtype, kv_heads = layer.dtype, key.shape[0]
+    heads, count, dim = query.shape
+    tiles, paths = plan.tiles.tolist(), plan.paths.long()
+    stored = sum(tile[1] for tile in tiles)  # rows behind the last tile are padding
+    for held, new in zip(layer, (key, value), strict=True):
+        held.index_copy_(1, plan.slots[:stored].long(), new[:, :stored].to(dtype).nan_to_num(0.0, 0.0, 0.0))
+    groups = query.reshape(kv_heads, heads // kv_heads, count, dim).float() * scale  # [kv_heads, group, rows, dim]
+    out = groups.new_zeros(groups.shape)
+    log_sum = groups.new_full(groups.shape[:-1], -math.inf)  # [kv_heads, group, rows]
+    for first, rows, base, blocks in tiles:
+        if rows and blocks:
+            span, at = slice(base, base + blocks * BLOCK), slice(first, first + rows)
+            scores = groups[:, :, at] @ layer[0, :, None, span].float().transpose(-1, -2)
+            log_sum[:, :, at] = scores.logsumexp(-1)
+            out[:, :, at] = scores.softmax(-1).to(dtype).float() @ layer[1, :, None, span].float()
+    lengths = plan.rows[:, 1]
+    reached = int(lengths.max())
+    unseen = torch.arange(reached, device=query.device) >= lengths[:, None]  # [rows, path]
+    # past its end, a path repeats its first slot, whose values are finite and get no weight
+    own = torch.where(unseen, paths[:, :1], paths[:, :reached])
+    keys, values = (each[:, own].float() for each in layer)  # [kv_heads, rows, path, dim]
+    scores = torch.einsum("kgrd,krpd->kgrp", groups, keys).masked_fill(unseen, -math.inf)
+    own_sum = scores.logsumexp(-1)
+    own_out = torch.einsum("kgrp,krpd->kgrd", scores.softmax(-1).to(dtype).float(), values)
+    share = torch.sigmoid(own_sum - log_sum)[..., None]  # share of the row's total weight that its own path has
+    merged = own_out * share + out * (1 - share)
+    return merged.reshape(heads, count, dim).transpose(0, 1).to(query.dtype)

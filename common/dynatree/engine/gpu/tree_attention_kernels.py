@@ -1,0 +1,195 @@
+"""Tree attention in Triton: two launches for each layer, over the rows of any number of sessions.
+
+A row's keys are summed in a fixed order, regardless of the other rows in the forward pass. They form blocks of `BLOCK`
+keys in the order of their positions, and splits of a few blocks at fixed positions. A block gives the same bits whether
+its keys are contiguous in the arena or gathered: both launches call `_block` with tiles of the same shape, and a row of
+a matrix product depends on no other row.
+
+The first launch stores the new keys and values of the rows, and sums the blocks that all rows of a session share. The
+second launch continues over each row's own path, and merges the splits in order. (Split keys as in Flash-Decoding, Dao
+et al. 2023; paths in place of DySpec's mask, appendix C.)
+"""
+
+# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _block(q, keys, values, stride, slots, dims, seen, in_head, m, total, acc, scale, wide: tl.constexpr):
+    """Return the running maximum, sum and output after another block of keys; `scale` is in units of log2.
+
+    `wide` selects float32 products, for float32 models and because the interpreter does not multiply bfloat16.
+    """
+    inside = seen[:, None] & in_head[None, :]
+    at = slots[:, None] * stride + dims[None, :]
+    k = tl.load(keys + at, mask=inside, other=0.0)  # [block, dim]
+    v = tl.load(values + at, mask=inside, other=0.0)
+    if wide:
+        scores = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee") * scale
+    else:
+        scores = tl.dot(q, tl.trans(k)) * scale
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    highest = tl.maximum(m, tl.max(scores, 1))
+    weights = tl.exp2(scores - highest[:, None])
+    fade = tl.exp2(m - highest)
+    total = total * fade + tl.sum(weights, 1)
+    acc = acc * fade[:, None]
+    if wide:
+        acc = tl.dot(weights.to(v.dtype).to(tl.float32), v.to(tl.float32), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(weights.to(v.dtype), v, acc)
+    return highest, total, acc
+
+
+@triton.jit
+def _finite(x):
+    """Return `x` with 0 in place of NaN and infinity."""
+    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
+
+
+@triton.jit
+def shared_blocks(
+    query,
+    key,
+    value,
+    arena,
+    tiles,
+    slots,
+    part_max,
+    part_sum,
+    part_out,
+    q_head,
+    q_row,
+    k_head,
+    k_row,
+    v_head,
+    v_row,
+    arena_value,
+    arena_head,
+    scale,
+    heads: tl.constexpr,
+    group: tl.constexpr,
+    padded_group: tl.constexpr,
+    dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    tile: tl.constexpr,
+    block: tl.constexpr,
+    splits: tl.constexpr,
+    split_blocks: tl.constexpr,
+    wide: tl.constexpr,
+):
+    """Sum one split for one tile of rows and one key head; the last split instead stores the tile's new keys."""
+    number, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(tiles + number * 4)
+    rows = tl.load(tiles + number * 4 + 1)
+    base = tl.load(tiles + number * 4 + 2)
+    blocks = tl.load(tiles + number * 4 + 3)
+    dims = tl.arange(0, padded_dim)
+    in_head = dims < dim
+    keys = arena + kv_head.to(tl.int64) * arena_head
+    values = keys + arena_value
+    if split == splits:
+        members = tl.arange(0, tile // padded_group)
+        stored = (members < rows)[:, None] & in_head[None, :]
+        row = first + members
+        to = tl.load(slots + row, mask=members < rows, other=0).to(tl.int64)[:, None] * dim + dims[None, :]
+        new = tl.load(key + kv_head * k_head + row[:, None] * k_row + dims[None, :], mask=stored, other=0.0)
+        tl.store(keys + to, _finite(new), mask=stored)
+        new = tl.load(value + kv_head * v_head + row[:, None] * v_row + dims[None, :], mask=stored, other=0.0)
+        tl.store(values + to, _finite(new), mask=stored)
+    else:
+        begin = split * split_blocks
+        end = tl.minimum(begin + split_blocks, blocks)
+        if begin < end:
+            places = tl.arange(0, tile)
+            row = first + places // padded_group
+            head = kv_head * group + places % padded_group
+            real = (places // padded_group < rows) & (places % padded_group < group)
+            inside = real[:, None] & in_head[None, :]
+            q = tl.load(query + head[:, None] * q_head + row[:, None] * q_row + dims[None, :], mask=inside, other=0.0)
+            m = tl.full([tile], float("-inf"), tl.float32)
+            total = tl.zeros([tile], tl.float32)
+            acc = tl.zeros([tile, padded_dim], tl.float32)
+            offsets = tl.arange(0, block)
+            for place in range(begin, end):
+                at = (base + place * block + offsets).to(tl.int64)
+                m, total, acc = _block(
+                    q, keys, values, dim, at, dims, offsets >= 0, in_head, m, total, acc, scale, wide
+                )
+            part = (row * heads + head) * splits + split
+            tl.store(part_max + part, m, mask=real)
+            tl.store(part_sum + part, total, mask=real)
+            tl.store(part_out + part[:, None] * dim + dims[None, :], acc, mask=inside)
+
+
+@triton.jit
+def own_paths(
+    query,
+    arena,
+    rows,
+    paths,
+    part_max,
+    part_sum,
+    part_out,
+    output,
+    q_head,
+    q_row,
+    arena_value,
+    arena_head,
+    path_size,
+    scale,
+    heads: tl.constexpr,
+    group: tl.constexpr,
+    padded_group: tl.constexpr,
+    dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    tile: tl.constexpr,
+    block: tl.constexpr,
+    splits: tl.constexpr,
+    split_blocks: tl.constexpr,
+    wide: tl.constexpr,
+):
+    """Finish one row and one key head: continue each split from the shared blocks' sums, then merge the splits."""
+    row, kv_head = tl.program_id(0), tl.program_id(1)
+    blocks = tl.load(rows + row * 2)
+    length = tl.load(rows + row * 2 + 1)
+    all_blocks = blocks + tl.cdiv(length, block)
+    dims = tl.arange(0, padded_dim)
+    in_head = dims < dim
+    keys = arena + kv_head.to(tl.int64) * arena_head
+    values = keys + arena_value
+    places = tl.arange(0, tile)
+    head = kv_head * group + places % padded_group
+    real = (places < padded_group) & (places % padded_group < group)
+    inside = real[:, None] & in_head[None, :]
+    q = tl.load(query + head[:, None] * q_head + row * q_row + dims[None, :], mask=inside, other=0.0)
+    offsets = tl.arange(0, block)
+    highest = tl.full([tile], float("-inf"), tl.float32)
+    sums = tl.zeros([tile], tl.float32)
+    out = tl.zeros([tile, padded_dim], tl.float32)
+    for split in range(0, tl.cdiv(all_blocks, split_blocks)):
+        begin = split * split_blocks
+        part = (row * heads + head) * splits + split
+        left = real & (places * 0 + begin < blocks)  # the zero vector turns the scalar condition into a mask
+        m = tl.load(part_max + part, mask=left, other=float("-inf"))
+        total = tl.load(part_sum + part, mask=left, other=0.0)
+        acc = tl.load(part_out + part[:, None] * dim + dims[None, :], mask=left[:, None] & in_head[None, :], other=0.0)
+        for number in range(tl.maximum(begin, blocks), tl.minimum(begin + split_blocks, all_blocks)):
+            place = (number - blocks) * block + offsets
+            seen = place < length
+            at = tl.load(paths + row * path_size + place, mask=seen, other=0).to(tl.int64)
+            m, total, acc = _block(q, keys, values, dim, at, dims, seen, in_head, m, total, acc, scale, wide)
+        m = tl.where(real, m, 0.0)  # unused rows have no sums, and -inf - -inf is NaN
+        new = tl.maximum(highest, m)
+        fade, weight = tl.exp2(highest - new), tl.exp2(m - new)
+        sums = sums * fade + total * weight
+        out = out * fade[:, None] + acc * weight[:, None]
+        highest = new
+    result = out / sums[:, None]
+    tl.store(
+        output + (row * heads + head[:, None]) * dim + dims[None, :], result.to(output.dtype.element_ty), mask=inside
+    )

@@ -1,0 +1,1 @@
+"""The KV cache: the arena, its ranges and its size."""

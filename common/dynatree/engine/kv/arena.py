@@ -1,0 +1,160 @@
+"""The KV arena: the keys and values of all sessions in one preallocated pool of slots."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from bisect import insort
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dynatree.engine.kv.kv_range import KVRange
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """The shape of one token's keys and values, which is the same in every layer."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    def slot_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
+
+class KVArena:
+    """A pool of slots; a slot holds one token's key and value in every layer. A session owns one contiguous range.
+
+    Keys include their rotary position, so a slot may be moved without changing its meaning.
+
+    Invariant: every number in the arena is finite; zeros replace NaN and infinity. A masked slot has weight 0, and 0
+    times NaN is NaN. So a rejected token, or a token of another session, that overflows in float16 would turn other
+    tokens into NaN. Instead, `not_finite.spoil` sets only the logits that depend on such a token to NaN.
+
+    Attributes:
+        shape: Shape of one token's keys and values.
+        size: Number of slots available to ranges.
+        dtype: Data type of keys and values.
+        device: Device that holds the arena.
+        data: Keys and values, in this order: `[layers, 2, kv_heads, slots, head_dim]`.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        read_beyond: int = 0,
+    ) -> None:
+        """Allocate an arena of zeros.
+
+        Args:
+            shape: Shape of one token's keys and values.
+            size: Number of slots available to ranges.
+            dtype: Data type of keys and values.
+            device: Device that holds the arena.
+            read_beyond: Number of slots past the end of a range that a forward pass may read; they are masked.
+        """
+        self.shape = shape
+        self.size = size
+        self.dtype = dtype
+        self.device = device
+        self.data = _zeros((shape.layers, 2, shape.kv_heads, size + read_beyond, shape.head_dim), dtype, device)
+        self._ranges: list[KVRange] = []  # sorted by start
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that no range owns."""
+        return self.size - sum(each.size for each in self._ranges)
+
+    def reserve(self, size: int) -> KVRange | None:
+        """Reserve a range of `size` slots, or return None if too few are free. May move other ranges to make room."""
+        if size > self.free_slots:
+            return None
+        start = self.gap(size)
+        if start is None:
+            self._compact()
+            start = sum(each.size for each in self._ranges)
+        reserved = KVRange(start, size)
+        insort(self._ranges, reserved, key=lambda each: each.start)
+        return reserved
+
+    def release(self, kv: KVRange) -> None:
+        """Return a range to the pool."""
+        self._ranges.remove(kv)
+
+    def shrink(self, kv: KVRange, size: int) -> None:
+        """Return all slots of a range except its first `size` to the pool."""
+        kv.size = size
+        kv.used = min(kv.used, kv.size)
+
+    def layer(self, layer: int) -> Tensor:
+        """Return a view of one layer's keys and values: `[2, kv_heads, slots, dim]`."""
+        return self.data[layer]
+
+    def slots(self, kv: KVRange, stop: int) -> Tensor:
+        """Return a view of slots 0 to `stop` in every layer: `[layers, 2, kv_heads, stop, head_dim]`."""
+        return self.data[:, :, :, kv.start : kv.start + stop]
+
+    @torch.inference_mode()
+    def move(self, kv: KVRange, sources: Sequence[int], start: int) -> None:
+        """Copy the slots `sources`, in that order, to slots `start` onwards, in every layer at once."""
+        in_place = 0
+        while in_place < len(sources) and sources[in_place] == start + in_place:
+            in_place += 1
+        if in_place == len(sources):
+            return
+        index = torch.tensor(sources[in_place:], device=self.device)
+        slots = self.slots(kv, kv.size)  # [layers, 2, kv_heads, size, head_dim]
+        # index_select copies first, so overlapping sources and targets are safe
+        slots[:, :, :, start + in_place : start + len(sources)] = slots.index_select(3, index)
+
+    @torch.inference_mode()
+    def copy(self, source: KVRange, target: KVRange, stop: int) -> None:
+        """Copy slots 0 to `stop` of one range to another range."""
+        self.slots(target, stop).copy_(self.slots(source, stop))
+        target.used = stop
+
+    def gap(self, size: int, without: Collection[KVRange] = ()) -> int | None:
+        """Return the start of `size` free slots, counting those of `without` as free; None if no gap fits."""
+        begin = 0
+        for each in [*self._ranges, KVRange(self.size, 0)]:
+            if each in without:
+                continue
+            if each.start - begin >= size:
+                return begin
+            begin = each.start + each.size
+        return None
+
+    @torch.inference_mode()
+    def _compact(self) -> None:
+        """Move all ranges to the front of the pool and keep their order."""
+        begin = 0
+        for each in self._ranges:
+            if each.start > begin:
+                step = each.start - begin  # copied at a time, so that source and target never overlap
+                for offset in range(0, each.used, step):
+                    stop = min(offset + step, each.used)
+                    moved = KVRange(begin + offset, stop - offset)
+                    self.copy(KVRange(each.start + offset, stop - offset), moved, stop - offset)
+                each.start = begin
+            begin += each.size
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of zeros, because forward passes of static shape read slots that were never written.
+
+    On a CPU, the memory is an anonymous mapping, which the kernel fills page by page at the first write. Torch's
+    allocator may use huge pages, where the first write fills 2 MiB.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -1,0 +1,1 @@
+"""A model's files: where they are, its tokenizer, size, fingerprint and defaults."""

@@ -1,0 +1,129 @@
+"""Reads the tensors of a checkpoint one by one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from dynatree.common.errors import StartupError
+from dynatree.engine.forward.not_finite import check_weights
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_SAMPLES = 16  # samples of each tensor
+_SAMPLE_BYTES = 512
+
+
+class Checkpoint:
+    """The tensors of a checkpoint by the model's parameter names, in the model's dtype.
+
+    Attributes:
+        name: Name of the model, for messages.
+    """
+
+    def __init__(self, folder: Path, name: str, model: PreTrainedModel, prefix: str) -> None:
+        """Find the tensors.
+
+        Args:
+            folder: Folder with the safetensors files.
+            name: Name of the model, for messages.
+            model: Model that the tensors belong to, which also gives the dtype.
+            prefix: Prefix of the layers' names in the model: names in layer N begin with `prefix.N.`.
+
+        Raises:
+            StartupError: There are no safetensors files.
+        """
+        self.name = name
+        self._folder = folder
+        self._dtype = model.dtype
+        self._prefix = prefix
+        try:
+            if (folder / _INDEX).exists():
+                files: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
+            else:
+                with safe_open(folder / _SINGLE, "pt") as file:
+                    files = dict.fromkeys(file.keys(), _SINGLE)
+        except (OSError, KeyError, ValueError) as error:
+            raise StartupError(f"model {name}: layers are offloaded from safetensors files, and it has none") from error
+        named = _names_in(model, files)
+        self._files = {ours: (files[theirs], theirs) for theirs, ours in named.items()}
+
+    def identity(self) -> str:
+        """Return a hash of the dtype, of the files' names, sizes and times, and of samples of every tensor.
+
+        Times alone are not enough, because archives, images and copies keep or unify them.
+        """
+        parts = hashlib.sha256(str(self._dtype).encode())
+        for name in sorted({file for file, _ in self._files.values()}):
+            stat = (self._folder / name).stat()
+            parts.update(f"\n{name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+            for sample in _samples(self._folder / name):
+                parts.update(sample)
+        return parts.hexdigest()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Read tensors by name.
+
+        Raises:
+            StartupError: The checkpoint lacks a tensor, or a tensor is not finite.
+        """
+        missing = [name for name in names if name not in self._files]
+        if missing:
+            raise StartupError(
+                f"model {self.name}: its layers cannot be offloaded, because its checkpoint does not hold "
+                f"{missing[0]} as the model has it"
+            )
+        found = {}
+        for path in sorted({self._files[name][0] for name in names}):
+            with safe_open(self._folder / path, "pt") as file:
+                for name in names:
+                    if self._files[name][0] == path:
+                        found[name] = file.get_tensor(self._files[name][1]).to(self._dtype)
+        check_weights(self.name, found.items())
+        return found
+
+    def layer(self, layer: int) -> Mapping[str, Tensor]:
+        """Read the tensors of one layer, by their names in the layer."""
+        prefix = f"{self._prefix}.{layer}."
+        names = [name for name in self._files if name.startswith(prefix)]
+        return {name.removeprefix(prefix): tensor for name, tensor in self.read(names).items()}
+
+
+def _samples(path: Path) -> Iterator[bytes]:
+    """Yield a safetensors file's header, then samples of each tensor, spread from its first byte to its last."""
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        size = int.from_bytes(file.read(8), "little")
+        header = file.read(size)
+        yield header
+        for tensor in json.loads(header).values():
+            begin, end = tensor.get("data_offsets", (0, 0))  # metadata have none
+            for sample in range(_SAMPLES):
+                at = begin + (end - begin - _SAMPLE_BYTES) * sample // (_SAMPLES - 1)
+                yield os.pread(file.fileno(), min(_SAMPLE_BYTES, end - begin), 8 + size + max(at, begin))
+
+
+def _names_in(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Map names in the checkpoint to names in the model, without tensors that the model converts from several."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    state = model.state_dict()
+    found = {}
+    for name in names:
+        ours, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if converted is None:
+            found[name] = ours
+    return found

@@ -1,0 +1,103 @@
+"""Forward passes and arena copies that rank 0 starts and all ranks compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynatree.engine.engine import Engine
+from dynatree.engine.forward.reader import KVMove
+from dynatree.engine.forward.runner import Runner
+from dynatree.engine.forward.segment import Segment
+from dynatree.engine.kv.arena import KVArena
+from dynatree.engine.kv.kv_range import KVRange
+from dynatree.engine.parallel.ranks import Ranks
+from dynatree.engine.support.probe import Prefixes, plain_logits
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward pass."""
+
+    segments: Sequence[Segment]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One `KVArena.copy`."""
+
+    source: KVRange
+    target: KVRange
+    stop: int
+
+
+@dataclass(frozen=True)
+class Plain:
+    """One call of `plain_logits`, by the model's own attention."""
+
+    prefixes: Prefixes
+    implementation: str
+
+
+class ParallelRunner:
+    """Implements `Runner` on rank 0: all ranks compute every forward pass."""
+
+    def __init__(self, runner: Runner, ranks: Ranks) -> None:
+        self._runner = runner
+        self._ranks = ranks
+
+    def run(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """See `Runner.run`.
+
+        Raises:
+            RankError: The ranks are no longer in step.
+        """
+        with self._ranks.in_step():
+            self._ranks.say(Forward(segments))
+            return self._runner.run(segments)
+
+
+class ParallelArena(KVArena):
+    """The arena of rank 0: all ranks repeat its copies. Their arenas hold the same slots of different heads."""
+
+    def __init__(self, ranks: Ranks, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._ranks = ranks
+
+    def move(self, kv: KVRange, sources: Sequence[int], start: int) -> None:
+        """See `KVArena.move`."""
+        with self._ranks.in_step():
+            self._ranks.say(KVMove(kv, list(sources), start))
+            super().move(kv, sources, start)
+
+    def copy(self, source: KVRange, target: KVRange, stop: int) -> None:
+        """See `KVArena.copy`."""
+        with self._ranks.in_step():
+            self._ranks.say(Copy(source, target, stop))
+            super().copy(source, target, stop)
+
+
+@torch.inference_mode()
+def follow(engine: Engine, ranks: Ranks) -> None:
+    """Execute the messages of rank 0 until rank 0 ends.
+
+    Raises:
+        RuntimeError: The execution of a message failed.
+    """
+    while True:
+        try:
+            said = ranks.told()
+        except RuntimeError:
+            return
+        if isinstance(said, Forward):
+            engine.runner.run(said.segments)
+        elif isinstance(said, KVMove):
+            engine.arena.move(said.kv, said.sources, said.start)
+        elif isinstance(said, Copy):
+            engine.arena.copy(said.source, said.target, said.stop)
+        else:
+            plain_logits(engine.model, said.prefixes, said.implementation)

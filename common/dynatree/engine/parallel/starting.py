@@ -1,0 +1,71 @@
+"""Starts the ranks of a model, and makes the engine of rank 0."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from dynatree.common.errors import StartupError
+from dynatree.engine.engine import Engine
+from dynatree.engine.model.files import check_path
+from dynatree.engine.model.tokenizer import first_line
+from dynatree.engine.parallel.parallel_engine import ParallelRunner, Plain
+from dynatree.engine.parallel.ranks import Followers, Ranks, check_plan, end_process, end_standstill
+from dynatree.engine.settings import ModelSettings
+from dynatree.engine.support.explained import explained
+from dynatree.engine.support.probe import Prefixes, check_outputs, plain_logits
+
+log = logging.getLogger(__name__)
+
+
+def started_ranks(settings: ModelSettings, name: str) -> Ranks:
+    """Start the ranks of a model that is split over several devices; this process is rank 0.
+
+    Raises:
+        StartupError: The model cannot be split over that number of devices.
+    """
+    size = settings.tensor_parallel
+    check_path(settings.model)
+    try:
+        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False).get_text_config()
+    except Exception as error:
+        raise StartupError(f"model {name!r} could not be loaded: {first_line(error)}") from error
+    heads = config.num_attention_heads
+    plan = getattr(config, "base_model_tp_plan", None)
+    with explained(name, config):
+        check_plan(config.model_type, plan, heads, getattr(config, "num_key_value_heads", None) or heads, size)
+    devices = torch.cuda.device_count() if settings.device in ("auto", "cuda") and torch.cuda.is_available() else None
+    if devices is not None and devices < size:
+        raise StartupError(f"--tensor-parallel is {size}, and this machine has {devices} GPUs")
+    threads = settings.threads or max(torch.get_num_threads() // size, 1)
+    torch.set_num_threads(threads)
+    where = "GPUs" if devices is not None else f"processes of {threads} threads"
+    log.info("%s: every layer is cut over %d %s", name, size, where)
+    followers = Followers(size, replace(settings, threads=threads), end_process)
+    atexit.register(followers.end)
+    ranks = Ranks(0, size, followers.store)
+    ranks.watch(partial(end_standstill, followers))
+    return ranks
+
+
+def leading(engine: Engine, ranks: Ranks) -> Engine:
+    """Make the engine of rank 0, whose forward passes all ranks compute, and check its outputs.
+
+    Raises:
+        StartupError: The outputs differ from the model's.
+    """
+
+    def plain(model: PreTrainedModel, prefixes: Prefixes, implementation: str) -> list[Tensor]:
+        with ranks.in_step():
+            ranks.say(Plain(prefixes, implementation))
+            return plain_logits(model, prefixes, implementation)
+
+    engine = replace(engine, runner=ParallelRunner(engine.runner, ranks))
+    check_outputs(engine, engine.info.context_length, plain)
+    return engine

@@ -1,0 +1,51 @@
+"""Counter-based random numbers, and Gumbel noise made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+from hashlib import blake2b
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Stream(IntEnum):
+    """Independent streams of random numbers under one seed."""
+
+    CHOICE = 0
+    DRAFT = 1
+    RESIDUAL = 2
+
+
+def gumbel(
+    seed: int, position: int, vocab_size: int, stream: Stream = Stream.CHOICE, *, round_: int = 0, node: int = 0
+) -> Tensor:
+    """Draw standard Gumbel noise `[vocab_size]`, float32, from Philox with the seed as key and position as counter.
+
+    The first `n` values do not depend on `vocab_size`, so models padded to different sizes share their noise.
+    """
+    uniform = random_generator(seed, position, stream, round_=round_, node=node).random(vocab_size)
+    return torch.from_numpy(-np.log(-np.log(np.maximum(uniform, 2.0**-60)))).float()
+
+
+def random_generator(
+    seed: int, position: int, stream: Stream, *, round_: int = 0, node: int = 0
+) -> np.random.Generator:
+    """Return a generator of random numbers that depend only on the five arguments.
+
+    The seed and the node form Philox's key, and each other argument has its own word of the counter. So generators that
+    differ in any argument are independent. `node` is a 64-bit number, as from `node_of`.
+    """
+    key = np.array((seed, node), dtype=np.uint64)
+    counter = np.array((0, position, stream, round_), dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+def node_of(path: Iterable[int]) -> int:
+    """Return a 64-bit number for the tree node whose path from the root has these tokens.
+
+    The number is a BLAKE2b hash. Two nodes of the same round and depth collide with a probability of 2^-64.
+    """
+    return int.from_bytes(blake2b(np.array([*path], dtype="<i8").tobytes(), digest_size=8).digest(), "little")

@@ -1,0 +1,72 @@
+"""Settings of the model to load; they need no torch, so that a command line is checked at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from dynatree.common.errors import StartupError
+from dynatree.common.limits import MAX_SESSIONS
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The model to load and how to load it.
+
+    Attributes:
+        model: A hub name or a local path.
+        device: A torch device, or "auto" for the first GPU if any.
+        dtype: One of `DTYPES`, or "auto" for the checkpoint's own.
+        sessions: Sequences that can be open at once.
+        kv_tokens: Slots of the KV arena; None means the sessions' largest need, limited by the memory.
+        max_context: Longest sequence that is served, in tokens; None means the model's context length.
+        speculative_slots: KV slots of each session for uncommitted tokens.
+        fixed_rows: Row counts that forward passes are padded to, and captured for on a GPU. A single count makes
+            tokens independent of the tree, the batch and its other sessions. An empty tuple means no padding. None
+            means the device's default: no padding on a CPU, and on a GPU the count that its measured costs suggest.
+        measured_rows: Rows of the largest forward pass whose cost is measured; 0 means no measurement.
+        chooses_tokens: Whether the model is a target, whose generation_config is adopted or refused. The
+            generation_config of a draft model does not matter, because a draft only guesses.
+        threads: Number of CPU threads; None means torch's default.
+        resident_layers: Number of layers that stay in memory; the other layers are offloaded. None means all layers,
+            if they fit.
+        layer_cache: Folder of the layer caches; None means the user's cache folder.
+        tensor_parallel: Number of devices over which every layer is split.
+
+    Raises:
+        StartupError: Two settings exclude each other.
+    """
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    sessions: int = MAX_SESSIONS
+    kv_tokens: int | None = None
+    max_context: int | None = None
+    speculative_slots: int = 256
+    fixed_rows: tuple[int, ...] | None = None
+    measured_rows: int = 0
+    chooses_tokens: bool = True
+    threads: int | None = None
+    resident_layers: int | None = None
+    layer_cache: Path | None = None
+    tensor_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel == 1:
+            return
+        if find_spec("accelerate") is None:
+            raise StartupError("--tensor-parallel needs the package accelerate: pip install 'dynatree[parallel]'")
+        others = (
+            ("--resident-layers", self.resident_layers is not None),
+            ("--layer-cache", self.layer_cache is not None),
+            ("--fixed-rows", bool(self.fixed_rows)),
+        )
+        for option, given in others:
+            if given:
+                raise StartupError(f"--tensor-parallel and {option} do not go together")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise StartupError(f"--tensor-parallel takes the first devices of a machine, and --device is {self.device}")

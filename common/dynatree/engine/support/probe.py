@@ -1,0 +1,224 @@
+"""The probe: trees of two sessions in one forward pass, compared with the model's own attention over each branch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from dynatree.common.errors import StartupError
+from dynatree.engine.forward.attention import NAME
+from dynatree.engine.forward.segment import Segment
+from dynatree.engine.kv.arena import KVArena, KVShape
+from dynatree.engine.support.families import record_kv_shape
+from dynatree.engine.support.small_model import CONTEXT_LENGTH, small_model
+
+# Number of prompt tokens of each session; the last one is the tree's root. A loaded model is probed with few rows, so
+# that any engine needs only one forward pass. A small model is probed with more tokens than any span of its config.
+FEW = (4, 12)
+MANY = (100, 130)
+BRANCHES = ((4, 6), (5, 7))  # below each root: two branches of two tokens
+_BRANCH = len(BRANCHES[0])
+# Allowed difference relative to the largest logit, in units of the dtype's epsilon. Correct models differ by 1 to 43 in
+# float32 and by 1 to 6 in 16 bits (small models with random weights, and SmolLM2-135M-Instruct). Incorrect ones differ
+# by 100 or more in bfloat16.
+ALLOWED = {torch.float32: 200.0, torch.bfloat16: 16.0, torch.float16: 16.0}
+# A small model's outputs must agree for one of these seeds, because near-ties of a router may round to other experts.
+SEEDS = (0, 1, 2)
+
+_SERVED: set[Any] = set()  # arguments of `check_computation` that passed in this process
+
+Prefixes = Sequence[Sequence[int]]
+Plain = Callable[[PreTrainedModel, Prefixes, str], list[Tensor]]
+
+
+class Probed(Protocol):
+    """Computes the forward passes of a model over an arena: an `Engine`, or a small model's `SmallEngine`."""
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model."""
+        ...
+
+    @property
+    def arena(self) -> KVArena:
+        """The arena, on which no session is open."""
+        ...
+
+    def forward(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """See `Engine.forward`."""
+        ...
+
+
+def check_outputs(probed: Probed, context_length: int, plain: Plain | None = None) -> None:
+    """Compare the trees of sessions in shared forward passes with the model's own attention over each branch.
+
+    It detects features that bypass the attention function: recurrent state, convolutions over neighbouring tokens,
+    positions that do not come from `position_ids`, and kernels that compute a different model.
+
+    Args:
+        probed: Engine without open sessions.
+        context_length: Length of the longest served sequence, in tokens.
+        plain: Replacement for `plain_logits` if several processes compute it; None means `plain_logits`.
+
+    Raises:
+        StartupError: The two differ by more than rounding.
+    """
+    plain = plain or plain_logits
+    prefixes = _prefixes(FEW, context_length, probed)
+    theirs = plain(probed.model, prefixes, "eager")
+    error, allowed = _error(probed, prefixes, theirs)
+    if not error <= allowed:  # a router's near-ties may round to other experts, even between transformers' attentions
+        allowed += 2.0 * _rounding(probed.model, prefixes, theirs, plain)
+    _check(probed.model, error, allowed)
+
+
+def check_computation(
+    config: PretrainedConfig, context_length: int, probed: Callable[[PreTrainedModel, KVShape, int], Probed]
+) -> None:
+    """Refuse a configuration if a small float32 model of it cannot be served exactly.
+
+    The small model is probed behind more tokens than any of its windows, chunks or numbers of selected keys. So the
+    family is checked before the weights are loaded, regardless of their dtype.
+
+    Args:
+        config: Configuration of the model.
+        context_length: Length of the longest served sequence, in tokens.
+        probed: Makes the engine of a small model from the model, its KV shape, and its context length in tokens.
+
+    Raises:
+        StartupError: The small model cannot be served exactly, or no small model can be made.
+    """
+    key = (config.to_json_string(use_diff=False), context_length, probed)
+    if key in _SERVED:
+        return
+    served = min(context_length, CONTEXT_LENGTH)
+    for seed in SEEDS:
+        try:
+            model = small_model(config, context_length, seed)
+        except ValueError as failure:
+            raise StartupError(str(failure)) from failure
+        small = probed(model, _recorded(config, model, context_length), served)
+        prefixes = _prefixes(MANY, served, small)
+        error, allowed = _error(small, prefixes, plain_logits(model, prefixes, "eager"))
+        if error <= allowed:
+            break
+    _check(model, error, allowed)
+    _SERVED.add(key)
+
+
+def _recorded(config: PretrainedConfig, small: PreTrainedModel, context_length: int) -> KVShape:
+    """Record the KV shape of a small model; a refusal names the numbers of the real configuration."""
+    try:
+        return record_kv_shape(small, context_length)
+    except StartupError:
+        record_kv_shape(small_model(config, 0, SEEDS[0]), context_length)  # a context of 0 shortens no span
+        raise
+
+
+def plain_logits(model: PreTrainedModel, prefixes: Prefixes, implementation: str) -> list[Tensor]:
+    """Compute the logits of each session's prefix with each branch, as plain sequences with the model's own attention.
+
+    Args:
+        model: Model that was loaded to call the registered attention function.
+        prefixes: Prefix of each session.
+        implementation: Attention implementation, by its name in transformers.
+
+    Returns:
+        For each session, float32 `[branches, prefix and branch, vocabulary]`.
+    """
+    model.set_attn_implementation(implementation)
+    try:
+        logits = [
+            model(
+                torch.tensor([[*prefix, *branch] for branch in BRANCHES], device=model.device), use_cache=False
+            ).logits
+            for prefix in prefixes
+        ]
+    finally:
+        model.set_attn_implementation(NAME)
+    return [each.float() for each in logits]
+
+
+def _check(model: PreTrainedModel, error: float, allowed: float) -> None:
+    if not error <= allowed:
+        raise StartupError(
+            f"{model.config.model_type} gives other logits under tree attention than by itself "
+            f"(difference {error:.2g}, at most {allowed:.2g} is rounding)"
+        )
+
+
+def _error(probed: Probed, prefixes: Prefixes, theirs: Sequence[Tensor]) -> tuple[float, float]:
+    """Return the largest difference from the model's own logits, and the difference that rounding explains."""
+    largest = max(each[each.isfinite()].abs().max().item() for each in theirs)
+    dtype = probed.model.dtype
+    return _difference(_tree_logits(probed, prefixes), theirs), ALLOWED[dtype] * torch.finfo(dtype).eps * largest
+
+
+def _prefixes(lengths: Sequence[int], context_length: int, probed: Probed) -> Prefixes:
+    """Choose the prefixes of as many sessions as the arena has room for, each within the context."""
+    chooser = random.Random(0)
+    vocab_size = min(probed.model.config.get_text_config().vocab_size, 1000)
+    slots = probed.arena.size
+    prefixes: list[list[int]] = []
+    for length in lengths:
+        length = max(min(length, context_length - _BRANCH), 1)
+        slots -= length + _BRANCH * len(BRANCHES)
+        if slots >= 0 or not prefixes:
+            prefixes.append([chooser.randrange(vocab_size) for _ in range(length)])
+    return prefixes
+
+
+def _tree_logits(probed: Probed, prefixes: Prefixes) -> list[Tensor]:
+    """Compute the logits of `plain_logits` by one forward pass over all prefixes and one over all trees."""
+    (a, b), (c, d) = BRANCHES
+    # the root, then level by level; a token sees the root, the tokens above it and itself
+    mask = torch.tensor(
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]], dtype=torch.bool
+    )
+    ranges = []
+    try:
+        for prefix in prefixes:
+            kv = probed.arena.reserve(len(prefix) + sum(map(len, BRANCHES)))
+            assert kv is not None, "there is room for these prefixes"
+            ranges.append(kv)
+        before, trees = [], []
+        for kv, prefix in zip(ranges, prefixes, strict=True):
+            root = len(prefix) - 1
+            before.append(Segment(kv, 0, prefix[:root], range(root)))
+            positions = [root, root + 1, root + 1, root + 2, root + 2]
+            trees.append(Segment(kv, root, [prefix[root], a, c, b, d], positions, mask=mask))
+        filled = [each for each in before if each.token_ids]
+        kept = iter(probed.forward(filled) if filled else ())
+        behind = probed.forward(trees)
+    finally:
+        for kv in ranges:
+            probed.arena.release(kv)
+    logits = []
+    for segment, tree in zip(before, behind, strict=True):
+        prefix_rows = [next(kept)] if segment.token_ids else []
+        logits.append(torch.stack([torch.cat([*prefix_rows, tree[rows]]).float() for rows in ([0, 1, 3], [0, 2, 4])]))
+    return logits
+
+
+def _difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """Return the largest difference of the sessions' logits; infinite if only one side is finite somewhere."""
+    largest = 0.0
+    for our, their in zip(ours, theirs, strict=True):
+        finite = their.isfinite()
+        if not torch.equal(our[~finite], their[~finite]):  # a masked token (-inf) must be masked on both sides
+            return float("inf")
+        largest = max(largest, (our[finite] - their[finite]).abs().nan_to_num(nan=float("inf")).max().item())
+    return largest
+
+
+def _rounding(model: PreTrainedModel, prefixes: Prefixes, theirs: Sequence[Tensor], plain: Plain) -> float:
+    """Return the difference between two of transformers' attentions; 0 if the family has only one."""
+    try:
+        return _difference(plain(model, prefixes, "sdpa"), theirs)
+    except (ValueError, ImportError):  # the family has no such attention
+        return 0.0

@@ -1,0 +1,162 @@
+"""A small model of a configuration, with random weights: the same computation as the real model, at little cost."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from dynatree.engine.offload.offloaded_model import skeleton
+
+VOCAB_SIZE = 512
+CONTEXT_LENGTH = 512
+# Reduced size of each window, chunk, block, or number of selected keys or experts that is shorter than the context.
+SPAN = 16
+MOST_EXPERTS = 16
+MOST_PARAMETERS = 2**28  # 1 GiB in float32
+_SPANS = re.compile(
+    r"^(?!.*(dim|heads|experts|layers?)).*(window|chunk|top_?k|local|block|span|stride|sparse|original_max)"
+)
+_WIDTHS = re.compile(r"intermediate|inner|ffn|lora_rank")
+_EXPERTS = re.compile(r"experts$")
+_TOWERS = re.compile(r"vision|visual|image|audio|speech|multi_modal")
+
+
+def small_model(config: PretrainedConfig, context_length: int, seed: int) -> PreTrainedModel:
+    """Make a narrow float32 model on the CPU with the layers of `config`, and with spans reduced to `SPAN`.
+
+    Layers keep their number and kinds, and heads keep their size. Modules for images or sound have no weights.
+
+    Args:
+        config: Configuration of the real model.
+        context_length: Length of the longest served sequence, in tokens.
+        seed: Seed of the weights.
+
+    Raises:
+        ValueError: No small model could be made.
+    """
+    failure: Exception = ValueError("it has too many parameters")
+    for change in (_narrow, _cut, _keep):
+        small = copy.deepcopy(config)
+        text = small.get_text_config()
+        try:
+            _shorten(vars(text), text, context_length)
+            change(text)
+            model = skeleton(small, torch.float32)
+            if sum(parameter.numel() for _, parameter in _needed(model)) <= MOST_PARAMETERS:
+                return _with_weights(model, seed)
+        except Exception as error:  # configurations and models raise various types here
+            failure = error
+    raise ValueError(f"no small model could be made of its configuration: {failure}")
+
+
+def spans(config: PretrainedConfig) -> list[int]:
+    """Return the numbers in a configuration that look like windows, chunks, blocks, or numbers of selected keys."""
+    found: list[int] = []
+
+    def look(values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                look(value)
+            elif _SPANS.search(str(name)):
+                found.extend(each for each in (value if isinstance(value, list) else [value]) if type(each) is int)
+
+    look(vars(config.get_text_config()))
+    return found
+
+
+def _shorten(values: dict[str, Any], holder: Any, context_length: int) -> None:
+    """Reduce to `SPAN` each span that is longer than `SPAN` and shorter than the context."""
+
+    def short(value: Any) -> Any:
+        if isinstance(value, list):
+            return [short(each) for each in value]
+        return SPAN if type(value) is int and SPAN < value < context_length else value
+
+    for name, value in list(values.items()):
+        if isinstance(value, dict):
+            _shorten(value, value, context_length)
+        elif _SPANS.search(str(name)) and short(value) != value:
+            _set(holder, name, short(value))
+
+
+def _narrow(text: Any) -> None:
+    """Reduce the heads and the matching width, then the sizes of `_cut`."""
+    heads, width = text.num_attention_heads, text.hidden_size
+    given = vars(text)  # if layers differ, the configuration may refuse to read an attribute directly
+    kv_heads = given.get("num_key_value_heads") or heads
+    few_kv = min(kv_heads, 2)
+    few = few_kv * min(heads // kv_heads, 2)
+    size = given.get("head_dim") or width // heads
+    others = {text.attribute_map.get(name, name) for name in ("max_position_embeddings", "vocab_size")}
+    for name, value in list(given.items()):
+        if value == width and type(value) is int and "head" not in name and name not in others:
+            _set(text, name, few * size)
+    text.num_attention_heads = few
+    if given.get("num_key_value_heads"):
+        text.num_key_value_heads = few_kv
+    _cut(text)
+
+
+def _cut(text: Any) -> None:
+    """Reduce the experts, the feed-forward layers, the vocabulary and the positions."""
+    vocab = text.vocab_size
+    for name, value in list(vars(text).items()):
+        if name.endswith("_token_id"):
+            ids = [min(each, VOCAB_SIZE - 1) for each in (value if isinstance(value, list) else [value]) if each]
+            _set(text, name, value if not ids else ids if isinstance(value, list) else ids[0])
+        elif type(value) is not int:
+            continue
+        elif value == vocab:
+            _set(text, name, VOCAB_SIZE)
+        elif _WIDTHS.search(name):
+            _set(text, name, min(value, 128))
+        elif _EXPERTS.search(name) and value > MOST_EXPERTS:
+            _set(text, name, MOST_EXPERTS)
+        elif value == text.max_position_embeddings and value > CONTEXT_LENGTH:
+            _set(text, name, CONTEXT_LENGTH)
+
+
+def _keep(text: Any) -> None:
+    """Leave the configuration unchanged."""
+
+
+def _set(holder: Any, name: str, value: Any) -> None:
+    if isinstance(holder, dict):
+        holder[name] = value
+    else:
+        setattr(holder, name, value)
+
+
+def towers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules of a small model for images or sound."""
+    return [module for name, module in model.named_modules() if _TOWERS.search(name)]
+
+
+def _needed(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that a forward pass over text reads."""
+    return ((name, each) for name, each in model.named_parameters() if not _TOWERS.search(name))
+
+
+def _with_weights(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """Give the model random weights, large enough that attention is uneven and every part affects the logits."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in list(model.named_parameters()):
+        owner, _, last = name.rpartition(".")
+        if _TOWERS.search(name):  # zeros that take no memory
+            zeros = nn.Parameter(torch.zeros(()).expand(parameter.shape), requires_grad=False)
+            model.get_submodule(owner).register_parameter(last, zeros)
+            continue
+        weights = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() > 1:
+            weights *= parameter.shape[-1] ** -0.5
+        else:
+            weights = weights * 0.1 + (1.0 if last == "weight" else 0.0)
+        model.get_submodule(owner).register_parameter(last, nn.Parameter(weights, requires_grad=False))
+    model.tie_weights()
+    return model

@@ -1,0 +1,1 @@
+"""Building blocks of every service: servers, channels, admission, security, metrics and tracing."""

@@ -1,0 +1,1 @@
+"""A completion: its rounds, from the prompt to its end."""

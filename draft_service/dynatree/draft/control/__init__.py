@@ -1,0 +1,1 @@
+"""Learnt quantities of drafting: costs and acceptance."""

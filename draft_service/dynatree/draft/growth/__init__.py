@@ -1,0 +1,1 @@
+"""The growth of token trees by the draft model."""

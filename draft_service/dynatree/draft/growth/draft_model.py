@@ -1,0 +1,296 @@
+"""The draft model: reads nodes of a tree in one forward pass, and ranks or draws their continuations."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynatree.common.sampling import Sampling, Scheme
+from dynatree.common.tree import ROOT, DraftDistribution
+from dynatree.draft.growth.draft_session import DraftSession
+from dynatree.draft.growth.drafter import Expansion
+from dynatree.draft.policies.drawing import Drawing
+from dynatree.draft.policies.growing_tree import GrowingTree, Proposal, TrieNode
+from dynatree.engine.engine import Engine
+from dynatree.engine.forward.reader import KVMove, LevelRead, LevelsWanted
+from dynatree.engine.forward.runner import Choosing
+from dynatree.engine.forward.segment import Segment
+from dynatree.engine.kv.kv_range import KVRange
+from dynatree.engine.kv.prefix_cache import PrefixCache
+from dynatree.engine.sampling.choosing import Histories, adjusted, noise, scores, warped
+from dynatree.engine.sampling.gumbel import Stream, gumbel, node_of
+
+log = logging.getLogger(__name__)
+
+LEAST_LOG_PROB = -1e4  # lower bound, since a tree carries only finite numbers
+
+
+class EngineDraftModel:
+    """A `DraftModel` that runs on an engine."""
+
+    def __init__(self, engine: Engine, cache: PrefixCache | None = None) -> None:
+        self._engine = engine
+        self._moves: list[KVMove] = []  # pending moves, which go to the device with the next levels
+        self._cache = cache or PrefixCache(engine.arena, enabled=False)
+        self._warned = False
+        self.context_length = engine.info.context_length
+
+    def reserve(self, slots: int, prompt_ids: Sequence[int], principal: str) -> tuple[KVRange | None, int]:
+        """Reserve a KV range; return it, or None if too few slots are free, and its number of cached prompt tokens."""
+        self._move()
+        return self._cache.reserve(slots, prompt_ids, principal)
+
+    def release(self, kv: KVRange, token_ids: Sequence[int], principal: str) -> None:
+        """Give back a KV range that holds these tokens."""
+        self._move()
+        self._cache.release(kv, token_ids, principal)
+
+    def move(self, kv: KVRange, slots: Sequence[int], start: int) -> None:
+        """Copy the slots, in that order, to the slots from `start` on, before the next forward pass."""
+        self._moves.append(KVMove(kv, slots, start))
+        if self._engine.reader is None or sum(each.kv is kv for each in self._moves) > 1:
+            self._move()
+
+    def _move(self) -> None:
+        for each in self._moves:
+            self._engine.arena.move(each.kv, each.sources, each.start)
+        self._moves = []
+
+    def expand(self, expansions: Sequence[Expansion]) -> float:
+        """Read the nodes of several sessions in one forward pass, set their proposals, and return the seconds.
+
+        An engine that can read several levels at once may also read levels below the roots.
+        """
+        below, seconds = self._read_below([each for each in expansions if self._reads_below(each)])
+        expansions = [each for each in expansions if each not in below]
+        self._move()
+        vocab_size = self._engine.info.vocab_size
+        segments = [
+            tree_segment(each.session, each.tree, each.nodes, vocab_size)
+            if each.nodes
+            else prompt_segment(each.session, each.tokens, vocab_size)
+            for each in expansions
+        ]
+        if not segments:
+            return seconds
+        started = time.perf_counter()
+        logits = self._engine.forward(segments)
+        self._engine.synchronize()
+        seconds += time.perf_counter() - started
+        for each, rows in zip(expansions, logits, strict=True):
+            if each.nodes:
+                _propose(each.session, each.tree, each.nodes, rows, each.breadth)
+                self._watch(each.tree, each.nodes)
+        return seconds
+
+    def _watch(self, tree: GrowingTree, nodes: Sequence[int]) -> None:
+        """Warn once if the draft model proposes nothing, since the completions stay correct but become slow."""
+        if not self._warned and any(not tree.node(node).proposals for node in nodes):
+            self._warned = True
+            log.warning("the draft model's numbers are not finite (NaN or infinity); no tokens are drafted by such")
+
+    def _reads_below(self, expansion: Expansion) -> bool:
+        """Whether levels below an expansion's root may be read with it."""
+        reader, session = self._engine.reader, expansion.session
+        return (
+            reader is not None
+            and expansion.nodes[:1] == [ROOT]
+            and session.levels > 1
+            and expansion.breadth <= reader.breadth
+            and not session.draws
+            and session.sampling.is_plain
+            and (session.sampling.greedy or session.sampling.scheme is Scheme.GUMBEL)
+            and len(session.committed) + reader.most(session.levels - 1) <= self.context_length
+            and session.num_used + expansion.tokens + reader.slots(session.levels - 1) <= session.kv.size
+        )
+
+    def _read_below(self, expansions: Sequence[Expansion]) -> tuple[Sequence[Expansion], float]:
+        """Read expansions and the levels below them; return the expansions that were read, and the seconds."""
+        if not expansions:
+            return (), 0.0
+        vocab_size = self._engine.info.vocab_size
+        wanted = []
+        for each in expansions:
+            session = each.session
+            segment = tree_segment(session, each.tree, each.nodes, vocab_size)
+            root = len(segment.token_ids) - len(each.nodes)
+            choosing = Choosing([-1] * len(segment.token_ids), session.drafting.temperature, session.sampling.seed)
+            wanted.append(LevelsWanted(segment, root, choosing, min(session.vocab_size, vocab_size)))
+        levels = max(each.session.levels for each in expansions) - 1
+        started = time.perf_counter()
+        read = self._engine.read_levels(wanted, levels, self._moves)
+        seconds = time.perf_counter() - started
+        if read is None:
+            return (), 0.0
+        self._moves = []
+        for each, asked, found in zip(expansions, wanted, read, strict=True):
+            given = found.given
+            rows = zip(each.nodes, given.ids[asked.root :], given.log_probs[asked.root :], strict=True)
+            for node, ids, log_probs in rows:
+                each.tree.node(node).proposals = _proposals(ids[: each.breadth], log_probs)
+            self._watch(each.tree, each.nodes)
+            each.session.num_used = _plant(each.tree.node(ROOT), found.levels, asked.segment.stop, each.breadth)
+        return expansions, seconds
+
+
+def _plant(root: TrieNode, levels: Sequence[LevelRead], slot: int, breadth: int) -> int:
+    """Add levels that were read below a root to the trie; their nodes take the slots from `slot` on.
+
+    Returns:
+        The slot behind the last node.
+    """
+    above = [root]
+    for level in levels:
+        nodes = []
+        columns = (level.token_ids.tolist(), level.parents.tolist(), level.ids, level.log_probs)
+        for token, parent, ids, log_probs in zip(*columns, strict=True):
+            node = above[parent].child(token)
+            if node.slot is None:
+                node.slot, node.proposals = slot, _proposals(ids[:breadth], log_probs)
+            nodes.append(node)
+            slot += 1
+        above = nodes
+    return slot
+
+
+def _proposals(ids: NDArray[np.int32], log_probs: NDArray[np.floating]) -> tuple[Proposal, ...]:
+    """Proposals from token ids and log-probabilities; none if the draft's numbers are not finite."""
+    if math.isnan(log_probs[0]):
+        return ()
+    pairs = zip(ids.tolist(), log_probs.tolist(), strict=False)
+    return tuple(Proposal(token, min(max(log_prob, LEAST_LOG_PROB), 0.0)) for token, log_prob in pairs)
+
+
+def prompt_segment(session: DraftSession, tokens: int, vocab_size: int) -> Segment:
+    """Segment of the next `tokens` committed tokens that are not cached; their logits are not kept."""
+    read = range(session.num_cached, session.num_cached + tokens)
+    token_ids = [_known(session.committed[position], vocab_size) for position in read]
+    return Segment(session.kv, session.num_cached, token_ids, read, keep=[])
+
+
+def _known(token: int, vocab_size: int) -> int:
+    """Return the token, or 0 if the draft cannot embed it: the target's vocabulary may be padded further."""
+    return token if token < vocab_size else 0
+
+
+def tree_segment(session: DraftSession, tree: GrowingTree, nodes: Sequence[int], vocab_size: int) -> Segment:
+    """Segment of nodes, ancestors first, behind the slots in use.
+
+    Each node attends to the committed prefix, its ancestors and itself. With the root the segment also has the
+    committed tokens before it that are not cached.
+    """
+    uncached = session.committed[session.num_cached :] if nodes[0] == ROOT else []
+    below = nodes[1:] if uncached else nodes
+    token_ids = [*uncached, *(tree.node(node).token for node in below)]
+    token_ids = [_known(token, vocab_size) for token in token_ids]
+    root = len(session.committed) - 1
+    positions = [*range(session.num_cached, session.num_cached + len(uncached))]
+    positions += [root + tree.depth(node) for node in below]
+    keep = range(max(len(uncached) - 1, 0), len(token_ids))
+    mask = _mask(session, tree, len(uncached), below) if below else None
+    return Segment(session.kv, session.num_used, token_ids, positions, mask=mask, keep=keep)
+
+
+def _mask(session: DraftSession, tree: GrowingTree, uncached: int, below: Sequence[int]) -> Tensor:
+    """Attention mask over the slots behind the cached prefix: bool `[tokens, speculative slots + tokens]`."""
+    behind = session.speculative_slots
+    tokens = uncached + len(below)
+    mask = torch.zeros(tokens, behind + tokens, dtype=torch.bool)
+    visible = mask.numpy()  # shares memory; NumPy assigns elements faster
+    for index in range(uncached):
+        visible[index:, behind + index] = True
+    slots = {tree.node(node): slot for slot, node in enumerate(below, start=session.num_used + uncached)}
+    for index, node in enumerate(below, start=uncached):
+        for above in tree.path(node):
+            slot = slots.get(above, above.slot)
+            assert slot is not None, "a node's ancestors are read before it, or with it"
+            visible[index, slot - session.num_cached] = True
+    return mask
+
+
+def _propose(session: DraftSession, tree: GrowingTree, nodes: Sequence[int], logits: Tensor, breadth: int) -> None:
+    """Set the best `breadth` continuations of each node from the logits `[nodes, vocabulary]`."""
+    sampling = session.drafting
+    logits = logits[:, : session.vocab_size].float()
+    paths: list[list[int]] = []
+    if sampling.needs_history or session.draws:
+        paths = [[above.token for above in reversed(tree.path(node))] for node in nodes]
+    histories = Histories(session.committed, paths, session.generated) if sampling.needs_history else None
+    positions = [len(session.committed) + tree.depth(node) for node in nodes]
+    if session.draws:
+        noise_of = [
+            partial(gumbel, sampling.seed, position, stream=Stream.DRAFT, round_=session.rounds, node=node_of(path))
+            for position, path in zip(positions, paths, strict=True)
+        ]
+        drawn = _draw(adjusted(logits, sampling, histories), noise_of, sampling, breadth, session.drawing)
+        for node, (distribution, draws) in zip(nodes, drawn, strict=True):
+            tree.node(node).candidates, tree.node(node).proposals = distribution, draws
+    else:
+        for node, ranked in zip(nodes, _rank(logits, positions, sampling, histories, breadth), strict=True):
+            tree.node(node).proposals = ranked
+
+
+def _rank(
+    logits: Tensor, positions: Sequence[int], sampling: Sampling, histories: Histories | None, breadth: int
+) -> list[tuple[Proposal, ...]]:
+    """Rank the best `breadth` continuations of each row as the target ranks, with the probability of each.
+
+    When sampling, both sides perturb their logits with the same noise, so the draft's best perturbed tokens are its
+    best guesses of the target's sample (drafter-invariant coupling). The log-probability of a guess is the log-softmax
+    of the perturbed logits: this softmax allows for about the difference between the logits of draft and target. With
+    independent noise, the draft knows only the token's probability.
+    """
+    if sampling.greedy or sampling.scheme is Scheme.GUMBEL:
+        ranking = scores(logits, positions, sampling, histories)
+        chances = ranking.log_softmax(-1)
+    else:
+        chances = warped(adjusted(logits, sampling, histories), sampling).log_softmax(-1)
+        ranking = chances + noise(logits, positions, sampling.seed, Stream.DRAFT)
+    best = ranking.topk(min(breadth, logits.shape[-1]), dim=-1).indices
+    both = torch.stack((best.double(), chances.gather(-1, best).double())).cpu().numpy()  # one copy from the device
+    return [_proposals(ids, values) for ids, values in zip(both[0].astype(np.int32), both[1], strict=True)]
+
+
+def _draw(
+    logits: Tensor,
+    noise_of: Sequence[Callable[[int], Tensor]],
+    sampling: Sampling,
+    breadth: int,
+    drawing: Drawing,
+) -> list[tuple[DraftDistribution | None, tuple[Proposal, ...]]]:
+    """Draw up to `breadth` continuations of each row from its distribution, truncated to `drawing.candidates` tokens.
+
+    With replacement, each draw is the argmax of the log-probabilities plus fresh Gumbel noise. Without replacement, the
+    draws are the top of the log-probabilities plus one row of noise, in descending order (Gumbel-top-k). A row that is
+    not finite has no distribution and no draws.
+
+    `noise_of` returns the requested number of noise values for each row. They are independent of those of every other
+    node and every other round: whether a draw is kept may depend on the draws of other nodes, but must not depend on
+    its own token (docs/explanation/exactness.md).
+    """
+    size = min(drawing.candidates, logits.shape[-1])
+    best = warped(logits, sampling).topk(size, dim=-1)
+    rows: list[tuple[DraftDistribution | None, tuple[Proposal, ...]]] = []
+    for noise_of_row, values, ids in zip(noise_of, best.values, best.indices.tolist(), strict=True):
+        probs = values.softmax(-1)
+        count = int((probs > 0).sum())  # 0 if the row is NaN
+        if not count:
+            rows.append((None, ()))
+            continue
+        log_probs = probs[:count].log().cpu()
+        each = breadth if drawing.replacement else 1
+        perturbed = log_probs + noise_of_row(each * count).view(each, count)
+        places = perturbed.argmax(-1) if drawing.replacement else perturbed[0].argsort(descending=True)[:breadth]
+        order = places.tolist()
+        distribution = DraftDistribution(tuple(ids[:count]), tuple(probs[:count].tolist()))
+        draws = tuple(Proposal(ids[place], max(min(log_probs[place].item(), 0.0), LEAST_LOG_PROB)) for place in order)
+        rows.append((distribution, draws))
+    return rows

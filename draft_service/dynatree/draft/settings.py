@@ -1,0 +1,79 @@
+"""The settings of a draft service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_SESSIONS, MAX_TREE_NODES, RESUME_SECONDS
+from dynatree.draft.policies import Setting
+from dynatree.engine.settings import ModelSettings
+from dynatree.serving.admission import NO_QUOTA, Quota
+from dynatree.serving.channel import ChannelSettings
+from dynatree.serving.operation import OperationSettings
+
+
+@dataclass(frozen=True)
+class DefaultPolicy:
+    """The policy of requests that name none."""
+
+    name: str
+    settings: dict[str, Setting]
+
+
+@dataclass(frozen=True)
+class DraftLimits:
+    """Limits of completions.
+
+    Attributes:
+        sessions: Completions that run at once.
+        queue: Requests that may wait.
+        idle_seconds: Seconds that a completion waits for its client.
+        prefix_cache: Whether the draft model reuses the KV cache of earlier sessions.
+        resume_seconds: Seconds that a completion waits for a new verify service after losing its own.
+        quota: The share of these limits that one principal may take.
+        max_tree_nodes: Largest tree, in nodes.
+    """
+
+    sessions: int = MAX_SESSIONS
+    queue: int = MAX_QUEUED
+    idle_seconds: float = IDLE_SECONDS
+    prefix_cache: bool = True
+    resume_seconds: float = RESUME_SECONDS
+    quota: Quota = NO_QUOTA
+    max_tree_nodes: int = MAX_TREE_NODES
+
+
+@dataclass(frozen=True)
+class VerifyServices:
+    """The verify services and how to reach them.
+
+    Attributes:
+        addresses: Addresses, in the format of `Replicas`.
+        channel: Channel settings.
+        timeout: Seconds to wait at startup for the first verify service.
+        ahead: Whether the draft model drafts ahead while they verify; None: see `Target.of`.
+    """
+
+    addresses: str
+    channel: ChannelSettings
+    timeout: float
+    ahead: bool | None
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """All settings of a draft service.
+
+    Attributes:
+        model: The draft model.
+        verify: The verify services.
+        policy: The policy of requests that name none.
+        limits: The limits of completions.
+        operation: Listening address, security and observability.
+    """
+
+    model: ModelSettings
+    verify: VerifyServices
+    policy: DefaultPolicy
+    limits: DraftLimits
+    operation: OperationSettings

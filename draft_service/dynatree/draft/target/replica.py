@@ -1,0 +1,192 @@
+"""One verify service of several: its health, its target, and the time of its rounds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import replace
+from statistics import median
+
+from dynatree.common.errors import FailedPreconditionError, PeerUnavailableError
+from dynatree.common.model_info import ModelInfo
+from dynatree.draft.target.target import Target
+from dynatree.draft.target.verify_client import VerifyClient, VerifySession
+from dynatree.serving.channel import Metadata
+
+log = logging.getLogger(__name__)
+
+ASKING_SECONDS = 10.0  # timeout of the model query to a serving service
+RETRY_SECONDS = 0.2  # delay before a lost or refusing service is queried again
+USUAL_ROUNDS = 32  # rounds over which the median round time is taken
+
+
+class Replica:
+    """One verify service. `watch` follows its health, and `ready` is the result.
+
+    Args:
+        address: Address for the log.
+        connect: Opens a channel to the service.
+        draft_for: Builds a `Target` from a target's model info.
+        changed: Called whenever `ready` may have changed.
+
+    Attributes:
+        target: The last known target; None before the first.
+        sessions: Number of this process's sessions on the service.
+        refusal: Why the service cannot be used; None if it can be used or does not answer.
+        mismatch: The refusal, if the reason is a target that does not fit the draft model; else None.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        connect: Callable[[], VerifyClient],
+        draft_for: Callable[[ModelInfo], Target],
+        changed: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self.target: Target | None = None
+        self.sessions = 0
+        self.refusal: str | None = None
+        self.mismatch: str | None = None
+        self._connect = connect
+        self._client = connect()
+        self._draft_for = draft_for
+        self._changed = changed
+        self._serving = False
+        self._known = False  # whether it has ever served
+        self._renewed = False  # whether the channel was replaced, so that `watch` must start on the new one
+        self._following: asyncio.Future[None] | None = None
+        self._draining = False  # whether the service has announced that it takes no new sessions
+        self._rounds: deque[float] = deque(maxlen=USUAL_ROUNDS)
+
+    @property
+    def ready(self) -> bool:
+        """Whether sessions may be opened on the service."""
+        return self._serving and self.target is not None
+
+    @property
+    def round_seconds(self) -> float:
+        """Median seconds of recent rounds; 0 before the first."""
+        return median(self._rounds) if self._rounds else 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Take in the seconds of a round."""
+        self._rounds.append(seconds)
+
+    async def watch(self) -> None:
+        """Follow the service's health until the task is cancelled."""
+        while True:
+            self._following = asyncio.ensure_future(self._follow())
+            try:
+                await asyncio.wait([self._following])
+            finally:
+                self._following.cancel()
+                # wait for its end before the channel is closed, and retrieve its error
+                await asyncio.gather(self._following, return_exceptions=True)
+            error = None if self._following.cancelled() else self._following.exception()
+            if error is not None and not isinstance(error, PeerUnavailableError):
+                log.error("watching the verify service at %s failed", self.address, exc_info=error)
+            if self._renewed:
+                self._renewed = False
+                continue
+            self.mismatch = None
+            self._set_serving(False)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def doubt(self) -> None:
+        """Mark the service as not ready, after a late answer, until its health is known again."""
+        self._set_serving(False)
+        if self._following is not None:
+            self._following.cancel()
+
+    def reconnect(self) -> None:
+        """Open a new channel, with the new certificates; open sessions keep the old channel."""
+        self._client = self._connect()
+        self._renewed = True
+        if self._following is not None:
+            self._following.cancel()
+
+    async def answers(self, timeout: float) -> bool:
+        """Whether the service answers a health check within `timeout` seconds, or is draining.
+
+        A draining service takes no new connection but still serves its sessions.
+        """
+        return await self._client.answers(timeout) or self._draining
+
+    async def cause(self) -> str:
+        """Return why there is no connection; "" if that is not known."""
+        return await self._client.cause()
+
+    def session(self, timeout: float | None, metadata: Metadata = ()) -> VerifySession:
+        """Open a stream for one session; the caller ends it."""
+        return self._client.session(timeout, metadata)
+
+    def adopt(self, info: ModelInfo) -> Target:
+        """Set the target and return it; measured costs are dropped if the new target gives other tokens.
+
+        Raises:
+            FailedPreconditionError: The target's tokenizer is not the draft's.
+        """
+        known = self.target
+        if known is not None and known.info.same_tokens(info):
+            self.target = replace(known, info=info)
+        else:
+            self.target = self._draft_for(info)
+            if known is not None:
+                log.warning("the verify service at %s now has %s (%s)", self.address, info.name, info.dtype)
+        return self.target
+
+    def draft_with(self, draft_for: Callable[[ModelInfo], Target]) -> None:
+        """Replace `draft_for` and rebuild the target with it; measured costs are dropped."""
+        self._draft_for = draft_for
+        if self.target is not None:
+            self.target = draft_for(self.target.info)
+
+    async def close(self) -> None:
+        """Close the channel and all calls on it."""
+        await self._client.close()
+
+    async def _follow(self) -> None:
+        """Follow the health of the service until the service is lost."""
+        async with aclosing(self._client.serving()) as answers:
+            # after a change of certificates the service may never answer
+            silent = asyncio.get_running_loop().call_later(ASKING_SECONDS, self._set_serving, False)
+            try:
+                async for serving in answers:
+                    silent.cancel()
+                    self._draining = not serving
+                    if serving:
+                        await self._ask()
+                    self._set_serving(serving and self.refusal is None)
+                    while serving and self.refusal is not None and self.mismatch is None:
+                        await asyncio.sleep(RETRY_SECONDS)  # the service may accept the token by then
+                        await self._ask()
+                        self._set_serving(self.refusal is None)
+            finally:
+                silent.cancel()
+
+    async def _ask(self) -> None:
+        """Ask the service for its target."""
+        before, self.refusal, self.mismatch = self.refusal, None, None
+        try:
+            info = await self._client.model_info(ASKING_SECONDS)
+        except FailedPreconditionError as error:
+            self.refusal = str(error)
+        else:
+            try:
+                self.adopt(info)
+            except FailedPreconditionError as error:
+                self.refusal = self.mismatch = str(error)
+        if self.refusal not in (None, before):
+            log.warning("%s", self.refusal)
+
+    def _set_serving(self, serving: bool) -> None:
+        if serving != self._serving and self._known:
+            level, what = (logging.INFO, "serves again") if serving else (logging.WARNING, "does not serve")
+            log.log(level, "the verify service at %s %s", self.address, what)
+        self._serving = serving
+        self._known = self._known or serving
+        self._changed()

@@ -1,0 +1,1 @@
+"""Conversion between text and tokens."""

@@ -1,0 +1,308 @@
+"""The session that measures the GPU path: what it keeps, when it stops, what it says, and a trial of all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dynatree.draft import serve_draft
+from dynatree.draft.policies import policy_names
+from dynatree.verify import settings
+from tests.support.benchmark_modules import GPU, module
+
+keeping, session = module("keeping", GPU), module("session", GPU)
+
+
+# What is kept
+
+
+@pytest.mark.parametrize("harm", ["{", "", "[]", "null", "{}"])
+def test_a_file_that_was_harmed_counts_for_nothing(
+    tmp_path: Path, harm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = keeping.Store(tmp_path)
+    store.write("1-a", keeping.to_record(keeping.Measured({"x": 1})))
+    store.write("1-b", keeping.to_record(keeping.Measured({"x": 2})))
+    (tmp_path / "1-a.json").write_text(harm)
+    (tmp_path / keeping.BUNDLE).write_text(harm)
+    again = keeping.Store(tmp_path)
+    assert [again.settled(name, since=0.0) for name in ("1-a", "1-b")] == [False, True]
+    assert harm == "{}" or "1-a.json cannot be read" in capsys.readouterr().out
+    again.write("1-a", keeping.to_record(keeping.Measured({"x": 3})))
+    assert keeping.Store(tmp_path).figures("1-a") == {"x": 3}
+
+
+def test_what_was_measured_is_not_run_again_and_what_failed_is(tmp_path: Path) -> None:
+    store = keeping.Store(tmp_path, _clock=lambda: 100.0)
+    store.write("1-a", keeping.to_record(keeping.Measured({"x": 1})))
+    store.write("1-b", {"status": keeping.NOT_MEASURED, "reason": "no GPU"})
+    store.write("1-c", {"status": keeping.FAILED, "reason": "out of memory"})
+    again = keeping.Store(tmp_path)
+    assert [again.settled(name, since=101.0) for name in ("1-a", "1-b", "1-c", "1-d")] == [True, True, False, False]
+    assert again.settled("1-c", since=99.0), "within one call it is not tried again"
+    assert again.figures("1-a") == {"x": 1}
+    for name in ("1-b", "1-d"):
+        with pytest.raises(keeping.NotMeasuredError, match=name):
+            again.figures(name)
+
+
+def test_the_bundle_alone_carries_all_steps(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    store = keeping.Store(here)
+    for name in ("1-a", "2-b"):
+        store.write(name, keeping.to_record(keeping.Measured({"of": name})))
+    there.mkdir()
+    (here / keeping.BUNDLE).rename(there / keeping.BUNDLE)
+    moved = keeping.Store(there)
+    assert moved.figures("1-a") == {"of": "1-a"}
+    moved.write("2-c", keeping.to_record(keeping.Measured({})))
+    assert list(json.loads((there / keeping.BUNDLE).read_text())) == ["1-a", "2-b", "2-c"]
+    assert not list(tmp_path.glob("*/*.part"))
+
+
+def test_tiny_figures_are_never_taken_for_others(tmp_path: Path) -> None:
+    keeping.Store(tmp_path, tiny=True).write("1-a", keeping.to_record(keeping.Measured({})))
+    assert keeping.Store(tmp_path, tiny=True).settled("1-a", 0.0)
+    assert not keeping.Store(tmp_path).settled("1-a", 0.0)
+
+
+# Time
+
+
+def test_a_step_begins_only_if_the_time_holds_it() -> None:
+    now = [0.0]
+    budget = keeping.Budget(100.0, lambda: now[0])
+    step = keeping.Step("1-a", "bits:noise", 60, models=True)
+    assert budget.admits(step.seconds)
+    assert not budget.admits(session.expected(step, loaded=False)), "what must be loaded counts"
+    now[0] = 41.0
+    assert budget.left == 59.0
+    assert not budget.admits(session.expected(step, loaded=True))
+
+
+def test_a_part_ends_in_time() -> None:
+    assert set(session.PARTS) == set(session.PART_SECONDS) == {1, 2, 3}
+    assert sum(session.PART_SECONDS.values()) <= 25 * 60
+    for part, steps in session.PARTS.items():
+        assert session.PART_SECONDS[part] + session.OVERTIME < 590
+        assert all(session.expected(step, loaded=False) < session.PART_SECONDS[part] for step in steps)
+    assert sum(step.seconds for step in session.PARTS[1][:2]) <= 180, "the first answers come in three minutes"
+
+
+# Steps
+
+
+def test_steps_are_there_and_what_they_need_comes_before() -> None:
+    names = [step.name for steps in session.PARTS.values() for step in steps]
+    assert len(set(names)) == len(names)
+    for part, steps in session.PARTS.items():
+        for place, step in enumerate(steps):
+            assert step.name.startswith(f"{part}-")
+            assert set(step.needs) <= {each.name for each in steps[:place]}
+            home, _, function = step.work.partition(":")
+            assert callable(getattr(module(home, GPU), function)), step.name
+
+
+def test_every_policy_is_compared_with_plain_decoding() -> None:
+    assert sorted((*session.POLICIES, "autoregressive")) == list(policy_names())
+    for policy in session.POLICIES:
+        for mode in ("greedy", "sampled"):
+            [step] = [each for each in session.PARTS[3] if each.name == f"3-{policy}-{mode}"]
+            assert session.Context(step, "cpu", "", None, None, None).policy == policy
+
+
+def test_both_models_are_measured_as_the_services_measure_them() -> None:
+    pair = module("pair", GPU)
+    assert pair.TARGET_MEASURED_ROWS == settings.AUTO_ROWS
+    assert pair.DRAFT_MEASURED_ROWS == serve_draft.MEASURED_ROWS
+
+
+def test_prompts_begin_with_the_book_that_was_held_out() -> None:
+    prompts = module("pair", GPU).prompts(20)
+    assert len(set(prompts)) == 20
+    assert {len(prompt) for _, prompt in prompts} == {128}
+    assert [source for source, _ in prompts[:2]] == ["treasure_island"] * 2
+
+
+@pytest.fixture(name="run")
+def run_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a function as a step; gives back whether it did not fail, and its record."""
+    store = keeping.Store(tmp_path)
+
+    def run(function: Any) -> tuple[bool, Any]:
+        monkeypatch.setitem(sys.modules, "made_up", SimpleNamespace(function=function))
+        step = keeping.Step("1-made-up", "made_up:function", 1)
+        context = session.Context(step, "cpu", "a CPU", None, None, store)
+        return session.run(context, {"device": "a CPU"}, 60.0), store.read("1-made-up")
+
+    return run
+
+
+def test_a_step_that_was_measured_keeps_its_figures_and_bounds(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    bounds = [keeping.Bound("waits", 3, most=2), keeping.Bound("speed", 1200.5, "tokens/s", least=1000)]
+    fine, record = run(lambda context: keeping.Measured({"x": 1.5}, ["it says so"], bounds))
+    assert fine
+    assert record["status"] == "measured"
+    assert record["figures"] == {"x": 1.5}
+    assert record["around"] == {"device": "a CPU"}
+    assert [each["met"] for each in record["bounds"]] == [False, True]
+    printed = capsys.readouterr().out
+    assert "it says so" in printed
+    assert "waits: 3, expected at most 2: MISSED" in printed
+    assert "speed: 1200.5 tokens/s, expected at least 1000: met" in printed
+
+
+def test_a_step_that_failed_says_why(run: Any) -> None:
+    def failing(context: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access\nmore of it")
+
+    fine, record = run(failing)
+    assert not fine
+    assert record["status"] == "failed"
+    assert record["reason"] == "CUDA error: an illegal memory access"
+    assert "in failing" in record["traceback"]
+
+
+def test_a_step_that_cannot_be_measured_invents_nothing(run: Any) -> None:
+    def without_a_gpu(context: Any) -> None:
+        raise keeping.NotMeasuredError(keeping.NO_GPU)
+
+    fine, record = run(without_a_gpu)
+    assert fine
+    assert (record["status"], record["reason"]) == ("not measured", "no GPU")
+    assert "figures" not in record
+
+
+# What is said
+
+
+@pytest.mark.parametrize(
+    ("device", "what", "measured", "said"),
+    [
+        ("NVIDIA H100 80GB HBM3", "plain", 380.14, "at least 400: MISSED"),
+        ("NVIDIA H100 80GB HBM3", "default", 1000, "at least 1000: met"),
+        ("NVIDIA H200", "plain", 540.0, "at least 540: met"),
+        ("NVIDIA H200", "default", 1599.9, "at least 1600: MISSED"),
+    ],
+)
+def test_speeds_stand_beside_their_bounds(device: str, what: str, measured: float, said: str) -> None:
+    [bound] = keeping.speed_bounds(device, what, measured)
+    assert str(bound).endswith(said)
+    assert f"{keeping.shown(measured)} tokens/s" in str(bound)
+
+
+def test_other_cards_have_no_bounds_of_speed() -> None:
+    assert keeping.speed_bounds("NVIDIA L4", "plain", 1.0) == []
+
+
+def test_a_number_that_is_none_misses_its_bound() -> None:
+    assert not keeping.Bound("a ratio", float("nan"), most=1.0).met
+
+
+def test_the_end_of_a_part_tells_what_is_missing() -> None:
+    bounds = [keeping.Bound("tokens", 0, most=0), keeping.Bound("waits", 3, most=2)]
+    progress = keeping.Progress(
+        {
+            "1-a": keeping.to_record(keeping.Measured({}, bounds=bounds)),
+            "1-b": {"status": "not measured", "reason": "no GPU"},
+            "1-c": {"status": "failed", "reason": "out of memory"},
+            "1-d": None,
+        }
+    )
+    assert progress.left == ["1-d"]
+    assert progress.failed == ["1-c"]
+    assert progress.lines() == [
+        "1-b: not measured: no GPU",
+        "1-c: failed: out of memory",
+        "1 of 2 bounds met",
+        "waits: 3, expected at most 2: MISSED",
+        "left for another call: 1-d",
+    ]
+
+
+def test_what_is_not_installed_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "find_spec", lambda name: None if name in ("grpc_health", "triton") else object())
+    monkeypatch.setattr("shutil.which", lambda name, path=None: None)
+    assert session.missing() == [
+        "missing: triton; no kernel of the project runs, and no graph is captured",
+        "missing: grpc_health; no services run over sockets",
+        "missing: compute-sanitizer; accesses to memory are not checked",
+    ]
+
+
+# All of it
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_tiny_session_measures_all_parts(tmp_path: Path) -> None:
+    """On a CPU: every step has a file, no bound is missed, and a second call has nothing left to do."""
+    results = tmp_path / "results"
+    for part, steps in session.PARTS.items():
+        printed = tiny_part(part, results, tmp_path / "models")
+        for step in steps:
+            record = json.loads((results / f"{step.name}.json").read_text())
+            assert record["status"] in ("measured", "not measured"), printed
+            assert record["tiny"]
+            assert record["around"]["device"].startswith("a CPU")
+            assert all(bound["met"] for bound in record.get("bounds", ())), printed
+    records = json.loads((results / keeping.BUNDLE).read_text())
+    without_a_gpu = {"1-attention-times", "1-sanitizer", "1-blocks", "2-waits"}
+    assert {name for name, record in records.items() if record.get("reason") == "no GPU"} == without_a_gpu
+    assert records["3-services"]["status"] == "measured"
+    assert [len(each) for each in records["3-plain-greedy"]["figures"]["token_ids"]] == [12, 12]
+    times = {path: path.stat().st_mtime_ns for path in results.iterdir()}
+    tiny_part(1, results, tmp_path / "models")
+    assert {path: path.stat().st_mtime_ns for path in results.iterdir()} == times
+
+
+def tiny_part(part: int, results: Path, models: Path) -> str:
+    """Run the command; what it printed."""
+    environment = os.environ | {"PYTHON": sys.executable, "DYNATREE_TINY": "1", "DYNATREE_MODELS": str(models)}
+    command = [str(GPU / "session.sh"), str(part), str(results)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+BREAKING = """
+import os, sys, time
+sys.path.insert(0, {folder!r})
+import session
+from keeping import Measured, Step
+
+def dies(context): os._exit(9)
+def hangs(context): time.sleep(60)
+def works(context): return Measured({{"x": 1}})
+
+if __name__ == "__main__":
+    sys.modules["breaking"] = sys.modules["__main__"]
+    session.OVERTIME = 0.0
+    steps = [Step(f"1-{{name}}", f"breaking:{{name}}", 0.5) for name in ("dies", "hangs", "works")]
+    session.PARTS[1] = (*steps, Step("1-late", "breaking:works", 1000))
+    sys.exit(session.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.long
+def test_a_step_that_takes_its_process_down_does_not_take_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "breaking.py"
+    script.write_text(BREAKING.format(folder=str(GPU)))
+    command = [sys.executable, str(script), "1", str(tmp_path / "results"), "--tiny", "--seconds", "200"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    records = json.loads((tmp_path / "results" / keeping.BUNDLE).read_text())
+    assert {name: record["status"] for name, record in records.items()} == {
+        "1-dies": "failed",
+        "1-hangs": "failed",
+        "1-works": "measured",
+    }, done.stdout + done.stderr
+    assert "in hangs" in done.stderr, "where it hung"
+    assert "left for another call: 1-late" in done.stdout
+    assert done.returncode == 1

@@ -1,0 +1,289 @@
+"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, on random shapes: `make sanitize`.
+
+    python -m tests.campaigns.sanitized_kernels [--builds N] [--cases N] [--seed N]
+    python -m tests.campaigns.sanitized_kernels --mutants
+
+The sources are compiled with the sanitizers for each instruction set that this CPU has, and run by the package's own
+Python code in a separate process under LD_PRELOAD. `--mutants` makes one mistake in C at a time, each an off-by-one or
+a missing bound, and expects the sanitizers to detect it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+SOURCES = ("attention.c", "linear.c", "forward.c")
+CHECKED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+# One mistake each: a file, the right text, and the wrong text that replaces it.
+NORM = "for (int64_t d = whole; d {} width; d++) {{\n        float x = (load_one"
+MUTANTS = (
+    ("attention.c", "t < tokens; t++) {\n        int found", "t <= tokens; t++) {\n        int found"),
+    ("attention.c", "to[k * wide + d] = d < dim ? load_one", "to[k * wide + d] = d <= dim ? load_one"),
+    ("attention.c", "slot < tile + count; slot++", "slot <= tile + count; slot++"),
+    ("attention.c", "chunk * (dim + wide + 2) +", "chunk * (dim + wide + 1) -"),
+    ("attention.c", "= l->faulty + segment->first;", "= l->faulty + segment->first + 1;"),
+    ("linear.c", "if (count < LANES) from = memcpy(buffer, from, count * size);", ""),
+    ("linear.c", "place + c * size, buffer, count * size);", "place + c * size, buffer, (count + 1) * size);"),
+    ("linear.c", "for (; at + LANES <= stop; at += LANES)", "for (; at < stop; at += LANES)"),
+    ("forward.c", NORM.format("<"), NORM.format("<=")),
+    ("forward.c", "c->tokens[row] * bytes, bytes)", "(c->tokens[row] + 1) * bytes, bytes)"),
+    ("forward.c", "(o->last ? c->keep[row] : row) * bytes", "(o->last ? c->keep[row] + 1 : row) * bytes"),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--builds", type=int, help="how many, the best for this CPU first (default: all)")
+    parser.add_argument("--cases", type=int, default=100, help="of random shapes, each build")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mutants", action="store_true", help="make mistakes in C, and expect that they are seen")
+    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        run(options.run, options.cases, options.seed)
+        return 0
+    from dynatree.engine.cpu import native
+
+    builds = native.builds()
+    if not builds or shutil.which("gcc") is None:
+        print("no gcc, or a CPU without kernels of our own", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        if options.mutants:
+            return mutants(native.FOLDER, builds[0], Path(folder), options.cases)
+        for name in builds[: options.builds]:
+            began = time.monotonic()
+            done = checked(built(native.FOLDER, name, Path(folder)), options.cases, options.seed)
+            print(f"{name}: {time.monotonic() - began:.0f} s: {done.stdout.splitlines()[-1:]}", flush=True)
+            if done.returncode:
+                print(done.stderr[-6000:], file=sys.stderr)
+                return 1
+    return 0
+
+
+def built(sources: Path, name: str, folder: Path) -> Path:
+    """Compile one build with the sanitizers."""
+    settings = json.loads((sources / "builds.json").read_text())
+    flags = [each for each in settings["flags"] if each != "-O3"]
+    targets = [f"-m{each.replace('_', '')}" for each in settings["builds"][name]]
+    output = folder / name
+    files = [str(sources / each) for each in SOURCES]
+    subprocess.run(["gcc", *flags, *CHECKED, "-DSOURCES=0u", *targets, *files, "-lm", "-o", str(output)], check=True)
+    return output
+
+
+def checked(library: Path, cases: int, seed: int) -> subprocess.CompletedProcess[str]:
+    """Run a build in a separate process; its exit status is not 0 if a sanitizer has detected an error."""
+    runtime = subprocess.run(
+        ["gcc", "-print-file-name=libasan.so"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    environment = os.environ | {
+        "LD_PRELOAD": runtime,
+        # ignore memory that Python leaves at exit; use malloc, because blocks of Python's allocator have no red zones
+        "ASAN_OPTIONS": "detect_leaks=0:exitcode=23",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "PYTHONMALLOC": "malloc",
+        "OMP_NUM_THREADS": "2",
+        "OMP_WAIT_POLICY": "passive",  # on a busy machine, spinning threads use up each other's time slices
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "tests.campaigns.sanitized_kernels",
+        "--run",
+        str(library),
+        "--cases",
+        str(cases),
+        "--seed",
+        str(seed),
+    ]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def mutants(sources: Path, name: str, folder: Path, cases: int) -> int:
+    """Test one mistake after the other; return the exit status."""
+    missed = 0
+    for number, (file, right, wrong) in enumerate(MUTANTS):
+        changed = folder / str(number)
+        shutil.copytree(sources, changed, ignore=shutil.ignore_patterns("*.so"))
+        text = (changed / file).read_text()
+        assert text.count(right) == 1, (file, right)
+        (changed / file).write_text(text.replace(right, wrong))
+        done = checked(built(changed, name, changed), cases, seed=0)
+        told = [line for line in done.stderr.splitlines() if "ERROR:" in line or "runtime error" in line]
+        what = "not seen" if not done.returncode else told[0] if told else done.stderr.splitlines()[-1]
+        missed += not done.returncode
+        print(f"{file}: {wrong or f'without {right}'!r}\n    {what[:110]}", flush=True)
+    print(f"{len(MUTANTS) - missed} of {len(MUTANTS)} mistakes were seen")
+    return int(missed > 0)
+
+
+# The functions below run in a process under the sanitizers.
+
+
+def run(library: Path, cases: int, seed: int) -> None:
+    """Run random cases of each kind in turn."""
+    import ctypes
+
+    import torch
+
+    from dynatree.engine.cpu import native
+    from dynatree.engine.kv import arena
+
+    loaded = ctypes.CDLL(str(library))
+    for function, arguments in native._FUNCTIONS.items():
+        getattr(loaded, function).argtypes = arguments
+    native.kernels = lambda: loaded  # type: ignore[assignment]
+    torch.cpu._is_amx_tile_supported = lambda: False  # with AMX, oneDNN would multiply in 16 bits
+    # an arena's memory is a mapping without red zones around it, so allocate it normally
+    arena._zeros = lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
+    runners = {key: runner_of(*key) for key in (("llama", "float32"), ("gpt_neox", "bfloat16"), ("llama", "float16"))}
+    kinds: Sequence[Callable[[random.Random], Any]] = (
+        attend,
+        multiply,
+        *(lambda chooser, runner=runner: forward(chooser, *runner) for runner in runners.values()),
+    )
+    with torch.inference_mode():
+        for case in range(cases):
+            print(f"seed {seed}, case {case}", flush=True)
+            kinds[case % len(kinds)](random.Random(f"{seed} {case}"))
+    print(f"{cases} cases, nothing was seen")
+
+
+def attend(chooser: random.Random) -> None:
+    """Run a layer's attention; slots outside the segments must stay unchanged."""
+    import torch
+
+    from dynatree.engine.cpu.native_attention import NativeBatch
+    from dynatree.engine.kv.arena import KVArena, KVShape
+
+    dtype = chooser.choice((torch.float32, torch.bfloat16, torch.float16))
+    kv_heads, group, dim = chooser.randint(1, 3), chooser.randint(1, 5), chooser.choice((1, 2, 7, 16, 20, 64, 80, 129))
+    sizes = [chooser.choice((1, 2, 5, 63, 64, 65, 130)) for _ in range(chooser.randint(1, 3))]
+    starts = [chooser.choice((0, 1, 60, 64, 200)) for _ in sizes]
+    room = [start + size + chooser.choice((0, 0, 3)) for start, size in zip(starts, sizes, strict=True)]
+    memory = KVArena(KVShape(1, kv_heads, dim), sum(room), dtype, torch.device("cpu"))
+    ranges = [memory.reserve(each) for each in room]
+    segments = [segment_of(chooser, kv, start, size) for kv, start, size in zip(ranges, starts, sizes, strict=True)]
+    memory.data.normal_()
+    before = memory.data.clone()
+    rows = sum(sizes)
+    query, key, value = (
+        torch.randn(rows, heads, dim).to(dtype).transpose(0, 1) for heads in (kv_heads * group, kv_heads, kv_heads)
+    )
+    faulty = chooser.choice(([], [rows - 1], [0]))
+    for row in faulty:
+        chooser.choice((key, value))[-1, row, -1] = chooser.choice((math.nan, math.inf))
+    batch = NativeBatch(segments, memory)
+    output = batch.attend(0, query, key, value, None)
+    assert output.shape == (rows, kv_heads * group, dim)
+    assert list(batch.faulty()) == faulty
+    for segment in segments:
+        begin = segment.kv.start + segment.start
+        before[:, :, :, begin : begin + len(segment.token_ids)] = memory.data[
+            :, :, :, begin : begin + len(segment.token_ids)
+        ]
+    assert torch.equal(before.view(torch.uint8), memory.data.view(torch.uint8)), "another's slots were written"
+
+
+def segment_of(chooser: random.Random, kv: Any, start: int, size: int, tokens: Sequence[int] = ()) -> Any:
+    """A segment of `size` tokens, causal or with a random mask, that keeps all or some of its logits."""
+    import torch
+
+    from dynatree.engine.forward.segment import Segment
+
+    mask = None
+    if chooser.random() < 0.6:
+        columns = chooser.randint(size, start + size)
+        mask = torch.rand(size, columns) < 0.5
+        mask[:, columns - size :] |= torch.eye(size, dtype=torch.bool)
+    keep = chooser.choice((None, [size - 1], range(0, size, 2)))
+    return Segment(kv, start, tokens or [0] * size, range(start, start + size), mask, keep)
+
+
+def multiply(chooser: random.Random) -> None:
+    """Run a linear layer over some rows."""
+    import torch
+
+    from dynatree.engine.cpu.native_linear import NativeLinear
+
+    dtype = chooser.choice((torch.float32, torch.bfloat16, torch.float16))
+    inputs, features = chooser.choice((1, 2, 6, 63, 64, 130, 600)), chooser.choice((1, 3, 15, 16, 17, 64, 65, 200))
+    inputs += inputs % 2 if dtype == torch.bfloat16 else 0
+    bias = torch.randn(features).to(dtype) if chooser.random() < 0.5 else None
+    layer = NativeLinear(torch.randn(features, inputs).to(dtype), bias)
+    output = layer(torch.randn(chooser.choice((0, 1, 2, 5, 6, 7, 13, 24, 97, 200)), inputs))
+    assert output.shape[1] == features
+
+
+def runner_of(family: str, dtype: str) -> Any:
+    """The program and the arena of a small model, whose sizes are no multiples of a vector's."""
+    import torch
+    from transformers import AutoConfig
+
+    from dynatree.engine.cpu.native_program import program_of
+    from dynatree.engine.cpu.native_runner import NativeRunner
+    from dynatree.engine.cpu.packing import pack
+    from dynatree.engine.kv.arena import KVArena, KVShape
+    from dynatree.engine.offload.offloaded_model import skeleton
+
+    heads, kv_heads, dim = (3, 3, 14) if family == "gpt_neox" else (4, 2, 10)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=67,
+        hidden_size=heads * dim,
+        intermediate_size=50,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=dim,
+        max_position_embeddings=512,
+        hidden_act="silu" if family == "llama" else "gelu",
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        tie_word_embeddings=False,
+    )
+    kind = getattr(torch, dtype)
+    model = skeleton(config, kind)
+    for name, parameter in list(model.named_parameters()):
+        owner, _, last = name.rpartition(".")
+        weight = torch.nn.Parameter(torch.randn(parameter.shape).mul(0.1).to(kind), requires_grad=False)
+        setattr(model.get_submodule(owner), last, weight)
+    pack(model, True, ())
+    program = program_of(model)
+    assert program is not None, "its family has a program"
+    memory = KVArena(KVShape(2, kv_heads, dim), 400, kind, torch.device("cpu"))
+    return NativeRunner(program, memory), memory
+
+
+def forward(chooser: random.Random, runner: Any, memory: Any) -> None:
+    """Run a forward pass over some segments; token ids include the last of the vocabulary."""
+    sizes = [chooser.choice((1, 2, 5, 17, 64, 100)) for _ in range(chooser.randint(1, 3))]
+    starts = [chooser.randint(0, 30) for _ in sizes]
+    ranges = [memory.reserve(start + size) for start, size in zip(starts, sizes, strict=True)]
+    try:
+        segments = [
+            segment_of(chooser, kv, start, size, [chooser.choice((0, 5, 66)) for _ in range(size)])
+            for kv, start, size in zip(ranges, starts, sizes, strict=True)
+        ]
+        for rows, segment in zip(runner.run(segments), segments, strict=True):
+            assert len(rows) == len(segment.token_ids if segment.keep is None else segment.keep)
+            assert all(math.isfinite(each) for each in rows.float().abs().amax(-1).tolist())
+    finally:
+        for kv in ranges:
+            memory.release(kv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

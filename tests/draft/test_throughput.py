@@ -1,0 +1,463 @@
+"""Control on speed: what costs are learnt, and what the policy `throughput` makes of them."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from dynatree.common.model_info import ForwardCost
+from dynatree.common.tree import ROOT
+from dynatree.draft.control.round_costs import Costs, RoundCost
+from dynatree.draft.control.verify_cost import largest_tree
+from dynatree.draft.policies import create_policy
+from dynatree.draft.policies.growing_tree import GrowingTree, TrieNode
+from tests.support.growing import LOOP, along, constant, frozen, grow, outcome_of, read
+
+
+def test_costs_are_learnt_for_each_size_that_fills_tiles():
+    costs = Costs()
+    for nodes, seconds in ((0, 0.2), (12, 0.21), (15, 0.23), (13, 0.22), (16, 0.3), (23, 0.32), (20, 0.31)) * 8:
+        costs.observe(RoundCost(nodes, seconds, 4 if nodes else 0, 0.02))
+    assert costs.verify(0) == 0.2
+    assert costs.verify(12) == costs.verify(15) in (0.21, 0.22)
+    assert costs.verify(16) == costs.verify(23) in (0.3, 0.31)
+    assert costs.draft_forward_seconds == pytest.approx(0.005)
+
+
+def measured(*points):
+    """What a service says that its forwards took when it started."""
+    return [ForwardCost(rows, seconds) for rows, seconds in points]
+
+
+def test_sizes_never_tried_are_to_the_nearest_tried_as_they_were_at_the_start():
+    costs = Costs(
+        measured((1, 0.1), (2, 0.1), (4, 0.11), (8, 0.12), (16, 0.2), (32, 0.4), (64, 0.8)), measured((4, 0.003))
+    )
+    assert [costs.verify(nodes) for nodes in (0, 3, 5, 15, 63)] == pytest.approx([0.1, 0.11, 0.115, 0.2, 0.8])
+    assert costs.verify(127) == pytest.approx(1.6), "on the line through the last two"
+    assert costs.draft_forward_seconds == pytest.approx(0.003)
+    costs.observe(RoundCost(15, 0.3, 2, 0.01))
+    assert costs.verify(0) == pytest.approx(0.15), "the machine is slower now"
+    assert costs.verify(63) == pytest.approx(1.2)
+    assert not costs.plain_is_due
+    costs.observe(RoundCost(0, 0.2, 0, 0.0))
+    assert costs.verify(1) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("points", "nodes"),
+    [
+        ([(1, 0.1), (16, 0.11), (64, 0.15), (128, 0.151), (256, 0.4)], 63),
+        ([(1, 0.002), (64, 0.002), (65, 0.0021), (256, 0.0025)], 255),
+        ([(1, 0.1), (16, 0.2)], 0),
+        ([], 0),
+    ],
+)
+def test_nodes_that_are_nearly_free_are_those_within_half_a_plain_step(points, nodes):
+    assert Costs(measured(*points)).nodes_within(1.5) == nodes
+
+
+@pytest.mark.parametrize(("seconds", "limit"), [(0.004, 63), (0.0021, 255)])
+def test_a_tree_may_be_as_large_as_rows_are_nearly_free(seconds, limit):
+    """On a GPU that verifies 256 rows for little more than one; elsewhere as large as a CPU's, 63 nodes."""
+    costs = Costs(measured((1, 0.002), (64, 0.002), (256, seconds)), measured((4, 1e-6)))
+    flat = constant(*[0.25] * 4)
+    assert len(grow(create_policy("throughput", {"max_depth": 5}, costs), flat)[1]) == limit
+    assert len(grow(create_policy("throughput", {"max_depth": 5, "max_nodes": 9}, costs), flat)[1]) == 9
+
+
+@pytest.mark.parametrize(
+    "points", [[], [(1, 0.1)], [(0, 1.0), (4, 0.0), (8, -1.0), (16, math.inf), (32, math.nan)], [(4, 0.1)] * 2]
+)
+def test_where_nothing_was_measured_smaller_trees_are_tried_first(points):
+    costs = Costs(measured(*points))
+    assert costs.verify(1) < 1.2 * costs.verify(0)
+    assert costs.verify(15) > 2 * costs.verify(0)
+
+
+def test_a_forward_that_was_disturbed_at_the_start_is_no_dearer_than_a_larger_one():
+    costs = Costs(measured((1, 0.1), (2, 0.9), (4, 0.12), (8, 0.11), (16, 0.2)))
+    assert [costs.verify(nodes) for nodes in (0, 1, 3, 7, 15)] == pytest.approx([0.1, 0.11, 0.11, 0.11, 0.2])
+
+
+def test_before_a_plain_step_was_seen_its_cost_is_estimated_from_a_trees():
+    costs = Costs()
+    costs.observe(RoundCost(63, 0.4, 2, 0.01))
+    assert 0.1 < costs.verify(0) < costs.verify(15) <= 0.4, "a tree costs no more than a larger one"
+
+
+@pytest.mark.parametrize(("verify", "draft"), [(2.2, 12.0), (2.2, 4.0), (8.0, 8.0)])
+def test_the_draft_is_back_soon_after_another_program_had_the_cores(verify, draft):
+    """A benchmark of the large pair lost it for the rest of a completion, to a program that ran for twenty seconds."""
+    costs = Costs(measured((1, 0.2), (2, 0.21), (4, 0.22), (8, 0.4), (16, 0.6)), measured((4, 0.012)))
+    policy = create_policy("throughput", {}, costs)
+    levels = []
+    for number in range(90):
+        slower = (verify, draft) if 30 <= number < 60 else (1.0, 1.0)
+        tree, selected, forwards = grow(policy, constant(0.7, 0.15, 0.05), context=(1000 + number,))
+        sent = tree.freeze(selected)
+        accepted = along(sent, [0] * (number % 5))
+        seconds = 0.2 + 0.02 * len(sent)
+        policy.observe(
+            outcome_of(sent, accepted, verify=slower[0] * seconds, draft=slower[1] * 0.012 * forwards, levels=forwards)
+        )
+        levels.append(forwards)
+    usual = sorted(levels[10:30])[10]
+    assert usual >= 2
+    assert sum(each >= usual - 1 for each in levels[66:]) >= 20
+
+
+def test_a_load_that_begins_is_not_blamed_on_the_draft():
+    costs = Costs()
+    for _ in range(8):
+        costs.observe(RoundCost(7, 0.2, 0, 0.0))
+    for _ in range(8):
+        costs.observe(RoundCost(0, 0.1, 0, 0.0))
+    for _ in range(8):
+        costs.observe(RoundCost(7, 0.5, 2, 0.01))
+    assert costs.draft_contention == 0.0
+
+
+def test_what_a_verification_takes_longer_after_draft_forwards_is_theirs():
+    costs = Costs()
+    for _ in range(8):
+        costs.observe(RoundCost(7, 0.2, 0, 0.0))
+    for _ in range(8):
+        costs.observe(RoundCost(7, 0.25, 2, 0.01))
+    assert costs.verify(7) == pytest.approx(0.2)
+    assert costs.draft_contention == pytest.approx(0.05)
+    for _ in range(20):
+        costs.observe(RoundCost(7, 0.15, 2, 0.01))
+    assert costs.verify(7) == 0.15, "without the draft it would take no longer than that"
+    assert costs.draft_contention == 0.0
+
+
+@pytest.mark.parametrize("first", [0.199, 2.0], ids=["none", "a stall"])
+def test_the_first_round_after_a_forward_does_not_settle_what_is_taken_longer(first):
+    costs = Costs()
+    for _ in range(8):
+        costs.observe(RoundCost(7, 0.2, 0, 0.0))
+    costs.observe(RoundCost(7, first, 2, 0.01))
+    for _ in range(8):
+        costs.observe(RoundCost(7, 0.25, 2, 0.01))
+    assert costs.draft_contention == pytest.approx(0.05)
+
+
+def test_forwards_that_also_catch_up_bound_what_a_forward_costs():
+    costs = Costs()
+    costs.observe(RoundCost(7, 0.2, 2, 2.0))  # a stall
+    costs.observe(RoundCost(7, 0.2, 1, 0.05, caught_up=False))
+    assert costs.draft_forward_seconds == 0.05
+    costs.observe(RoundCost(7, 0.2, 1, 0.08, caught_up=False))
+    assert costs.draft_forward_seconds == 0.05
+
+
+def test_a_plain_step_is_due_until_it_was_seen_and_again_after_long():
+    costs = Costs()
+    assert not costs.plain_is_due, "the first rounds may be trees"
+    for _ in range(2):
+        costs.observe(RoundCost(15, 1.2, 2, 0.01))
+    for _ in range(2):
+        assert costs.plain_is_due
+        costs.observe(RoundCost(0, 0.3, 0, 0.0))
+    assert not costs.plain_is_due
+    for _ in range(257):
+        costs.observe(RoundCost(15, 1.2, 2, 0.01))
+    assert costs.plain_is_due
+
+
+def test_a_plain_step_costs_no_more_than_any_tree():
+    costs = Costs()
+    costs.observe(RoundCost(0, 1.9, 0, 0.0))  # a stall
+    costs.observe(RoundCost(15, 0.3, 2, 0.01))
+    assert costs.verify(0) == 0.3
+
+
+def test_a_size_that_was_only_verified_after_draft_forwards_costs_what_it_took():
+    costs = Costs()
+    for _ in range(20):
+        costs.observe(RoundCost(7, 0.25, 2, 0.01))
+    assert (costs.verify(7), costs.draft_contention) == (pytest.approx(0.25), 0.0)
+
+
+def test_a_stall_in_the_only_round_of_a_size_does_not_rule_it_out():
+    costs = Costs(measured((1, 0.2), (8, 0.21), (16, 0.22), (32, 0.23)))
+    for _ in range(8):
+        costs.observe(RoundCost(0, 0.2, 0, 0.0))
+        costs.observe(RoundCost(7, 0.21, 2, 0.01))
+    costs.observe(RoundCost(15, 2.0, 2, 0.01))
+    assert costs.verify(15) < 0.23
+    for _ in range(3):
+        costs.observe(RoundCost(15, 0.5, 2, 0.01))
+    assert costs.verify(15) > 0.4, "tried often enough"
+    for _ in range(300):
+        costs.observe(RoundCost(7, 0.21, 2, 0.01))
+    assert costs.verify(15) < 0.23, "worth another trial"
+
+
+def test_a_stall_hardly_counts_and_a_lasting_change_does():
+    costs = Costs()
+    for _ in range(20):
+        costs.observe(RoundCost(15, 0.2, 2, 0.01))
+    costs.observe(RoundCost(15, 20.0, 2, 0.01))
+    assert costs.verify(15) == 0.2
+    for _ in range(9):
+        costs.observe(RoundCost(15, 0.6, 2, 0.01))
+    assert costs.verify(15) == 0.6
+
+
+def test_the_largest_tree_of_a_price_fills_the_tiles():
+    nodes = (0, 1, 2, 3, 4, 5, 6, 8, 15, 16, 31, 32, 48, 63, 64, 256)
+    assert [largest_tree(each) for each in nodes] == [0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63, 63, 127, 511]
+
+
+def expensive_nodes():
+    costs = Costs()
+    for nodes in (0, 4, 8, 16) * 16:
+        costs.observe(RoundCost(nodes, 0.01 * (1 + nodes), 2 if nodes else 0, 0.002))
+    return costs
+
+
+def free_nodes():
+    costs = Costs()
+    for nodes in (0, 4, 8, 16, 32, 64) * 16:
+        costs.observe(RoundCost(nodes, 0.2, 2 if nodes else 0, 0.0002))
+    return costs
+
+
+def test_throughput_sends_more_where_nodes_are_cheaper():
+    model = constant(0.7, 0.2, 0.1)
+    few = frozen(create_policy("throughput", {}, expensive_nodes()), model)
+    many = frozen(create_policy("throughput", {}, free_nodes()), model)
+    assert len(few) < len(many)
+    assert len(many) > 20
+
+
+def test_throughput_fills_the_rows_that_cost_nothing_and_stops_before_those_that_do():
+    costs = Costs()
+    for nodes, seconds in ((0, 0.2), (15, 0.21), (31, 0.4)) * 16:
+        costs.observe(RoundCost(nodes, seconds, 2 if nodes else 0, 0.0002))
+    assert len(frozen(create_policy("throughput", {}, costs), constant(0.5, 0.2, 0.1))) == 15
+
+
+def test_throughput_leaves_the_model_out_where_a_loop_goes_on():
+    policy = create_policy("throughput", {}, free_nodes())
+    model = constant(*[0.1] * 10)
+    forwards, text, length = [], LOOP * 100, len(LOOP)
+    for _ in range(12):
+        tree, selected, levels = grow(policy, model, context=text[:length])
+        sent = tree.freeze(selected)
+        accepted = along(sent, text[length:])
+        length += len(accepted) + 1
+        policy.observe(outcome_of(sent, accepted, levels=levels, draft=0.05 * levels, verify=0.2))
+        forwards.append(levels)
+    assert forwards[0] > 0, "a continuation has to prove itself"
+    assert sum(forwards[-4:]) <= 1, "it is tried again now and then"
+    assert len(accepted) > 40
+
+
+def test_throughput_takes_a_root_that_is_known_with_a_continuation_that_is_not():
+    """What a level costs may rule out reading it, but not what was read before: after a re-rooting, or ahead."""
+    model = constant(0.04, *[0.0001] * 4, 0.24, 0.24, 0.24, 0.24)
+    levels = {}
+    for known in (False, True):
+        policy = create_policy("throughput", {}, dear_draft())
+        tree = GrowingTree(TrieNode(LOOP[-1]), LOOP)
+        if known:
+            read(tree, ROOT, model, policy.breadth)
+        levels[known] = policy.start(tree)
+    assert levels == {False: [], True: [ROOT]}
+
+
+def test_throughput_gives_up_a_hostile_draft_and_tries_it_again():
+    costs = free_nodes()
+    for _ in range(200):
+        costs.observe(RoundCost(0, 0.01, 0, 0.0))
+        costs.observe(RoundCost(8, 0.02, 4, 0.02))  # a level costs half a plain step
+    policy = create_policy("throughput", {}, costs)
+    drafted = []
+    for _ in range(300):
+        tree, selected, forwards = grow(policy, constant(0.4, 0.3, 0.3))
+        sent = tree.freeze(selected)
+        policy.observe(outcome_of(sent, (), verify=0.01 + 0.00125 * len(sent), draft=0.005 * forwards, levels=forwards))
+        drafted.append(forwards > 0)
+    assert drafted[0]
+    late = drafted[100:]
+    assert sum(late) <= len(late) / 20, "it pauses for longer each time"
+    assert any(late), "and tries again"
+
+
+def dear_draft():
+    """A draft forward takes twice as long as a plain step."""
+    costs = Costs()
+    for _ in range(20):
+        costs.observe(RoundCost(0, 0.01, 0, 0.0))
+        costs.observe(RoundCost(3, 0.01, 1, 0.02))
+    return costs
+
+
+def rounds_with_forwards(policy, rounds, level):
+    """Which of so many rounds asked the draft, each of them a miss."""
+    asked = []
+    for number in range(rounds):
+        tree, selected, forwards = grow(policy, constant(0.4, 0.3, 0.3))
+        policy.observe(outcome_of(tree.freeze(selected), (), verify=0.01, draft=level * forwards, levels=forwards))
+        if forwards:
+            asked.append(number)
+    return asked
+
+
+def test_throughput_hardly_tries_a_draft_that_could_not_pay_were_it_perfect():
+    assert rounds_with_forwards(create_policy("throughput", {}, dear_draft()), 200, level=0.02) == [63, 127, 191]
+
+
+def test_a_session_begins_with_a_pause_where_those_before_it_had_no_use_for_the_draft():
+    costs = Costs(measured((1, 0.01), (16, 0.011)), measured((4, 0.009)))
+    first = rounds_with_forwards(create_policy("throughput", {}, costs), 100, level=0.009)
+    second = rounds_with_forwards(create_policy("throughput", {}, costs), 100, level=0.009)
+    assert first[0] == 0
+    assert second[0] == 7
+    assert len(second) < len(first)
+
+
+def test_what_a_forward_takes_to_catch_up_after_a_pause_is_not_its_usual_cost():
+    costs = Costs(measured((1, 0.01), (16, 0.011)), measured((4, 0.009)))
+    policy = create_policy("throughput", {}, costs)
+    for _ in range(100):
+        paused = policy.parameters()["paused"]
+        tree, selected, forwards = grow(policy, constant(0.4, 0.3, 0.3))
+        seconds = forwards * (0.009 if not paused else 0.05)
+        policy.observe(outcome_of(tree.freeze(selected), (), verify=0.01, draft=seconds, levels=forwards))
+    assert costs.draft_forward_seconds == pytest.approx(0.009)
+
+
+def ten_ms(_, forwards):
+    return 0.01 * forwards
+
+
+def text_of(share, seconds, level, costs=None, max_depth=4):
+    """300 rounds of a session with a draft of three guesses, of which the first is right at the given share of places.
+
+    `seconds(nodes, forwards)` is what a verification takes, `level(number, forwards)` what a round's forwards take.
+    Returns which rounds asked the draft, and tokens a second.
+    """
+    policy = create_policy("throughput", {}, costs or Costs())
+    generator = random.Random(1)
+    asked, tokens, spent = [], 0, 0.0
+    for number in range(300):
+        tree, selected, forwards = grow(policy, constant(0.8, 0.1, 0.1), context=(1000 + number,), max_depth=max_depth)
+        sent = tree.freeze(selected)
+        accepted, node = [], ROOT
+        while (node := sent.children.get((node, 0))) is not None and generator.random() < share:
+            accepted.append(node)
+        verify, draft = seconds(len(sent), forwards), level(number, forwards)
+        policy.observe(outcome_of(sent, tuple(accepted), verify=verify, draft=draft, levels=forwards))
+        tokens += len(accepted) + 1
+        spent += verify + draft
+        if forwards:
+            asked.append(number)
+    return asked, tokens / spent
+
+
+@pytest.mark.parametrize("stalled", ["level", "verify"])
+def test_one_stall_at_the_start_does_not_switch_a_good_draft_off(stalled):
+    costs = Costs()
+    first = iter([1.9])
+
+    def verify(nodes, _):
+        return 0.2 + 0.001 * nodes + (next(first, 0.0) if stalled == "verify" else 0.0)
+
+    def level(number, forwards):
+        return 0.01 * forwards + (next(first, 0.0) if stalled == "level" else 0.0)
+
+    text_of(0.8, verify, level, costs)
+    asked, _ = text_of(0.8, verify, level, costs)
+    assert len(asked) > 290
+
+
+def test_a_draft_that_makes_verification_dearer_than_it_is_worth_is_left_out():
+    _, rate = text_of(0.5, lambda _, forwards: 0.002 + 0.0025 * (forwards > 0), lambda _, forwards: 0.0005 * forwards)
+    assert rate > 0.9 * 500
+
+
+def test_rows_that_cost_more_than_they_add_are_noticed_though_no_plain_step_was_chosen():
+    """Each tile of rows costs more plain steps than a chain of the draft's adds tokens."""
+    _, rate = text_of(0.5, lambda nodes, _: 0.3 if not nodes else 0.9, lambda _, forwards: 0.001 * forwards)
+    assert rate > 0.9 / 0.3
+
+
+def test_a_session_begins_with_what_those_before_it_found_the_draft_to_be_worth():
+    """A cheap draft that is never right: the first session asks it until its bins say so, the second hardly at all."""
+    costs = Costs()
+    sessions = [text_of(0.0, lambda nodes, _: 0.2 + 0.001 * nodes, ten_ms, costs) for _ in range(3)]
+    first, *later = [len(asked) for asked, _ in sessions]
+    assert max(later) < first / 4
+
+
+def test_waiting_for_other_sessions_is_no_cost_of_a_trees_size():
+    costs = Costs()
+    policy = create_policy("throughput", {}, costs)
+    for _ in range(20):
+        tree, selected, forwards = grow(policy, constant(0.8, 0.1, 0.1))
+        outcome = outcome_of(tree.freeze(selected), (), verify=0.2, draft=0.01, levels=forwards)
+        policy.observe(replace(outcome, waited_seconds=0.9))
+    assert costs.verify(0) == 0.2
+    assert policy.parameters()["rate"] >= 5.0, "never less than plain decoding's"
+
+
+def gpu(step):
+    """Rows are nearly free, and a draft forward takes a fiftieth of a plain step of so many seconds."""
+    return lambda nodes, _: step * (1 + nodes / 1000), lambda _, forwards: step / 50 * forwards
+
+
+def test_a_stall_after_a_forward_is_forgotten_though_no_other_round_can_be_compared():
+    costs = Costs()
+    for _ in range(4):
+        costs.observe(RoundCost(0, 0.02, 0, 0.0))
+    costs.observe(RoundCost(0, 1.0, 1, 0.0004))
+    asked, _ = text_of(0.8, *gpu(0.02), costs)
+    assert len(asked) > 290
+
+
+@pytest.mark.parametrize("times", [2.0, 3.0])
+@pytest.mark.parametrize("loops", [False, True])
+def test_a_machine_that_becomes_slower_does_not_leave_a_good_draft_off(times, loops):
+    """Also where sizes were known without the draft, from n-grams in a text that loops."""
+    costs = Costs()
+    _, before = text_of(0.6, *gpu(0.02), costs)
+    for _ in range(40 if loops else 0):
+        costs.observe(RoundCost(63, 0.0212, 0, 0.0))
+        costs.observe(RoundCost(0, 0.02, 0, 0.0))
+    for _ in range(3):
+        _, after = text_of(0.6, *gpu(0.02 * times), costs)
+    assert after > 0.9 * before / times
+
+
+AVX2 = ((1, 0.31), (2, 0.33), (4, 0.75), (8, 0.87), (16, 1.1), (32, 2.0), (64, 3.7))
+H200 = ((1, 0.0085), (2, 0.0085), (4, 0.0086), (8, 0.0086), (16, 0.0087), (32, 0.009), (64, 0.0095))
+
+
+def seconds_of(points):
+    """Each number of rows costs what the next that is named does."""
+    return lambda nodes, _: next(seconds for rows, seconds in points if rows > nodes)
+
+
+def test_a_services_first_tree_fits_its_machine():
+    model = constant(0.7, 0.2, 0.05, 0.02)
+    level = measured((4, 0.0005))
+    assert len(frozen(create_policy("throughput", {}, Costs(measured(*AVX2), level)), model)) == 1
+    assert len(frozen(create_policy("throughput", {}, Costs(measured(*H200), level)), model)) > 15
+
+
+def test_a_long_chain_is_found_where_the_first_rows_are_the_dear_ones():
+    """A chain of 15 makes 2.6 tokens in a plain step's time, and of all shorter ones none more than 1.9."""
+    _, rate = text_of(0.97, seconds_of(AVX2), lambda _, forwards: 0.03 * forwards, Costs(measured(*AVX2)), max_depth=63)
+    assert rate > 2.2 / 0.31
+
+
+@pytest.mark.parametrize("points", [AVX2, H200])
+def test_a_draft_that_is_sure_and_always_wrong_costs_little(points):
+    plain = points[0][1]
+    _, rate = text_of(0.0, seconds_of(points), lambda _, forwards: plain / 10 * forwards, Costs(measured(*points)))
+    assert rate > 0.95 / plain

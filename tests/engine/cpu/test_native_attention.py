@@ -1,0 +1,191 @@
+"""The attention kernel: against float64, of the same bits whatever is computed beside it, and torch's in its place."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from dynatree.engine import loading
+from dynatree.engine.cpu.native_attention import NativeBatch
+from dynatree.engine.forward.segment import Segment
+from dynatree.engine.kv.arena import KVArena, KVShape
+from dynatree.engine.loading import load_engine
+from dynatree.engine.settings import ModelSettings
+from tests.support.kernel_builds import compiled
+from tests.support.model_zoo import save_random_model
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ERRORS = {torch.float32: 3e-6, torch.bfloat16: 0.02, torch.float16: 0.003}
+
+
+def random_mask(rows, generator, beyond=0):
+    """Every row sees itself and some of the others; `beyond` more columns before them."""
+    mask = torch.rand(rows, rows + beyond, generator=generator) < 0.4
+    mask[:, beyond:] |= torch.eye(rows, dtype=torch.bool)
+    return mask
+
+
+def new_tensors(generator, tokens, heads, kv_heads, dim, dtype):
+    """Query, key and value as a model gives them: heads first, over memory in which tokens come first."""
+    return [
+        torch.randn(tokens, count, dim, generator=generator).to(dtype).transpose(0, 1)
+        for count in (heads, kv_heads, kv_heads)
+    ]
+
+
+def exact(segments, arena, layer, query, scale):
+    """In float64, of what the arena holds once the new keys and values are stored."""
+    first, outputs = 0, []
+    group = query.shape[0] // arena.shape.kv_heads
+    for segment in segments:
+        tokens = len(segment.token_ids)
+        keys, values = (
+            each.double().repeat_interleave(group, 0) for each in arena.slots(segment.kv, segment.stop)[layer]
+        )
+        mask = torch.ones(tokens, tokens, dtype=torch.bool).tril() if segment.mask is None else segment.mask
+        bias = torch.zeros(tokens, segment.stop, dtype=torch.float64)
+        bias[:, segment.stop - mask.shape[1] :].masked_fill_(~mask, -math.inf)
+        scores = query[:, first : first + tokens].double() @ keys.transpose(1, 2) * scale + bias
+        outputs.append((scores.softmax(-1) @ values).transpose(0, 1))
+        first += tokens
+    return torch.cat(outputs)
+
+
+def segment_of(kv, start, tokens, mask=None):
+    return Segment(kv, start, [0] * tokens, [0] * tokens, mask)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 80), (8, 2, 64), (3, 3, 20), (2, 1, 7), (6, 2, 128)])
+def test_every_query_attends_to_what_its_mask_shows(build, dtype, heads, kv_heads, dim):
+    generator = torch.Generator().manual_seed(dim)
+    arena = KVArena(KVShape(2, kv_heads, dim), 1200, dtype, torch.device("cpu"))
+    arena.layer(1).copy_(torch.randn(arena.layer(1).shape, generator=generator))
+    segments = [
+        segment_of(arena.reserve(300), 200, 1),
+        segment_of(arena.reserve(100), 0, 70),
+        segment_of(arena.reserve(200), 130, 7, random_mask(7, generator, beyond=5)),
+        segment_of(arena.reserve(400), 255, 66, random_mask(66, generator)),
+    ]
+    query, key, value = new_tensors(generator, 1 + 70 + 7 + 66, heads, kv_heads, dim, dtype)
+    scale = 1.2 * dim**-0.5
+    got = NativeBatch(segments, arena).attend(1, query, key, value, scale)
+    assert got.dtype == dtype
+    assert got.shape == (144, heads, dim)
+    assert (got - exact(segments, arena, 1, query, scale)).abs().max() < ERRORS[dtype]
+    stored, first = arena.slots(segments[3].kv, segments[3].stop)[1], 78
+    for slots, new in zip(stored, (key, value), strict=True):
+        assert torch.equal(slots[:, 255:], new[:, first:])
+    assert not arena.layer(0).any(), "another layer's slots are untouched"
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_query_has_the_same_bits_whatever_is_computed_beside_it(build, dtype):
+    """A chain's nodes, as single steps, in one segment, and beside other sessions; a prompt in any pieces."""
+    generator = torch.Generator().manual_seed(1)
+    heads, kv_heads, dim, length = 4, 2, 80, 150
+    arena = KVArena(KVShape(1, kv_heads, dim), 800, dtype, torch.device("cpu"))
+    kv, other = arena.reserve(200), arena.reserve(300)
+    query, key, value = new_tensors(generator, length, heads, kv_heads, dim, dtype)
+    beside = new_tensors(generator, 9, heads, kv_heads, dim, dtype)
+
+    def read(*cuts, crowd=False):
+        rows = []
+        for start, stop in itertools.pairwise([0, *cuts, length]):
+            parts, segments = (
+                [each[:, start:stop] for each in (query, key, value)],
+                [segment_of(kv, start, stop - start)],
+            )
+            if crowd:
+                segments.insert(0, segment_of(other, 77, 9, random_mask(9, generator)))
+                parts = [torch.cat(both, dim=1) for both in zip(beside, parts, strict=True)]
+            rows.append(NativeBatch(segments, arena).attend(0, *parts, None)[-(stop - start) :])
+        return torch.cat(rows)
+
+    whole = read()
+    for cuts in [(1,), (100,), (149,), (64, 128), (63, 65), tuple(range(1, length))]:
+        assert torch.equal(read(*cuts), whole), cuts
+        assert torch.equal(read(*cuts, crowd=True), whole), cuts
+    # the last five as a path through a tree: siblings stand behind, which nobody on the path sees
+    read(145)
+    tokens = [*range(145, 150), 3, 4]
+    mask = torch.eye(7, dtype=torch.bool)
+    mask[:5, :5] = torch.ones(5, 5, dtype=torch.bool).tril()
+    tree = NativeBatch([segment_of(kv, 145, 7, mask)], arena).attend(
+        0, *(each[:, tokens] for each in (query, key, value)), None
+    )
+    assert torch.equal(tree[:5], whole[145:])
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_that_are_not_finite_are_stored_as_zeros(build, dtype):
+    arena = KVArena(KVShape(1, 1, 16), 100, dtype, torch.device("cpu"))
+    query, key, value = new_tensors(torch.Generator().manual_seed(2), 3, 1, 1, 16, dtype)
+    key[0, 1, 3], value[0, 2, 5], value[0, 0, 0] = math.nan, math.inf, -math.inf
+    segment = segment_of(arena.reserve(50), 0, 3)
+    output = NativeBatch([segment], arena).attend(0, query, key, value, None)
+    assert output.isfinite().all()
+    for slots, new in zip(arena.slots(segment.kv, 3)[0], (key, value), strict=True):
+        assert torch.equal(slots, new.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+
+
+@compiled
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_says_the_same_by_either_attention(tmp_path, dtype, monkeypatch):
+    path = save_random_model(tmp_path / "model", "llama", seed=5)
+    tokens = torch.randint(2, 2048, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def logits():
+        engine = load_engine(ModelSettings(str(path), dtype=dtype, sessions=1))
+        kv = engine.arena.reserve(100)
+        return torch.cat(
+            [engine.forward([Segment(kv, a, tokens[a:b], range(a, b))])[0] for a, b in ((0, 40), (40, 41), (41, 60))]
+        )
+
+    native = logits()
+    monkeypatch.setattr(loading, "is_native", lambda device, dtype: False)
+    assert (native.float() - logits().float()).abs().max() < (1e-5 if dtype == "float32" else 0.05)
+
+
+@compiled
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hidden_slots_between_those_that_a_query_sees_change_no_bit(dtype):
+    """A chain among hidden siblings: wherever its slots lie, odd or even, it has the bits that it has alone."""
+    generator = torch.Generator().manual_seed(7)
+    heads, dim, prefix, length = 32, 80, 61, 24
+    shape = KVShape(1, heads, dim)
+    arena = KVArena(shape, 400, dtype, torch.device("cpu"))
+    one, other = arena.reserve(200), arena.reserve(200)
+    held = torch.randn(2, heads, prefix, dim, generator=generator).to(dtype)
+    for kv in (one, other):
+        arena.slots(kv, prefix)[0].copy_(held)
+    for _ in range(150):  # one token in 400 had other bits where pairs of slots were added in another order
+        tensors = new_tensors(generator, 2 * length, heads, heads, dim, dtype)
+        places = torch.randperm(2 * length, generator=generator)[:length].sort().values
+        chain = [each[:, places] for each in tensors]
+        alone = NativeBatch([segment_of(one, prefix, length)], arena).attend(0, *chain, None)
+        mask = torch.eye(2 * length, dtype=torch.bool)
+        for index, place in enumerate(places):
+            mask[place, places[:index]] = True
+        among = NativeBatch([segment_of(other, prefix, 2 * length, mask)], arena).attend(0, *tensors, None)
+        assert torch.equal(among[places], alone)
+
+
+@compiled
+@pytest.mark.usefixtures("build")
+def test_many_light_slots_beside_a_heavy_one_are_not_lost():
+    slots, dim = 20_000, 16
+    arena = KVArena(KVShape(1, 1, dim), slots + 64, torch.float32, torch.device("cpu"))
+    keys, values = arena.layer(0)
+    keys[0, 0, 0] = 17.3
+    values[0, 0] = 1.0
+    query = torch.zeros(1, 1, dim)
+    query[..., 0] = 1.0
+    segment = segment_of(arena.reserve(slots + 10), slots - 1, 1)
+    output = NativeBatch([segment], arena).attend(0, query, torch.zeros(1, 1, dim), torch.zeros(1, 1, dim), 1.0)
+    assert (output - 1 / (1 + (slots - 1) * math.exp(-17.3))).abs().max() < 1e-6

@@ -1,0 +1,184 @@
+"""A model's program: what transformers' modules compute, in every variant, and of the same bits in any company."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
+
+from dynatree.engine.cpu import native
+from dynatree.engine.cpu.native_runner import NativeRunner
+from dynatree.engine.forward.eager import EagerRunner
+from dynatree.engine.forward.segment import Segment
+from dynatree.engine.kv.kv_range import KVRange
+from dynatree.engine.loading import load_engine
+from dynatree.engine.settings import ModelSettings
+from tests.support.kernel_builds import compiled
+from tests.support.model_zoo import VOCAB_SIZE, save_random_model
+
+pytestmark = [compiled, pytest.mark.usefixtures("without_amx")]
+FAMILIES = ("gpt_neox", "gpt_neox_sequential", "llama", "qwen2")
+TOKENS = torch.randint(2, VOCAB_SIZE, (90,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def load(folder, dtype="float32"):
+    engine = load_engine(ModelSettings(str(folder), dtype=dtype, sessions=1))
+    assert isinstance(engine.runner, NativeRunner)
+    return engine
+
+
+def check_logits(folder, tolerance=1e-4):
+    """Of a prompt in two pieces, against transformers' own attention and modules."""
+    engine = load(folder)
+    kv = KVRange(0, 150)
+    got = [
+        *engine.forward([Segment(kv, 0, TOKENS[:60], range(60), keep=[3, 59])]),
+        *engine.forward([Segment(kv, 60, TOKENS[60:], range(60, 90))]),
+    ]
+    with torch.inference_mode():
+        expected = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([TOKENS])).logits[0]
+    assert (torch.cat(got) - expected[[3, 59, *range(60, 90)]]).abs().max() < tolerance
+
+
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family, tmp_path):
+    check_logits(save_random_model(tmp_path / "model", family, seed=2))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "silu", "relu"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_every_activation(family, activation, tmp_path):
+    check_logits(save_random_model(tmp_path / "model", family, seed=2, hidden_act=activation))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt_neox", {"attention_bias": False}),
+        ("gpt_neox", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"head_dim": 22, "num_key_value_heads": 4}),
+        ("llama", {"tie_word_embeddings": True, "intermediate_size": 130}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    ],
+)
+def test_variants_of_a_family(family, changes, tmp_path):
+    check_logits(save_random_model(tmp_path / "model", family, seed=4, **changes))
+
+
+def test_mistral_is_written_as_llama_is(tmp_path):
+    folder = save_random_model(tmp_path / "model", "llama", seed=4)
+    values = LlamaConfig.from_pretrained(folder).to_dict()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    config = MistralConfig(**{k: v for k, v in values.items() if k not in ("model_type", "architectures")})
+    config.sliding_window = None
+    other = AutoModelForCausalLM.from_config(config)
+    other.load_state_dict(model.state_dict())
+    other.save_pretrained(folder)
+    check_logits(folder)
+
+
+def test_what_has_no_program_goes_through_transformers_modules(tmp_path):
+    folder = save_random_model(tmp_path / "model", "llama", seed=4, hidden_act="tanh")
+    engine = load_engine(ModelSettings(str(folder), sessions=1))
+    assert isinstance(engine.runner, EagerRunner)
+
+
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_a_token_has_the_same_bits_in_any_company(family, dtype, tmp_path):
+    engine = load(save_random_model(tmp_path / "model", family, seed=2), dtype)
+    one, other = engine.arena.reserve(100), engine.arena.reserve(100)
+
+    def prompt(kv, cuts):
+        pieces = zip((0, *cuts), (*cuts, 60), strict=True)
+        return torch.cat([engine.forward([Segment(kv, a, TOKENS[a:b], range(a, b))])[0] for a, b in pieces if b > a])
+
+    whole = prompt(one, ())
+    assert torch.equal(prompt(other, range(1, 60)), whole)
+    assert torch.equal(prompt(other, (7, 20, 21)), whole)
+    mask = torch.eye(30, dtype=torch.bool)
+    children = [Segment(one, 60, TOKENS[60:], [60] * 30, mask)]
+    beside = [Segment(other, 60, TOKENS[:5], range(60, 65)), *children]
+    (alone,) = engine.forward(children)
+    assert torch.equal(engine.forward(beside)[1], alone)
+    for index in (0, 13, 29):
+        assert torch.equal(engine.forward([Segment(one, 60, [TOKENS[60 + index]], [60])])[0][0], alone[index])
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this CPU has no AVX-512")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt_neox", {"hidden_act": "gelu"}),
+        ("gpt_neox", {"hidden_size": 70, "num_attention_heads": 1, "hidden_act": "gelu_new"}),
+        ("llama", {"hidden_size": 92, "head_dim": 22, "num_key_value_heads": 4, "intermediate_size": 130}),
+        ("qwen2", {"hidden_size": 36, "num_attention_heads": 3, "hidden_act": "relu"}),
+    ],
+)
+def test_builds_without_pairs_give_equal_bits(family, changes, dtype, tmp_path, monkeypatch):
+    """AVX2's vectors are half as wide; replicas on both kinds of CPU give the same tokens."""
+    engine = load(save_random_model(tmp_path / "model", family, seed=7, **changes), dtype)
+    mask = torch.eye(30, dtype=torch.bool)
+    outputs = []
+    for build in ("kernels_avx2.so", "kernels_avx512.so"):
+        monkeypatch.setattr(native, "builds", lambda build=build: [build])
+        native.kernels.cache_clear()
+        prompt = engine.forward([Segment(KVRange(0, 150), 0, TOKENS[:60], range(60))])
+        tree = engine.forward([Segment(KVRange(0, 150), 60, TOKENS[60:], [60] * 30, mask)])
+        outputs.append(torch.cat([*prompt, *tree]))
+    native.kernels.cache_clear()
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="this CPU has no pairs of bfloat16")
+def test_targets_of_equal_bits_have_one_fingerprint(tmp_path, monkeypatch):
+    """Of three builds, torch's kernels, and a family whose small operations are torch's."""
+    paths = {name: save_random_model(tmp_path / name, name, seed=1) for name in ("llama", "gpt2")}
+
+    def told(build, family, dtype):
+        monkeypatch.setattr(native, "builds", lambda: [build])
+        native.kernels.cache_clear()
+        return load_engine(ModelSettings(str(paths[family]), dtype=dtype, sessions=1)).info
+
+    avx2, avx512, pairs, none = (f"kernels_{name}.so" for name in ("avx2", "avx512", "avx512_bf16", "none"))
+    plain = told(avx2, "llama", "float32")
+    assert plain.numerics == "x86 kernels"
+    assert plain.same_tokens(told(avx512, "llama", "float32"))
+    assert plain.same_tokens(told(pairs, "llama", "float32"))
+    assert not plain.same_tokens(told(none, "llama", "float32"))
+    half = told(avx2, "llama", "bfloat16")
+    assert half.same_tokens(told(avx512, "llama", "bfloat16"))
+    other = told(pairs, "llama", "bfloat16")
+    assert not half.same_tokens(other)
+    assert other.numerics == "x86 kernels with bfloat16 pairs"
+    mixed = told(avx512, "gpt2", "float32")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert not mixed.same_tokens(told(avx512, "gpt2", "float32"))
+    assert plain.same_tokens(told(avx512, "llama", "float32"))
+    native.kernels.cache_clear()
+
+
+def test_positions_beyond_those_seen_so_far(tmp_path):
+    folder = save_random_model(tmp_path / "model", "llama", seed=4, max_position_embeddings=2000)
+    engine = load(folder)
+    (got,) = engine.forward([Segment(KVRange(0, 3), 0, TOKENS[:3], [5, 1200, 1700])])
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        expected = model(torch.tensor([TOKENS[:3]]), position_ids=torch.tensor([[5, 1200, 1700]])).logits[0]
+    assert (got - expected).abs().max() < 1e-4
+
+
+def test_logits_outlive_the_next_forward(tmp_path):
+    engine = load(save_random_model(tmp_path / "model", "llama", seed=4))
+    (first,) = engine.forward([Segment(KVRange(0, 9), 0, TOKENS[:3], range(3))])
+    copy = first.clone()
+    engine.forward([Segment(KVRange(0, 9), 3, TOKENS[3:9], range(3, 9))])
+    assert torch.equal(first, copy)
+
+
+def test_more_logits_than_tokens(tmp_path):
+    engine = load(save_random_model(tmp_path / "model", "llama", seed=4), "float16")
+    (logits,) = engine.forward([Segment(KVRange(0, 9), 0, TOKENS[:2], range(2), keep=[1] * 500)])
+    assert torch.equal(logits, logits[:1].expand(500, -1))

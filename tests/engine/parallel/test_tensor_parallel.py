@@ -1,0 +1,224 @@
+"""A target over two ranks on this machine gives one process's tokens, and ends with a line when a rank dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from dynatree.client import Client
+from dynatree.common.errors import StartupError
+from dynatree.draft.policies import policy_names
+from dynatree.engine.loading import load_engine
+from dynatree.engine.settings import ModelSettings
+from tests.support import processes
+from tests.support.forked import Forked
+from tests.support.model_zoo import save_noisy_copy, save_random_model
+from tests.support.processes import is_running, wait_until
+
+FAMILIES = {"gpt_neox": {}, "llama": {}, "qwen2": {"num_key_value_heads": 2}}
+PROMPTS = int(os.environ.get("DYNATREE_PROMPTS", "3"))  # of each policy; 20 take minutes
+EX_SOFTWARE = 70
+Started = tuple[str, Forked, Path]
+
+
+def service(folder: Path, name: str, *arguments: str) -> AbstractContextManager[Started]:
+    """A service with one core."""
+    return processes.service(folder, name, *arguments, "--threads", "1")
+
+
+def children(process: Forked) -> list[int]:
+    """The processes that follow."""
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
+    return [int(each) for each in listed.split()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, family: str) -> None:
+    """All policies, in float32; and nothing is left when it ends."""
+    target = save_random_model(tmp_path / "target", family, seed=1, **FAMILIES[family])
+    draft = save_noisy_copy(tmp_path / "draft", target, seed=2)
+    generator = random.Random(4)
+    prompts = [generator.choices(range(2, 2048), k=generator.randrange(1, 60)) for _ in range(PROMPTS)]
+    outputs = []
+    for size in (1, 2):
+        verify_arguments = ("verify", "--target-model", str(target), "--tensor-parallel", str(size))
+        with (
+            service(tmp_path, f"verify{size}", *verify_arguments) as (verify, process, _),
+            service(tmp_path, f"draft{size}", "draft", "--draft-model", str(draft), "--verify", verify) as (server, *_),
+            Client(server) as client,
+        ):
+            followers = children(process)
+            assert len(followers) == size - 1
+            outputs.append(
+                [
+                    client.generate(prompt, policy=policy, max_new_tokens=20, ignore_eos=True).token_ids
+                    for policy in policy_names()
+                    for prompt in prompts
+                ]
+            )
+        assert not any(map(is_running, followers))
+    assert outputs[1] == outputs[0]
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_ends_the_service_with_a_line(tmp_path: Path) -> None:
+    target = save_random_model(tmp_path / "target", "llama", seed=1)
+    with service(tmp_path, "verify", "verify", "--target-model", str(target), "--tensor-parallel", "2") as started:
+        _, process, log = started
+        [follower] = children(process)
+        os.kill(follower, signal.SIGKILL)
+        assert process.wait(20) == EX_SOFTWARE
+        assert "rank 1 of the model has died (signal 9), so the service ends" in log.read_text()
+        assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("delay", [0.0, 1.0, 3.0, None])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_followers_end_with_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delay: float | None, number: signal.Signals
+) -> None:
+    """Whenever that is: so many seconds after they were started, before they have met; or once all serve (None)."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    target = save_random_model(tmp_path / "target", "llama", seed=1)
+    arguments = ("verify", "--target-model", str(target), "--tensor-parallel", "2", "--threads", "1")
+    log = tmp_path / "log"
+    process = Forked([*arguments, "--listen", f"unix:{tmp_path}/verify.sock"], log)
+    try:
+        wait_until(lambda: children(process) and (delay is not None or "dynatree verify:" in log.read_text()))
+        time.sleep(delay or 0.0)
+        [follower] = children(process)
+    finally:
+        process.send_signal(number)
+    process.wait(20)
+    wait_until(lambda: not is_running(follower), 3.0)
+    assert "Traceback" not in log.read_text()
+    assert "rank 1" not in log.read_text()
+    assert list(tmp_path.glob("dynatree-ranks-*")) == []
+
+
+FORWARDS = """
+import os, signal, sys
+from dynatree.engine.loading import load_engine
+from dynatree.engine.settings import ModelSettings
+from dynatree.engine.parallel import ranks
+from dynatree.engine.forward.segment import Segment
+
+ranks.SLOW_SECONDS, ranks.STANDSTILL_SECONDS = 2.0, 4.0
+engine = load_engine(ModelSettings(sys.argv[1], sessions=1, device="cpu", tensor_parallel=2))
+kv = engine.arena.reserve(20)
+
+
+def forward():
+    return engine.forward([Segment(kv, 0, range(5, 14), range(9))])[0]
+
+
+assert forward().equal(forward())
+"""
+FAILING = """
+def fail(*_):
+    handle.remove()
+    raise MemoryError
+
+
+handle = engine.model.model.layers[1].register_forward_pre_hook(fail)
+for attempt in (forward, forward, lambda: engine.arena.copy(kv, kv, 5), lambda: engine.arena.move(kv, [3], 2)):
+    try:
+        attempt()
+    except ranks.RankError as error:
+        print(error)
+"""
+STANDING_STILL = """
+from subprocess import check_output
+
+[follower] = check_output(["pgrep", "-P", f"{os.getpid()}", "-f", "rank_process"], text=True).split()
+print(follower, flush=True)
+os.kill(int(follower), signal.SIGSTOP)
+forward()
+"""
+
+
+def run_forwards(tmp_path: Path, then: str) -> subprocess.CompletedProcess[str]:
+    """A process that leads two ranks, with a fault."""
+    target = save_random_model(tmp_path / "target", "llama", seed=1)
+    command = [sys.executable, "-c", FORWARDS + then, str(target)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.long
+def test_ranks_that_are_out_of_step_compute_nothing_more(tmp_path: Path) -> None:
+    """The next forward's sums would be added to those of the one that failed on one rank."""
+    done = run_forwards(tmp_path, FAILING)
+    assert done.stdout.splitlines() == ["the ranks of the model are no longer in step: MemoryError"] * 4, done
+
+
+@pytest.mark.long
+def test_a_rank_that_stands_still_ends_the_process_with_a_line(tmp_path: Path) -> None:
+    done = run_forwards(tmp_path, STANDING_STILL)
+    assert done.returncode == EX_SOFTWARE
+    lines = done.stderr.splitlines()
+    assert "a forward has taken 2 s; a rank of the model may stand still" in lines
+    assert "a rank of the model stands still for 4 s, so the service ends" in lines
+    assert not is_running(int(done.stdout))
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "message"),
+    [
+        ("gpt2", 2, "transformers has no plan to cut gpt2 models over several devices"),
+        ("llama", 3, "4 heads and 2 key heads cannot be cut over 3 devices"),
+        ("qwen2", 2, "4 heads and 1 key heads cannot be cut over 2 devices"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path, family: str, size: int, message: str) -> None:
+    model = save_random_model(tmp_path / "model", family, seed=1)
+    with pytest.raises(StartupError, match=message):
+        load_engine(ModelSettings(str(model), tensor_parallel=size))
+
+
+@pytest.mark.long
+def test_ctrl_c_lets_a_completion_end_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends it to the whole process group."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    target = save_random_model(tmp_path / "target", "llama", seed=1)
+    draft = save_noisy_copy(tmp_path / "draft", target, seed=2)
+    with (
+        service(tmp_path, "verify", "verify", "--target-model", str(target), "--tensor-parallel", "2") as started,
+        service(tmp_path, "draft", "draft", "--draft-model", str(draft), "--verify", started[0]) as (server, *_),
+        Client(server) as client,
+    ):
+        _, process, log = started
+        stream = client.stream([5] * 9, max_new_tokens=100, ignore_eos=True)
+        tokens = len(next(stream).token_ids)
+        os.killpg(process.pid, signal.SIGINT)
+        assert tokens + sum(len(chunk.token_ids) for chunk in stream) == 100
+        assert process.wait(20) == 0
+        assert "Traceback" not in log.read_text()
+    assert list(tmp_path.glob("dynatree-ranks-*")) == []
+
+
+def test_options_that_do_not_go_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_random_model(tmp_path / "model", "llama", seed=1)
+    with pytest.raises(StartupError, match="--tensor-parallel and --fixed-rows do not go together"):
+        load_engine(ModelSettings(str(model), tensor_parallel=2, fixed_rows=(32,)))
+    with pytest.raises(StartupError, match="first devices of a machine, and --device is cuda:1"):
+        load_engine(ModelSettings(str(model), tensor_parallel=2, device="cuda:1"))
+    with pytest.raises(StartupError, match="there is no model at"):
+        load_engine(ModelSettings(str(tmp_path / "nope"), tensor_parallel=2))
+    for layers in (0, 1):
+        with pytest.raises(StartupError, match="--tensor-parallel and --resident-layers do not go together"):
+            load_engine(ModelSettings(str(model), tensor_parallel=2, resident_layers=layers))
+    with pytest.raises(StartupError, match="--tensor-parallel and --layer-cache do not go together"):
+        load_engine(ModelSettings(str(model), tensor_parallel=2, layer_cache=tmp_path))
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(StartupError, match=r"pip install 'dynatree\[parallel\]'"):
+        load_engine(ModelSettings(str(model), tensor_parallel=2))

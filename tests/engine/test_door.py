@@ -1,0 +1,141 @@
+"""The door: what is not computed is refused, whatever its name, and what is served has the right tokens."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.llama import modeling_llama
+
+from dynatree.common.errors import StartupError
+from dynatree.engine.loading import load_engine
+from dynatree.engine.settings import ModelSettings
+from dynatree.engine.support.small_model import small_model, spans
+from tests.support.door import saved, served
+from tests.support.families import FAMILIES, tiny_config, tiny_model
+
+DTYPES = ["float32", "bfloat16"]
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+def check(model, folder, dtype, reason):
+    """Refused by this reason."""
+    found = served(saved(model, folder / "model"), dtype)
+    assert found.refusal is not None, f"{found.wrong} of {found.compared} tokens are wrong"
+    assert reason in found.refusal
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("gemma3", {}, "a sliding window of 16 tokens"),
+        ("gemma4", {}, "a sliding window of 16 tokens"),
+        ("gemma4_unified", {}, "a sliding window of 16 tokens"),
+        ("gemma3_text", {}, "a sliding window of 16 tokens"),
+        ("llama4_text", {}, "does not show every earlier token within 256 tokens"),
+        # keys of a configuration that these families do not read
+        ("mistral", {"sliding_window": 16, "use_sliding_window": False}, "a sliding window of 16 tokens"),
+        ("phi3", {"sliding_window": 16, "use_sliding_window": False}, "a sliding window of 16 tokens"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16} | WINDOWS, "a sliding window of 16 tokens"),
+        ("gpt_oss", {}, "attention sinks"),
+        ("doge", {}, "a mask of the model's own"),
+        ("diffllama", {}, "it attends more than once in layer 0"),
+        ("deepseek_v3", {}, "its keys and values differ in size (4 heads of 32, and 4 of 24)"),
+        ("qwen3_next", {}, "linear_attention layers"),
+        ("mamba", {}, "linear_attention layers"),
+        ("bloom", {}, "bloom models do not go through transformers' attention interface"),
+        ("mistral", {"sliding_window": 100}, "a sliding window of 100 tokens"),
+        # attention ignores these keys, and the cache of generate() does not
+        ("llama", {"sliding_window": 100}, "generate() keeps a sliding window of 100 tokens"),
+        ("llama", {"attention_chunk_size": 64}, "generate() keeps a sliding window of 64 tokens"),
+        ("llama", {"sliding_window": 32} | WINDOWS, "generate() keeps a sliding window of 32 tokens"),
+        ("gpt_neox", {"sliding_window": 64}, "generate() keeps a sliding window of 64 tokens"),
+        ("granite", {"sliding_window": 64}, "generate() keeps a sliding window of 64 tokens"),
+        ("llama", {"is_causal": False}, "tokens that see later ones"),
+        ("roberta", {"is_decoder": True}, "gives other logits under tree attention than by itself"),
+        ("bert", {}, "does not show every earlier token"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic rotary"),
+    ],
+)
+def test_what_is_not_computed_is_refused_in_every_dtype(tmp_path, family, changes, reason, dtype):
+    config = tiny_config(family, **changes)
+    check(tiny_model(config), tmp_path, dtype, reason)
+
+
+def test_rotary_scaling_is_found_in_nested_dictionaries(tmp_path):
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {kind: longrope | {"original_max_position_embeddings": 32, "factor": 8.0} for kind in WINDOWS["layer_types"]}
+    config = tiny_config("gemma3_text", layer_types=["full_attention"] * 4, rope_parameters=rope)
+    check(tiny_model(config), tmp_path, "float32", "longrope rotary scaling")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("max_context", [16, 17])
+def test_a_window_counts_where_the_context_is_longer(tmp_path, max_context, dtype):
+    config = tiny_config("mistral", sliding_window=16)
+    found = served(saved(tiny_model(config), tmp_path / "model"), dtype, max_context=max_context)
+    assert (found.refusal is None) == (max_context == 16)
+    assert found.wrong == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3", "gemma", "qwen3_moe", "mistral", "gpt2", "phi"])
+def test_what_is_served_has_the_right_tokens(tmp_path, family, dtype):
+    changes = {"sliding_window": None} if family == "mistral" else {}
+    found = served(saved(tiny_model(tiny_config(family, **changes)), tmp_path / "model"), dtype)
+    assert (found.refusal, found.wrong) == (None, 0)
+    assert found.compared > 20
+
+
+def test_a_masked_token_of_the_output_layer_is_no_reason(tmp_path):
+    model = tiny_model(tiny_config("phi"))
+    with torch.no_grad():
+        model.lm_head.bias[7:9] = float("-inf")
+    assert served(saved(model, tmp_path / "model"), "float32").refusal is None
+
+
+@pytest.mark.parametrize("window", [8, 24, 60, 90])
+def test_a_window_that_no_configuration_names_is_found(tmp_path, monkeypatch, window):
+    """As a family might that masks inside its own attention: only outputs show it."""
+    original = modeling_llama.eager_attention_forward
+
+    def windowed(module, query, key, value, attention_mask, **options):
+        places = torch.arange(query.shape[2])
+        hidden = places[None] <= places[:, None] - window
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, torch.finfo(query.dtype).min).to(query.dtype)
+        return original(module, query, key, value, attention_mask + mask, **options)
+
+    path = saved(tiny_model(tiny_config("llama")), tmp_path / "model")
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", windowed)
+    monkeypatch.setattr("dynatree.engine.support.probe._SERVED", set())
+    with pytest.raises(StartupError, match="gives other logits under tree attention than by itself"):
+        load_engine(ModelSettings(str(path), dtype="bfloat16"))
+
+
+def test_a_small_model_outgrows_every_span_and_keeps_its_layers():
+    config = AutoConfig.for_model("gemma3_text", num_hidden_layers=6)
+    small = small_model(config, 131072, seed=0).config
+    assert max(spans(small)) == 16
+    assert small.num_hidden_layers == 6
+    assert small.layer_types == config.layer_types
+    assert small.hidden_size < config.hidden_size
+    assert max(spans(small_model(config, 4096, seed=0).config)) == 4096, "a window as long as the context stays"
+
+
+# Of docs/reference/models.md, as far as their default configuration has no window.
+# fmt: off
+SERVED = {
+    "gpt_neox", "llama", "qwen2", "qwen3", "gpt2", "opt", "phi", "phi3", "gemma", "olmo", "olmo2", "cohere",
+    "granite", "glm", "glm4", "starcoder2", "gpt_bigcode", "smollm3", "ernie4_5", "persimmon", "biogpt",
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe",
+}
+# fmt: on
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_served_with_the_right_tokens_or_refused(tmp_path, family, dtype):
+    found = served(saved(tiny_model(tiny_config(family)), tmp_path / "model"), dtype)
+    assert found.wrong == 0, f"{found.wrong} of {found.compared} tokens are wrong"
+    assert found.refusal is None or family not in SERVED, found.refusal
+    assert found.refusal or found.compared > 20

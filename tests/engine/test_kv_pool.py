@@ -1,0 +1,170 @@
+"""The pool of KV slots: ranges, their moves, the prefix cache, and what is refused at start."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from dynatree.common.errors import StartupError
+from dynatree.engine.kv import budget as kv_budget
+from dynatree.engine.kv.arena import KVArena, KVShape
+from dynatree.engine.kv.budget import KVBudget
+from dynatree.engine.kv.prefix_cache import PrefixCache
+
+SHAPE = KVShape(layers=2, kv_heads=3, head_dim=4)
+
+
+def arena_of(size):
+    return KVArena(SHAPE, size, torch.float32, torch.device("cpu"))
+
+
+def fill(arena, kv, value):
+    arena.slots(kv, kv.size).fill_(value)
+    kv.used = kv.size
+
+
+def test_ranges_never_overlap_and_keep_what_they_hold_wherever_they_are_moved():
+    arena, generator = arena_of(100), random.Random(5)
+    held = {}
+    for step in range(1, 600):
+        if held and generator.random() < 0.45:
+            arena.release(held.pop(generator.choice(list(held)))[0])
+        size = generator.randint(1, 30)
+        free = arena.free_slots
+        kv = arena.reserve(size)
+        assert (kv is not None) == (size <= free), "whatever fits by number fits"
+        if kv is not None:
+            fill(arena, kv, step)
+            held[step] = kv, size
+        places = sorted((kv.start, kv.start + kv.size) for kv, _ in held.values())
+        assert all(before[1] <= after[0] for before, after in pairwise(places))
+        assert all(start >= 0 and stop <= 100 for start, stop in places)
+        for value, (kv, size) in held.items():
+            assert kv.size == size
+            assert bool((arena.slots(kv, size) == value).all())
+    assert max(value for value in held) > 500
+
+
+def reserve(cache, arena, tokens, slots, principal="one"):
+    kv, cached = cache.reserve(slots, tokens, principal)
+    assert kv is not None
+    for slot in range(cached, len(tokens)):
+        arena.slots(kv, slot + 1)[:, :, :, slot] = tokens[slot]
+    kv.used = len(tokens)
+    assert arena.slots(kv, len(tokens))[0, 0, 0, :, 0].tolist() == list(tokens)
+    return kv, cached
+
+
+def test_a_prompt_that_begins_alike_is_not_read_again_and_another_principals_is():
+    arena = arena_of(400)
+    cache = PrefixCache(arena)
+    tokens = list(range(1, 61))
+    kv, cached = reserve(cache, arena, tokens, 100)
+    assert cached == 0
+    cache.release(kv, tokens, "one")
+    assert cache.slots == 60
+    for other, expected in ((tokens, 59), ([*tokens[:40], 7, 8], 40), (tokens[:10], 0), ([9, *tokens], 0)):
+        kv, cached = reserve(cache, arena, other, 100)
+        assert cached == expected
+        cache.release(kv, other[:1], "one")
+    _, cached = reserve(cache, arena, tokens, 100, principal="two")
+    assert cached == 0
+
+
+def test_cached_slots_are_free_for_the_asking_the_oldest_first():
+    arena = arena_of(100)
+    cache = PrefixCache(arena)
+    texts = [[start] * 20 for start in (1, 2, 3)]
+    for text in texts:
+        kv, _ = reserve(cache, arena, text, 30)
+        cache.release(kv, text, "one")
+    assert cache.slots == 60
+    kv, cached = reserve(cache, arena, [*texts[0], 5], 60)  # the first is used now; what lies behind it has to go
+    assert cached == 20
+    cache.release(kv, [], "one")
+    assert [entry.token_ids[0] for entry in cache._entries] == [1]
+    kv, _ = cache.reserve(101, [1, 2], "one")
+    assert kv is None
+
+
+def test_entries_make_room_before_any_session_is_moved():
+    """Moving what sessions hold takes seconds of a large pool, in which no pass runs."""
+    arena = arena_of(100)
+    cache = PrefixCache(arena)
+    ranges = [reserve(cache, arena, [start] * 20, size)[0] for start, size in ((1, 30), (2, 20), (3, 10), (4, 20))]
+    cache.release(ranges[1], [2] * 20, "one")
+    cache.release(ranges[3], [4] * 20, "one")
+    kv, _ = reserve(cache, arena, [5] * 20, 35)
+    assert [each.start for each in (ranges[0], ranges[2], kv)] == [0, 50, 60]
+    assert [entry.token_ids[0] for entry in cache._entries] == [2], "the older one is not in the way"
+    fill(arena, kv, 9)
+    kv.used = 25
+    cache.release(ranges[0], [], "one")
+    last, _ = reserve(cache, arena, [6], 52)  # 55 slots are free, but not side by side
+    assert (ranges[2].start, kv.start, last.start) == (0, 10, 45)
+    assert not cache.slots
+    assert bool((arena.slots(kv, 25) == 9).all())
+
+
+def test_what_begins_with_a_cached_text_takes_its_place():
+    arena = arena_of(300)
+    cache = PrefixCache(arena)
+    tokens = list(range(80))
+    for length in (30, 80, 50):
+        kv, _ = reserve(cache, arena, tokens[:length], 90)
+        cache.release(kv, tokens[:length], "one")
+    assert [len(entry.token_ids) for entry in cache._entries] == [80]
+    assert arena.free_slots == 220
+
+
+@pytest.mark.parametrize(
+    ("asked", "sessions", "expected"),
+    [(None, 4, 400), (None, 10**9, "half"), (150, 4, 150), (99, 4, "--kv-tokens is 99"), (10**12, 4, "are free")],
+)
+def test_the_pool_is_sized_before_it_is_made(monkeypatch, asked, sessions, expected):
+    monkeypatch.setattr("dynatree.engine.kv.budget.free_memory", lambda device: 10**9)
+    budget = KVBudget(sessions, session_slots=100, slot_bytes=1000, device=torch.device("cpu"))
+    if isinstance(expected, str) and expected != "half":
+        with pytest.raises(StartupError, match=expected):
+            budget.slots(asked)
+    else:
+        assert budget.slots(asked) == (500_000 if expected == "half" else expected)
+
+
+def test_a_context_that_cannot_fit_is_refused(monkeypatch):
+    monkeypatch.setattr("dynatree.engine.kv.budget.free_memory", lambda device: 10**5)
+    with pytest.raises(StartupError, match="--max-context"):
+        KVBudget(4, session_slots=100, slot_bytes=1000, device=torch.device("cpu")).slots(None)
+
+
+GROUP_FILES = {
+    2: ("memory.max", "memory.current", "", "0::/box"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_", "9:memory:/box\n0::/"),
+}
+
+
+@pytest.mark.parametrize("where", ["its own group", "the root that a container sees"])
+@pytest.mark.parametrize("version", GROUP_FILES)
+def test_memory_is_free_within_the_control_groups_limit(tmp_path, monkeypatch, version, where):
+    """File pages that can be dropped count as free; so it is in control groups of both versions.
+
+    Also those that were read twice, as a checkpoint larger than the group is at every start.
+    """
+    limit, held, prefix, own = GROUP_FILES[version]
+    (tmp_path / "own").write_text(own)
+    monkeypatch.setattr(kv_budget, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(kv_budget, "_CGROUP", tmp_path)
+    folder = tmp_path / "memory" if version == 1 else tmp_path
+    if where == "its own group":
+        folder /= "box"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / limit).write_text("1000000\n")
+    (folder / held).write_text("700000\n")
+    (folder / "memory.stat").write_text(f"cache 5\n{prefix}inactive_file 50000\n{prefix}active_file 60000\n")
+    assert kv_budget.free_memory(torch.device("cpu")) == 350_000, "active ones are what the process runs from"
+    active = kv_budget._RUNNING + 40_000
+    (folder / "memory.stat").write_text(f"{prefix}inactive_file 50000\n{prefix}active_file {active}\n")
+    assert kv_budget.free_memory(torch.device("cpu")) == 390_000
+    (folder / limit).write_text("max\n")
+    assert kv_budget.free_memory(torch.device("cpu")) > 10**8

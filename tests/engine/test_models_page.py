@@ -1,0 +1,122 @@
+"""docs/reference/models.md's table of today's models: each row is loaded as its families' configurations are, tiny."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
+
+from dynatree import embedded
+from dynatree.common.errors import StartupError
+from dynatree.engine.loading import load_engine
+from dynatree.engine.settings import ModelSettings
+from tests.cli.test_reference import rows_of
+
+CONTEXT = 4096
+WINDOW = 512  # of layers that do not see the whole context
+TINY: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "initializer_range": 0.06,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+GATED = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+GROUPS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+
+# What stands in the first column -> (model_type, what its checkpoints set).
+ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "Llama 3.1, 3.2 (text), 3.3": [
+        ("llama", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 1024}}),
+    ],
+    "Llama 4 (text)": [
+        ("llama4_text", {"num_local_experts": 2, "intermediate_size_mlp": 128, "attention_chunk_size": WINDOW}),
+    ],
+    "Qwen2.5": [("qwen2", {"sliding_window": 1024, "use_sliding_window": False})],
+    "Qwen3, dense and MoE": [("qwen3", {}), ("qwen3_moe", EXPERTS | {"num_experts": 4})],
+    "Qwen3-Next, Qwen3.5": [
+        ("qwen3_next", EXPERTS | GATED | {"num_experts": 4, "shared_expert_intermediate_size": 64}),
+        ("qwen3_5_text", GATED),
+    ],
+    "SmolLM2": [("llama", {})],
+    "SmolLM3": [("smollm3", {})],
+    "Gemma (1)": [("gemma", {})],
+    "Gemma 2": [("gemma2", {"sliding_window": WINDOW})],
+    "Gemma 3 (text)": [("gemma3_text", {"sliding_window": WINDOW})],
+    "Gemma 3n, 4": [("gemma4_text", {"vocab_size_per_layer_input": 2048, "sliding_window": WINDOW})],
+    "gpt-oss": [("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2})],
+    "Mistral 7B v0.2, v0.3; Mistral Nemo, Small 24B (text)": [("mistral", {"sliding_window": None})],
+    "Mistral 7B v0.1, Ministral 8B": [
+        ("mistral", {"sliding_window": WINDOW}),
+        ("ministral", {"sliding_window": WINDOW}),
+    ],
+    "Mixtral": [("mixtral", {"num_local_experts": 4, "sliding_window": None})],
+    "Phi-3-mini-4k": [("phi3", {"sliding_window": WINDOW})],
+    "Phi-3 128k, Phi-3.5, Phi-4-mini": [
+        ("phi3", {"sliding_window": 262144, "original_max_position_embeddings": 1024, "rope_parameters": LONG}),
+    ],
+    "Phi-4 (14B)": [("phi3", {"sliding_window": None})],
+    "Granite 3": [("granite", {})],
+    "Granite 4 hybrids": [
+        (
+            "granitemoehybrid",
+            {"layer_types": ["mamba", "mamba", "mamba", "attention"], "num_local_experts": 2}
+            | {"mamba_n_heads": 8, "mamba_d_head": 16, "shared_intermediate_size": 64},
+        ),
+    ],
+    "OLMo 2": [("olmo2", {})],
+    "OLMo 3": [("olmo3", {"sliding_window": WINDOW})],
+    "DeepSeek-V2, V3, R1": [("deepseek_v3", EXPERTS | GROUPS | LATENT | {"num_key_value_heads": 4})],
+    "DeepSeek-R1-Distill-Qwen": [("qwen2", {})],
+    "DeepSeek-R1-Distill-Llama": [("llama", {})],
+    "Falcon 3": [("llama", {})],
+    "GLM-4 (9B, 32B)": [("glm4", {})],
+    "Pythia, GPT-NeoX": [("gpt_neox", {})],
+}
+SHOWN = {row[0]: row[1] for row in rows_of("reference/models.md", "models", "served")}
+
+
+def test_every_row_has_its_configurations() -> None:
+    assert list(SHOWN) == list(ROWS)
+
+
+def save(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
+    """A random model of the family."""
+    config: PretrainedConfig = CONFIG_MAPPING[model_type](**TINY | changes)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    PreTrainedTokenizerFast.from_pretrained(embedded.target_path()).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("row", "family"), [(row, family) for row, families in ROWS.items() for family in families])
+def test_a_row_says_what_the_loader_does(row: str, family: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+    settings = ModelSettings(str(save(tmp_path, *family)), device="cpu", dtype="float32", sessions=1, kv_tokens=6000)
+    if SHOWN[row].startswith("yes"):
+        load_engine(settings)
+        return
+    with pytest.raises(StartupError, match="cannot be served"):
+        load_engine(settings)
+    within = replace(settings, max_context=WINDOW)
+    if SHOWN[row].startswith("up to"):
+        load_engine(within)
+    else:
+        assert SHOWN[row] == "no"
+        with pytest.raises(StartupError, match="cannot be served"):
+            load_engine(within)

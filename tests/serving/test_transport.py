@@ -1,0 +1,450 @@
+"""What the server bounds before a handler has a message: connections, calls without one, calls of anybody."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import logging
+import random
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cryptography import x509
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynatree.common.errors import IdleSessionError, InvalidArgumentError, ServiceBusyError
+from dynatree.common.logs import configure_logging
+from dynatree.draft.service import _principal
+from dynatree.serving import call_tracker, server
+from dynatree.serving.call_tracker import MAX_STANDARD_CALLS
+from dynatree.serving.grpc_options import MAX_MESSAGE_BYTES, PRINCIPAL, server_options
+from dynatree.serving.openings import Openings
+from dynatree.serving.principals import joint
+from dynatree.serving.security import LOCAL, SecuritySettings
+from dynatree.serving.server import Server
+from tests.campaigns import hostile_frames
+from tests.support.certificates import Authority
+
+METHOD = "/dynatree.v1.Example/{}"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+TOKEN = "0123456789abcdef"
+
+
+# Each kind of handler, which answers with who calls.
+
+
+async def unary(request: bytes, context: Any) -> bytes:
+    return str(context.principal).encode()
+
+
+async def stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
+    yield str(context.principal).encode()
+
+
+async def both(requests: Any, context: Any) -> None:
+    while await context.read() is not grpc.aio.EOF:
+        await context.write(str(context.principal).encode())
+
+
+HANDLERS: dict[str, Any] = {
+    "Unary": grpc.unary_unary_rpc_method_handler(unary),
+    "Stream": grpc.unary_stream_rpc_method_handler(stream),
+    "Both": grpc.stream_stream_rpc_method_handler(both),
+}
+KINDS = tuple(HANDLERS)
+
+
+@asynccontextmanager
+async def serving(security: SecuritySettings = LOCAL, address: str = "localhost:0") -> AsyncIterator[str]:
+    """The address of a server with such handlers."""
+    running = Server(["dynatree.v1.Example"], security=security)
+    running.grpc_server.add_registered_method_handlers("dynatree.v1.Example", HANDLERS)
+    await running.start(address)
+    try:
+        yield running.address
+    finally:
+        await running.stop(0.0)
+
+
+async def ended(call: Any) -> tuple[grpc.StatusCode, str]:
+    return await asyncio.wait_for(call.code(), 30), await call.details()
+
+
+def with_options(monkeypatch: pytest.MonkeyPatch, **changed: int) -> None:
+    """Servers get these options instead of ours, which must be there."""
+    ours = dict(server_options())
+    names = {f"grpc.{name}" for name in changed}
+    assert names <= set(ours)
+    options = tuple((ours | {f"grpc.{name}": value for name, value in changed.items()}).items())
+    monkeypatch.setattr(server, "server_options", lambda: options)
+
+
+async def closed(connection: socket.socket) -> bool:
+    """Whether the peer closes the connection; waits for it."""
+    connection.settimeout(30)
+
+    def read() -> bool:
+        try:
+            while connection.recv(65536):
+                pass
+        except ConnectionResetError:
+            pass
+        return True
+
+    return await asyncio.to_thread(read)
+
+
+def connected(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)))
+
+
+# Calls without a message
+
+
+@pytest.mark.parametrize(
+    "method", [*map(METHOD.format, KINDS), "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch", REFLECTION]
+)
+def test_a_call_whose_first_message_does_not_come_is_ended(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setattr(call_tracker, "FIRST_MESSAGE_SECONDS", 0.05)
+
+    async def run() -> tuple[grpc.StatusCode, str]:
+        async with serving() as address, grpc.aio.insecure_channel(address) as channel:
+            call = channel.stream_stream(method)()
+            await call.wait_for_connection()
+            return await ended(call)
+
+    code, details = asyncio.run(run())
+    assert code is grpc.StatusCode.ABORTED
+    assert "no request came within 0.05 s" in details
+
+
+@pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Check", METHOD.format("Unary"), METHOD.format("Stream")])
+def test_a_call_that_ends_without_a_message(method: str) -> None:
+    async def run() -> tuple[grpc.StatusCode, str]:
+        async with serving() as address, grpc.aio.insecure_channel(address) as channel:
+            call = channel.stream_stream(method)()
+            await call.done_writing()
+            return await ended(call)
+
+    assert asyncio.run(run())[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_who_calls_is_asked_before_the_message_comes(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text(f"alice:{TOKEN}\n")
+
+    async def run() -> list[tuple[grpc.StatusCode, str]]:
+        security = SecuritySettings(tokens=tmp_path / "tokens")
+        async with serving(security) as address, grpc.aio.insecure_channel(address) as channel:
+            return [await ended(channel.stream_stream(METHOD.format(kind))()) for kind in KINDS]
+
+    assert [code for code, _ in asyncio.run(run())] == [grpc.StatusCode.UNAUTHENTICATED] * len(KINDS)
+
+
+class Silent:
+    """The context of a call whose message comes when it is told to."""
+
+    def __init__(self) -> None:
+        self.said = asyncio.Event()
+
+    async def read(self) -> bytes:
+        await self.said.wait()
+        return b"message"
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 6))
+def test_one_call_too_many_ends_the_one_that_has_waited_longest(speaks: list[bool], most: int) -> None:
+    """Who speaks at once is served, however many are silent."""
+
+    async def run() -> None:
+        openings, waiting = Openings(60.0, most), []
+        for speaking in speaks:
+            context: Any = Silent()
+            call = asyncio.ensure_future(openings.first(context))
+            await asyncio.sleep(0)
+            if speaking:
+                context.said.set()
+                assert await call == b"message"
+            else:
+                waiting.append((call, context))
+                for _ in range(5):
+                    await asyncio.sleep(0)
+            done = [call for call, _ in waiting if call.done()]
+            assert all(isinstance(call.exception(), ServiceBusyError) for call in done)
+            assert done == [call for call, _ in waiting][: len(done)]
+            assert len(waiting) - len(done) <= most
+        for call, context in waiting:
+            context.said.set()
+            assert call.done() or await call == b"message"
+        assert not openings._waiting
+
+    asyncio.run(run())
+
+
+def test_a_message_that_comes_too_late() -> None:
+    async def run() -> None:
+        context: Any = Silent()
+        await Openings(0.01).first(context)
+
+    with pytest.raises(IdleSessionError, match=r"within 0\.01 s"):
+        asyncio.run(run())
+
+
+def test_a_connection_has_so_many_calls_of_health() -> None:
+    """Those of another connection are served, and those of ours."""
+
+    async def run() -> tuple[list[int], grpc.StatusCode]:
+        async with serving() as address:
+            request = health_pb2.HealthCheckRequest()
+            async with grpc.aio.insecure_channel(address) as one, grpc.aio.insecure_channel(address) as other:
+                # channels of the same options share a connection
+                watch = health_pb2_grpc.HealthStub(one).Watch
+                watching = [watch(request) for _ in range(MAX_STANDARD_CALLS)]
+                states = [(await call.read()).status for call in watching]
+                refused = await watch(request).code()
+                unary = other.unary_unary(METHOD.format("Unary"))
+                assert await unary(b"x") == b"None"
+                for call in watching:
+                    call.cancel()
+            async with grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as another:
+                await health_pb2_grpc.HealthStub(another).Check(request)
+            return states, refused
+
+    states, refused = asyncio.run(run())
+    assert states == [health_pb2.HealthCheckResponse.SERVING] * MAX_STANDARD_CALLS
+    assert refused is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+# Connections
+
+
+def raw_header(name: bytes, value: bytes) -> bytes:
+    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_connection_that_says_nothing_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tls: bool) -> None:
+    with_options(monkeypatch, server_handshake_timeout_ms=200)
+    pair = Authority(tmp_path).pair("server") if tls else None
+    security = SecuritySettings(pair.certificate, pair.key) if pair else LOCAL
+
+    async def run() -> bool:
+        async with serving(security) as address:
+            with connected(address) as silent, connected(address) as dripping:
+                dripping.sendall(hostile_frames.PREFACE[:5])
+                return await closed(silent) and await closed(dripping)
+
+    assert asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", hostile_frames.frame(hostile_frames.HEADERS, 0, 1, raw_header(b":method", b"POST"))],
+    ids=["no call", "half a head"],
+)
+def test_a_connection_without_a_call_is_closed(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+    with_options(monkeypatch, max_connection_idle_ms=200)
+
+    async def run() -> bool:
+        async with serving() as address:
+            with connected(address) as idle:
+                idle.sendall(hostile_frames.PREFACE + hostile_frames.frame(hostile_frames.SETTINGS, 0, 0) + said)
+                return await closed(idle)
+
+    assert asyncio.run(run())
+
+
+def test_one_connection_too_many_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_options(monkeypatch, max_allowed_incoming_connections=2)
+
+    async def run() -> bytes:
+        # at one address: `localhost` may be two, each with as many
+        async with serving(address="127.0.0.1:0") as address, grpc.aio.insecure_channel(address) as channel:
+            unary = channel.unary_unary(METHOD.format("Unary"))
+            await unary(b"x")
+            with connected(address):
+                with connected(address) as refused:
+                    assert await closed(refused)
+                return await unary(b"x")  # who is there goes on
+
+    assert asyncio.run(run()) == b"None"
+
+
+@pytest.mark.parametrize(("files", "most"), [(1024, 448), (4096, 1024), (64, 16), (-1, 1024)])
+def test_connections_leave_files_to_the_service(monkeypatch: pytest.MonkeyPatch, files: int, most: int) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (files, files))
+    assert dict(server_options())["grpc.max_allowed_incoming_connections"] == most
+
+
+# What is refused before a handler sees it, without a traceback in the log
+
+
+def message(data: bytes, compressed: bool = False) -> bytes:
+    return hostile_frames.frame(hostile_frames.DATA, 1, 1, struct.pack(">BI", compressed, len(data)) + data)
+
+
+def head(path: bytes, *more: bytes) -> bytes:
+    usual = (
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", path),
+        (b":authority", b"x"),
+        (b"te", b"trailers"),
+    )
+    headers = b"".join(raw_header(*each) for each in (*usual, (b"content-type", b"application/grpc")))
+    return hostile_frames.frame(hostile_frames.HEADERS, hostile_frames.END_HEADERS, 1, headers + b"".join(more))
+
+
+UNARY = METHOD.format("Unary").encode()
+GZIP = raw_header(b"grpc-encoding", b"gzip")
+STRANGE = {
+    "compressed": head(UNARY, GZIP) + message(gzip.compress(bytes(1000)), compressed=True),
+    "bomb": head(UNARY, GZIP) + message(gzip.compress(bytes(2 * MAX_MESSAGE_BYTES)), compressed=True),
+    "compressed with no name": head(UNARY) + message(b"abc", compressed=True),
+    "too large": head(UNARY) + hostile_frames.frame(0, 0, 1, struct.pack(">BI", 0, 2**31)),
+    "metadata that are no text": head(UNARY, raw_header(b"x-a", b"\xff\xfe\n")) + message(b""),
+    "a path that is no text": head(b"/dynatree.v1.Example/\xff\xfe") + message(b""),
+    "a path with a line": head(b"/dynatree.v1.Example/\nUnary") + message(b""),
+    "no such method": head(b"/dynatree.v1.Example/None") + message(b""),
+    "a reset": head(UNARY) + hostile_frames.frame(hostile_frames.RST_STREAM, 0, 1, struct.pack(">I", 8)),
+    "no message": head(UNARY) + hostile_frames.frame(hostile_frames.DATA, 1, 1),
+    "half a message": head(UNARY) + hostile_frames.frame(hostile_frames.DATA, 1, 1, b"\0\0\0\0\x09a"),
+    "data without a call": hostile_frames.frame(hostile_frames.DATA, 1, 1, b"abc"),
+    "garbage": random.Random(1).randbytes(3000),
+}
+
+
+@pytest.mark.parametrize("said", STRANGE.values(), ids=STRANGE)
+def test_what_strangers_send_leaves_no_traceback_and_the_server_goes_on(
+    capfd: pytest.CaptureFixture[str], said: bytes
+) -> None:
+    root, grpcs = logging.getLogger(), logging.getLogger("grpc._cython.cygrpc")
+    before, filters = root.handlers[:], grpcs.filters[:]
+    root.handlers[:] = []
+    try:
+        configure_logging("text")
+
+        async def run() -> None:
+            async with serving() as address:
+                with connected(address) as stranger:
+                    stranger.sendall(
+                        hostile_frames.PREFACE + hostile_frames.frame(hostile_frames.SETTINGS, 0, 0) + said
+                    )
+                    await asyncio.sleep(0.05)
+                async with grpc.aio.insecure_channel(address) as channel:
+                    assert await channel.unary_unary(METHOD.format("Unary"))(b"x", timeout=10) == b"None"
+
+        asyncio.run(run())
+    finally:
+        root.handlers[:], grpcs.filters[:] = before, filters
+    told = capfd.readouterr().err
+    assert "Traceback" not in told
+    assert len(told.splitlines()) <= 3, told  # the server's stop
+
+
+def test_calls_to_unknown_methods_are_unimplemented_however_many() -> None:
+    async def run() -> set[grpc.StatusCode]:
+        async with serving() as address, grpc.aio.insecure_channel(address) as channel:
+            paths = [METHOD.format("None"), "/", "/no.such.Service/Unary"] * 100
+            return {
+                code for code, _ in await asyncio.gather(*(ended(channel.unary_unary(path)(b"")) for path in paths))
+            }
+
+    assert asyncio.run(run()) == {grpc.StatusCode.UNIMPLEMENTED}
+
+
+def test_a_compressed_message_is_refused_by_its_name() -> None:
+    async def run() -> tuple[grpc.StatusCode, str]:
+        async with serving() as address, grpc.aio.insecure_channel(address) as channel:
+            unary = channel.unary_unary(METHOD.format("Unary"))
+            return await ended(unary(bytes(1000), compression=grpc.Compression.Gzip))
+
+    code, details = asyncio.run(run())
+    assert code is grpc.StatusCode.UNIMPLEMENTED
+    assert "gzip" in details
+
+
+# Who calls
+
+
+SPIFFE = "spiffe://example.org/ns/x"
+CERTIFICATES: list[tuple[dict[str, Any], str | None]] = [
+    ({}, "team-a"),
+    ({"common_name": ""}, "localhost"),  # the first of its names
+    ({"common_name": "", "others": [x509.UniformResourceIdentifier(SPIFFE), x509.DNSName("a")]}, SPIFFE),
+    ({"common_name": "", "others": [x509.DNSName("a"), x509.UniformResourceIdentifier(SPIFFE)]}, SPIFFE),
+    ({"common_name": "", "others": [x509.RFC822Name("a@example.org")]}, None),
+    ({"common_name": "", "others": []}, None),
+]
+
+
+@pytest.mark.parametrize(("made", "name"), CERTIFICATES)
+def test_a_certificate_names_its_principal_or_is_refused(
+    tmp_path: Path, made: dict[str, Any], name: str | None
+) -> None:
+    assert asyncio.run(principal_of(tmp_path, "team-a", made)) == name
+
+
+@pytest.mark.parametrize("name", ["line\nbreak", "\x1b[2J", "a\u2028b"])
+def test_a_certificate_whose_name_no_line_of_a_log_can_hold_is_refused(tmp_path: Path, name: str) -> None:
+    assert asyncio.run(principal_of(tmp_path, "strange", {"common_name": name})) is None
+
+
+async def principal_of(folder: Path, name: str, made: dict[str, Any]) -> str | None:
+    """Whom a server that demands certificates takes its caller for; None: for nobody."""
+    authority = Authority(folder)
+    served, shown = authority.pair("server"), authority.pair(name, **made)
+    security = SecuritySettings(served.certificate, served.key, authority.file)
+    credentials = grpc.ssl_channel_credentials(
+        authority.file.read_bytes(), shown.key.read_bytes(), shown.certificate.read_bytes()
+    )
+    async with serving(security) as address, grpc.aio.secure_channel(address, credentials) as channel:
+        call = channel.unary_unary(METHOD.format("Unary"))(b"x", timeout=30)
+        code, details = await ended(call)
+        if code is grpc.StatusCode.OK:
+            return str((await call).decode())
+        assert code is grpc.StatusCode.UNAUTHENTICATED, details
+        assert "names nobody" in details
+        return None
+
+
+names = st.text(st.sampled_from("ab/%2F"), max_size=6)
+
+
+@settings(deadline=None)
+@given(names, names, names, names)
+def test_two_pairs_of_caller_and_principal_have_two_names(one: str, his: str, other: str, hers: str) -> None:
+    assert (joint(one, his) == joint(other, hers)) == ((one, his) == (other, hers))
+    assert joint("draft", "team-a") == "draft/team-a"
+
+
+class Claiming:
+    """The context of a call that claims a principal."""
+
+    principal = None
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ((PRINCIPAL, self._name),)
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(exclude_categories=()), max_size=300))
+def test_a_principal_that_a_client_claims_is_printable_ascii_or_refused(name: str) -> None:
+    context: Any = Claiming(name)
+    if len(name) <= 256 and all(" " <= each <= "~" for each in name):
+        assert _principal(context) == name
+    else:
+        with pytest.raises(InvalidArgumentError, match="printable ASCII"):
+            _principal(context)

@@ -1,0 +1,134 @@
+"""Compile the GPU kernels without a GPU, with Triton's own compiler, and print figures of the results as JSON.
+
+It runs in a separate process, because nothing is compiled while Triton's interpreter is on, as in the other tests.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dynatree.engine.gpu import fused_kernels, tree_attention_kernels
+from dynatree.engine.gpu.tree_attention import BLOCK, SPLIT_BLOCKS
+
+warnings.simplefilter("ignore")
+
+SIZES = ((32, 32, 80), (32, 8, 128), (14, 2, 64))  # heads, key heads, head size
+Kernels = dict[str, Any]
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int, **options: Any) -> Kernels:
+    """A compiled kernel's shared and local memory, its matrix products, and its number of fused multiply-adds."""
+    signature = types | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    options["enable_fp_fusion"] = False
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    ptx = built.asm["ptx"]
+    return {
+        "shared": built.metadata.shared,
+        "local": bool(re.search(r"\.local\b", ptx)),
+        "products": sorted(set(re.findall(r"(?:mma\.sync|wgmma)[\w.:]*", ptx))),
+        "fused": len(re.findall(r"\bfma\.rn", ptx)),
+    }
+
+
+def attention(heads: int, kv_heads: int, dim: int, dtype: str, arch: int) -> dict[str, Kernels]:
+    """The kernels of both launches of tree attention."""
+    group = triton.next_power_of_2(heads // kv_heads)
+    wide = dtype == "fp32"
+    constants = {
+        "heads": heads,
+        "group": heads // kv_heads,
+        "padded_group": group,
+        "dim": dim,
+        "padded_dim": triton.next_power_of_2(dim),
+        "tile": max(16, group),
+        "block": BLOCK,
+        "splits": 9,
+        "split_blocks": SPLIT_BLOCKS,
+        "wide": wide,
+    }
+    numbers, pointer = f"*{dtype}", dict.fromkeys(["part_max", "part_sum", "part_out"], "*fp32")
+    strides = {"arena_value": "i64", "arena_head": "i64", "scale": "fp32"}
+    shared = {
+        **dict.fromkeys(["query", "key", "value", "arena"], numbers),
+        **dict.fromkeys(["tiles", "slots"], "*i32"),
+        **pointer,
+        **dict.fromkeys(["q_head", "q_row", "k_head", "k_row", "v_head", "v_row"], "i32"),
+        **strides,
+    }
+    own = {
+        **dict.fromkeys(["query", "arena"], numbers),
+        **dict.fromkeys(["rows", "paths"], "*i32"),
+        **pointer,
+        "output": numbers,
+        **dict.fromkeys(["q_head", "q_row"], "i32"),
+        **dict.fromkeys(["arena_value", "arena_head"], "i64"),
+        "path_size": "i32",
+        "scale": "fp32",
+    }
+    options = {"num_warps": 4, "num_stages": 1 if wide else 2}
+    return {
+        "shared": compiled(tree_attention_kernels.shared_blocks, shared, constants, arch, **options),
+        "own": compiled(tree_attention_kernels.own_paths, own, constants, arch, **options),
+    }
+
+
+def fused(dtype: str, arch: int) -> dict[str, Kernels]:
+    """The kernels of the operations between linear layers."""
+    numbers = f"*{dtype}"
+    norm = {
+        **dict.fromkeys(
+            [
+                "x",
+                "first",
+                "second",
+                "summed",
+                "scale",
+                "shift",
+                "normed",
+                "other_scale",
+                "other_shift",
+                "other_normed",
+            ],
+            numbers,
+        ),
+        "width": "i32",
+        **dict.fromkeys(["epsilon", "other_epsilon"], "fp32"),
+    }
+    rotate = {
+        **dict.fromkeys(["query", "key", "cosines", "sines"], numbers),
+        "positions": "*i32",
+        **dict.fromkeys(["q_head", "q_row", "k_head", "k_row", "heads"], "i32"),
+    }
+    activate = {**dict.fromkeys(["gate", "other", "output"], numbers), "size": "i32"}
+    kernels = {}
+    for addends, norms in ((0, 1), (1, 1), (2, 2)):
+        constants = {"addends": addends, "norms": norms, "centered": True, "shifted": True, "columns_block": 4096}
+        kernels[f"norm {addends}"] = compiled(fused_kernels.add_and_norm, norm, constants, arch, num_warps=8)
+    kernels["rotate"] = compiled(fused_kernels.rotate, rotate, {"half": 10, "padded_half": 16}, arch, num_warps=1)
+    for kind in range(4):
+        constants = {"kind": kind, "times": kind > 1, "block": 1024}
+        kernels[f"activate {kind}"] = compiled(fused_kernels.activate, activate, constants, arch, num_warps=8)
+    return kernels
+
+
+def main(arch: int) -> None:
+    """Compile all kernels for one architecture, such as 90."""
+    found: dict[str, Any] = {"attention": {}, "fused": {}}
+    for dtype in ("bf16", "fp16", "fp32"):
+        for sizes in SIZES if dtype != "fp32" else SIZES[:1]:  # fp32 takes longest to compile
+            found["attention"][f"{dtype} {sizes}"] = attention(*sizes, dtype, arch)
+        found["fused"][dtype] = fused(dtype, arch)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,50 @@
+"""Models that are tables, and chi-square tests of the tokens drawn from them."""
+
+from types import SimpleNamespace
+
+import torch
+
+
+class Table:
+    """Stands in for an engine: the logits after a token are a row of the table, so it needs no KV cache."""
+
+    def __init__(self, logits):
+        self._logits = logits
+        self.info = SimpleNamespace(context_length=1000, vocab_size=len(logits))
+        self.arena = SimpleNamespace(move=lambda kv, sources, start: None)
+
+    def forward(self, segments):
+        kept = [segment.keep if segment.keep is not None else range(len(segment.token_ids)) for segment in segments]
+        return [
+            self._logits[[segment.token_ids[place] for place in keep]]
+            for segment, keep in zip(segments, kept, strict=True)
+        ]
+
+    reader = decider = None  # each level is a forward pass, and the host decides
+
+    def synchronize(self):
+        pass
+
+
+def p_value(counts, probabilities):
+    """Probability of a chi-square statistic at least as large."""
+    statistic, freedom = chi_square(counts, probabilities)
+    return torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(statistic / 2.0)).item()
+
+
+def chi_square(counts, probabilities):
+    """Pearson's statistic over rows `[contexts, tokens]`, and its degrees of freedom.
+
+    In each row, the cells with an expected count below five are merged into one.
+    """
+    statistic, freedom = 0.0, 0
+    for observed, share in zip(counts, probabilities, strict=True):
+        expected = share / share.sum() * observed.sum()
+        small = expected < 5
+        observed = torch.cat([observed[~small], observed[small].sum()[None]])
+        expected = torch.cat([expected[~small], expected[small].sum()[None]])
+        keep = expected > 1e-4  # tokens that never occur have cells with an expected count near 0
+        assert observed[~keep].sum() == 0
+        statistic += ((observed - expected)[keep] ** 2 / expected[keep]).sum().item()
+        freedom += max(int(keep.sum()) - 1, 0)
+    return statistic, freedom

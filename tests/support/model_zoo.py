@@ -1,0 +1,66 @@
+"""Small models with random weights for the tests, saved to disk and loaded as real models are."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+
+from dynatree import embedded
+
+VOCAB_SIZE = 2048
+CONTEXT = 160
+
+
+def _configurations() -> dict[str, PretrainedConfig]:
+    common = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": CONTEXT, "bos_token_id": 0, "eos_token_id": 0}
+    narrow = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
+    return {
+        "gpt_neox": GPTNeoXConfig(**common, **narrow, use_parallel_residual=True),
+        "gpt_neox_sequential": GPTNeoXConfig(**common, **narrow, use_parallel_residual=False),
+        "llama": LlamaConfig(**common, **narrow, num_key_value_heads=2),
+        "qwen2": Qwen2Config(**common, **narrow, num_key_value_heads=1),
+        "gpt2": GPT2Config(
+            vocab_size=VOCAB_SIZE, n_positions=CONTEXT, n_embd=64, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0
+        ),
+    }
+
+
+ARCHITECTURES = tuple(_configurations())
+
+
+def save_random_model(folder: Path, architecture: str, seed: int, **changes: object) -> Path:
+    """Save a model of `architecture` with random weights and the embedded pair's tokenizer.
+
+    The weights' spread is three times the usual, so that greedy text varies and the top two logits stand apart.
+    """
+    config = _configurations()[architecture]
+    for name, value in changes.items():
+        assert hasattr(config, name), name
+        setattr(config, name, value)
+    torch.manual_seed(seed)
+    config.initializer_range = 0.06
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast.from_pretrained(embedded.target_path()).save_pretrained(folder)
+    return folder
+
+
+def save_noisy_copy(folder: Path, model: Path, seed: int, noise: float = 0.1) -> Path:
+    """Save a draft that often guesses right: the weights of `model`, plus noise of `noise` times their spread."""
+    copy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in copy.parameters():
+            spread = weight.std(correction=0)  # 0 for norms and biases, which stay unchanged
+            weight += noise * spread * torch.randn(weight.shape, generator=generator)
+    copy.save_pretrained(folder)
+    PreTrainedTokenizerFast.from_pretrained(model).save_pretrained(folder)
+    return folder

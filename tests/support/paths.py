@@ -1,0 +1,6 @@
+"""Paths in the checkout."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"

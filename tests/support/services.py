@@ -1,0 +1,151 @@
+"""Both services in this process on real sockets, with real model loading, real gRPC, and one event loop in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_TREE_NODES, RESUME_SECONDS
+from dynatree.draft.policies import DEFAULT_POLICY
+from dynatree.draft.serve_draft import start_draft, targets_for
+from dynatree.draft.settings import DefaultPolicy, DraftLimits
+from dynatree.draft.target.replicas import Replicas
+from dynatree.engine.engine import Engine
+from dynatree.engine.loading import load_engine
+from dynatree.engine.model_thread import ModelThread
+from dynatree.engine.settings import ModelSettings
+from dynatree.serving.admission import NO_QUOTA, Quota
+from dynatree.serving.channel import PLAIN, ChannelSettings, Connector
+from dynatree.serving.operation import Operation
+from dynatree.serving.security import LOCAL, SecuritySettings
+from dynatree.serving.server import Server
+from dynatree.serving.tracing import OFF, Tracing
+from dynatree.verify.serve_verify import start_verify
+from dynatree.verify.settings import AUTO_ROWS, VerifyLimits
+
+T = TypeVar("T")
+
+
+@dataclass
+class Services:
+    """A running pair: its addresses, and its engines for inspection."""
+
+    draft_address: str
+    verify_address: str
+    target: Engine
+    draft: Engine
+    draft_registry: CollectorRegistry
+    verify_registry: CollectorRegistry
+
+    @property
+    def idle(self) -> bool:
+        """Whether no session is open on either side; valid only without a prefix cache."""
+        arenas = (self.target.arena, self.draft.arena)
+        return all(arena.free_slots == arena.size for arena in arenas)
+
+
+class _Loop:
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Awaitable[T]) -> T:
+        async def main() -> T:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(main(), self._loop).result(120)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@contextmanager
+def running_services(
+    folder: Path,
+    target_model: Path,
+    draft_model: Path,
+    *,
+    dtype: str = "auto",
+    sessions: int = 4,
+    queue: int = MAX_QUEUED,
+    idle_seconds: float = IDLE_SECONDS,
+    prefix_cache: bool = True,
+    batch_rows: int = AUTO_ROWS,
+    kv_tokens: int | None = None,
+    target_context: int | None = None,
+    draft_context: int | None = None,
+    max_tree_nodes: int = MAX_TREE_NODES,
+    ahead: bool = False,
+    fixed_rows: tuple[int, ...] | None = None,
+    address: str | None = None,
+    security: SecuritySettings = LOCAL,
+    verify_security: SecuritySettings = LOCAL,
+    channel: ChannelSettings = PLAIN,
+    quota: Quota = NO_QUOTA,
+    via: Callable[[str], str] = str,
+    resume_seconds: float = RESUME_SECONDS,
+    tracing: Tracing = OFF,
+) -> Iterator[Services]:
+    """Serve the pair within a context, on sockets in `folder`, or both at `address`.
+
+    `via` maps the verify service's address to the addresses at which the draft service connects to it.
+    """
+    shared = {"dtype": dtype, "sessions": sessions, "fixed_rows": fixed_rows}
+    target = load_engine(
+        ModelSettings(
+            str(target_model),
+            speculative_slots=max_tree_nodes,
+            kv_tokens=kv_tokens,
+            max_context=target_context,
+            **shared,
+        )
+    )
+    verify_limits = VerifyLimits(sessions, queue, max_tree_nodes, batch_rows, idle_seconds, prefix_cache)
+    draft_limits = DraftLimits(sessions, queue, idle_seconds, prefix_cache, resume_seconds, quota, max_tree_nodes)
+    draft = load_engine(
+        ModelSettings(
+            str(draft_model),
+            speculative_slots=2 * max_tree_nodes,
+            chooses_tokens=False,
+            max_context=draft_context,
+            **shared,
+        )
+    )
+    threads = ModelThread("verify-model"), ModelThread("draft-model")
+    operations = Operation(verify_security, tracing=tracing), Operation(security, tracing=tracing)
+    loop = _Loop()
+
+    async def start() -> tuple[Server, Server, Replicas]:
+        verify_address = address or f"unix:{folder}/verify.sock"
+        verify_server = await start_verify(target, threads[0], verify_address, verify_limits, operations[0])
+        replicas = Replicas(via(verify_server.address), Connector(channel), targets_for(draft, ahead))
+        await replicas.start(10.0)
+        default = DefaultPolicy(DEFAULT_POLICY, {})
+        draft_address = address or f"unix:{folder}/draft.sock"
+        draft_server = await start_draft(
+            draft, threads[1], replicas, draft_address, default, draft_limits, operations[1]
+        )
+        return verify_server, draft_server, replicas
+
+    verify_server, draft_server, replicas = loop.run(start())
+    try:
+        yield Services(
+            draft_server.address, verify_server.address, target, draft, operations[1].registry, operations[0].registry
+        )
+    finally:
+        loop.run(draft_server.stop(0.5))
+        loop.run(replicas.close())
+        loop.run(verify_server.stop(0.5))
+        for thread in threads:
+            thread.shutdown()
+        loop.close()
