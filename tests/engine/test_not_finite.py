@@ -434,7 +434,7 @@ def test_a_client_is_told_of_a_fault_which_is_nobody_elses(folder: Path, tmp_pat
 def test_weights_that_are_not_finite_are_refused_at_the_start(
     folder: Path, tmp_path: Path, resident: int | None
 ) -> None:
-    """Of a token that no probe reads, of every kind of layer, and of layers that are offloaded."""
+    """The check covers weights that no probe reads, every kind of layer, and offloaded layers."""
     path = save_random_model(tmp_path / "model", "llama", seed=1, num_hidden_layers=2)
     tensors = load_file(path / "model.safetensors")
     for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"):

@@ -27,7 +27,7 @@ class Pace:
     _least: float | None = None  # seconds from the answer to the first pass that ran without the session
 
     def answer(self, now: float, rows: int) -> None:
-        """Record that the session was answered at `now`, after a pass with `rows` rows of its own."""
+        """Record that the session was answered at `now`, after a pass in which it had `rows` rows."""
         self.answered, self.rows, self._least = now, float(rows), None
 
     def missed(self, now: float) -> None:

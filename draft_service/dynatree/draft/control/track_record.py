@@ -17,7 +17,7 @@ class TrackRecord:
     Attributes:
         calibration: Calibration over the nodes of all sessions, under greedy decoding and sampling with noise.
         residual_calibration: The same under residual sampling, whose nodes are draws.
-        child_mass: The values of an expanded node's best child, and of all its children, as shares of its own value.
+        child_mass: The fraction of an expanded node's value that its best child has, and all its children together.
         pause: Length of the last pause of the draft model in any session, in rounds.
     """
 

@@ -117,8 +117,8 @@ class Objective:
     ) -> Plan | None:
         """Plan the expansion; None if no number of further levels is expected to gain more than it costs.
 
-        Each further level is expected to add below a leaf one best descendant and its siblings. The values of a node's
-        children are the shares `mass` of its own value.
+        Each further level is expected to add below a leaf one best descendant and its siblings. A node's value times
+        `mass` gives the values of its best child and of all its children.
 
         Args:
             known: The values of the nodes at hand, in descending order.

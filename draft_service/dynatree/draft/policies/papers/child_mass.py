@@ -11,7 +11,7 @@ from dynatree.draft.policies.growing_tree import GrowingTree
 
 
 class ChildMass:
-    """The values of an expanded node's best child, and of all its children, as shares of its own value.
+    """The fraction of an expanded node's value that its best child has, and that all its children have together.
 
         mass <- mass + step (sum of the children's values / sum of the level's values - mass),   after each level
 
