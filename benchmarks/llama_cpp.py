@@ -1,13 +1,13 @@
 """llama.cpp's server on the same checkpoints: a baseline of `dynatree bench compare --baseline-server`.
 
-    python benchmarks/llama_cpp.py --target-model T --draft-model D [--work FOLDER]
+    python benchmarks/llama_cpp.py --target-model T --draft-model D [--type Q4_K_M] [--work FOLDER]
 
 builds it, converts both checkpoints, starts servers and prints their options for `compare`; they run until Ctrl-C.
 `make bench` does the same by itself.
 
 llama.cpp comes in the sources of PyPI's `llama-cpp-python`. They are downloaded and built once, for this machine; that
 takes cmake, ninja, a C++ compiler and a quarter of an hour on two cores. The checkpoints are converted to GGUF with
-llama.cpp's own converter, in their own 16 bits.
+llama.cpp's own converter, in their own 16 bits; with --type the target's file is then quantised by `llama-quantize`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def build(work: Path) -> tuple[Path, Path]:
         off = ["LLAMA_CURL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_UI"]
         settings = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *(f"-D{name}=OFF" for name in off)]
         run(["cmake", "-S", str(source), "-B", str(work / "build"), "-G", "Ninja", *settings])
-        run(["ninja", "-C", str(work / "build"), "llama-server"])
+        run(["ninja", "-C", str(work / "build"), "llama-server", "llama-quantize"])
     return server, source
 
 
@@ -84,22 +84,45 @@ def convert(source: Path, work: Path, model: str) -> Path:
     return output
 
 
+def quantized(server: Path, model: Path, kind: str) -> Path:
+    """A GGUF file's weights in another type, such as Q4_K_M."""
+    output = model.with_suffix(f".{kind}.gguf")
+    if not output.exists():
+        part = output.with_suffix(".part")
+        run([str(server.parent / "llama-quantize"), str(model), str(part), kind, str(os.cpu_count())])
+        part.replace(output)
+    return output
+
+
 def run(command: Sequence[str]) -> None:
     """A command that must succeed; its output is shown."""
     subprocess.run(command, check=True)
 
 
 @contextmanager
-def llama_servers(work: Path, target: str, draft: str, drafted: Sequence[int]) -> Iterator[dict[str, str]]:
-    """The URLs of servers by name: plain decoding, and drafting so many tokens at a time."""
+def llama_servers(
+    work: Path, target: str, draft: str, drafted: Sequence[int], kind: str | None = None
+) -> Iterator[dict[str, str]]:
+    """The URLs of servers by name: plain decoding, and drafting so many tokens at a time.
+
+    Args:
+        work: Folder of the build and of the converted checkpoints.
+        target: Folder of the target's checkpoint.
+        draft: Folder of the draft's checkpoint.
+        drafted: Numbers of tokens.
+        kind: Type that the target's weights are quantised to; None for their own 16 bits.
+    """
     work.mkdir(parents=True, exist_ok=True)
     binary, source = build(work)
-    models = [str(convert(source, work, model)) for model in (target, draft)]
+    models = [convert(source, work, model) for model in (target, draft)]
+    if kind is not None:
+        models[0] = quantized(binary, models[0], kind)
     threads = str(os.cpu_count())
-    command = [str(binary), "-m", models[0], "-c", "2048", "-np", "1", "-t", threads, "--no-ui"]
-    drafting = ["-md", models[1], "--spec-type", "draft-simple", "-td", threads, "--spec-draft-n-max"]
-    methods = {"llama.cpp": command}
-    methods |= {f"llama.cpp, drafting {count}": [*command, *drafting, str(count)] for count in drafted}
+    command = [str(binary), "-m", str(models[0]), "-c", "2048", "-np", "1", "-t", threads, "--no-ui"]
+    drafting = ["-md", str(models[1]), "--spec-type", "draft-simple", "-td", threads, "--spec-draft-n-max"]
+    name = "llama.cpp" if kind is None else f"llama.cpp {kind}"
+    methods = {name: command}
+    methods |= {f"{name}, drafting {count}": [*command, *drafting, str(count)] for count in drafted}
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(llama_server(arguments, FIRST_PORT + number))
@@ -139,9 +162,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target-model", required=True, metavar="FOLDER")
     parser.add_argument("--draft-model", required=True, metavar="FOLDER")
+    parser.add_argument("--type", metavar="Q8_0|Q4_0|Q4_K_M", help="of the target's weights (default: 16 bits)")
+    parser.add_argument("--drafted", type=int, nargs="+", default=DRAFTED, help="tokens drafted at a time")
     parser.add_argument("--work", type=Path, default=Path("build/llama.cpp"), help="default: build/llama.cpp")
     options = parser.parse_args()
-    with llama_servers(options.work, options.target_model, options.draft_model, DRAFTED) as servers:
+    with llama_servers(options.work, options.target_model, options.draft_model, options.drafted, options.type) as servers:
         for name, url in servers.items():
             print(f'--baseline-server "{name}={url}"', flush=True)
         signal.sigwait({signal.SIGINT, signal.SIGTERM})

@@ -8,11 +8,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from xdist.remote import Producer
@@ -190,6 +190,25 @@ def build_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(native, "builds", lambda: [request.param])
     native.kernels.cache_clear()
     yield request.param
+    native.kernels.cache_clear()
+
+
+@pytest.fixture
+def on_each_build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], Any]], dict[str, Any]]]:
+    """Run a function with each build of the kernels that this CPU runs; return the results by the builds' names."""
+    from dynatree.engine.cpu import native
+
+    def results(function: Callable[[], Any]) -> dict[str, Any]:
+        found = {}
+        for name in names:
+            monkeypatch.setattr(native, "builds", lambda name=name: [name])
+            native.kernels.cache_clear()
+            assert native.kernels() is not None, f"{name} is installed by `make`, which needs a C compiler"
+            found[name] = function()
+        return found
+
+    names = native.builds()
+    yield results
     native.kernels.cache_clear()
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-SOURCES = ("attention.c", "linear.c", "forward.c")
+SOURCES = ("attention.c", "linear.c", "quantized.c", "forward.c")
 CHECKED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # One mistake each: a file, the right text, and the wrong text that replaces it.
 NORM = "for (int64_t d = whole; d {} width; d++) {{\n        float x = (load_one"
@@ -237,7 +237,7 @@ def runner_of(family: str, dtype: str) -> Any:
     from dynatree.engine.cpu.native_runner import NativeRunner
     from dynatree.engine.cpu.packing import pack
     from dynatree.engine.kv.arena import KVArena, KVShape
-    from dynatree.engine.offload.offloaded_model import skeleton
+    from dynatree.engine.model.skeleton import skeleton
 
     heads, kv_heads, dim = (3, 3, 14) if family == "gpt_neox" else (4, 2, 10)
     config = AutoConfig.for_model(

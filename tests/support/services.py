@@ -76,6 +76,7 @@ def running_services(
     draft_model: Path,
     *,
     dtype: str = "auto",
+    weights: str = "auto",
     sessions: int = 4,
     queue: int = MAX_QUEUED,
     idle_seconds: float = IDLE_SECONDS,
@@ -100,7 +101,7 @@ def running_services(
 
     `via` maps the verify service's address to the addresses at which the draft service connects to it.
     """
-    shared = {"dtype": dtype, "sessions": sessions, "fixed_rows": fixed_rows}
+    shared = {"dtype": dtype, "weights": weights, "sessions": sessions, "fixed_rows": fixed_rows}
     target = load_engine(
         ModelSettings(
             str(target_model),

@@ -14,7 +14,7 @@ from dynatree.bench.paper.presets import VERSIONS
 from dynatree.cli.arguments import device
 from dynatree.cli.checks import check_pair
 from dynatree.cli.interrupts import raise_interrupts
-from dynatree.engine.settings import DTYPES
+from dynatree.engine.settings import DTYPES, WEIGHTS
 
 T = TypeVar("T")
 
@@ -102,6 +102,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 
 def _add_hardware(group: argparse._ActionsContainer) -> None:
     group.add_argument("--dtype", choices=["auto", *DTYPES], help="of both models (default: the checkpoint's own)")
+    group.add_argument("--weights", choices=["auto", *WEIGHTS], help="round both models' weights to 8 or 4 bits")
     group.add_argument("--device", type=device, help="torch device (default: a GPU if any)")
     group.add_argument("--threads", type=_at_least(1), metavar="N", help="CPU threads of each model")
 

@@ -38,7 +38,7 @@ from dynatree.cli.service_pair import service_pair
 from dynatree.client import Client, ModelInfo, ServiceInfo
 
 # Options of the services that this command starts.
-SERVICE_OPTIONS = ("draft_model", "dtype", "device", "threads", "max_sessions", "max_tree_nodes")
+SERVICE_OPTIONS = ("draft_model", "dtype", "weights", "device", "threads", "max_sessions", "max_tree_nodes")
 ROUNDS, REQUESTS = 2, 32  # default rounds per client of a closed loop, default requests of an open loop
 
 
@@ -394,13 +394,13 @@ def _measure_costs(options: argparse.Namespace) -> Report:
     from dynatree.engine.settings import ModelSettings
 
     measured_on = _environment(options)
-    device, dtype = options.device or "auto", options.dtype or "auto"
+    precision = (options.device or "auto", options.dtype or "auto", options.weights or "auto")
     try:
         target = load_engine(
-            ModelSettings(_path(options.target_model, embedded.target_path()), device, dtype, ARENA_ROWS)
+            ModelSettings(_path(options.target_model, embedded.target_path()), *precision, ARENA_ROWS)
         )
         draft = load_engine(
-            ModelSettings(_path(options.draft_model, embedded.draft_path()), device, dtype, 1, chooses_tokens=False)
+            ModelSettings(_path(options.draft_model, embedded.draft_path()), *precision, 1, chooses_tokens=False)
         )
         bench = CostBench(target, draft, options.max_nodes)
     except (StartupError, ValueError) as error:

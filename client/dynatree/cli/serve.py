@@ -189,7 +189,7 @@ class _Serving:
 
 # Options that are passed on to the services: to both, to the verify service, to the draft service.
 _BOTH = (
-    *("device", "dtype", "threads", "fixed_rows", "max_context", "kv_tokens", "prefix_cache"),
+    *("device", "dtype", "weights", "threads", "fixed_rows", "max_context", "kv_tokens", "prefix_cache"),
     *("max_sessions", "queue", "max_tree_nodes", "idle_timeout", "grace", "log_format", "log_level", "traces"),
 )
 _VERIFY = ("resident_layers", "layer_cache", "tensor_parallel", "batch_rows")

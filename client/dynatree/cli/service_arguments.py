@@ -16,7 +16,7 @@ from dynatree.common.limits import (
     MAX_TREE_NODES,
     MOST_TREE_NODES,
 )
-from dynatree.engine.settings import DTYPES
+from dynatree.engine.settings import DTYPES, WEIGHTS
 from dynatree.serving.address import check_address, split_addresses
 
 
@@ -200,6 +200,13 @@ def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         choices=["auto", *DTYPES],
         help="number format of the weights (default: the checkpoint's own)",
+    )
+    model.add_argument(
+        "--weights",
+        default="auto",
+        choices=["auto", *WEIGHTS],
+        help="round the weights of linear layers to 8 or 4 bits as they are loaded (default: auto, as the checkpoint "
+        "has them)",
     )
     model.add_argument(
         "--threads",

@@ -87,6 +87,7 @@ def _model(options: argparse.Namespace, model: str, embedded_path: Path, **other
         model=str(embedded_path) if model == embedded.NAME else model,
         device=options.device,
         dtype=options.dtype,
+        weights=options.weights,
         kv_tokens=options.kv_tokens,
         max_context=options.max_context,
         fixed_rows=options.fixed_rows,

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -39,7 +40,7 @@ from dynatree.engine.forward.segment import Segment
 from dynatree.engine.gpu.fixed_rows import DRAFT_ROWS, with_default_rows, with_fixed_rows
 from dynatree.engine.kv.arena import KVArena, KVShape
 from dynatree.engine.kv.budget import KVBudget
-from dynatree.engine.model.files import check_path
+from dynatree.engine.model.files import check_path, checkpoint_of
 from dynatree.engine.model.fingerprint import model_fingerprint, with_numerics
 from dynatree.engine.model.generation_defaults import GenerationDefaults
 from dynatree.engine.model.size import parameters_of, step_bytes_of
@@ -50,7 +51,10 @@ from dynatree.engine.offload.offloaded_model import OffloadedModel
 from dynatree.engine.parallel.parallel_engine import ParallelArena
 from dynatree.engine.parallel.ranks import Ranks
 from dynatree.engine.parallel.starting import leading, started_ranks
-from dynatree.engine.settings import DTYPES, ModelSettings
+from dynatree.engine.quantized.gguf_model import load_gguf
+from dynatree.engine.quantized.layers import quantize
+from dynatree.engine.quantized.packed_model import load_packed
+from dynatree.engine.settings import DTYPES, GGUF, GGUF_DTYPE, WEIGHTS, ModelSettings
 from dynatree.engine.support.explained import explained, named
 from dynatree.engine.support.families import check_cache, check_config, check_family, record_kv_shape
 from dynatree.engine.support.probe import check_computation, check_outputs
@@ -215,7 +219,8 @@ def _config(settings: ModelSettings, name: str) -> PretrainedConfig:
     """
     check_path(settings.model)
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
+        where = checkpoint_of(settings.model)
+        config: PretrainedConfig = AutoConfig.from_pretrained(**where, trust_remote_code=False)
     except Exception as error:  # transformers and the hub client raise their own types here
         raise _unloadable(settings, name, error) from error
     return config
@@ -231,6 +236,10 @@ def _load_model(
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
+        if settings.model.endswith(GGUF):
+            return _load_gguf(settings, config, device), None
+        if getattr(config, "quantization_config", None) is not None:
+            return _load_packed(settings, config, device, name), None
         offloaded = offloaded_model(settings, config, device, name) if ranks is None else None
         if offloaded:
             return offloaded.model, offloaded
@@ -244,6 +253,9 @@ def _load_model(
             trust_remote_code=False,
             **parallel,
         )
+        if settings.weights != "auto":
+            native = is_native(torch.device(device), model.dtype)
+            quantize(model, WEIGHTS[settings.weights], model.dtype, native, model.get_output_embeddings())
         loaded: PreTrainedModel = (model if ranks else model.to(device)).eval()  # type: ignore[arg-type]
     except StartupError:
         raise
@@ -252,6 +264,36 @@ def _load_model(
             check_family(config)
         raise _unloadable(settings, name, error) from error
     return loaded, None
+
+
+def _load_gguf(settings: ModelSettings, config: PretrainedConfig, device: str) -> PreTrainedModel:
+    """Load a model from a GGUF file.
+
+    Raises:
+        StartupError: The file cannot be served.
+    """
+    dtype = getattr(torch, GGUF_DTYPE if settings.dtype == "auto" else settings.dtype)
+    path, where = Path(settings.model), torch.device(device)
+    return load_gguf(path, config, dtype, is_native(where, dtype)).to(where)  # type: ignore[arg-type]
+
+
+def _load_packed(settings: ModelSettings, config: PretrainedConfig, device: str, name: str) -> PreTrainedModel:
+    """Load a model from a checkpoint with packed weights.
+
+    Raises:
+        StartupError: The checkpoint cannot be served, or options ask for something else.
+    """
+    if settings.weights != "auto" or settings.resident_layers is not None or settings.tensor_parallel > 1:
+        raise StartupError(
+            f"model {name} has quantised weights, which go together with neither --weights, --resident-layers nor "
+            f"--tensor-parallel"
+        )
+    dtype = getattr(torch, settings.dtype) if settings.dtype != "auto" else config.dtype or torch.bfloat16
+    where, folder = torch.device(device), Path(settings.model)
+    if not folder.is_dir():
+        wanted = ["*.safetensors", "*.json"]
+        folder = Path(snapshot_download(settings.model, allow_patterns=wanted, ignore_patterns=["*/*"]))
+    return load_packed(folder, name, config, dtype, is_native(where, dtype)).to(where)  # type: ignore[arg-type]
 
 
 def _unloadable(settings: ModelSettings, name: str, error: Exception) -> StartupError:

@@ -6,6 +6,7 @@ import torch
 
 from dynatree.engine.cpu.native import is_native, multiplies_pairs
 from dynatree.engine.cpu.native_runner import NativeRunner
+from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.engine import Engine
 
 
@@ -19,12 +20,13 @@ def numerics_of(engine: Engine, devices: int = 1) -> str:
         devices: Number of devices over which every layer is split.
     """
     device, dtype = engine.model.device, engine.model.dtype
+    kinds = sorted({each.kind for each in engine.model.modules() if isinstance(each, QuantizedLinear)})
     if device.type == "cuda":
         names = [torch.cuda.get_device_name(device)]
     elif device.type != "cpu":
         names = [device.type]
     else:
-        names = []
+        names = [f"{' and '.join(kinds)} weights"] if kinds else []
         if is_native(device, dtype):
             pairs = dtype == torch.bfloat16 and multiplies_pairs()
             names += ["x86 kernels with bfloat16 pairs" if pairs else "x86 kernels"]

@@ -10,6 +10,9 @@ from dynatree.common.errors import StartupError
 from dynatree.common.limits import MAX_SESSIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
+GGUF = ".gguf"  # suffix of a GGUF file
+GGUF_DTYPE = "bfloat16"  # of the activations, unless another is chosen; a GGUF file names none
+WEIGHTS = {"int8": 8, "int4": 4}  # bits of `--weights`
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class ModelSettings:
         model: A hub name or a local path.
         device: A torch device, or "auto" for the first GPU if any.
         dtype: One of `DTYPES`, or "auto" for the checkpoint's own.
+        weights: A key of `WEIGHTS`, to which the weights of linear layers are rounded, or "auto" for the checkpoint's own.
         sessions: Sequences that can be open at once.
         kv_tokens: Slots of the KV arena; None means the sessions' largest need, limited by the memory.
         max_context: Longest sequence that is served, in tokens; None means the model's context length.
@@ -43,6 +47,7 @@ class ModelSettings:
     model: str
     device: str = "auto"
     dtype: str = "auto"
+    weights: str = "auto"
     sessions: int = MAX_SESSIONS
     kv_tokens: int | None = None
     max_context: int | None = None
@@ -56,8 +61,18 @@ class ModelSettings:
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel == 1:
-            return
+        if self.weights != "auto":
+            self._check_weights()
+        if self.tensor_parallel > 1:
+            self._check_parallel()
+
+    def _check_weights(self) -> None:
+        if self.model.endswith(GGUF):
+            raise StartupError(f"--weights {self.weights}: a GGUF file has its own precision, expected auto")
+        if self.tensor_parallel > 1:
+            raise StartupError(f"--weights {self.weights} and --tensor-parallel do not go together")
+
+    def _check_parallel(self) -> None:
         if find_spec("accelerate") is None:
             raise StartupError("--tensor-parallel needs the package accelerate: pip install 'dynatree[parallel]'")
         others = (

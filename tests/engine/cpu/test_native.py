@@ -64,11 +64,14 @@ def test_a_cpu_runs_the_builds_whose_instructions_it_has(monkeypatch):
         return native.builds()
 
     avx2, avx512 = "avx2 fma f16c", "avx512f avx512bw avx512dq avx512vl"
-    assert builds(f"{avx2} {avx512} avx512_bf16") == [
+    assert builds(f"{avx2} {avx512} avx512_bf16 avx512_vnni avx_vnni") == [
         "kernels_avx512_bf16.so",
+        "kernels_avx512_vnni.so",
         "kernels_avx512.so",
+        "kernels_avx_vnni.so",
         "kernels_avx2.so",
     ]
+    assert builds(f"{avx2} avx_vnni") == ["kernels_avx_vnni.so", "kernels_avx2.so"]
     assert builds(f"{avx2} {avx512}") == ["kernels_avx512.so", "kernels_avx2.so"]
     assert builds(f"{avx2} {avx512} avx512_bf16", "AVX2") == ["kernels_avx2.so"]
     assert builds(f"{avx2} {avx512} avx512_bf16", "DEFAULT") == []

@@ -14,7 +14,21 @@ from torch.nn.functional import pad
 
 from dynatree.engine.cpu.native import DTYPES, address, call
 
-_PANEL = 64  # features whose weights are stored together
+PANEL = 64  # features whose weights are stored together
+
+
+class Weights(ctypes.Structure):
+    """`struct weights` of `native/kernels.h`."""
+
+    _fields_ = (
+        ("bits", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("super", ctypes.c_int64),
+        ("scales", ctypes.c_int64),
+        ("minimums", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("narrow", ctypes.c_int64),
+    )
 
 
 class Linear(ctypes.Structure):
@@ -28,6 +42,7 @@ class Linear(ctypes.Structure):
         ("dtype", ctypes.c_int64),
         ("activation", ctypes.c_int64),
         ("combination", ctypes.c_int64),
+        ("weights", Weights),
     )
 
 
@@ -41,18 +56,19 @@ class NativeLinear(nn.Module):
     Attributes:
         weight: Weight in the kernel's layout.
         bias: Bias in the kernel's layout; None if the layer has no bias.
+        dtype: Data type of rows, bias and outputs.
         structure: The layer as the kernels' structure.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._dtype = weight.dtype
-        beyond = -self.out_features % _PANEL
-        panels = pad(weight, (0, 0, 0, beyond)).view(-1, _PANEL, self.in_features)
-        if weight.dtype == torch.bfloat16:  # [panels, inputs / 2, _PANEL, 2]
-            self.weight = panels.view(len(panels), _PANEL, -1, 2).permute(0, 2, 1, 3).contiguous()
-        else:  # [panels, inputs, _PANEL]
+        self.dtype = weight.dtype
+        beyond = -self.out_features % PANEL
+        panels = pad(weight, (0, 0, 0, beyond)).view(-1, PANEL, self.in_features)
+        if weight.dtype == torch.bfloat16:  # [panels, inputs / 2, PANEL, 2]
+            self.weight = panels.view(len(panels), PANEL, -1, 2).permute(0, 2, 1, 3).contiguous()
+        else:  # [panels, inputs, PANEL]
             self.weight = panels.permute(0, 2, 1).contiguous()
         self.bias = None if bias is None else pad(bias.detach().to(weight.dtype), (0, beyond)).contiguous()
         self._point()
@@ -63,19 +79,19 @@ class NativeLinear(nn.Module):
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.out_features, layer.in_features = out_features, in_features
-        layer._dtype, layer.weight, layer.bias = weight.dtype, weight, bias
+        layer.dtype, layer.weight, layer.bias = weight.dtype, weight, bias
         layer._point()
         return layer
 
     def _point(self) -> None:
-        panels, inputs = -(-self.out_features // _PANEL), self.in_features
-        layout = (inputs // 2, _PANEL, 2) if self._dtype == torch.bfloat16 else (inputs, _PANEL)
+        panels, inputs = -(-self.out_features // PANEL), self.in_features
+        layout = (inputs // 2, PANEL, 2) if self.dtype == torch.bfloat16 else (inputs, PANEL)
         self.structure = Linear(
-            address(self.weight, self._dtype, panels, *layout),
-            None if self.bias is None else address(self.bias, self._dtype, panels * _PANEL),
+            address(self.weight, self.dtype, panels, *layout),
+            None if self.bias is None else address(self.bias, self.dtype, panels * PANEL),
             self.in_features,
             self.out_features,
-            DTYPES[self._dtype],
+            DTYPES[self.dtype],
         )
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -85,10 +101,10 @@ class NativeLinear(nn.Module):
             MemoryError: The kernel cannot allocate its working memory.
             ValueError: The rows have the wrong number of features.
         """
-        rows, outside = rows.to(self._dtype).contiguous(), rows.shape[:-1]
-        output = torch.empty(*outside, self.out_features, dtype=self._dtype)
-        where = address(rows, self._dtype, *outside, self.in_features)
-        to = address(output, self._dtype, *outside, self.out_features)
+        rows, outside = rows.to(self.dtype).contiguous(), rows.shape[:-1]
+        output = torch.empty(*outside, self.out_features, dtype=self.dtype)
+        where = address(rows, self.dtype, *outside, self.in_features)
+        to = address(output, self.dtype, *outside, self.out_features)
         call("dynatree_linear", ctypes.byref(self.structure), where, outside.numel(), to)
         return output
 

@@ -122,7 +122,7 @@ class _Writer:
         combination: int = _ALONE,
         other: int = -1,
     ) -> None:
-        if type(module) is not NativeLinear or module.weight.dtype != self.dtype:
+        if not isinstance(module, NativeLinear) or module.dtype != self.dtype:
             raise _NoProgramError
         if (module.in_features, module.out_features) != (self.widths[source], self.widths[target]):
             raise _NoProgramError

@@ -160,11 +160,13 @@ def pack(model: PreTrainedModel, native: bool, apart: Collection[nn.Module] = ()
 
     Args:
         model: Model on the CPU, changed in place.
-        native: Whether the project's own kernels are available. oneDNN's kernels are faster if the CPU has AMX.
+        native: Whether the project's own kernels are available. oneDNN's kernels are faster if the CPU has AMX, except
+            beside quantised layers, which a native program needs.
         apart: Modules of the model that stay unchanged.
     """
     left = {id(each) for module in apart for each in module.modules()}
-    if native and not (model.dtype in _SUPPORTED and torch.cpu._is_amx_tile_supported()):
+    quantised = any(isinstance(module, NativeLinear) for module in model.modules())
+    if native and (quantised or not (model.dtype in _SUPPORTED and torch.cpu._is_amx_tile_supported())):
         _replace_linear(model, NativeLinear, everywhere=True, left=left)
     elif can_pack(model.dtype):
         _replace_linear(model, PackedLinear, left=left)
@@ -193,14 +195,14 @@ def _replace_linear(
     def replace(place: tuple[nn.Module, str]) -> None:
         layer = getattr(*place)
         with torch.inference_mode():
-            setattr(*place, layout(_weight(layer), layer.bias))
+            setattr(*place, layout(weight_of(layer), layer.bias))
 
     places = [
         (parent, name)
         for parent in model.modules()
         if id(parent) not in left
         for name, layer in parent.named_children()
-        if (type(layer) in (nn.Linear, Conv1D) and fits(_weight(layer)) if everywhere else _is_slow(layer))
+        if (type(layer) in (nn.Linear, Conv1D) and fits(weight_of(layer)) if everywhere else _is_slow(layer))
     ]
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(replace, places))
@@ -210,11 +212,11 @@ def _is_slow(layer: nn.Module) -> bool:
     """Whether `layer` is a linear layer that another layout makes faster."""
     if type(layer) not in (nn.Linear, Conv1D):
         return False
-    weight = _weight(layer)
+    weight = weight_of(layer)
     return weight.dtype != torch.float32 or weight.numel() > _SMALL
 
 
-def _weight(layer: nn.Module) -> Tensor:
+def weight_of(layer: nn.Module) -> Tensor:
     """Return the weight `[out_features, in_features]`; GPT-2's `Conv1D` stores it transposed."""
     weight: Tensor = layer.weight  # type: ignore[assignment]
     return weight.T if type(layer) is Conv1D else weight

@@ -13,9 +13,11 @@ from typing import Any
 
 from dynatree import embedded
 from dynatree.common.errors import StartupError
+from dynatree.engine.model.gguf_header import read_header
+from dynatree.engine.settings import GGUF
 
 HUB_SECONDS = 1.5  # time limit for the hub's answer; after it, transformers asks again and waits longer
-_EXPECTED = "expected the folder of a checkpoint, with config.json and *.safetensors"
+_EXPECTED = "expected the folder of a checkpoint, with config.json and *.safetensors, or a .gguf file"
 _INDEX = "model.safetensors.index.json"
 
 
@@ -45,19 +47,31 @@ def check_model(model: str) -> None:
     if not model.strip():
         raise StartupError(f"the model has no name; {_EXPECTED}, or a name on the hub")
     check_path(model)
-    if is_path(model):
+    if model.endswith(GGUF) and Path(model).is_file():
+        read_header(Path(model))
+    elif is_path(model):
         _check_config(Path(model))
         _check_weights(Path(model))
     else:
         _check_hub_name(model)
 
 
+def checkpoint_of(model: str) -> dict[str, str]:
+    """Return the arguments by which transformers finds a model: a folder or a hub name, or a GGUF file in a folder."""
+    path = Path(model)
+    if path.suffix == GGUF and path.is_file():
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    return {"pretrained_model_name_or_path": model}
+
+
 def check_path(model: str) -> None:
-    """Refuse a path that is not a folder.
+    """Refuse a path that is neither a folder nor a GGUF file.
 
     Raises:
-        StartupError: The path is a file or does not exist.
+        StartupError: The path is another file or does not exist.
     """
+    if model.endswith(GGUF) and Path(model).is_file():
+        return
     if is_path(model) and not Path(model).is_dir():
         there = Path(model).exists()
         raise StartupError(f"{model} is a file; {_EXPECTED}" if there else f"there is no model at {model}")
@@ -66,9 +80,9 @@ def check_path(model: str) -> None:
 def described(model: str, embedded_folder: Path) -> str:
     """Describe a model by name and size of its weights on the disk; `embedded_folder` holds the embedded model."""
     folder = embedded_folder if model == embedded.NAME else folder_of(model)
-    if folder is None or not folder.is_dir():
+    if folder is None or not folder.exists():
         return f"{model}, from the hub"
-    size = sum(path.stat().st_size for path in _weights(folder))
+    size = sum(path.stat().st_size for path in ([folder] if folder.is_file() else _weights(folder)))
     name = folder.resolve().name if is_path(model) else model
     return f"{name}, {f'{size / 1e9:.1f} GB' if size >= 1e9 else f'{size / 1e6:.0f} MB'}"
 

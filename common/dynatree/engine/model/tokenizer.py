@@ -8,7 +8,7 @@ import json
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dynatree.common.errors import StartupError
-from dynatree.engine.model.files import check_path
+from dynatree.engine.model.files import check_path, checkpoint_of
 
 # Texts whose ids distinguish tokenizers. They are part of the fingerprint, so a change here changes every fingerprint.
 PROBES = (
@@ -53,7 +53,9 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """
     check_path(model)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            **checkpoint_of(model), trust_remote_code=False
+        )
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and its backends' own types here
         raise StartupError(f"no tokenizer could be loaded for model {model!r}: {first_line(error)}") from error
     return tokenizer

@@ -12,10 +12,11 @@ from transformers import GenerationConfig, PretrainedConfig
 from dynatree.common.errors import StartupError
 from dynatree.engine.kv.arena import KVShape
 from dynatree.engine.kv.budget import CPU_SHARE, GPU_SHARE, free_memory
+from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.offload.layer_cache import default_folder
 from dynatree.engine.offload.layout import bytes_of
-from dynatree.engine.offload.offloaded_model import OffloadedModel, load_offloaded, plan_of, skeleton
-from dynatree.engine.settings import ModelSettings
+from dynatree.engine.offload.offloaded_model import OffloadedModel, load_offloaded, plan_of
+from dynatree.engine.settings import WEIGHTS, ModelSettings
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +45,10 @@ def offloaded_model(settings: ModelSettings, config: PretrainedConfig, device: s
     named = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     dtype = named or getattr(config, "dtype", None) or torch.float32
     model = skeleton(config, dtype)
-    free = free_memory(where)
-    if asked is None and (free is None or bytes_of(model) <= _share(where, WHOLE_SHARE) * free):
+    free, bits = free_memory(where), WEIGHTS.get(settings.weights)
+    if asked is None and (free is None or bytes_of(model, bits) <= _share(where, WHOLE_SHARE) * free):
         return None
-    plan = plan_of(model)
+    plan = plan_of(model, bits)
     fitting = plan.layers
     if free is not None:
         room = _session_bytes(settings, config, dtype) / (CPU_SHARE if where.type == "cpu" else GPU_SHARE)
@@ -67,7 +68,7 @@ def offloaded_model(settings: ModelSettings, config: PretrainedConfig, device: s
     if not folder.is_dir():
         wanted, others = ["*.safetensors", "*.json"], ["*/*", "consolidated*"]  # the same weights in other forms
         folder = Path(snapshot_download(settings.model, allow_patterns=wanted, ignore_patterns=others))
-    loaded = load_offloaded(model, folder, name, resident, where, cache)
+    loaded = load_offloaded(model, folder, name, resident, where, cache, bits)
     if (folder / "generation_config.json").exists():
         loaded.model.generation_config = GenerationConfig.from_pretrained(folder)
     try:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from dynatree.engine.cpu.native_linear import NativeLinear
+from dynatree.engine.cpu.quantized_linear import QuantizedLinear
+from dynatree.engine.weights.quantized_weight import bits_with_scales
 
 _WEIGHT, _BIAS = "packed weight", "packed bias"
 
@@ -17,7 +19,8 @@ def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = dict(layer.named_parameters())
     for name, module in layer.named_modules():
         if isinstance(module, NativeLinear):
-            tensors[f"{name}.{_WEIGHT}"] = module.weight
+            form = f" {module.format}" if isinstance(module, QuantizedLinear) else ""
+            tensors[f"{name}.{_WEIGHT}{form}"] = module.weight
             if module.bias is not None:
                 tensors[f"{name}.{_BIAS}"] = module.bias
     return tensors
@@ -30,9 +33,13 @@ def bind(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         if last == _BIAS:
             continue
         parent = layer.get_submodule(owner)
-        if last == _WEIGHT:
+        if last.startswith(_WEIGHT):
             above, _, own = owner.rpartition(".")
-            linear = NativeLinear.bound(tensor, tensors.get(f"{owner}.{_BIAS}"), *_sizes(parent))
+            bias, form = tensors.get(f"{owner}.{_BIAS}"), last.removeprefix(f"{_WEIGHT} ")
+            if form != _WEIGHT:
+                linear: NativeLinear = QuantizedLinear.reloaded(tensor, bias, *_sizes(parent), parent.weight.dtype, form)
+            else:
+                linear = NativeLinear.bound(tensor, bias, *_sizes(parent))
             setattr(layer.get_submodule(above), own, linear)
         else:
             setattr(parent, last, nn.Parameter(tensor, requires_grad=False))
@@ -58,6 +65,11 @@ def fill(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         setattr(layer.get_submodule(owner), last, nn.Parameter(tensors[name].clone(), requires_grad=False))
 
 
-def bytes_of(layer: nn.Module) -> int:
-    """Return the bytes of a layer's parameters."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in layer.parameters())
+def bytes_of(layer: nn.Module, bits: int | None = None) -> int:
+    """Return the bytes of a layer's parameters, if its linear layers are rounded to so many bits."""
+    linear = {id(each.weight) for each in layer.modules() if type(each) in (nn.Linear, Conv1D)} if bits else set()
+    sizes = {True: bits_with_scales(bits or 8) / 8}
+    return sum(
+        int(parameter.numel() * sizes.get(id(parameter) in linear, parameter.element_size()))
+        for parameter in layer.parameters()
+    )

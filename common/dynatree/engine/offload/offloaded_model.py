@@ -21,12 +21,13 @@ from dynatree.engine.forward.layer_source import SLOTS, LayerSource
 from dynatree.engine.forward.offloaded_layers import OffloadedLayers
 from dynatree.engine.model.fingerprint import sums_of
 from dynatree.engine.model.size import parameters_of, step_bytes_of
-from dynatree.engine.offload.checkpoint import Checkpoint
+from dynatree.engine.model.checkpoint import Checkpoint
 from dynatree.engine.offload.disk_layers import DiskLayers
 from dynatree.engine.offload.host_layers import HostLayers, blob_of
 from dynatree.engine.offload.layer_cache import cached_layers
 from dynatree.engine.offload.layer_file import Place
 from dynatree.engine.offload.layout import bind, bytes_of, fill, tensors_of
+from dynatree.engine.quantized.layers import quantize
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ class LayerPlan:
     layer_bytes: int
     other_bytes: int
 
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of all weights."""
+        return self.layers * self.layer_bytes + self.other_bytes
+
     def resident(self, free: int) -> int:
         """Return the number of layers that fit into `free` bytes beside the other weights and the offloading slots."""
         room = free - self.other_bytes
@@ -75,22 +81,11 @@ class LayerPlan:
         return max(min(room // self.layer_bytes - SLOTS, self.layers - 1), 0)
 
 
-def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Make a model without weights: its parameters are on the meta device, but its computed buffers are not."""
-    with _parameters_on_meta():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation=NAME, trust_remote_code=False
-        )
-    model.tie_weights()
-    model.train(False)
-    return model
-
-
-def plan_of(model: PreTrainedModel) -> LayerPlan:
-    """Return the memory plan of a model without weights."""
+def plan_of(model: PreTrainedModel, bits: int | None) -> LayerPlan:
+    """Return the memory plan of a model without weights, whose linear layers are rounded to `bits` if given."""
     _, layers = layers_of(model)
-    whole = bytes_of(model)
-    return LayerPlan(len(layers), max(map(bytes_of, layers)), whole - sum(map(bytes_of, layers)))
+    each = [bytes_of(layer, bits) for layer in layers]
+    return LayerPlan(len(layers), max(each), bytes_of(model, bits) - sum(each))
 
 
 def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -107,7 +102,13 @@ def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def load_offloaded(
-    model: PreTrainedModel, folder: Path, name: str, resident: int, device: torch.device, cache: Path | None
+    model: PreTrainedModel,
+    folder: Path,
+    name: str,
+    resident: int,
+    device: torch.device,
+    cache: Path | None,
+    bits: int | None = None,
 ) -> OffloadedModel:
     """Load the weights of a model from its checkpoint and offload its last layers.
 
@@ -118,14 +119,17 @@ def load_offloaded(
         resident: Number of layers that stay on the device.
         device: Device that computes.
         cache: Folder of the layer caches that layers are read from; None means to copy them from the host's memory.
+        bits: Bits to which the weights of linear layers are rounded; None for the checkpoint's own.
 
     Raises:
         StartupError: The checkpoint or the cache cannot be used.
     """
-    parameters, step_bytes = parameters_of(model), step_bytes_of(model)  # before packing, which hides weights
+    parameters = parameters_of(model)  # before packing, which hides weights
+    step_bytes = step_bytes_of(model) if bits is None else plan_of(model, bits).step_bytes
     prefix, layers = layers_of(model)
     checkpoint = Checkpoint(folder, name, model, prefix)
     native = is_native(device, model.dtype)
+    layout = f"{'panels' if native else 'rows'}{f' of int{bits}' if bits else ''}"
 
     def build(index: int, given: Mapping[str, Tensor]) -> nn.Module:
         layer = copy.deepcopy(layers[index])
@@ -133,6 +137,8 @@ def load_offloaded(
             fill(layer, given)
         except KeyError as error:
             raise StartupError(f"model {name}: its checkpoint lacks {error} of layer {index}") from error
+        if bits is not None:
+            quantize(layer, bits, model.dtype, native)
         if native:
             pack_linear(layer)
         return layer
@@ -150,7 +156,7 @@ def load_offloaded(
             sums |= {f"{prefix}.{index}.{key}": sums_of(each) for key, each in given.items()}
         source = HostLayers(blobs, device)
     else:
-        cached = cached_layers(cache, checkpoint, "panels" if native else "rows", len(layers), build)
+        cached = cached_layers(cache, checkpoint, layout, len(layers), build)
         for index, each in enumerate(cached[resident:], resident):
             places.append(each.file.places)
             sums |= {f"{prefix}.{index}.{key}": value for key, value in each.sums.items()}
@@ -158,10 +164,15 @@ def load_offloaded(
     for index, layer in enumerate(layers):
         if index < resident:
             fill(layer, checkpoint.layer(index))
+            if bits is not None:
+                quantize(layer, bits, model.dtype, native)
         else:
             memory, where = source.memory(index - resident), places[index - resident]
             bind(layer, {name: place.of(memory) for name, place in where.items()})
     _load_others(model, checkpoint)
+    if bits is not None:
+        output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        quantize(model, bits, model.dtype, native, output)
     model.to(device)  # type: ignore[arg-type]
     turns = OffloadedLayers(source, resident, len(layers))
     turns.hook(layers)
@@ -177,21 +188,3 @@ def _load_others(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     model.tie_weights()
     # parameters still on the meta device are missing from the checkpoint, so this raises StartupError
     checkpoint.read([name for name, parameter in model.named_parameters() if parameter.is_meta])
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Register all module parameters on the meta device, without memory, while the context lives."""
-    original = nn.Module.register_parameter
-
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
-            empty: Tensor = parameter.to("meta")
-            parameter = nn.Parameter(empty, requires_grad=False)
-        original(module, name, parameter)
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]

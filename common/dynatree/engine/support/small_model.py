@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dynatree.engine.offload.offloaded_model import skeleton
+from dynatree.engine.model.skeleton import skeleton
 
 VOCAB_SIZE = 512
 CONTEXT_LENGTH = 512

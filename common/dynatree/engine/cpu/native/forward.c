@@ -136,6 +136,13 @@ static void attend_tasks(const struct operation *o, const struct call *c, const 
     attention_tasks(&layer, shape, &c->rotary, c->segments, c->segment_count, memory, next);
 }
 
+/* Whether the operation before prepared the same rows for a layer of the same kind, as for queries, keys and values. */
+INLINE int prepared(const struct operation *operations, int64_t i) {
+    if (!i || operations[i - 1].kind != LINEAR || operations[i - 1].from != operations[i].from) return 0;
+    return operations[i - 1].to != operations[i].from &&
+           linear_prepares_alike(&operations[i - 1].linear, &operations[i].linear);
+}
+
 /* Which sources a build is of: `native.py` takes none of other sources, whose structures may differ. */
 uint32_t dynatree_sources(void) { return SOURCES; }
 
@@ -170,8 +177,8 @@ int dynatree_forward(const struct program *p, const struct call *c) {
                     if (o->last) rows = c->kept;
                     norm_tasks(o, c, rows, p->shape.dtype, &next[i]);
                 } else if (o->kind == LINEAR) {
-                    linear_prepare(&o->linear, c->buffers[o->from], rows, shared);
-                    if (linear_shared_floats(&o->linear, rows)) {
+                    if (!prepared(p->operations, i) && linear_shared_floats(&o->linear, rows)) {
+                        linear_prepare(&o->linear, c->buffers[o->from], rows, shared);
 #pragma omp barrier
                     }
                     linear_tasks(&o->linear, c->buffers[o->from], rows, o->other < 0 ? NULL : c->buffers[o->other],

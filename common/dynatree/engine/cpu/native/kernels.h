@@ -40,11 +40,32 @@ struct shape {
 enum activation { IDENTITY, GELU, GELU_TANH, SILU, RELU };
 enum combination { ALONE, PLUS, TIMES };
 
+/* The scale of a group of weights: float16, float32, or a whole number of 8 bits times a float16 step, which several
+ * groups share. */
+enum scales { HALVES, FLOATS, STEPS };
+
+/* Weights of 8 or 4 bits: an unsigned code c stands for scale * (c - offset), or scale * c + minimum.
+ *
+ * A panel lists its groups of inputs. A group is [group / 4][PANEL][4] codes, or of 4 bits [group / 8][PANEL][4] bytes,
+ * whose lower halves are inputs 0 to 3 of 8 and whose upper halves are the others; then the scales [PANEL], then the
+ * minimums [PANEL] where there are any. STEPS stand in front of each `super` inputs: the scales' [PANEL], then the
+ * minimums'. */
+struct weights {
+    int64_t bits;     /* 8 or 4; 0: the weights are of the layer's dtype */
+    int64_t group;    /* inputs that share a scale: 16, 32, 64 or 128 */
+    int64_t super;    /* inputs that share a step; a multiple of QUANTIZED_BLOCK */
+    int64_t scales;   /* enum scales */
+    int64_t minimums; /* whether there are minimums; the offset is then 0 */
+    int64_t offset;
+    int64_t narrow; /* whether all codes are below 128 */
+};
+
 /* output = combination(activation(rows @ weight.T + bias), other), rounded once. */
 struct linear {
-    const char *weight; /* [panels, inputs, PANEL], of bfloat16 [panels, inputs / 2, PANEL, 2]; PANEL in linear.c */
+    const char *weight; /* [panels, inputs, PANEL], of bfloat16 [panels, inputs / 2, PANEL, 2]; or see struct weights */
     const char *bias;   /* [panels * PANEL], or NULL */
     int64_t inputs, features, dtype, activation, combination;
+    struct weights weights;
 };
 
 /* A thread's share of the tasks: its own first one, then whatever no other has taken. `next` begins at 0. */
@@ -65,8 +86,20 @@ int64_t linear_shared_floats(const struct linear *linear, int64_t rows);
 
 /* A thread's share of what a linear layer does before a barrier, and after it. */
 void linear_prepare(const struct linear *linear, const char *rows, int64_t count, float *shared);
+int linear_prepares_alike(const struct linear *one, const struct linear *other); /* the same, from the same rows */
 void linear_tasks(const struct linear *linear, const char *rows, int64_t count, const char *other, char *output,
                   float *memory, const float *shared, int64_t *next);
+
+/* Bytes of a row that is quantised for a layer, and of one panel of its weights. */
+int64_t quantized_row(const struct linear *linear);
+int64_t quantized_panel(const struct linear *linear);
+
+/* A thread's share of the quantisation of some rows. */
+void quantize_rows(const struct linear *linear, const char *rows, int64_t count, char *quantized);
+
+/* The sums [rows][PANEL] of a panel, for at most CHUNK quantised rows; `again`: the panel was read just before. */
+void quantized_sums(const struct linear *linear, int64_t panel, const char *quantized, int64_t rows, int again,
+                    float *sums);
 
 /* Ask for the beginning of this thread's first task, so that memory is busy while the thread waits for others. */
 void linear_prefetch(const struct linear *linear);

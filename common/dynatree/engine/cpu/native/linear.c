@@ -8,23 +8,23 @@
  */
 #include <stdlib.h>
 
-#include "kernels.h"
+#include "linear.h"
 
-#define ROWS 6            /* of a block: with ACROSS vectors each, they fill the registers */
-#define PANEL 64          /* features; a multiple of ACROSS * LANES */
-#define CHUNK (16 * ROWS) /* rows whose sums stay in the nearest cache */
-#define BLOCK (16 * 1024) /* bytes of a panel that are read at a time */
-#define AHEAD 2048        /* bytes that are asked for in advance where memory is all that counts */
 #define BEGINNING (64 * 1024)
 
 int64_t linear_floats(void) { return CHUNK * PANEL + BLOCK / 2; }
 
 /* Rows of 16 bits are widened once, except where pairs are multiplied as they are. */
-INLINE int widened(const struct linear *l) { return l->dtype == FLOAT16 || (l->dtype == BFLOAT16 && !PAIRED); }
+INLINE int widened(const struct linear *l) {
+    return !l->weights.bits && (l->dtype == FLOAT16 || (l->dtype == BFLOAT16 && !PAIRED));
+}
 
-int64_t linear_shared_floats(const struct linear *l, int64_t rows) { return widened(l) ? rows * l->inputs : 0; }
+int64_t linear_shared_floats(const struct linear *l, int64_t rows) {
+    return l->weights.bits ? rows * quantized_row(l) / 4 : widened(l) ? rows * l->inputs : 0;
+}
 
 void linear_prepare(const struct linear *l, const char *rows, int64_t count, float *shared) {
+    if (l->weights.bits) quantize_rows(l, rows, count, (char *)shared);
     if (!widened(l)) return;
     int64_t all = count * l->inputs, threads = omp_get_num_threads(), thread = omp_get_thread_num();
     int64_t at = all * thread / threads, stop = all * (thread + 1) / threads;
@@ -32,15 +32,20 @@ void linear_prepare(const struct linear *l, const char *rows, int64_t count, flo
     for (; at < stop; at++) shared[at] = load_one(rows + at * 2, l->dtype);
 }
 
+int linear_prepares_alike(const struct linear *one, const struct linear *other) {
+    const struct weights *a = &one->weights, *b = &other->weights;
+    if (one->dtype != other->dtype || one->inputs != other->inputs || !a->bits != !b->bits) return 0;
+    if (!a->bits) return 1;
+    return a->group == b->group && a->offset == b->offset && a->minimums == b->minimums;
+}
+
 void linear_prefetch(const struct linear *l) {
-    int64_t panel = l->inputs * PANEL * size_of(l->dtype), thread = omp_get_thread_num();
+    int64_t thread = omp_get_thread_num();
+    int64_t panel = l->weights.bits ? quantized_panel(l) : l->inputs * PANEL * size_of(l->dtype);
     if (thread * PANEL >= l->features) return;
     for (int64_t at = 0; at < panel && at < BEGINNING; at += 64)
         _mm_prefetch(l->weight + thread * panel + at, _MM_HINT_T1);
 }
-
-/* How many vectors of a panel meet `rows` at a time: as many as the registers hold. */
-INLINE int across(int rows) { return LANES == 16 ? ACROSS : rows == 1 ? 4 * ACROSS : rows < 4 ? 2 * ACROSS : ACROSS; }
 
 /* sums[rows][vectors] += left[rows][inputs] @ right[inputs][vectors]; `lines` of `ahead` at each step. */
 INLINE void meet(float *sums, const char *left, int64_t left_row, const char *right, int64_t inputs, int rows,
@@ -186,17 +191,34 @@ INLINE void compute(const struct linear *l, int64_t panel, const char *left, int
     }
 }
 
+/* As compute, of weights of 8 or 4 bits. */
+INLINE void compute_quantized(const struct linear *l, int64_t panel, const char *quantized, int64_t count,
+                              const char *other, char *output, float *sums, int64_t dtype) {
+    for (int64_t first = 0; first < count; first += CHUNK) {
+        int64_t rows = count - first < CHUNK ? count - first : CHUNK;
+        quantized_sums(l, panel, quantized + first * quantized_row(l), rows, first > 0, sums);
+        for (int64_t row = 0; row < rows; row++)
+            finish(l, panel, sums + row * PANEL, other, output, first + row, dtype);
+    }
+}
+
 void linear_tasks(const struct linear *l, const char *rows, int64_t count, const char *other, char *output,
                   float *memory, const float *shared, int64_t *next) {
     int64_t panels = (l->features + PANEL - 1) / PANEL;
-    const char *left = widened(l) ? (const char *)shared : rows;
+    const char *left = widened(l) || l->weights.bits ? (const char *)shared : rows;
+#define COMPUTE(with)                                                       \
+    if (l->dtype == FLOAT32)                                                \
+        with(l, panel, left, count, other, output, memory, FLOAT32);        \
+    else if (l->dtype == BFLOAT16)                                          \
+        with(l, panel, left, count, other, output, memory, BFLOAT16);       \
+    else                                                                    \
+        with(l, panel, left, count, other, output, memory, FLOAT16)
     TASKS(panel, panels, next) {
-        if (l->dtype == FLOAT32)
-            compute(l, panel, left, count, other, output, memory, FLOAT32);
-        else if (l->dtype == BFLOAT16)
-            compute(l, panel, left, count, other, output, memory, BFLOAT16);
-        else
-            compute(l, panel, left, count, other, output, memory, FLOAT16);
+        if (l->weights.bits) {
+            COMPUTE(compute_quantized);
+        } else {
+            COMPUTE(compute);
+        }
     }
 }
 

@@ -46,15 +46,8 @@ class Checkpoint:
         self._folder = folder
         self._dtype = model.dtype
         self._prefix = prefix
-        try:
-            if (folder / _INDEX).exists():
-                files: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
-            else:
-                with safe_open(folder / _SINGLE, "pt") as file:
-                    files = dict.fromkeys(file.keys(), _SINGLE)
-        except (OSError, KeyError, ValueError) as error:
-            raise StartupError(f"model {name}: layers are offloaded from safetensors files, and it has none") from error
-        named = _names_in(model, files)
+        files = files_of(folder, name)
+        named = names_in(model, files)
         self._files = {ours: (files[theirs], theirs) for theirs, ours in named.items()}
 
     def identity(self) -> str:
@@ -101,6 +94,22 @@ class Checkpoint:
         return {name.removeprefix(prefix): tensor for name, tensor in self.read(names).items()}
 
 
+def files_of(folder: Path, name: str) -> dict[str, str]:
+    """Return the file of each tensor of a checkpoint.
+
+    Raises:
+        StartupError: There are no safetensors files.
+    """
+    try:
+        if (folder / _INDEX).exists():
+            files: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
+            return files
+        with safe_open(folder / _SINGLE, "pt") as file:
+            return dict.fromkeys(file.keys(), _SINGLE)
+    except (OSError, KeyError, ValueError) as error:
+        raise StartupError(f"model {name} has no safetensors files, which are the only ones read") from error
+
+
 def _samples(path: Path) -> Iterator[bytes]:
     """Yield a safetensors file's header, then samples of each tensor, spread from its first byte to its last."""
     with path.open("rb", buffering=0) as file:
@@ -115,7 +124,7 @@ def _samples(path: Path) -> Iterator[bytes]:
                 yield os.pread(file.fileno(), min(_SAMPLE_BYTES, end - begin), 8 + size + max(at, begin))
 
 
-def _names_in(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+def names_in(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Map names in the checkpoint to names in the model, without tensors that the model converts from several."""
     transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]

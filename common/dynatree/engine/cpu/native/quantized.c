@@ -1,0 +1,274 @@
+/* Linear layers over weights of 8 and 4 bits: see `quantized_linear.py`.
+ *
+ * A row is quantised to signed 8 bits, with one scale for each QUANTIZED_BLOCK inputs. The sum of products over a group
+ * of inputs is an integer, which is exact in any order. Groups are then added in float32, from the first to the last,
+ * in one lane for each feature. So a row's result has the same bits whatever other rows are computed beside it, and the
+ * same bits on every build.
+ *
+ * A quantised row is [inputs] int8, then one float scale for each block, then one int32 start for each group: the
+ * group's sum of inputs times -offset, or with minimums the sum itself.
+ */
+#include "linear.h"
+
+INLINE int64_t blocks_of(const struct linear *l) { return (l->inputs + QUANTIZED_BLOCK - 1) / QUANTIZED_BLOCK; }
+INLINE int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+INLINE int64_t scales_at(const struct linear *l) { return aligned(l->inputs); }
+INLINE int64_t starts_at(const struct linear *l) { return scales_at(l) + aligned(blocks_of(l) * 4); }
+
+int64_t quantized_row(const struct linear *l) { return starts_at(l) + aligned(l->inputs / l->weights.group * 4); }
+
+/* Bytes of one panel's scales (or minimums) for a group. */
+INLINE int64_t scale_bytes(const struct weights *w) {
+    return PANEL * (w->scales == STEPS ? 1 : w->scales == HALVES ? 2 : 4);
+}
+INLINE int64_t group_bytes(const struct weights *w) {
+    return w->group * PANEL * w->bits / 8 + scale_bytes(w) * (1 + w->minimums);
+}
+/* Bytes of the float16 steps in front of each `super` inputs. */
+INLINE int64_t header_bytes(const struct weights *w) { return w->scales == STEPS ? PANEL * 2 * (1 + w->minimums) : 0; }
+
+/* Bytes of a panel's first `inputs`. */
+INLINE int64_t panel_bytes(const struct linear *l, int64_t inputs) {
+    const struct weights *w = &l->weights;
+    int64_t headers = w->scales == STEPS ? (inputs + w->super - 1) / w->super : 0;
+    return inputs / w->group * group_bytes(w) + headers * header_bytes(w);
+}
+
+int64_t quantized_panel(const struct linear *l) { return panel_bytes(l, l->inputs); }
+
+/* One block of a row: numbers in [-127, 127], their scale, and the starts of its groups. A block with a number that is
+ * not finite has the scale NaN; a block too small to divide by has the scale 0. */
+INLINE void quantize_block(const struct linear *l, const char *from, int64_t inputs, int8_t *to, float *scale,
+                           int32_t *starts, int64_t dtype) {
+    const int64_t size = size_of(dtype), group = l->weights.group;
+    ivec most = {0};
+    for (int64_t i = 0; i < inputs; i += LANES) {
+        ivec bits = (ivec)load(from + i * size, dtype) & 0x7fffffff;
+        most = (ivec)choose(bits > most, (vec)bits, (vec)most);
+    }
+    int32_t largest = 0;
+    EACH(i, LANES) if (most[i] > largest) largest = most[i];
+    float magnitude, inverse = 0.0f;
+    memcpy(&magnitude, &largest, sizeof magnitude);
+    if (largest >= 0x7f800000)
+        *scale = __builtin_nanf("");
+    else if (magnitude < 0x1p-100f)
+        *scale = 0.0f;
+    else
+        *scale = magnitude / 127.0f, inverse = 127.0f / magnitude;
+    for (int64_t g = 0; g < inputs; g += group) {
+        ivec sums = {0};
+        for (int64_t i = g; i < g + group; i += LANES) {
+            vec x = {0};
+            if (inverse != 0.0f) x = load(from + i * size, dtype) * inverse;
+#if LANES == 16
+            __m512i whole = _mm512_cvtps_epi32((__m512)x);
+            _mm_storeu_si128((void *)(to + i), _mm512_cvtepi32_epi8(whole));
+#else
+            __m256i whole = _mm256_cvtps_epi32((__m256)x);
+            __m128i low = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+            _mm_storel_epi64((void *)(to + i), _mm_packs_epi16(low, low));
+#endif
+            sums += (ivec)whole;
+        }
+        int32_t sum = 0;
+        EACH(i, LANES) sum += sums[i];
+        starts[g / group] = l->weights.minimums ? sum : -(int32_t)l->weights.offset * sum;
+    }
+}
+
+void quantize_rows(const struct linear *l, const char *rows, int64_t count, char *quantized) {
+    int64_t blocks = blocks_of(l), all = count * blocks, bytes = quantized_row(l), size = size_of(l->dtype);
+    int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    for (int64_t at = all * thread / threads, stop = all * (thread + 1) / threads; at < stop; at++) {
+        int64_t row = at / blocks, block = at % blocks, first = block * QUANTIZED_BLOCK;
+        int64_t inputs = l->inputs - first < QUANTIZED_BLOCK ? l->inputs - first : QUANTIZED_BLOCK;
+        const char *from = rows + (row * l->inputs + first) * size;
+        char *to = quantized + row * bytes;
+        float *scale = (float *)(to + scales_at(l)) + block;
+        int32_t *starts = (int32_t *)(to + starts_at(l)) + first / l->weights.group;
+        if (l->dtype == FLOAT32)
+            quantize_block(l, from, inputs, (int8_t *)to + first, scale, starts, FLOAT32);
+        else if (l->dtype == BFLOAT16)
+            quantize_block(l, from, inputs, (int8_t *)to + first, scale, starts, BFLOAT16);
+        else
+            quantize_block(l, from, inputs, (int8_t *)to + first, scale, starts, FLOAT16);
+    }
+}
+
+/* sum + the products of four unsigned weights by four signed inputs, in each lane. `narrow`: weights are below 128. */
+INLINE ivec dot(ivec sum, ivec weights, ivec inputs, int narrow) {
+#if LANES == 16 && defined(__AVX512VNNI__)
+    /* as assembly: gcc 12 moves and spills the sums around its own intrinsic, which halves the speed */
+    (void)narrow;
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(inputs));
+    return sum;
+#elif LANES == 16
+    const __m512i w = (__m512i)weights, x = (__m512i)inputs, ones = _mm512_set1_epi16(1);
+    if (narrow) return sum + (ivec)_mm512_madd_epi16(_mm512_maddubs_epi16(w, x), ones);
+    const __m512i nibble = _mm512_set1_epi8(15); /* pairs of products by 8 bits would saturate 16 bits */
+    const __m512i low = _mm512_and_si512(w, nibble), high = _mm512_and_si512(_mm512_srli_epi16(w, 4), nibble);
+    return sum + (ivec)_mm512_madd_epi16(_mm512_maddubs_epi16(low, x), ones) +
+           (ivec)_mm512_madd_epi16(_mm512_maddubs_epi16(high, x), _mm512_set1_epi16(16));
+#elif defined(__AVXVNNI__)
+    (void)narrow;
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(inputs));
+    return sum;
+#else
+    const __m256i w = (__m256i)weights, x = (__m256i)inputs, ones = _mm256_set1_epi16(1);
+    if (narrow) return sum + (ivec)_mm256_madd_epi16(_mm256_maddubs_epi16(w, x), ones);
+    const __m256i nibble = _mm256_set1_epi8(15);
+    const __m256i low = _mm256_and_si256(w, nibble), high = _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble);
+    return sum + (ivec)_mm256_madd_epi16(_mm256_maddubs_epi16(low, x), ones) +
+           (ivec)_mm256_madd_epi16(_mm256_maddubs_epi16(high, x), _mm256_set1_epi16(16));
+#endif
+}
+
+/* Four bytes in every lane. */
+INLINE ivec four(const int8_t *from) {
+#if LANES == 16
+    ivec v;
+    __asm__("vpbroadcastd %1, %0" : "=v"(v) : "m"(*(const int32_t *)from));
+    return v;
+#else
+    int32_t x;
+    memcpy(&x, from, sizeof x);
+    return (ivec)_mm256_set1_epi32(x);
+#endif
+}
+
+/* The scales of LANES features, or with float16 steps of a group of groups, their product with the steps. */
+INLINE vec scales_of(const char *at, const char *header, int64_t lane, int64_t kind) {
+    if (kind == FLOATS) return *(const vec *)(at + lane * 4);
+    if (kind == HALVES) return load(at + lane * 2, FLOAT16);
+#if LANES == 16
+    vec step = (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(at + lane))));
+#else
+    vec step = (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(at + lane))));
+#endif
+    return step * load(header + lane * 2, FLOAT16); /* exact: 7 bits by 11 */
+}
+
+INLINE vec as_float(ivec x) {
+#if LANES == 16
+    return (vec)_mm512_cvtepi32_ps((__m512i)x);
+#else
+    return (vec)_mm256_cvtepi32_ps((__m256i)x);
+#endif
+}
+
+/* Some quantised rows: those of `struct linear`, from a group on. */
+struct left {
+    const int8_t *numbers;
+    const float *scales;
+    const int32_t *starts;
+    int64_t row; /* bytes from row to row, of each of the three */
+};
+
+/* sums[rows][vectors] += the products of one group, for the vectors from `lane` on; `lines` of `ahead` are prefetched at
+ * each 256 bytes of weights. Returns the next line to prefetch. */
+INLINE const char *meet(float *sums, struct left left, const char *right, const char *header, const struct weights *w,
+                        int64_t lane, int rows, int vectors, int bits, const char *ahead, int lines) {
+    const ivec nibble = (ivec){0} + 0x0f0f0f0f;
+    const int64_t steps = w->group * bits / 32, quants = w->group * PANEL * bits / 8;
+    const int narrow = bits == 4 || w->narrow;
+    ivec s[ROWS][PANEL / LANES];
+    EACH(r, rows) {
+        ivec start = {0};
+        if (!w->minimums) start = four((const int8_t *)left.starts + r * left.row);
+        EACH(c, vectors) s[r][c] = start;
+    }
+    const int8_t *x = left.numbers;
+    const char *at = right + lane * 4;
+    _Pragma("GCC unroll 1") for (int64_t step = 0; step < steps; step++, at += PANEL * 4, x += 32 / bits) {
+        for (int line = 0; line < lines; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+        ivec b[PANEL / LANES];
+        EACH(c, vectors) {
+            b[c] = *(const ivec *)(at + c * LANES * 4);
+            if (bits == 4) b[c] &= nibble;
+        }
+        EACH(r, rows) {
+            ivec v = four(x + r * left.row);
+            EACH(c, vectors) s[r][c] = dot(s[r][c], b[c], v, narrow);
+        }
+        if (bits == 4) { /* loaded again: registers do not hold both halves */
+            EACH(c, vectors) b[c] = (*(const ivec *)(at + c * LANES * 4) >> 4) & nibble;
+            EACH(r, rows) {
+                ivec v = four(x + 4 + r * left.row);
+                EACH(c, vectors) s[r][c] = dot(s[r][c], b[c], v, narrow);
+            }
+        }
+    }
+    const char *scales = right + quants, *minimums = scales + scale_bytes(w);
+    EACH(c, vectors) {
+        const int64_t first = lane + c * LANES;
+        vec scale = scales_of(scales, header, first, w->scales), minimum = {0};
+        if (w->minimums) minimum = scales_of(minimums, header + PANEL * 2, first, w->scales);
+        EACH(r, rows) {
+            vec *to = (vec *)(sums + r * PANEL + first), sum = as_float(s[r][c]) * scale;
+            float start = *(const int32_t *)((const char *)left.starts + r * left.row);
+            if (w->minimums) sum = fused(splat(start), minimum, sum);
+            *to = fused(splat(*(const float *)((const char *)left.scales + r * left.row)), sum, *to);
+        }
+    }
+    return ahead;
+}
+
+/* Some rows and some inputs of a panel, from `first` on. */
+INLINE const char *meet_all(float *sums, const struct linear *l, const char *quantized, const char *right,
+                            int64_t first, int64_t inputs, int rows, int bits, const char *ahead, int lines) {
+    const struct weights *w = &l->weights;
+    const int vectors = across(rows), parts = PANEL / LANES / vectors, streaming = !ahead;
+    for (int part = 0; part < parts; part++) {
+        const char *at = right, *header = NULL;
+        for (int64_t input = first; input < first + inputs; input += w->group) {
+            if (w->scales == STEPS && input % w->super == 0) header = at, at += header_bytes(w);
+            struct left left = {
+                .numbers = (const int8_t *)quantized + input,
+                .scales = (const float *)(quantized + scales_at(l)) + input / QUANTIZED_BLOCK,
+                .starts = (const int32_t *)(quantized + starts_at(l)) + input / w->group,
+                .row = quantized_row(l),
+            };
+            if (streaming) ahead = at + AHEAD;
+            ahead = meet(sums, left, at, header, w, part * vectors * LANES, rows, vectors, bits, ahead,
+                         part < lines ? (lines + parts - 1) / parts : 0);
+            at += group_bytes(w);
+        }
+    }
+    return ahead;
+}
+
+INLINE void add_panel(const struct linear *l, int64_t panel, const char *quantized, int64_t rows, int again,
+                      float *sums, int bits) {
+    const struct weights *w = &l->weights;
+    const int64_t unit = w->scales == STEPS ? w->super : w->group, groups = (rows + ROWS - 1) / ROWS;
+    const int64_t bytes = panel_bytes(l, unit), fitting = (BLOCK + BLOCK / 8) / bytes;
+    const int streaming = groups == 1; /* the panel is read once, from end to end */
+    const int64_t block = streaming ? l->inputs : (fitting > 1 ? fitting : 1) * unit;
+    const char *right = l->weight + panel * quantized_panel(l);
+    memset(sums, 0, rows * PANEL * sizeof(float));
+    for (int64_t input = 0; input < l->inputs; input += block) {
+        int64_t inputs = l->inputs - input < block ? l->inputs - input : block;
+        const char *next = right + panel_bytes(l, inputs), *ahead = streaming ? NULL : next;
+        for (int64_t group = 0, row = 0, many; group < groups; group++, row += many) {
+            /* the groups of rows share what is prefetched; later chunks find the panel in a cache */
+            int lines = again ? 0 : groups > 3 ? group < 4 : groups == 3 ? 1 + !group : 4 / groups;
+            many = (rows - row) / (groups - group);
+#define CASE(r)                                                                                                    \
+    case r:                                                                                                        \
+        ahead = meet_all(sums + row * PANEL, l, quantized + row * quantized_row(l), right, input, inputs, r, bits, \
+                         ahead, lines);                                                                            \
+        break;
+            switch (many) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+        }
+        right = next;
+    }
+}
+
+void quantized_sums(const struct linear *l, int64_t panel, const char *quantized, int64_t rows, int again,
+                    float *sums) {
+    if (l->weights.bits == 8)
+        add_panel(l, panel, quantized, rows, again, sums, 8);
+    else
+        add_panel(l, panel, quantized, rows, again, sums, 4);
+}

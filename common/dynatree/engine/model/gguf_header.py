@@ -1,0 +1,189 @@
+"""Reads the header of a GGUF file and checks it against the file, without torch and in time bounded by the file's size.
+
+Format: version 2 and 3 of llama.cpp's GGUF, little-endian. A file is a list of key-value pairs, a list of tensors with
+types, shapes and offsets, and the tensors' data.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynatree.common.errors import StartupError
+
+# Values and bytes of one block, for the types that can be served; the names are llama.cpp's.
+BLOCKS = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    "Q8_0": (32, 34),
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
+_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K"}
+_TYPES |= {14: "Q6_K", 30: "BF16"}
+# Types of llama.cpp that are not served, for their names in messages.
+_OTHERS = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
+_OTHERS |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
+_OTHERS |= {29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MOST_DIMENSIONS = 4
+_ALIGNMENT = 32  # bytes, where the file names no other
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """Where a tensor lies in a file.
+
+    Attributes:
+        name: Name in llama.cpp's convention.
+        kind: Name of its type, a key of `BLOCKS`.
+        shape: Sizes, the slowest first: a weight is `(features, inputs)`.
+        start: First byte of its data in the file.
+        bytes: Number of bytes of its data.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    """The header of a GGUF file; `values` holds the scalars and strings, and the lengths of arrays."""
+
+    values: dict[str, Any]
+    tensors: tuple[GGUFTensor, ...]
+
+
+class _MalformedError(ValueError):
+    """A file is not as the format has it; the message says where."""
+
+
+class _Cursor:
+    """Reads from a file's start on; every read is checked against the file's end."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.at = 0
+
+    def skip(self, count: int) -> int:
+        """Move behind `count` bytes; return where they begin."""
+        begin = self.at
+        if count > len(self.data) - begin:
+            raise _MalformedError("it ends within its header")
+        self.at += count
+        return begin
+
+    def number(self, code: str) -> Any:
+        size = struct.calcsize(f"<{code}")
+        return struct.unpack_from(f"<{code}", self.data, self.skip(size))[0]
+
+    def text(self) -> str:
+        length = self.number("Q")
+        begin = self.skip(length)
+        try:
+            return self.data[begin : begin + length].decode()
+        except UnicodeDecodeError:
+            raise _MalformedError("it has a string that is not UTF-8") from None
+
+    def value(self, kind: int) -> Any:
+        """Read a value; of an array, return its length."""
+        if kind == _STRING:
+            return self.text()
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise _MalformedError(f"it has a value of the unknown type {kind}")
+        inner, length = self.number("I"), self.number("Q")
+        if inner in _SCALARS:
+            self.skip(length * struct.calcsize(f"<{_SCALARS[inner]}"))
+        elif inner == _STRING:
+            for _ in range(length):  # ends at the file's end, since each string takes 8 bytes
+                self.skip(self.number("Q"))
+        else:
+            raise _MalformedError(f"it has an array of the unsupported type {inner}")
+        return length
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """Read the header of a file, and check that the file holds all tensors that it names.
+
+    Raises:
+        StartupError: The file cannot be read, is no GGUF file, is cut short, or has a type that is not served.
+    """
+    try:
+        with path.open("rb") as file:
+            if path.stat().st_size == 0:
+                raise _MalformedError("it is empty")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _header(_Cursor(data))
+    except OSError as error:
+        raise StartupError(f"model {path.name} cannot be read: {error.strerror}") from None
+    except _MalformedError as error:
+        raise StartupError(f"model {path.name} cannot be read as GGUF: {error}") from None
+
+
+def _header(cursor: _Cursor) -> GGUFHeader:
+    if cursor.data[:4] != b"GGUF":
+        raise _MalformedError("it does not begin with the letters GGUF")
+    cursor.skip(4)
+    version = cursor.number("I")
+    if version not in (2, 3):
+        raise _MalformedError(f"its version is {version}, expected 2 or 3, little-endian")
+    tensors, pairs = cursor.number("Q"), cursor.number("Q")
+    values: dict[str, Any] = {}
+    for _ in range(pairs):
+        key = cursor.text()
+        if key in values:
+            raise _MalformedError(f"it has two values of {key}")
+        values[key] = cursor.value(cursor.number("I"))
+    if not isinstance(values.get("general.architecture"), str):
+        raise _MalformedError("it names no general.architecture")
+    alignment = values.get("general.alignment", _ALIGNMENT)
+    if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
+        raise _MalformedError(f"its general.alignment is {alignment}, expected a multiple of 8")
+    found = [_tensor(cursor) for _ in range(tensors)]
+    begin = -(-cursor.at // alignment) * alignment
+    placed = [
+        GGUFTensor(each.name, each.kind, each.shape, begin + each.start, each.bytes) for each in found
+    ]
+    for each in placed:
+        if each.start % alignment:
+            raise _MalformedError(f"its tensor {each.name} begins at no multiple of {alignment} bytes")
+        if each.start + each.bytes > len(cursor.data):
+            raise _MalformedError(f"it ends within its tensor {each.name}; download it again")
+    if len({each.name for each in placed}) < len(placed):
+        raise _MalformedError("it has two tensors of one name")
+    return GGUFHeader(values, tuple(placed))
+
+
+def _tensor(cursor: _Cursor) -> GGUFTensor:
+    """Read one entry of the tensors' list; its start is relative to the data's."""
+    name = cursor.text()
+    dimensions = cursor.number("I")
+    if not 1 <= dimensions <= _MOST_DIMENSIONS:
+        raise _MalformedError(f"its tensor {name} has {dimensions} dimensions")
+    sizes = [cursor.number("Q") for _ in range(dimensions)]  # the fastest first
+    code, start = cursor.number("I"), cursor.number("Q")
+    kind = _TYPES.get(code)
+    if kind is None:
+        raise _MalformedError(f"its tensor {name} is of type {_OTHERS.get(code, code)}, expected {', '.join(BLOCKS)}")
+    values, block = BLOCKS[kind]
+    count = 1
+    for size in sizes:
+        count *= size
+    if count == 0 or sizes[0] % values:
+        raise _MalformedError(f"its tensor {name} of type {kind} has the shape {sizes[::-1]}")
+    return GGUFTensor(name, kind, tuple(sizes[::-1]), start, count // values * block)

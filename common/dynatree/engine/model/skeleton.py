@@ -1,0 +1,41 @@
+"""A model of a configuration without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from dynatree.engine.forward.attention import NAME
+
+
+def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Make a model without weights: its parameters are on the meta device, but its computed buffers are not."""
+    with _parameters_on_meta():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation=NAME, trust_remote_code=False
+        )
+    model.tie_weights()
+    model.train(False)
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Register all module parameters on the meta device, without memory, while the context lives."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            empty: Tensor = parameter.to("meta")
+            parameter = nn.Parameter(empty, requires_grad=False)
+        original(module, name, parameter)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]

@@ -1,0 +1,103 @@
+"""The header of GGUF files: what is read, and what is refused."""
+
+import random
+import struct
+
+import gguf
+import numpy as np
+import pytest
+
+from dynatree.common.errors import StartupError
+from dynatree.engine.model.files import check_model
+from dynatree.engine.model.gguf_header import BLOCKS, read_header
+
+
+@pytest.fixture(name="path", scope="module")
+def path_fixture(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_block_count(1)
+    writer.add_token_list(["a", "b", "<unk>"])
+    writer.add_array("numbers", [1.0, 2.0])
+    writer.add_tensor("float", np.arange(6, dtype=np.float32).reshape(2, 3))
+    for kind in ("Q8_0", "Q4_K", "Q6_K"):
+        values, size = BLOCKS[kind]
+        raw = np.zeros((4, 512 // values * size), dtype=np.uint8)
+        writer.add_tensor(kind, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def changed(path, tmp_path, at, data):
+    raw = bytearray(path.read_bytes())
+    raw[at : at + len(data)] = data
+    other = tmp_path / "other.gguf"
+    other.write_bytes(raw)
+    return other
+
+
+def test_the_header_is_as_it_was_written(path):
+    header = read_header(path)
+    assert header.values["general.architecture"] == "llama"
+    assert header.values["llama.block_count"] == 1
+    assert header.values["tokenizer.ggml.tokens"] == 3
+    theirs = {each.name: each for each in gguf.GGUFReader(path).tensors}
+    for tensor in header.tensors:
+        assert tensor.start == theirs[tensor.name].data_offset
+        assert tensor.bytes == theirs[tensor.name].n_bytes
+        assert list(tensor.shape) == [int(size) for size in theirs[tensor.name].shape][::-1]
+        assert tensor.kind == theirs[tensor.name].tensor_type.name
+    check_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("at", "data", "reason"),
+    [
+        (0, b"GGML", "does not begin with the letters GGUF"),
+        (4, struct.pack("<I", 1), "its version is 1"),
+        (4, struct.pack(">I", 3), "its version is"),
+        (8, struct.pack("<Q", 2**60), "cannot be read as GGUF"),
+        (16, struct.pack("<Q", 2**63), "cannot be read as GGUF"),
+        (24, struct.pack("<Q", 2**64 - 1), "it ends within its header"),
+    ],
+)
+def test_a_broken_header_is_refused(path, tmp_path, at, data, reason):
+    with pytest.raises(StartupError, match=reason):
+        check_model(str(changed(path, tmp_path, at, data)))
+
+
+def test_a_type_that_is_not_served_is_refused_by_its_name(path, tmp_path):
+    name = struct.pack("<Q", 4) + b"Q4_K"
+    at = path.read_bytes().index(name) + len(name) + 4 + 16
+    with pytest.raises(StartupError, match="its tensor Q4_K is of type IQ4_XS, expected F32"):
+        check_model(str(changed(path, tmp_path, at, struct.pack("<I", 23))))
+
+
+def test_a_file_that_is_cut_short_is_refused_at_every_length(path, tmp_path):
+    raw = path.read_bytes()
+    other = tmp_path / "cut.gguf"
+    last = max(each.start + each.bytes for each in read_header(path).tensors)
+    for length in (*range(0, 600, 7), len(raw) // 2, last - 1):
+        other.write_bytes(raw[:length])
+        with pytest.raises(StartupError, match="cut.gguf"):
+            check_model(str(other))
+
+
+def test_mutated_files_are_read_or_refused_and_never_crash(path, tmp_path):
+    chooser = random.Random(0)
+    raw = path.read_bytes()
+    for _ in range(1000):
+        other = bytearray(raw)
+        for _ in range(chooser.choice((1, 2, 8))):
+            at = chooser.randrange(min(len(other), 700))
+            other[at] = chooser.choice((0, 1, 127, 128, 255, chooser.randrange(256)))
+        file = tmp_path / "mutant.gguf"
+        file.write_bytes(other[: chooser.choice((len(other), chooser.randrange(len(other))))])
+        try:
+            header = read_header(file)
+        except StartupError:
+            continue
+        assert all(each.start + each.bytes <= file.stat().st_size for each in header.tensors)

@@ -1,0 +1,144 @@
+"""GPTQ, AWQ and compressed-tensors: repacked codes stand for the numbers that each format defines."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dynatree.common.errors import StartupError
+from dynatree.engine.forward.segment import Segment
+from dynatree.engine.loading import load_engine
+from dynatree.engine.weights.packed_weights import format_of
+from dynatree.engine.settings import ModelSettings
+from tests.support.model_zoo import save_random_model
+
+AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where a feature's 4 bits lie in a word
+
+
+def packed(codes, bits, places=None):
+    """Pack `[..., codes]` into int32 words `[..., words]`, the first code lowest."""
+    many = 32 // bits
+    words = codes.long().unflatten(-1, (-1, many))
+    shifts = torch.tensor(places or range(many)) * bits
+    total = (words << shifts).sum(-1)
+    return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
+
+
+def stored(method, bits, group, features, inputs, generator, scale_dtype=torch.float16):
+    """Return a layer's tensors as the method stores them, its settings, and the weight in float32."""
+    groups = inputs // group
+    codes = torch.randint(0, 1 << bits, (features, inputs), generator=generator)
+    scales = (torch.rand(features, groups, generator=generator) + 0.5).to(scale_dtype) * (0.32 / (1 << bits))
+    middle = 1 << (bits - 1)
+    zeros = middle + torch.randint(-2, 3, (features, groups), generator=generator)
+    if method.startswith("gptq"):
+        first = 1 if method == "gptq" else 0
+        tensors = {
+            "qweight": packed(codes, bits).T.contiguous(),
+            "qzeros": packed((zeros - first).T, bits),
+            "scales": scales.T.contiguous(),
+            "g_idx": (torch.arange(inputs) // group).int(),
+        }
+        settings = {"quant_method": "gptq", "bits": bits, "group_size": group, "checkpoint_format": method}
+    elif method == "awq":
+        tensors = {
+            "qweight": packed(codes.T, bits, AWQ_PLACES),
+            "qzeros": packed(zeros.T, bits, AWQ_PLACES),
+            "scales": scales.T.contiguous(),
+        }
+        settings = {"quant_method": "awq", "bits": bits, "group_size": group, "version": "gemm"}
+    else:
+        form = "pack-quantized" if method == "packed" else "int-quantized"
+        tensors = {"weight_scale": scales}
+        if method == "packed":
+            tensors["weight_packed"] = packed(codes, bits)
+            tensors["weight_shape"] = torch.tensor([features, inputs])
+        else:
+            tensors["weight"] = (codes - (1 << (bits - 1))).to(torch.int8)
+        zeros = torch.full_like(zeros, 1 << (bits - 1))
+        scheme = {"weights": {"num_bits": bits, "strategy": "group", "group_size": group, "type": "int"}}
+        settings = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": scheme}}
+    weight = (codes.view(features, groups, group) - zeros[..., None]) * scales.float()[..., None]
+    return tensors, settings, weight.view(features, inputs)
+
+
+CASES = [(method, bits) for method in ("gptq", "gptq_v2", "packed", "int") for bits in (4, 8)] + [("awq", 4)]
+
+
+@pytest.mark.parametrize(("method", "bits"), CASES)
+@pytest.mark.parametrize("group", [32, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_codes_stand_for_the_numbers(method, bits, group, dtype):
+    generator = torch.Generator().manual_seed(bits + group)
+    tensors, settings, weight = stored(method, bits, group, 64, 512, generator, dtype)
+    ours = format_of(settings).unpacked(tensors).dequantized()
+    assert (ours - weight).abs().max() <= 1e-6 * weight.abs().max()
+
+
+@pytest.mark.parametrize(("method", "bits"), CASES)
+def test_a_checkpoint_is_served_as_its_weights_are(tmp_path, method, bits):
+    folder = save_random_model(tmp_path / "model", "llama", seed=3)
+    state, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(4)
+    plain = dict(state)
+    for name in list(state):
+        if "proj" in name:
+            features, inputs = state.pop(name).shape
+            tensors, settings, plain[name] = stored(method, bits, 32, features, inputs, generator)
+            state |= {f"{name.removesuffix('.weight')}.{key}": value for key, value in tensors.items()}
+    save_file(plain, tmp_path / "plain.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    plain_folder = tmp_path / "plain"
+    plain_folder.mkdir()
+    for file in folder.iterdir():
+        (plain_folder / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "plain.safetensors").replace(plain_folder / "model.safetensors")
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    logits = []
+    for path in (folder, plain_folder):
+        engine = load_engine(ModelSettings(str(path), dtype="float32", sessions=1))
+        kv = engine.arena.reserve(30)
+        with torch.inference_mode():
+            logits += engine.forward([Segment(kv, 0, list(range(30)), range(30))])
+    assert (logits[0] - logits[1]).square().mean().sqrt() < 0.03 * logits[1].std()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantised by bitsandbytes, expected gptq, awq or compressed-tensors"),
+        ({"quant_method": "gptq", "bits": 3}, "have 3 bits, expected 4 or 8"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version gemv, expected 4 and gemm"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "have 0 groups of layers, expected 1"),
+    ],
+)
+def test_other_formats_are_refused_by_name(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        format_of(settings)
+
+
+def test_groups_that_are_not_in_order_are_refused():
+    tensors, settings, _ = stored("gptq", 4, 32, 64, 64, torch.Generator().manual_seed(0))
+    tensors["g_idx"] = tensors["g_idx"].flip(0)
+    with pytest.raises(ValueError, match="desc_act"):
+        format_of(settings).unpacked(tensors)
+
+
+def test_scales_that_are_not_finite_are_refused():
+    tensors, settings, _ = stored("awq", 4, 32, 64, 64, torch.Generator().manual_seed(0))
+    tensors["scales"][0, 0] = torch.inf
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        format_of(settings).unpacked(tensors)
+
+
+def test_tensors_that_lack_are_refused(tmp_path):
+    folder = save_random_model(tmp_path / "model", "llama", seed=3)
+    config = json.loads((folder / "config.json").read_text())
+    settings = {"quant_method": "gptq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    state = load_file(folder / "model.safetensors")
+    state.pop("model.layers.1.self_attn.k_proj.weight")
+    save_file(state, folder / "model.safetensors")
+    with pytest.raises(StartupError, match=r"lacks model.layers.1.self_attn.k_proj.weight"):
+        load_engine(ModelSettings(str(folder), sessions=1))
