@@ -166,7 +166,9 @@ def main() -> None:
     parser.add_argument("--drafted", type=int, nargs="+", default=DRAFTED, help="tokens drafted at a time")
     parser.add_argument("--work", type=Path, default=Path("build/llama.cpp"), help="default: build/llama.cpp")
     options = parser.parse_args()
-    with llama_servers(options.work, options.target_model, options.draft_model, options.drafted, options.type) as servers:
+    with llama_servers(
+        options.work, options.target_model, options.draft_model, options.drafted, options.type
+    ) as servers:
         for name, url in servers.items():
             print(f'--baseline-server "{name}={url}"', flush=True)
         signal.sigwait({signal.SIGINT, signal.SIGTERM})

@@ -40,8 +40,9 @@ def negative_log_likelihoods(engine: Engine, tokens: list[int]) -> list[float]:
 
 
 def measured(argument: str, text: str, windows: int) -> dict[str, Any]:
+    """Measure one MODEL[:WEIGHTS[:DTYPE]]."""
     model, weights, dtype = (*argument.split(":"), "auto", "auto")[:3]
-    engine = load_engine(ModelSettings(model, "cpu", dtype, weights, sessions=1, max_context=WINDOW))
+    engine = load_engine(ModelSettings(model, "cpu", dtype, weights, sessions=1, measured_rows=0, max_context=WINDOW))
     tokens: list[int] = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
     whole = [tokens[at : at + WINDOW] for at in range(0, len(tokens) - WINDOW + 1, WINDOW)][:windows]
     begun = time.perf_counter()
@@ -58,6 +59,7 @@ def measured(argument: str, text: str, windows: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Measure all models, and print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("text", type=Path)
     parser.add_argument("models", nargs="+")
@@ -71,7 +73,12 @@ def main() -> None:
         shown = {name: value for name, value in results[-1].items() if name != "nats_by_window"}
         print(json.dumps(shown), flush=True)
     if options.out:
-        record = {"text": options.text.name, "window": WINDOW, "environment": environment(None, None), "results": results}
+        record = {
+            "text": options.text.name,
+            "window": WINDOW,
+            "environment": environment(None, None),
+            "results": results,
+        }
         options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -18,15 +18,16 @@ HALVES |= {"Q6_K": [208]}
 # The spread of a type's codes times that of its scales of 8 or 6 bits.
 SPREADS = {"Q8_0": 74, "Q4_0": 4.6, "Q4_1": 4.6, "Q5_0": 9.2, "Q5_1": 9.2, "Q4_K": 166, "Q5_K": 332, "Q6_K": 1367}
 SPREAD = 0.06  # of a model's weights
+MIDDLES = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}  # of a minimum in steps of the scale
 
 
 def random_blocks(kind: str, features: int, inputs: int, generator: torch.Generator) -> Tensor:
     """Return uint8 `[features, blocks, bytes]` of random codes; the weights' spread is a model's."""
     values, size = BLOCKS[kind]
     raw = torch.randint(0, 256, (features, inputs // values, size), dtype=torch.uint8, generator=generator)
-    for at in HALVES[kind]:
-        scales = torch.randn(features, inputs // values, 1, generator=generator) * (SPREAD / SPREADS[kind])
-        raw[..., at : at + 2] = scales.half().view(torch.uint8)
+    scales = torch.randn(features, inputs // values, 1, generator=generator) * (SPREAD / SPREADS[kind])
+    for at, factor in zip(HALVES[kind], (1.0, MIDDLES.get(kind)), strict=False):
+        raw[..., at : at + 2] = (scales * factor).half().view(torch.uint8)
     return raw
 
 

@@ -396,9 +396,7 @@ def _measure_costs(options: argparse.Namespace) -> Report:
     measured_on = _environment(options)
     precision = (options.device or "auto", options.dtype or "auto", options.weights or "auto")
     try:
-        target = load_engine(
-            ModelSettings(_path(options.target_model, embedded.target_path()), *precision, ARENA_ROWS)
-        )
+        target = load_engine(ModelSettings(_path(options.target_model, embedded.target_path()), *precision, ARENA_ROWS))
         draft = load_engine(
             ModelSettings(_path(options.draft_model, embedded.draft_path()), *precision, 1, chooses_tokens=False)
         )

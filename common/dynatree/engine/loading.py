@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -51,10 +50,9 @@ from dynatree.engine.offload.offloaded_model import OffloadedModel
 from dynatree.engine.parallel.parallel_engine import ParallelArena
 from dynatree.engine.parallel.ranks import Ranks
 from dynatree.engine.parallel.starting import leading, started_ranks
-from dynatree.engine.quantized.gguf_model import load_gguf
 from dynatree.engine.quantized.layers import quantize
-from dynatree.engine.quantized.packed_model import load_packed
-from dynatree.engine.settings import DTYPES, GGUF, GGUF_DTYPE, WEIGHTS, ModelSettings
+from dynatree.engine.quantized.loading import quantized_model
+from dynatree.engine.settings import DTYPES, WEIGHTS, ModelSettings
 from dynatree.engine.support.explained import explained, named
 from dynatree.engine.support.families import check_cache, check_config, check_family, record_kv_shape
 from dynatree.engine.support.probe import check_computation, check_outputs
@@ -130,6 +128,10 @@ def _engine_of(
         defaults = GenerationDefaults.of(model.generation_config if settings.chooses_tokens else None)
         known = offloaded.sums if offloaded else None
         identity = model_fingerprint(model, defaults, known) if settings.chooses_tokens else ""
+        if settings.weights != "auto" and offloaded is None:
+            output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+            quantize(model, WEIGHTS[settings.weights], model.dtype, native, output)
+            step_bytes = step_bytes_of(model)
         if model.device.type == "cpu" and ranks is None:
             pack(model, native, offloaded.apart if offloaded else ())
             use_huge_pages(weights_of(model), name)
@@ -236,10 +238,9 @@ def _load_model(
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        if settings.model.endswith(GGUF):
-            return _load_gguf(settings, config, device), None
-        if getattr(config, "quantization_config", None) is not None:
-            return _load_packed(settings, config, device, name), None
+        quantised = quantized_model(settings, config, torch.device(device), name)
+        if quantised is not None:
+            return quantised, None
         offloaded = offloaded_model(settings, config, device, name) if ranks is None else None
         if offloaded:
             return offloaded.model, offloaded
@@ -253,9 +254,6 @@ def _load_model(
             trust_remote_code=False,
             **parallel,
         )
-        if settings.weights != "auto":
-            native = is_native(torch.device(device), model.dtype)
-            quantize(model, WEIGHTS[settings.weights], model.dtype, native, model.get_output_embeddings())
         loaded: PreTrainedModel = (model if ranks else model.to(device)).eval()  # type: ignore[arg-type]
     except StartupError:
         raise
@@ -264,36 +262,6 @@ def _load_model(
             check_family(config)
         raise _unloadable(settings, name, error) from error
     return loaded, None
-
-
-def _load_gguf(settings: ModelSettings, config: PretrainedConfig, device: str) -> PreTrainedModel:
-    """Load a model from a GGUF file.
-
-    Raises:
-        StartupError: The file cannot be served.
-    """
-    dtype = getattr(torch, GGUF_DTYPE if settings.dtype == "auto" else settings.dtype)
-    path, where = Path(settings.model), torch.device(device)
-    return load_gguf(path, config, dtype, is_native(where, dtype)).to(where)  # type: ignore[arg-type]
-
-
-def _load_packed(settings: ModelSettings, config: PretrainedConfig, device: str, name: str) -> PreTrainedModel:
-    """Load a model from a checkpoint with packed weights.
-
-    Raises:
-        StartupError: The checkpoint cannot be served, or options ask for something else.
-    """
-    if settings.weights != "auto" or settings.resident_layers is not None or settings.tensor_parallel > 1:
-        raise StartupError(
-            f"model {name} has quantised weights, which go together with neither --weights, --resident-layers nor "
-            f"--tensor-parallel"
-        )
-    dtype = getattr(torch, settings.dtype) if settings.dtype != "auto" else config.dtype or torch.bfloat16
-    where, folder = torch.device(device), Path(settings.model)
-    if not folder.is_dir():
-        wanted = ["*.safetensors", "*.json"]
-        folder = Path(snapshot_download(settings.model, allow_patterns=wanted, ignore_patterns=["*/*"]))
-    return load_packed(folder, name, config, dtype, is_native(where, dtype)).to(where)  # type: ignore[arg-type]
 
 
 def _unloadable(settings: ModelSettings, name: str, error: Exception) -> StartupError:

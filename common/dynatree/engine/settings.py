@@ -11,7 +11,6 @@ from dynatree.common.limits import MAX_SESSIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
 GGUF = ".gguf"  # suffix of a GGUF file
-GGUF_DTYPE = "bfloat16"  # of the activations, unless another is chosen; a GGUF file names none
 WEIGHTS = {"int8": 8, "int4": 4}  # bits of `--weights`
 
 
@@ -23,7 +22,7 @@ class ModelSettings:
         model: A hub name or a local path.
         device: A torch device, or "auto" for the first GPU if any.
         dtype: One of `DTYPES`, or "auto" for the checkpoint's own.
-        weights: A key of `WEIGHTS`, to which the weights of linear layers are rounded, or "auto" for the checkpoint's own.
+        weights: A key of `WEIGHTS`, to which weights of linear layers are rounded, or "auto" for the checkpoint's own.
         sessions: Sequences that can be open at once.
         kv_tokens: Slots of the KV arena; None means the sessions' largest need, limited by the memory.
         max_context: Longest sequence that is served, in tokens; None means the model's context length.

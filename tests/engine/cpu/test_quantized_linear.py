@@ -1,4 +1,4 @@
-"""The kernel of quantised linear layers: equal to whole-number arithmetic, bit by bit, beside any rows and on any build."""
+"""The kernel of quantised linear layers: whole-number arithmetic, with equal bits beside any rows and on any build."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.support.kernel_builds import compiled
 
 pytestmark = compiled
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BLOCK = 128  # inputs of a row that share a scale
+BLOCK = 32  # inputs of a row that share a scale
 KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 

@@ -93,6 +93,25 @@ def test_offloaded_layers_have_the_bits_of_layers_in_memory(
         offloaded.source.close()
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_offloaded_quantised_layers_have_the_bits_of_layers_in_memory(
+    llama: Path, tmp_path: Path, weights: str, dtype: str
+) -> None:
+    whole = load_engine(ModelSettings(str(llama), sessions=2, weights=weights, dtype=dtype))
+    for resident in (0, 2):
+        offloaded = load(llama, tmp_path / "cache", resident, weights=weights, dtype=dtype)
+        assert offloaded.info.fingerprint == whole.info.fingerprint, "a completion may go on there"
+        outputs = []
+        for engine in (whole, offloaded):
+            kv = engine.arena.reserve(80)
+            assert kv is not None
+            outputs += engine.forward([Segment(kv, 0, range(5, 45), range(40))])
+        assert torch.equal(*outputs)
+        source_of(offloaded).close()
+
+
 def test_a_cache_is_written_once_and_anew_for_another_checkpoint(model: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     source_of(load(model, cache, 1)).close()

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from dynatree.common.errors import StartupError
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.loading import load_engine
-from dynatree.engine.weights.packed_weights import format_of
 from dynatree.engine.settings import ModelSettings
+from dynatree.engine.weights.packed_weights import format_of
 from tests.support.model_zoo import save_random_model
 
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where a feature's 4 bits lie in a word

@@ -43,12 +43,12 @@ class QuantizedLinear(NativeLinear):
     @classmethod
     def reloaded(
         cls,
+        form: str,
+        dtype: torch.dtype,
         weight: Tensor,
         bias: Tensor | None,
         out_features: int,
         in_features: int,
-        dtype: torch.dtype,
-        form: str,
     ) -> QuantizedLinear:
         """Make a layer over memory that already has the kernel's layout; `form` is the `format` of the layer before."""
         layer = cls.__new__(cls)

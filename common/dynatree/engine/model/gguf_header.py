@@ -156,9 +156,7 @@ def _header(cursor: _Cursor) -> GGUFHeader:
         raise _MalformedError(f"its general.alignment is {alignment}, expected a multiple of 8")
     found = [_tensor(cursor) for _ in range(tensors)]
     begin = -(-cursor.at // alignment) * alignment
-    placed = [
-        GGUFTensor(each.name, each.kind, each.shape, begin + each.start, each.bytes) for each in found
-    ]
+    placed = [GGUFTensor(each.name, each.kind, each.shape, begin + each.start, each.bytes) for each in found]
     for each in placed:
         if each.start % alignment:
             raise _MalformedError(f"its tensor {each.name} begins at no multiple of {alignment} bytes")

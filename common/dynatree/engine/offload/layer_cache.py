@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from dynatree.common.errors import StartupError
 from dynatree.common.stopping import unfinished
-from dynatree.engine.model.fingerprint import sums_of
 from dynatree.engine.model.checkpoint import Checkpoint
+from dynatree.engine.model.fingerprint import sums_of
 from dynatree.engine.offload.layer_file import LayerFile, Place, named, remedy, write_layer
 from dynatree.engine.offload.layout import tensors_of
 

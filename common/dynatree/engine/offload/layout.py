@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -36,15 +38,17 @@ def bind(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         if last.startswith(_WEIGHT):
             above, _, own = owner.rpartition(".")
             bias, form = tensors.get(f"{owner}.{_BIAS}"), last.removeprefix(f"{_WEIGHT} ")
-            if form != _WEIGHT:
-                linear: NativeLinear = QuantizedLinear.reloaded(tensor, bias, *_sizes(parent), parent.weight.dtype, form)
-            else:
-                linear = NativeLinear.bound(tensor, bias, *_sizes(parent))
-            setattr(layer.get_submodule(above), own, linear)
+            linear = NativeLinear.bound if form == _WEIGHT else partial(QuantizedLinear.reloaded, form, _dtype(parent))
+            setattr(layer.get_submodule(above), own, linear(tensor, bias, *_sizes(parent)))
         else:
             setattr(parent, last, nn.Parameter(tensor, requires_grad=False))
     left = [name for name, parameter in layer.named_parameters() if parameter.device.type == "meta"]
     assert not left, f"{left} are in no file"
+
+
+def _dtype(linear: nn.Module) -> torch.dtype:
+    assert isinstance(linear.weight, Tensor)
+    return linear.weight.dtype
 
 
 def _sizes(linear: nn.Module) -> tuple[int, int]:

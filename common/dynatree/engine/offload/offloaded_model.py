@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.cpu.native import is_native
 from dynatree.engine.cpu.packing import pack_linear
-from dynatree.engine.forward.attention import NAME
 from dynatree.engine.forward.layer_source import SLOTS, LayerSource
 from dynatree.engine.forward.offloaded_layers import OffloadedLayers
+from dynatree.engine.model.checkpoint import Checkpoint
 from dynatree.engine.model.fingerprint import sums_of
 from dynatree.engine.model.size import parameters_of, step_bytes_of
-from dynatree.engine.model.checkpoint import Checkpoint
 from dynatree.engine.offload.disk_layers import DiskLayers
 from dynatree.engine.offload.host_layers import HostLayers, blob_of
 from dynatree.engine.offload.layer_cache import cached_layers
@@ -165,18 +163,25 @@ def load_offloaded(
         if index < resident:
             fill(layer, checkpoint.layer(index))
             if bits is not None:
+                sums |= _sums(layer, f"{prefix}.{index}.")
                 quantize(layer, bits, model.dtype, native)
         else:
             memory, where = source.memory(index - resident), places[index - resident]
             bind(layer, {name: place.of(memory) for name, place in where.items()})
     _load_others(model, checkpoint)
     if bits is not None:
+        sums = _sums(model) | sums
         output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         quantize(model, bits, model.dtype, native, output)
     model.to(device)  # type: ignore[arg-type]
     turns = OffloadedLayers(source, resident, len(layers))
     turns.hook(layers)
     return OffloadedModel(model, turns, sums, parameters, step_bytes)
+
+
+def _sums(module: nn.Module, prefix: str = "") -> dict[str, list[Any]]:
+    """Return the sums of a module's weights before they are rounded, by their names in the model."""
+    return {f"{prefix}{name}": sums_of(weight) for name, weight in module.named_parameters(remove_duplicate=False)}
 
 
 def _load_others(model: PreTrainedModel, checkpoint: Checkpoint) -> None:

@@ -17,8 +17,8 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from dynatree.common.errors import StartupError
 from dynatree.engine.model.gguf_header import BLOCKS, GGUFTensor, read_header
 from dynatree.engine.model.skeleton import skeleton
-from dynatree.engine.weights.gguf_blocks import repacked
 from dynatree.engine.quantized.layers import layer_of
+from dynatree.engine.weights.gguf_blocks import repacked
 from dynatree.engine.weights.quantized_weight import QuantizedWeight
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -50,7 +50,7 @@ class _Loading:
         self._model = skeleton(config, dtype)
         architecture = self._header.values["general.architecture"]
         processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
-        self._processor: Any = processor(config=config.to_dict())
+        self._processor: Any = processor(config=config.to_dict())  # type: ignore[no-untyped-call]
         self._names: dict[str, str] = get_gguf_hf_weights_map(self._model, self._processor)  # by names of the file
 
     def model(self) -> PreTrainedModel:

@@ -23,7 +23,8 @@ def layer_of(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, n
     features, inputs = weight.codes.shape
     layer = nn.Linear(inputs, features, bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.dequantized().to(dtype), requires_grad=False)
-    layer.bias = None if bias is None else nn.Parameter(bias.detach().to(dtype), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
     return layer
 
 
@@ -48,5 +49,8 @@ def quantize(module: nn.Module, bits: int, dtype: torch.dtype, native: bool, out
             weight, own = weight_of(layer), max(bits, _OUTPUT_BITS) if layer is output else bits
             group = group_of(weight.shape[1], MOST_INPUTS[own])
             if group is None:
-                raise StartupError(f"--weights int{bits}: {name} has {weight.shape[1]} inputs, expected multiples of 16")
-            setattr(parent, name, layer_of(rounded(weight, own, group), layer.bias, dtype, native))
+                raise StartupError(
+                    f"--weights int{bits}: {name} has {weight.shape[1]} inputs, expected multiples of 16"
+                )
+            bias: Tensor | None = layer.bias  # type: ignore[assignment]
+            setattr(parent, name, layer_of(rounded(weight, own, group), bias, dtype, native))

@@ -53,14 +53,12 @@ def _load(model: PreTrainedModel, folder: Path, name: str, packed: PackedFormat,
 
     def read(ours: str) -> Tensor:
         theirs = by_name[ours]
-        tensor: Tensor = opened[files[theirs]].get_tensor(theirs)
+        tensor: Tensor = opened[files[theirs]].get_tensor(theirs)  # type: ignore[no-untyped-call]
         return tensor
 
-    used: set[str] = set()
     for path, layer in list(model.named_modules()):
         own = {each: f"{path}.{each}" for each in packed.tensors if f"{path}.{each}" in by_name}
-        if type(layer) is nn.Linear and own and not (set(own) == {"weight"}):
-            used |= set(own.values())
+        if type(layer) is nn.Linear and own and set(own) != {"weight"}:
             bias = read(f"{path}.bias") if layer.bias is not None else None
             weight = packed.unpacked({each: read(full) for each, full in own.items()})
             if weight.codes.shape != layer.weight.shape:

@@ -82,7 +82,7 @@ def _q5_1(raw: Tensor) -> QuantizedWeight:
 
 def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
     """Unpack the 6-bit scales and minimums of 8 groups from 12 bytes; int8 `[features, 8 * blocks]` twice."""
-    first, second, third = raw.split(4, -1)
+    first, second, third = raw[..., :4], raw[..., 4:8], raw[..., 8:]
     scales = torch.cat([first & 63, (third & 15) | (first >> 2 & 48)], -1)
     minimums = torch.cat([second & 63, (third >> 4) | (second >> 2 & 48)], -1)
     return scales.flatten(1).view(torch.int8), minimums.flatten(1).view(torch.int8)
@@ -90,7 +90,7 @@ def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
 
 def _k_nibbles(raw: Tensor) -> Tensor:
     """Return 256 codes of 4 bits: each 32 bytes are the lower halves of 32 codes, then the upper ones of 32 more."""
-    return _nibbles(raw.unflatten(-1, (4, 32))).flatten(-2)
+    return _nibbles(raw.reshape(*raw.shape[:-1], 4, 32)).flatten(-2)
 
 
 def _q4_k(raw: Tensor) -> QuantizedWeight:
@@ -109,8 +109,9 @@ def _q5_k(raw: Tensor) -> QuantizedWeight:
 
 
 def _q6_k(raw: Tensor) -> QuantizedWeight:
-    low = _nibbles(raw[..., :128].unflatten(-1, (2, 64))).flatten(-2)
-    parts = raw[..., 128:192].unflatten(-1, (2, 1, 32))
+    outer = raw.shape[:-1]
+    low = _nibbles(raw[..., :128].reshape(*outer, 2, 64)).flatten(-2)
+    parts = raw[..., 128:192].reshape(*outer, 2, 1, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
     high = (parts >> shifts & 3).flatten(-3) << 4
     scales = raw[..., 192:208].flatten(1).view(torch.int8)

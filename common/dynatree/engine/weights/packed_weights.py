@@ -73,7 +73,7 @@ def _awq(settings: Mapping[str, Any]) -> PackedFormat:
         raise ValueError(f"its awq has {bits} bits and version {settings.get('version')}, expected 4 and gemm")
 
     def in_order(packed: Tensor) -> Tensor:
-        words = _unpacked(packed, bits).unflatten(-1, (-1, len(_AWQ_ORDER)))
+        words = _unpacked(packed, bits).view(len(packed), -1, len(_AWQ_ORDER))
         ordered = torch.empty_like(words)
         ordered[..., _AWQ_ORDER] = words
         return ordered.flatten(-2)

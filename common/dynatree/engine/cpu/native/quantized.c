@@ -1,12 +1,12 @@
 /* Linear layers over weights of 8 and 4 bits: see `quantized_linear.py`.
  *
- * A row is quantised to signed 8 bits, with one scale for each QUANTIZED_BLOCK inputs. The sum of products over a group
- * of inputs is an integer, which is exact in any order. Groups are then added in float32, from the first to the last,
- * in one lane for each feature. So a row's result has the same bits whatever other rows are computed beside it, and the
- * same bits on every build.
+ * A row is quantised to signed 8 bits, with one scale for each block of QUANTIZED_BLOCK inputs. A unit of inputs is a
+ * block or a group of weights, whichever is smaller. The sum of products over a unit is an integer, which is exact in
+ * any order. Units are then added in float32, from the first to the last, in one lane for each feature. So a row's
+ * result has the same bits whatever other rows are computed beside it, and the same bits on every build.
  *
- * A quantised row is [inputs] int8, then one float scale for each block, then one int32 start for each group: the
- * group's sum of inputs times -offset, or with minimums the sum itself.
+ * A quantised row is [inputs] int8, then one float scale for each block, then one int32 start for each unit: the sum of
+ * its inputs times -offset, or with minimums the sum itself.
  */
 #include "linear.h"
 
@@ -15,7 +15,9 @@ INLINE int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 INLINE int64_t scales_at(const struct linear *l) { return aligned(l->inputs); }
 INLINE int64_t starts_at(const struct linear *l) { return scales_at(l) + aligned(blocks_of(l) * 4); }
 
-int64_t quantized_row(const struct linear *l) { return starts_at(l) + aligned(l->inputs / l->weights.group * 4); }
+INLINE int64_t unit_of(const struct weights *w) { return w->group < QUANTIZED_BLOCK ? w->group : QUANTIZED_BLOCK; }
+
+int64_t quantized_row(const struct linear *l) { return starts_at(l) + aligned(l->inputs / unit_of(&l->weights) * 4); }
 
 /* Bytes of one panel's scales (or minimums) for a group. */
 INLINE int64_t scale_bytes(const struct weights *w) {
@@ -36,11 +38,11 @@ INLINE int64_t panel_bytes(const struct linear *l, int64_t inputs) {
 
 int64_t quantized_panel(const struct linear *l) { return panel_bytes(l, l->inputs); }
 
-/* One block of a row: numbers in [-127, 127], their scale, and the starts of its groups. A block with a number that is
+/* One block of a row: numbers in [-127, 127], their scale, and the starts of its units. A block with a number that is
  * not finite has the scale NaN; a block too small to divide by has the scale 0. */
 INLINE void quantize_block(const struct linear *l, const char *from, int64_t inputs, int8_t *to, float *scale,
                            int32_t *starts, int64_t dtype) {
-    const int64_t size = size_of(dtype), group = l->weights.group;
+    const int64_t size = size_of(dtype), unit = unit_of(&l->weights);
     ivec most = {0};
     for (int64_t i = 0; i < inputs; i += LANES) {
         ivec bits = (ivec)load(from + i * size, dtype) & 0x7fffffff;
@@ -56,9 +58,9 @@ INLINE void quantize_block(const struct linear *l, const char *from, int64_t inp
         *scale = 0.0f;
     else
         *scale = magnitude / 127.0f, inverse = 127.0f / magnitude;
-    for (int64_t g = 0; g < inputs; g += group) {
+    for (int64_t first = 0; first < inputs; first += unit) {
         ivec sums = {0};
-        for (int64_t i = g; i < g + group; i += LANES) {
+        for (int64_t i = first; i < first + unit; i += LANES) {
             vec x = {0};
             if (inverse != 0.0f) x = load(from + i * size, dtype) * inverse;
 #if LANES == 16
@@ -73,7 +75,7 @@ INLINE void quantize_block(const struct linear *l, const char *from, int64_t inp
         }
         int32_t sum = 0;
         EACH(i, LANES) sum += sums[i];
-        starts[g / group] = l->weights.minimums ? sum : -(int32_t)l->weights.offset * sum;
+        starts[first / unit] = l->weights.minimums ? sum : -(int32_t)l->weights.offset * sum;
     }
 }
 
@@ -86,7 +88,7 @@ void quantize_rows(const struct linear *l, const char *rows, int64_t count, char
         const char *from = rows + (row * l->inputs + first) * size;
         char *to = quantized + row * bytes;
         float *scale = (float *)(to + scales_at(l)) + block;
-        int32_t *starts = (int32_t *)(to + starts_at(l)) + first / l->weights.group;
+        int32_t *starts = (int32_t *)(to + starts_at(l)) + first / unit_of(&l->weights);
         if (l->dtype == FLOAT32)
             quantize_block(l, from, inputs, (int8_t *)to + first, scale, starts, FLOAT32);
         else if (l->dtype == BFLOAT16)
@@ -157,7 +159,7 @@ INLINE vec as_float(ivec x) {
 #endif
 }
 
-/* Some quantised rows: those of `struct linear`, from a group on. */
+/* Some quantised rows, from a unit on. */
 struct left {
     const int8_t *numbers;
     const float *scales;
@@ -165,12 +167,17 @@ struct left {
     int64_t row; /* bytes from row to row, of each of the three */
 };
 
-/* sums[rows][vectors] += the products of one group, for the vectors from `lane` on; `lines` of `ahead` are prefetched at
- * each 256 bytes of weights. Returns the next line to prefetch. */
-INLINE const char *meet(float *sums, struct left left, const char *right, const char *header, const struct weights *w,
-                        int64_t lane, int rows, int vectors, int bits, const char *ahead, int lines) {
+/* Where a panel's weights of a unit lie. */
+struct right {
+    const char *codes, *scales, *header;
+};
+
+/* sums[rows][vectors] += the products of one unit, for the vectors from `lane` on; `lines` of `ahead` are prefetched at
+ * each 256 bytes of codes. Returns the next line to prefetch. */
+INLINE const char *meet(float *sums, struct left left, struct right right, const struct weights *w, int64_t lane,
+                        int rows, int vectors, int bits, const char *ahead, int lines) {
     const ivec nibble = (ivec){0} + 0x0f0f0f0f;
-    const int64_t steps = w->group * bits / 32, quants = w->group * PANEL * bits / 8;
+    const int64_t steps = unit_of(w) * bits / 32;
     const int narrow = bits == 4 || w->narrow;
     ivec s[ROWS][PANEL / LANES];
     EACH(r, rows) {
@@ -179,7 +186,7 @@ INLINE const char *meet(float *sums, struct left left, const char *right, const 
         EACH(c, vectors) s[r][c] = start;
     }
     const int8_t *x = left.numbers;
-    const char *at = right + lane * 4;
+    const char *at = right.codes + lane * 4;
     _Pragma("GCC unroll 1") for (int64_t step = 0; step < steps; step++, at += PANEL * 4, x += 32 / bits) {
         for (int line = 0; line < lines; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
         ivec b[PANEL / LANES];
@@ -199,11 +206,11 @@ INLINE const char *meet(float *sums, struct left left, const char *right, const 
             }
         }
     }
-    const char *scales = right + quants, *minimums = scales + scale_bytes(w);
+    const char *minimums = right.scales + scale_bytes(w);
     EACH(c, vectors) {
         const int64_t first = lane + c * LANES;
-        vec scale = scales_of(scales, header, first, w->scales), minimum = {0};
-        if (w->minimums) minimum = scales_of(minimums, header + PANEL * 2, first, w->scales);
+        vec scale = scales_of(right.scales, right.header, first, w->scales), minimum = {0};
+        if (w->minimums) minimum = scales_of(minimums, right.header + PANEL * 2, first, w->scales);
         EACH(r, rows) {
             vec *to = (vec *)(sums + r * PANEL + first), sum = as_float(s[r][c]) * scale;
             float start = *(const int32_t *)((const char *)left.starts + r * left.row);
@@ -219,20 +226,24 @@ INLINE const char *meet_all(float *sums, const struct linear *l, const char *qua
                             int64_t first, int64_t inputs, int rows, int bits, const char *ahead, int lines) {
     const struct weights *w = &l->weights;
     const int vectors = across(rows), parts = PANEL / LANES / vectors, streaming = !ahead;
+    const int64_t unit = unit_of(w), codes = w->group * PANEL * w->bits / 8;
     for (int part = 0; part < parts; part++) {
-        const char *at = right, *header = NULL;
-        for (int64_t input = first; input < first + inputs; input += w->group) {
-            if (w->scales == STEPS && input % w->super == 0) header = at, at += header_bytes(w);
+        struct right at = {.codes = right};
+        for (int64_t input = first; input < first + inputs; input += unit, at.codes += unit * PANEL * w->bits / 8) {
+            if (input % w->group == 0) {
+                if (input > first) at.codes = at.scales + scale_bytes(w) * (1 + w->minimums);
+                if (w->scales == STEPS && input % w->super == 0) at.header = at.codes, at.codes += header_bytes(w);
+                at.scales = at.codes + codes;
+            }
             struct left left = {
                 .numbers = (const int8_t *)quantized + input,
                 .scales = (const float *)(quantized + scales_at(l)) + input / QUANTIZED_BLOCK,
-                .starts = (const int32_t *)(quantized + starts_at(l)) + input / w->group,
+                .starts = (const int32_t *)(quantized + starts_at(l)) + input / unit,
                 .row = quantized_row(l),
             };
-            if (streaming) ahead = at + AHEAD;
-            ahead = meet(sums, left, at, header, w, part * vectors * LANES, rows, vectors, bits, ahead,
+            if (streaming) ahead = at.codes + AHEAD;
+            ahead = meet(sums, left, at, w, part * vectors * LANES, rows, vectors, bits, ahead,
                          part < lines ? (lines + parts - 1) / parts : 0);
-            at += group_bytes(w);
         }
     }
     return ahead;
