@@ -107,7 +107,7 @@ def test_a_checkpoint_is_served_as_its_weights_are(tmp_path, method, bits):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"quant_method": "bitsandbytes"}, "quantised by bitsandbytes, expected gptq, awq or compressed-tensors"),
+        ({"quant_method": "bitsandbytes"}, "quantised by bitsandbytes, expected gptq, awq, compressed-tensors"),
         ({"quant_method": "gptq", "bits": 3}, "have 3 bits, expected 4 or 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version gemv, expected 4 and gemm"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "have 0 groups of layers, expected 1"),

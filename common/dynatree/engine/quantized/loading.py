@@ -11,8 +11,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from dynatree.common.errors import StartupError
 from dynatree.engine.cpu.native import is_native
 from dynatree.engine.quantized.gguf_model import load_gguf
-from dynatree.engine.quantized.packed_model import load_packed
+from dynatree.engine.quantized.packed_model import load_packed, method_of
 from dynatree.engine.settings import GGUF, ModelSettings
+from dynatree.engine.weights.packed_weights import METHODS
 
 _DTYPE = torch.bfloat16  # of activations, where neither the file nor the user names one
 
@@ -20,13 +21,16 @@ _DTYPE = torch.bfloat16  # of activations, where neither the file nor the user n
 def quantized_model(
     settings: ModelSettings, config: PretrainedConfig, device: torch.device, name: str
 ) -> PreTrainedModel | None:
-    """Load a model with quantised weights; return None if its files hold others.
+    """Load a model with quantised weights; return None if its files hold others, or ones that transformers reads.
+
+    GPTQ, AWQ and compressed-tensors are read on a CPU. On a GPU, and for other methods, transformers and the method's
+    packages decide.
 
     Raises:
         StartupError: The files cannot be served, or options exclude them.
     """
     path = Path(settings.model)
-    if path.suffix != GGUF and getattr(config, "quantization_config", None) is None:
+    if path.suffix != GGUF and (device.type != "cpu" or method_of(config) not in METHODS):
         return None
     for option, given in (
         ("--weights", settings.weights != "auto"),

@@ -18,6 +18,16 @@ from dynatree.engine.quantized.layers import layer_of
 from dynatree.engine.weights.packed_weights import PackedFormat, format_of
 
 
+def method_of(config: PretrainedConfig) -> str | None:
+    """Return the method of a configuration's quantised weights, or None if they are not quantised."""
+    return _settings(config).get("quant_method")
+
+
+def _settings(config: PretrainedConfig) -> dict[str, Any]:
+    settings: Any = getattr(config, "quantization_config", None) or {}
+    return dict(settings if isinstance(settings, dict) else settings.to_dict())
+
+
 @torch.inference_mode()
 def load_packed(folder: Path, name: str, config: PretrainedConfig, dtype: torch.dtype, native: bool) -> PreTrainedModel:
     """Load a model.
@@ -32,9 +42,8 @@ def load_packed(folder: Path, name: str, config: PretrainedConfig, dtype: torch.
     Raises:
         StartupError: The format is not served, or the tensors do not go together.
     """
-    settings: Any = config.quantization_config
     try:
-        packed = format_of(settings if isinstance(settings, dict) else settings.to_dict())
+        packed = format_of(_settings(config))
         plain = copy.deepcopy(config)
         del plain.quantization_config
         model = skeleton(plain, dtype)

@@ -41,13 +41,9 @@ def format_of(settings: Mapping[str, Any]) -> PackedFormat:
         ValueError: The format is not served; the message names it.
     """
     method = settings.get("quant_method")
-    if method == "gptq":
-        return _gptq(settings)
-    if method == "awq":
-        return _awq(settings)
-    if method == "compressed-tensors":
-        return _compressed(settings)
-    raise ValueError(f"its weights are quantised by {method}, expected gptq, awq or compressed-tensors")
+    if method not in METHODS:
+        raise ValueError(f"its weights are quantised by {method}, expected {', '.join(METHODS)}")
+    return METHODS[method](settings)
 
 
 def _gptq(settings: Mapping[str, Any]) -> PackedFormat:
@@ -154,3 +150,10 @@ def _weight(kind: str, codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) 
         return QuantizedWeight(kind, codes, stored, bits, int(first), narrow=bits == 4)
     minimums = -(scales.float() * zeros.float().repeat_interleave(repeats, 1))  # exact: 11 bits by 9
     return QuantizedWeight(kind, codes, scales.float(), bits, minimums=minimums, narrow=bits == 4)
+
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], PackedFormat]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+}
