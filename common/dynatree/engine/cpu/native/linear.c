@@ -1,25 +1,26 @@
-/* Linear layers over few rows and many: see `native_linear.py`.
+/* Linear layers over any number of rows: see `native_linear.py`.
  *
- * A task is one panel of PANEL features, whose lanes are features. Its inputs are taken in blocks that stay in the
- * nearest cache: a block meets all rows, up to ROWS at a time, while the next block comes from memory.
+ * A task computes one panel of PANEL output features; each lane of a vector is one feature. The panel's weights are
+ * read in blocks of inputs that fit the L1 cache. A block is multiplied with all rows, up to ROWS at a time, while the
+ * next block is prefetched.
  *
- * Every sum has one order: over the inputs, from the first to the last, in one lane. So a row's result has the same
- * bits whatever other rows are computed beside it.
+ * Every sum has one order: over the inputs, from first to last, in one lane. So a row's result has the same bits
+ * whatever other rows are computed with it.
  */
 #include <stdlib.h>
 
 #include "kernels.h"
 
-#define ROWS 6            /* of a block: with ACROSS vectors each, they fill the registers */
-#define PANEL 64          /* features; a multiple of ACROSS * LANES */
-#define CHUNK (16 * ROWS) /* rows whose sums stay in the nearest cache */
-#define BLOCK (16 * 1024) /* bytes of a panel that are read at a time */
-#define AHEAD 2048        /* bytes that are asked for in advance where memory is all that counts */
-#define BEGINNING (64 * 1024)
+#define ROWS 6            /* rows multiplied together; with ACROSS vectors each, they fill the registers */
+#define PANEL 64          /* features of a panel; a multiple of ACROSS * LANES */
+#define CHUNK (16 * ROWS) /* rows whose sums stay in the L1 cache */
+#define BLOCK (16 * 1024) /* bytes of a block of weights */
+#define AHEAD 2048        /* prefetch distance in bytes, if a panel is read once from end to end */
+#define BEGINNING (64 * 1024) /* most bytes that `linear_prefetch` prefetches */
 
 int64_t linear_floats(void) { return CHUNK * PANEL + BLOCK / 2; }
 
-/* Rows of 16 bits are widened once, except where pairs are multiplied as they are. */
+/* Whether rows are converted from 16 bits to float32; an instruction for pairs of bfloat16 takes them unconverted. */
 INLINE int widened(const struct linear *l) { return l->dtype == FLOAT16 || (l->dtype == BFLOAT16 && !PAIRED); }
 
 int64_t linear_shared_floats(const struct linear *l, int64_t rows) { return widened(l) ? rows * l->inputs : 0; }
@@ -39,14 +40,15 @@ void linear_prefetch(const struct linear *l) {
         _mm_prefetch(l->weight + thread * panel + at, _MM_HINT_T1);
 }
 
-/* How many vectors of a panel meet `rows` at a time: as many as the registers hold. */
+/* Vectors of a panel that are multiplied with `rows` rows at a time: as many as the registers hold. */
 INLINE int across(int rows) { return LANES == 16 ? ACROSS : rows == 1 ? 4 * ACROSS : rows < 4 ? 2 * ACROSS : ACROSS; }
 
-/* sums[rows][vectors] += left[rows][inputs] @ right[inputs][vectors]; `lines` of `ahead` at each step. */
+/* sums[rows][vectors] += left[rows][inputs] @ right[inputs][vectors]. Each step prefetches `lines` cache lines, which
+ * begin at `ahead`. */
 INLINE void meet(float *sums, const char *left, int64_t left_row, const char *right, int64_t inputs, int rows,
                  int vectors, int64_t dtype, const char *ahead, int lines) {
     const int pairs = dtype == BFLOAT16, paired = pairs && PAIRED;
-    const int halves = pairs && !paired ? 2 : 1; /* of a pair, the first number is the lower half of 32 bits */
+    const int halves = pairs && !paired ? 2 : 1; /* the first number of a pair is the lower half of 32 bits */
     const int64_t steps = pairs ? inputs / 2 : inputs, stride = PANEL * (dtype == FLOAT16 ? 2 : 4);
     vec s[ROWS][PANEL / LANES];
     EACH(r, rows)
@@ -71,7 +73,7 @@ INLINE void meet(float *sums, const char *left, int64_t left_row, const char *ri
         EACH(c, vectors) *(vec *)(sums + r * PANEL + c * LANES) = s[r][c];
 }
 
-/* A block of a panel and some rows, part by part; returns what is to be asked for next. */
+/* Multiply a block of a panel with up to ROWS rows, part by part. Return the address to prefetch next. */
 INLINE const char *meet_all(float *sums, const char *left, int64_t left_row, const char *right, int64_t inputs,
                             int rows, int64_t dtype, const char *ahead, int lines) {
     int64_t steps = dtype == BFLOAT16 ? inputs / 2 : inputs;
@@ -86,7 +88,7 @@ INLINE const char *meet_all(float *sums, const char *left, int64_t left_row, con
     return ahead;
 }
 
-/* A block of pairs as [inputs, PANEL] floats. */
+/* Convert a block of bfloat16 weights [inputs / 2, PANEL, 2] to float32 [inputs, PANEL]. */
 INLINE void widen(float *to, const char *right, int64_t inputs) {
     for (int64_t i = 0; i < inputs; i += 2) {
         EACH(v, PANEL / LANES) {
@@ -99,7 +101,7 @@ INLINE void widen(float *to, const char *right, int64_t inputs) {
 
 INLINE vec magnitude(vec x) { return (vec)((ivec)x & 0x7fffffff); }
 
-/* 1 - erf(x) for x >= 0, to within 1.2e-7 of it (Press et al., Numerical Recipes, section 6.2). */
+/* 1 - erf(x) for x >= 0, with a relative error of at most 1.2e-7 (Press et al., Numerical Recipes, section 6.2). */
 INLINE vec erfc_of(vec x) {
     static const float terms[] = {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f,
                                   0.09678418f,  0.37409196f, 1.00002368f,  -1.26551223f};
@@ -125,13 +127,13 @@ INLINE vec activated(vec x, int64_t activation) {
     return x;
 }
 
-/* A row's sums become its numbers. */
+/* Add the bias to a row's sums, apply the activation, combine with `other`, and store the result. */
 INLINE void finish(const struct linear *l, int64_t panel, const float *sums, const char *other, char *output,
                    int64_t row, int64_t dtype) {
     int64_t first = panel * PANEL, size = size_of(dtype), place = (row * l->features + first) * size;
     for (int64_t c = 0; c < PANEL && first + c < l->features; c += LANES) {
         int64_t left = l->features - first - c, count = left < LANES ? left : LANES;
-        char buffer[4 * LANES] = {0}; /* where a vector would reach beyond the row */
+        char buffer[4 * LANES] = {0}; /* used if a vector would extend beyond the row */
         vec x = *(const vec *)(sums + c);
         if (l->bias) x += load(l->bias + (first + c) * size, dtype);
         x = activated(x, l->activation);
@@ -150,16 +152,17 @@ INLINE void finish(const struct linear *l, int64_t panel, const float *sums, con
     }
 }
 
+/* Compute one panel of the output for all rows. */
 INLINE void compute(const struct linear *l, int64_t panel, const char *left, int64_t count, const char *other,
                     char *output, float *sums, int64_t dtype) {
     const int64_t width = PANEL * size_of(dtype); /* bytes of one input's weights */
     const int64_t left_size = dtype == BFLOAT16 && PAIRED ? 2 : 4, left_row = l->inputs * left_size;
     const char *weight = l->weight + panel * l->inputs * width;
-    float *wide = sums + PANEL * CHUNK; /* a block's weights, where they are widened */
+    float *wide = sums + PANEL * CHUNK; /* a block of weights converted to float32 */
     for (int64_t first = 0; first < count; first += CHUNK) {
         int64_t rows = count - first < CHUNK ? count - first : CHUNK, groups = (rows + ROWS - 1) / ROWS;
         int streaming = groups == 1 && across(rows) * LANES == PANEL; /* the panel is read once, from end to end */
-        int widening = LANES < 16 && dtype == BFLOAT16 && groups > 3; /* many rows are worth it */
+        int widening = LANES < 16 && dtype == BFLOAT16 && groups > 3; /* pays off over many rows */
         int64_t block = streaming ? l->inputs : BLOCK / width / 2 * 2;
         memset(sums, 0, rows * PANEL * sizeof(float));
         for (int64_t input = 0; input < l->inputs; input += block) {
@@ -169,7 +172,7 @@ INLINE void compute(const struct linear *l, int64_t panel, const char *left, int
             for (int64_t group = 0, row = 0, many; group < groups; group++, row += many) {
                 float *to = sums + row * PANEL;
                 const char *from = left + (first + row) * left_row + input * left_size;
-                /* the groups share what is asked for in advance; later chunks find the panel in a cache */
+                /* The groups of rows share the prefetching. Later chunks find the panel in a cache. */
                 int lines = first ? 0 : groups > 3 ? group < 4 : groups == 3 ? 1 + !group : 4 / groups;
                 if (dtype == FLOAT16 || widening) lines = (lines + 1) / 2;
                 many = (rows - row) / (groups - group);
@@ -200,7 +203,7 @@ void linear_tasks(const struct linear *l, const char *rows, int64_t count, const
     }
 }
 
-/* One linear layer, on OpenMP's threads. Returns 0, or -1 where there is no memory. */
+/* Compute one linear layer on OpenMP's threads. Return 0, or -1 if memory cannot be allocated. */
 int dynatree_linear(const struct linear *linear, const char *rows, int64_t count, char *output) {
     int64_t next = 0, shared_bytes = linear_shared_floats(linear, count) * sizeof(float);
     float *shared = shared_bytes ? malloc(shared_bytes) : NULL;
