@@ -40,7 +40,7 @@ class NativeHook(BuildHookInterface[Any]):
             build_data["artifacts"] += [f"/{FOLDER}/{name}" for name in built]
 
     def _build(self, output: Path, flags: Sequence[str], instructions: Sequence[str]) -> bool:
-        """Compile one build and return whether that succeeded; on failure, neither an old nor a partial file remains."""
+        """Compile one build and return whether it succeeded; a failure leaves neither an old nor a partial file."""
         compiler = _compiler()
         part = output.with_suffix(f".{os.getpid()}")
         try:
