@@ -77,9 +77,11 @@ class Keyed(argparse.Action):
 def add_channel_arguments(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
     """Add the options for the TLS certificates of a connection to a server; return their group."""
     group = parser.add_argument_group(title)
-    group.add_argument("--ca", metavar="FILE", help="authorities of the server's certificate, PEM: TLS")
-    group.add_argument("--cert", metavar="FILE", help="certificate chain that is shown to the server, PEM")
-    group.add_argument("--key", metavar="FILE", help="its private key, PEM")
+    group.add_argument(
+        "--ca", metavar="FILE", help="PEM file of the authorities that may sign the server's certificate; enables TLS"
+    )
+    group.add_argument("--cert", metavar="FILE", help="PEM file of the certificate chain to present to the server")
+    group.add_argument("--key", metavar="FILE", help="PEM file of the private key of --cert")
     return group
 
 
@@ -92,8 +94,7 @@ def add_policy_settings(parser: argparse._ActionsContainer) -> None:
         action=Keyed,
         default={},
         metavar="NAME=VALUE",
-        help="a setting of the policy, such as depth=8, root=single where it is a word, or widths=1,1,3 where it is a "
-        "list; may be repeated",
+        help="setting of the policy: a number (depth=8), a word (root=single) or a list (widths=1,1,3); repeatable",
     )
 
 

@@ -106,8 +106,8 @@ def suggestion(word: str, known: Collection[str]) -> str:
 def environment_help() -> str:
     """Return the paragraph about environment variables for a service's help."""
     return (
-        f"Every option can also be given in the environment, by {PREFIX} and its name: {PREFIX}MAX_SESSIONS=8. The\n"
-        "command line takes precedence. A switch is 1 or 0, and what may be repeated is separated by spaces."
+        f"Every option can also be set by an environment variable, {PREFIX} and its name: {PREFIX}MAX_SESSIONS=8. The\n"
+        "command line takes precedence. A switch is 1 or 0; the values of a repeatable option are separated by spaces."
     )
 
 

@@ -47,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dynatree serve`."""
     add_groups(parser)
     model = group(parser, "model")
-    for role, what in (("target", "large model, whose text is produced"), ("draft", "small model, which only guesses")):
+    for role, what in (("target", "large model, whose output is produced"), ("draft", "small model, which drafts")):
         model.add_argument(
-            f"--{role}-model", required=True, metavar="embedded|PATH|HUB_ID", help=f"the {what}; embedded: shipped"
+            f"--{role}-model", required=True, metavar="embedded|PATH|HUB_ID", help=f"{what}; embedded: the bundled one"
         )
     add_hardware_arguments(parser)
     model.add_argument(
-        "--draft-device", type=device, metavar="DEVICE", help="device of the draft model, if it has one of its own"
+        "--draft-device", type=device, metavar="DEVICE", help="torch device of the draft model (default: --device)"
     )
     add_drafting_arguments(parser)
     add_memory_arguments(parser)
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grpc",
         type=network_address,
         metavar="ADDR",
-        help="where the draft service is served too, without TLS: host:port or unix:PATH (default: nowhere)",
+        help="additional gRPC address of the draft service, without TLS: host:port or unix:PATH (default: none)",
     )
     add_idle_argument(parser)
     add_request_arguments(parser)
@@ -73,13 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="lines principal:token; a request must show one of the tokens as its API key",
+        help="file of lines principal:token; requests must send one of the tokens as their API key",
     )
     add_operation_arguments(parser)
     add_telemetry_arguments(
         parser,
-        "answer GET /metrics of the draft service there, and of the verify service on the next port, for Prometheus; "
-        "the gateway answers where HTTP is served",
+        "serve Prometheus metrics of the draft service at /metrics on this address, and of the verify service on the "
+        "next port; the gateway serves its own on the HTTP address",
     )
 
 

@@ -11,9 +11,9 @@ EXAMPLE = "dynatree trace rounds.jsonl --html rounds.html"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dynatree trace`."""
-    parser.add_argument("file", metavar="FILE", type=Path, help="the trace: one JSON object per line and round")
+    parser.add_argument("file", metavar="FILE", type=Path, help="trace: one line of JSON per round")
     parser.add_argument(
-        "--html", metavar="OUT", type=Path, required=True, help="the page to write; it works without a network"
+        "--html", metavar="OUT", type=Path, required=True, help="HTML page to write; it needs no network"
     )
 
 
