@@ -40,8 +40,8 @@ MOST_CHOICES_INLINE = 4
 COMMAND_LINE = """\
 # Command line
 
-This page lists all subcommands and options of `dynatree`. `--help` after a subcommand prints the same; `dynatree --version`
-prints the version. Option names cannot be abbreviated.
+This page lists all subcommands and options of `dynatree`. `--help` after a subcommand prints the same, and
+`dynatree --version` prints the version. Option names cannot be abbreviated.
 
 | exit status | meaning |
 | --- | --- |
