@@ -179,7 +179,7 @@ def test_a_recording_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "other.npz"
     file.write_bytes(content)
-    with pytest.raises(SystemExit, match=r"other\.npz is no recording"):
+    with pytest.raises(SystemExit, match=r"other\.npz is not a recording"):
         recording.load(file)
     with pytest.raises(SystemExit, match="cannot be read"):
         recording.load(tmp_path / "missing.npz")
@@ -205,7 +205,7 @@ def test_policies_that_draw_otherwise_are_not_replayed() -> None:
     """A recording has the draft's proposals at one temperature, and no draws."""
     check_methods(parse_methods("dyspec:max_nodes=8/64"))
     for text in ("dyspec:draft_temperature=0.6", "specinfer:replacement=1"):
-        with pytest.raises(SystemExit, match="a recording has no draws"):
+        with pytest.raises(SystemExit, match="a recording contains no draws"):
             check_methods(parse_methods(text))
 
 

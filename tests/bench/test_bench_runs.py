@@ -315,7 +315,7 @@ def test_a_measurement_can_go_to_a_pipe(tmp_path: Path) -> None:
         (["--prompts", "nofile"], "there is no file nofile, and no data set"),
         (["--count", "100"], "too short for 100 prompts"),
         (["--out", "/no/such/folder/out.json"], "cannot be written"),
-        (["--server", "nowhere"], "an address is host:port, unix:PATH or dns:///name:port"),
+        (["--server", "nowhere"], "'nowhere' is not an address; expected host:port, unix:PATH or dns:///name:port"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -332,10 +332,10 @@ def test_mistakes_are_one_line(
     [
         (
             ["--draft-model", "embedded", "--threads", "1"],
-            "--draft-model, --threads: only for services that are started",
+            "--draft-model, --threads: not allowed with --server",
         ),
         (["--baseline", "transformers-assisted"], "expected --draft-model as well"),
-        (["--baseline", "transformers", "--draft-model", "embedded"], "--draft-model: only for services that"),
+        (["--baseline", "transformers", "--draft-model", "embedded"], "--draft-model: not allowed with --server"),
         (["--baseline", "transformers", "--temperature", "0.5"], "baselines decode at temperature 0 only"),
         (["--baseline", "none"], "--baseline"),
         (["--count", "0"], "'0' is not a whole number of at least 1"),

@@ -100,7 +100,7 @@ def test_nothing_that_is_there_is_grown_over(tmp_path, capsys):
         with pytest.raises(SystemExit) as ended:
             grow_command(["pythia-70m", str(out)])
         assert ended.value.code == 2
-        assert "is there already; expected a new folder, or an empty one" in capsys.readouterr().err
+        assert "already exists; expected a new or empty folder" in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
     with pytest.raises(SystemExit) as ended:
         grow_command(["pythia-70m", "/proc/none"])

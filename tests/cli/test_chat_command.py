@@ -47,7 +47,7 @@ def test_a_model_without_a_template_is_told_at_once(service: FakeDraftService, l
     service.chat_template = False
     lines("Hello\n")
     assert main(["chat", "--server", service.address]) == 1
-    assert "model large has no chat template; `dynatree generate`" in capsys.readouterr().err
+    assert "model large has no chat template; use `dynatree generate`" in capsys.readouterr().err
     assert not service.requests
 
 

@@ -279,7 +279,7 @@ def test_a_token_file_for_services(
     file = tmp_path / "tokens"
     file.write_text("# who\nalice:0123456789abcdef\n")
     assert main(["generate", "Once", "--server", service.address, "--token-file", str(file)]) == 1
-    assert capsys.readouterr() == ("", f"dynatree: error: {file} is not one token and nothing else\n")
+    assert capsys.readouterr() == ("", f"dynatree: error: {file} must contain exactly one token and nothing else\n")
 
 
 def test_nobody_at_the_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,7 +295,7 @@ def test_an_address_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "Once", "--server", "localhost"]) == 1
     assert (
         capsys.readouterr().err
-        == "dynatree: error: an address is host:port, unix:PATH or dns:///name:port, not 'localhost'\n"
+        == "dynatree: error: 'localhost' is not an address; expected host:port, unix:PATH or dns:///name:port\n"
     )
 
 
@@ -571,7 +571,7 @@ def test_every_option_of_a_service_can_be_a_variable(
 def test_a_variable_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("DYNATREE_QUEUE", "many")
     assert main(VERIFY) == 2
-    assert "argument --queue: invalid whole number value: 'many' (the environment has DYNATREE_QUEUE)" in (
+    assert "argument --queue: invalid whole number value: 'many' (set by the environment variable DYNATREE_QUEUE)" in (
         capsys.readouterr().err
     )
 

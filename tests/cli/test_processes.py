@@ -176,7 +176,7 @@ def test_a_busy_port(models, run_here):
 
 def test_a_socket_on_which_another_server_answers(models, running, run_here):
     result = run_here("verify", "--target-model", str(models[0]), "--listen", running.verify)
-    assert_one_clear_line(result, "another server answers")
+    assert_one_clear_line(result, "another server listens")
 
 
 def test_a_socket_where_no_folder_can_be(models, run_here):

@@ -151,7 +151,7 @@ def test_a_service_that_does_not_start_says_why(tmp_path: Path) -> None:
         assert serve.log == "dynatree: error: there is no model at ./nowhere\n"
     with serving(tmp_path, "--http", "127.0.0.1:0", "--device", "cuda:77") as serve:
         assert serve.process.wait(60) == 1
-        assert serve.log.startswith("dynatree: error: --device is cuda:77, and NVIDIA's driver finds no GPU")
+        assert serve.log.startswith("dynatree: error: --device is cuda:77, but NVIDIA's driver finds no GPU")
     with serving(tmp_path, "--http", "0.0.0.0:0") as serve:
         assert serve.process.wait(60) == 1
         assert "--insecure" in serve.log

@@ -170,7 +170,7 @@ def test_a_stream_that_ends_wrongly(client: Client, service: FakeDraftService, e
     [
         ([message("", 2, index=1), last(index=1)], "ended with 2 of 3 completions"),
         ([message("", 2, index=1), last(index=1), message("", 3, index=2)], "ended with 2 of 3 completions"),
-        ([message("", 2, index=1), last(index=1), last(index=3)], "completion 3 was not asked for"),
+        ([message("", 2, index=1), last(index=1), last(index=3)], "completion 3 was not requested"),
         ([last(index=1), last(0, index=2), message("", 2, index=1)], "unknown finish reason 0"),
     ],
     ids=["one missing", "one without an end", "one too many", "no reason"],
@@ -189,7 +189,7 @@ def test_a_completion_that_was_not_asked_for_ends_the_stream(client: Client, ser
     service.script = [message("Hé", 1), message("no", 2, index=1), Hang()]
     stream = client.stream("Once")
     next(stream)
-    with pytest.raises(ServerError, match="completion 1 was not asked for"):
+    with pytest.raises(ServerError, match="completion 1 was not requested"):
         next(stream)
     assert list(stream) == []
     stream.close()

@@ -323,7 +323,7 @@ def test_what_came_is_not_asked_for_again(pair: Pair) -> None:
 
 def test_a_session_that_goes_on_has_no_prompt_log_probs(pair: Pair) -> None:
     code, details = opening(pair, generated=1, prompt_log_probs=True)
-    assert (code, "a session that goes on has no prompt_log_probs" in details) == (
+    assert (code, "a resumed session has no prompt_log_probs" in details) == (
         grpc.StatusCode.INVALID_ARGUMENT,
         True,
     )

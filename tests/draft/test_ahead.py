@@ -190,7 +190,7 @@ def test_a_failure_to_read_ahead_loses_no_token(ahead_client, monkeypatch, caplo
     monkeypatch.setattr(DraftingAhead, "step", fail)
     ours = ahead_client.generate(PROMPT, policy="linear", max_new_tokens=30, ignore_eos=True)
     assert ours.token_ids == plain.token_ids
-    assert "reading ahead failed" in caplog.text
+    assert "drafting ahead failed" in caplog.text
 
 
 def test_a_cancelled_stream_frees_its_row(services, ahead_client):

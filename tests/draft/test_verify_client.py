@@ -41,5 +41,5 @@ def test_a_commit_goes_on_where_the_last_one_ended():
 @pytest.mark.parametrize("base_length", [21, 24])
 def test_a_commit_that_does_not_go_on_where_the_last_one_ended(base_length):
     """Tokens in between would be lost without anybody's knowing."""
-    with pytest.raises(PeerFailedError, match=f"committed 2 tokens to 20, and says that there are {base_length}"):
+    with pytest.raises(PeerFailedError, match=f"committed 2 tokens after 20, but reports a length of {base_length}"):
         verified(Commit(5, base_length, (8, 9), (0,), 1, 1, TIMINGS))

@@ -32,7 +32,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no tokens": ({"prompt": "a", "max_tokens": 0}, "", "needs echo"),
     "a temperature above the limit": ({"prompt": "a", "temperature": 500}, "temperature", "or equal to 100"),
     "a seed of more than 64 bits": ({"prompt": "a", "seed": 2**64}, "seed", "less than"),
-    "best of more": ({"prompt": "a", "best_of": 3}, "", "best_of is not n"),
+    "best of more": ({"prompt": "a", "best_of": 3}, "", "best_of differs from n"),
     "a token outside the vocabulary": ({"prompt": [99999]}, "", "vocabulary"),
     "an unknown policy": ({"prompt": "a", "policy": "magic"}, "", "magic"),
 }

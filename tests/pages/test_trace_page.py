@@ -138,7 +138,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture
         ([str(tmp_path), "--html", str(page)], f"{tmp_path} cannot be read: Is a directory"),
         ([str(file), "--html", str(page)], f"{page} cannot be written: No such file or directory"),
         ([str(file), "--html", str(tmp_path)], f"{tmp_path} cannot be written: Is a directory"),
-        ([str(file), "--html", str(file)], f"{file} is the trace itself; the page needs a file of its own"),
+        ([str(file), "--html", str(file)], f"--html is {file}, the trace itself; expected another file"),
     ]:
         assert main(["trace", *arguments]) == 1
         assert capsys.readouterr().err == f"dynatree: error: {message}\n"

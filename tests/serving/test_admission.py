@@ -129,7 +129,7 @@ def test_a_deadline_before_the_turn_is_refused_with_the_time_to_wait():
         admission._usual = 10.0  # a completion takes so long
         visitors = [Visitor(admission, number, order) for number in range(2)]
         await settle()
-        with pytest.raises(ServiceBusyError, match="after the deadline") as refused:
+        with pytest.raises(ServiceBusyError, match="exceeds the deadline") as refused:
             await Visitor(admission, "hurried", order, seconds=5.0).task
         assert refused.value.retry_after == pytest.approx(15.0)
         patient = Visitor(admission, "patient", order, seconds=60.0)
@@ -159,7 +159,7 @@ def test_who_has_no_room_in_the_kv_cache_waits_like_others():
         admission._usual = 10.0
         running = [Visitor(admission, number, order, slots=5) for number in (2, 3)]
         await settle()
-        with pytest.raises(ServiceBusyError, match="after the deadline"):
+        with pytest.raises(ServiceBusyError, match="exceeds the deadline"):
             await Visitor(admission, "hurried", order, seconds=2.0).task
         for visitor in running:
             visitor.leave.set()
@@ -192,7 +192,7 @@ def test_who_waits_for_his_own_session_holds_up_nobody():
         other = Visitor(admission, "b", order, "b", seconds=5.0)
         await settle()
         assert order == [0, "b"]
-        with pytest.raises(ServiceBusyError, match="4 requests of this principal wait"):
+        with pytest.raises(ServiceBusyError, match="4 requests of this principal are waiting"):
             async with admission.queued("a", 1):
                 pass
         for each in (*kept, other):
@@ -207,7 +207,7 @@ def test_a_quota_of_waiting_requests_alone():
         admission, order = Admission(sessions=1, slots=100, queue=9, quota=Quota(queue=2)), []
         kept = [Visitor(admission, number, order, "a") for number in range(3)]
         await settle()
-        with pytest.raises(ServiceBusyError, match="2 requests of this principal wait"):
+        with pytest.raises(ServiceBusyError, match="2 requests of this principal are waiting"):
             async with admission.queued("a", 1):
                 pass
         kept.append(Visitor(admission, "b", order, "b"))
@@ -235,7 +235,7 @@ def test_a_full_queue_has_a_place_for_whoever_has_fewer():
             with pytest.raises(ServiceBusyError, match="made room for a principal with fewer") as refused:
                 await each.task
             assert refused.value.retry_after is not None
-        with pytest.raises(ServiceBusyError, match="4 requests wait, the most that may"):
+        with pytest.raises(ServiceBusyError, match="4 requests were waiting, which is the limit"):
             await kept[7].task
         for each in kept:
             each.leave.set()

@@ -283,7 +283,7 @@ def test_quotas_of_sessions(models: tuple[Path, Path], tmp_path: Path) -> None:
         streams = [greedy.stream("Once", max_new_tokens=100, ignore_eos=True) for _ in range(2)]
         next(streams[0])  # has the principal's one session; the second waits
         time.sleep(0.05)
-        with pytest.raises(ServerBusyError, match="1 requests of this principal wait"):
+        with pytest.raises(ServerBusyError, match="1 requests of this principal are waiting"):
             greedy.generate("Once", max_new_tokens=4)
         with Client(services.draft_address, principal="other") as other:
             assert other.generate("Once", max_new_tokens=4).token_ids
@@ -307,7 +307,7 @@ def is_exhausted(client: Client, tokens: int = 50) -> bool:
     try:
         client.generate([5], max_new_tokens=tokens - 1)
     except ServerBusyError as error:
-        return "60 tokens a minute" in error.details and error.retry_after is not None
+        return "60 tokens per minute" in error.details and error.retry_after is not None
     return False
 
 
@@ -460,7 +460,7 @@ def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
     pair = Authority(tmp_path).pair("server")
     with pytest.raises(StartupError, match="both --tls-cert and --tls-key"):
         SecuritySettings(certificate=pair.certificate)
-    with pytest.raises(StartupError, match="--client-ca needs TLS"):
+    with pytest.raises(StartupError, match="--client-ca requires TLS"):
         SecuritySettings(client_ca=pair.certificate)
     with pytest.raises(StartupError, match="both --verify-cert and --verify-key"):
         ChannelSettings(ca=pair.certificate, key=pair.key)
@@ -475,9 +475,9 @@ def test_certificates_that_make_no_sense(tmp_path: Path, caplog: pytest.LogCaptu
     authority = Authority(tmp_path)
     good, other = authority.pair("good"), authority.pair("other")
     for certificate, key in ((good.certificate, other.key), (good.key, good.key), (good.certificate, good.certificate)):
-        with pytest.raises(StartupError, match=r"TLS cannot be used.*no certificate with its unencrypted key"):
+        with pytest.raises(StartupError, match=r"TLS cannot be used.*not a certificate and its unencrypted key"):
             SecuritySettings(certificate, key).server_credentials()
-        with pytest.raises(StartupError, match="no certificate with its unencrypted key"):
+        with pytest.raises(StartupError, match="not a certificate and its unencrypted key"):
             Connector(ChannelSettings(authority.file, certificate, key))
     with pytest.raises(StartupError, match="key has no certificates"):
         Connector(ChannelSettings(good.key))
@@ -489,7 +489,7 @@ def test_certificates_that_make_no_sense(tmp_path: Path, caplog: pytest.LogCaptu
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "LOOK_SECONDS", 0.0)
         assert connector.generation == before
-    assert "what was read before stays in force" in caplog.text
+    assert "the previous contents stay in force" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ class AcceleratorError(RuntimeError):
         (AcceleratorError("CUDA error: device-side assert triggered"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
         (RankError("the ranks of the model are no longer in step"), True),
-        (DeviceFailedError("5 choices in a row had numbers that are not finite"), True),
+        (DeviceFailedError("5 choices in a row had logits that are not finite"), True),
         (ValueError("of another kind"), False),
         (MemoryError(), False),
     ],

@@ -99,11 +99,11 @@ def test_after_every_edit_those_are_admitted_who_stand_in_the_file(edits: list[l
     [
         (None, "tokens admits nobody: No such file"),
         (b"", "tokens admits nobody: expected lines principal:token"),
-        (b"alice\nbob:0123456789abcdef\n", "tokens has lines that are left out: line 1 is not principal:token"),
+        (b"alice\nbob:0123456789abcdef\n", "tokens has lines that are ignored: line 1 is not principal:token"),
         (b"a:0123456789abcdef\nb:0123456789abcdef\n", "left out: line 2 has the token of another principal"),
         (
             b"alice\n" * 1000 + b"bob:0123456789abcdef\n",
-            "line 5 is not principal:token with a token of 16 characters or more; ...",
+            "line 5 is not principal:token with a token of at least 16 characters; ...",
         ),
     ],
     ids=["gone", "empty", "a bad line", "one token twice", "many"],
@@ -144,7 +144,7 @@ def test_a_secret_that_every_user_may_read_is_warned_of(
     file.write_bytes(b"start:start-0123456789abcdef\n")
     file.chmod(mode)
     TokenFile(file)
-    assert ("every user of this machine may read it" in caplog.text) is warned
+    assert ("every user of this machine can read it" in caplog.text) is warned
 
 
 def test_a_file_that_is_being_written_locks_nobody_out_for_long(

@@ -139,7 +139,7 @@ def test_the_refusals_say_what_is_needed_and_when_to_come_again() -> None:
     now = [0.0]
     allowance = allowance_at(now)
     first = allowance.charge(TokenNeed(20, 100))
-    with pytest.raises(QuotaError, match=r"needs 50 tokens or more; .* minute 20 are left, and 100 are held") as no:
+    with pytest.raises(QuotaError, match=r"needs at least 50 tokens, .* minute 20 are left, and 100 are reserved") as no:
         allowance.charge(TokenNeed(10, 50))
     assert no.value.retry_after == 1.0, "soon, since the first may give back enough"
     first.use(100)
@@ -159,7 +159,7 @@ def test_one_that_leaves_its_length_open_needs_its_prompt_alone() -> None:
         charge = allowance.charge(TokenNeed(10, 4096, open_ended=True))
         charge.use(20)
         now[0] += 10.0
-        with pytest.raises(QuotaError, match="another that is open may already use all"):
+        with pytest.raises(QuotaError, match="another open request may already use all"):
             allowance.charge(TokenNeed(5, 4096, open_ended=True))
         charge.end()
     charge = allowance.charge(TokenNeed(10, 4096, open_ended=True))

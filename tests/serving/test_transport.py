@@ -124,7 +124,7 @@ def test_a_call_whose_first_message_does_not_come_is_ended(monkeypatch: pytest.M
 
     code, details = asyncio.run(run())
     assert code is grpc.StatusCode.ABORTED
-    assert "no request came within 0.05 s" in details
+    assert "no request arrived within 0.05 s" in details
 
 
 @pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Check", METHOD.format("Unary"), METHOD.format("Stream")])

@@ -15,7 +15,7 @@ def positive(text: str) -> int:
     """An argparse type: a whole number of at least 1."""
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is too small; expected at least 1")
     return number
 
 
@@ -37,7 +37,7 @@ def not_negative(text: str) -> int:
     """An argparse type: a whole number of at least 0."""
     number = int(text)
     if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
+        raise argparse.ArgumentTypeError(f"{text} is negative; expected at least 0")
     return number
 
 
@@ -109,7 +109,7 @@ def _setting(text: str) -> tuple[str, Setting]:
         name = ""
     if not name:
         known = "a number, a word of small letters and hyphens, or numbers with commas between them"
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, where VALUE is {known}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE with {known}")
     return name, setting
 
 

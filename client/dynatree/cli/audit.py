@@ -87,7 +87,10 @@ def run(options: argparse.Namespace) -> int:
         for number, prompt_ids in enumerate(track(encoded, "prompts", disable=not sys.stdout.isatty()), start=1):
             count = min(options.max_new_tokens, reference.context - len(prompt_ids))
             if count < 1:
-                raise SystemExit(f"prompt {number} has {len(prompt_ids)} tokens, which fills the target's context")
+                raise SystemExit(
+                    f"prompt {number} has {len(prompt_ids)} tokens, "
+                    f"expected fewer than the target's context of {reference.context}"
+                )
             theirs = reference.generate(prompt_ids, count)
             ours = client.generate(
                 prompt_ids, max_new_tokens=count, policy=options.policy, policy_settings=options.policy_settings

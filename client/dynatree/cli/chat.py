@@ -53,7 +53,9 @@ def run(options: argparse.Namespace) -> int:
     with connected(options) as client:
         info = client.model_info()
         if not info.chat_template:
-            raise SystemExit(f"model {info.target.name} has no chat template; `dynatree generate` completes texts")
+            raise SystemExit(
+                f"model {info.target.name} has no chat template; use `dynatree generate` to complete a text"
+            )
         messages: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
         if not sys.stdin.isatty():
             for line in sys.stdin:

@@ -77,10 +77,10 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
         try:
             token = Path(options.token_file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise SystemExit(f"cannot read {options.token_file}: {reason}") from None
         if len(token.split()) != 1:
-            raise SystemExit(f"{options.token_file} is not one token and nothing else")
+            raise SystemExit(f"{options.token_file} must contain exactly one token and nothing else")
     names = ("ca", "cert", "key", "insecure", "resume")
     return {"token": token, **{name: getattr(options, name) for name in names}}
 

@@ -49,7 +49,7 @@ def _at_least_two(text: str) -> int:
     """An argparse type: a whole number of at least 2, since the prefill yields the first token without a round."""
     number = int(text)
     if number < 2:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 2")
+        raise argparse.ArgumentTypeError(f"{text} is too small; expected at least 2")
     return number
 
 

@@ -105,13 +105,15 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
 def _name(text: str) -> str:
     """An argparse type: the name of a model."""
     if not text.strip():
-        raise argparse.ArgumentTypeError("a model's name is empty")
+        raise argparse.ArgumentTypeError("the name is empty; expected at least one character")
     return text
 
 
 def _key(text: str) -> str:
     if not re.fullmatch(r"[!-~]{1,4096}", text):
-        raise argparse.ArgumentTypeError("expected 1 to 4096 printable ASCII characters without spaces")
+        raise argparse.ArgumentTypeError(
+            "the key is invalid; expected 1 to 4096 printable ASCII characters without spaces"
+        )
     return text
 
 

@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         """Exit with an error; if a variable gave the option, the message names the variable."""
         named = next((action for action in self._actions if message.startswith(f"argument {_title(action)}:")), None)
         if named is not None and self.environment is not None and (variable := _variable(named)) in self.environment:
-            message += f" (the environment has {variable})"
+            message += f" (set by the environment variable {variable})"
         super().error(message)
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:

@@ -176,14 +176,14 @@ class _Serving:
         while True:
             if self._loading and self._url and await asyncio.to_thread(self._pair.serves):
                 self._loading = False
-                log.info("HTTP serves on %s", self._url)
+                log.info("serving HTTP on %s", self._url)
                 if self._options.log_format == "text":
                     announce(_welcome(self._url, self._pair, self._options))
             if ended := self._pair.ended():
                 if self._pair.was_stopped(ended):  # Ctrl-C reaches the services too, and they may end first
                     await asyncio.sleep(self._options.grace + LOOK_SECONDS)
                 reason = await asyncio.to_thread(self._pair.reason, ended)
-                return reason if self._loading else f"{reason}; everything was stopped"
+                return reason if self._loading else f"{reason}; all services were stopped"
             await asyncio.sleep(LOOK_SECONDS)
 
 

@@ -24,14 +24,14 @@ def seconds(text: str) -> float:
     """An argparse type: a finite, non-negative number of seconds, reduced to at most thirty years."""
     number = float(text)
     if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number of seconds of at least 0")
     return min(number, 1e9)  # a deadline a few times as far overflows in gRPC, which takes it as passed
 
 
 def some_seconds(text: str) -> float:
     """An argparse type: a number of seconds above 0, otherwise like `seconds`."""
     if (number := seconds(text)) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is no time at all")
+        raise argparse.ArgumentTypeError(f"{text} is too short; expected more than 0 seconds")
     return number
 
 
@@ -39,7 +39,7 @@ def context(text: str) -> int:
     """An argparse type: a context length of at least 2 tokens, one for the prompt and one for the completion."""
     number = int(text)
     if number < 2:
-        raise argparse.ArgumentTypeError(f"{text} tokens hold no prompt and completion; expected at least 2")
+        raise argparse.ArgumentTypeError(f"{text} tokens cannot hold a prompt and a completion; expected at least 2")
     return number
 
 
@@ -51,7 +51,9 @@ def fixed_rows(text: str) -> tuple[int, ...] | None:
         return ()
     numbers = tuple(sorted({int(each) for each in text.split(",")}))
     if numbers[0] < 1 or numbers[-1] > MAX_FIXED_ROWS:
-        raise argparse.ArgumentTypeError(f"{text}: expected numbers from 1 to {MAX_FIXED_ROWS}, auto or off")
+        raise argparse.ArgumentTypeError(
+            f"{text} is out of range; expected numbers from 1 to {MAX_FIXED_ROWS}, auto or off"
+        )
     return numbers
 
 
@@ -59,7 +61,7 @@ def tree_nodes(text: str) -> int:
     """An argparse type: the number of nodes of a tree."""
     number = positive(text)
     if number > MOST_TREE_NODES:
-        raise argparse.ArgumentTypeError(f"{text}: at most {MOST_TREE_NODES} nodes can be served")
+        raise argparse.ArgumentTypeError(f"{text} is too large; expected at most {MOST_TREE_NODES} nodes")
     return number
 
 
@@ -91,7 +93,7 @@ def port_number(text: str) -> int:
     """An argparse type: a port number."""
     number = not_negative(text)
     if number > 65535:
-        raise argparse.ArgumentTypeError(f"{text} is no port; expected 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text} is not a port; expected 0 to 65535")
     return number
 
 
@@ -101,7 +103,7 @@ port_number.__name__ = positive.__name__
 def metrics_address(text: str) -> str:
     """An argparse type: `host:port`."""
     if text.startswith("unix:"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no HOST:PORT")
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
     return network_address(text)
 
 

@@ -80,7 +80,7 @@ def layers(text: str) -> int | None:
 def folder(text: str) -> Path:
     """An argparse type: a non-empty path; an unset shell variable would give an empty one."""
     if not text:
-        raise argparse.ArgumentTypeError("the path is empty")
+        raise argparse.ArgumentTypeError("the path is empty; expected a folder")
     return Path(text)
 
 

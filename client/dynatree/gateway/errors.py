@@ -132,9 +132,9 @@ def unauthorized() -> ApiError:
 
 def client_went() -> ApiError:
     """Return the error for a client that has disconnected; only logs and metrics see its status."""
-    return ApiError(CLIENT_WENT, "the client has gone", code="client_closed_request")
+    return ApiError(CLIENT_WENT, "the client has closed the connection", code="client_closed_request")
 
 
 def stopping() -> ApiError:
     """Return the error for a request that the gateway's shutdown cancels."""
-    return ApiError(503, "the gateway stops; try again", "server_error", code="service_unavailable")
+    return ApiError(503, "the gateway is stopping; try again later", "server_error", code="service_unavailable")

@@ -104,8 +104,8 @@ class OpenRequests:
         reading = [(each.reading_since, each) for each in self._open if each.reading_since and not each.ended_by]
         since, oldest = min(reading, key=lambda each: each[0], default=(until, None))
         if oldest is None or since >= until:
-            raise _too_many("the gateway has too many requests in work; try again later")
-        oldest.end(ApiError(408, "the body came too slowly, and others wait", code="request_timeout"))
+            raise _too_many("the gateway has too many open requests; try again later")
+        oldest.end(ApiError(408, "the body arrived too slowly while other requests waited", code="request_timeout"))
 
 
 def _too_many(message: str) -> ApiError:

@@ -44,7 +44,7 @@ def failure(
             response = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
-                return f"it has no service named {service!r}"
+                return f"the server has no service named {service!r}"
             return f"{error.code().name}: {' '.join((error.details() or '').split())}"
     if response.status == health_pb2.HealthCheckResponse.SERVING:
         return None
@@ -65,7 +65,7 @@ def http_failure(url: str, timeout: float, ca: Path | None = None) -> str | None
     """
     parts = urlsplit(url)
     if not parts.hostname:
-        raise ValueError(f"{url} names no host")
+        raise ValueError(f"{url} has no host")
     connection = (
         HTTPSConnection(parts.hostname, parts.port, timeout=timeout, context=ssl.create_default_context(cafile=ca))
         if parts.scheme == "https"
@@ -116,7 +116,7 @@ def _http_reason(parser: argparse.ArgumentParser, options: argparse.Namespace) -
     if urlsplit(options.address).scheme not in ("http", "https"):
         parser.error(f"{options.address}: expected host:port, unix:PATH, http://host:port or https://host:port")
     if options.service or options.cert or options.key:
-        parser.error("--service, --cert and --key are for gRPC")
+        parser.error("--service, --cert and --key apply only to gRPC")
     try:
         return http_failure(options.address, options.timeout, options.ca)
     except OSError as error:

@@ -57,7 +57,7 @@ def calls_fixture(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("rows_apart", [False, True])
 def test_a_tensor_that_lies_otherwise_has_no_address(tensor: torch.Tensor, rows_apart: bool) -> None:
     with pytest.raises(
-        ValueError, match=r"a kernel is given .* and takes torch.float32 \[3, 4\] side by side on the CPU"
+        ValueError, match=r"a tensor is .* expected contiguous torch.float32 \[3, 4\] on the CPU"
     ):
         address(tensor, torch.float32, 3, 4, rows_apart=rows_apart)
 
@@ -150,7 +150,7 @@ def test_a_linear_layer_takes_rows_and_weights_of_its_sizes(calls: list[str], dt
     layer = NativeLinear(torch.zeros(70, 6, dtype=dtype), torch.zeros(70))
     layer(torch.zeros(2, 3, 6))
     for rows in (torch.zeros(2, 5), torch.zeros(8), torch.zeros(2, 6, device="meta")):
-        with pytest.raises(ValueError, match="a kernel is given"):
+        with pytest.raises(ValueError, match="a tensor is"):
             layer(rows)
     for weight, bias, features, inputs in (
         (layer.weight, layer.bias, 130, 6),
@@ -160,7 +160,7 @@ def test_a_linear_layer_takes_rows_and_weights_of_its_sizes(calls: list[str], dt
         (layer.weight, layer.bias[:70], 70, 6),
         (layer.weight, layer.bias.double(), 70, 6),
     ):
-        with pytest.raises(ValueError, match="a kernel is given"):
+        with pytest.raises(ValueError, match="a tensor is"):
             NativeLinear.bound(weight, bias, features, inputs)
     assert calls == ["dynatree_linear"]
 
@@ -188,7 +188,7 @@ def runner_fixture(tmp_path_factory: pytest.TempPathFactory) -> NativeRunner:
 )
 def test_a_program_takes_the_arena_of_its_model(runner: NativeRunner, shape: KVShape, dtype: torch.dtype) -> None:
     NativeRunner(runner._program, KVArena(KVShape(3, 2, 16), 9, torch.float32, CPU))
-    with pytest.raises(ValueError, match="a kernel is given"):
+    with pytest.raises(ValueError, match="a tensor is"):
         NativeRunner(runner._program, KVArena(shape, 9, dtype, CPU))
 
 
@@ -196,7 +196,7 @@ def test_a_program_takes_the_arena_of_its_model(runner: NativeRunner, shape: KVS
 @pytest.mark.parametrize(
     ("turned", "dtype", "message"),
     [
-        (16, torch.float64, "a kernel is given"),
+        (16, torch.float64, "a tensor is"),
         (18, torch.float32, "18 that turn"),
         (15, torch.float32, "15 that turn"),
     ],

@@ -337,12 +337,12 @@ def test_a_disk_that_fills_meanwhile_leaves_nothing_behind(
 
 
 def test_what_cannot_be_offloaded_is_refused(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=r"--device is meta, and the devices that torch .* finds here are: cpu"):
+    with pytest.raises(StartupError, match=r"--device is meta, but torch .* finds only these devices: cpu"):
         load(llama, tmp_path / "cache", 0, device="meta")
     config = json.loads((llama / "config.json").read_text())
     (llama / "model.safetensors").rename(llama / "weights.bin")
     (llama / "config.json").write_text(json.dumps(config))
-    with pytest.raises(StartupError, match="layers are offloaded from safetensors files, and it has none"):
+    with pytest.raises(StartupError, match="it has no safetensors files, from which layers are offloaded"):
         load(llama, tmp_path / "cache", 0)
 
 
@@ -594,7 +594,7 @@ def test_a_piece_that_fails_once_is_read_once_more(
     if ahead:
         wait_until(lambda: source._error is not None)
     _sweep(source)
-    assert re.search("read once more: .*/0.bin of the layer cache cannot be read: Input/output error", caplog.text)
+    assert re.search("reading again after an error: .*/0.bin of the layer cache cannot be read: Input/output", caplog.text)
     source.close()
 
 
@@ -659,5 +659,5 @@ def test_a_slow_disk_is_waited_for_and_said(
     threading.Timer(0.3, gate.set).start()
     source.wait(0)
     assert held(source, files, 0)
-    assert "0.bin of the layer cache has been awaited" in caplog.text
+    assert "0.bin of the layer cache has taken" in caplog.text
     source.close()

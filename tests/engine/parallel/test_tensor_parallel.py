@@ -166,8 +166,8 @@ def test_a_rank_that_stands_still_ends_the_process_with_a_line(tmp_path: Path) -
     done = run_forwards(tmp_path, STANDING_STILL)
     assert done.returncode == EX_SOFTWARE
     lines = done.stderr.splitlines()
-    assert "a forward has taken 2 s; a rank of the model may stand still" in lines
-    assert "a rank of the model stands still for 4 s, so the service ends" in lines
+    assert "a forward pass has taken 2 s; a rank of the model may hang" in lines
+    assert "a rank of the model has hung for 4 s, so the service ends" in lines
     assert not is_running(int(done.stdout))
 
 
@@ -175,8 +175,8 @@ def test_a_rank_that_stands_still_ends_the_process_with_a_line(tmp_path: Path) -
     ("family", "size", "message"),
     [
         ("gpt2", 2, "transformers has no plan to cut gpt2 models over several devices"),
-        ("llama", 3, "4 heads and 2 key heads cannot be cut over 3 devices"),
-        ("qwen2", 2, "4 heads and 1 key heads cannot be cut over 2 devices"),
+        ("llama", 3, "4 heads and 2 key heads cannot be split over 3 devices"),
+        ("qwen2", 2, "4 heads and 1 key heads cannot be split over 2 devices"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path, family: str, size: int, message: str) -> None:
@@ -208,16 +208,16 @@ def test_ctrl_c_lets_a_completion_end_and_leaves_nothing(tmp_path: Path, monkeyp
 
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_random_model(tmp_path / "model", "llama", seed=1)
-    with pytest.raises(StartupError, match="--tensor-parallel and --fixed-rows do not go together"):
+    with pytest.raises(StartupError, match="--tensor-parallel and --fixed-rows cannot be combined"):
         load_engine(ModelSettings(str(model), tensor_parallel=2, fixed_rows=(32,)))
-    with pytest.raises(StartupError, match="first devices of a machine, and --device is cuda:1"):
+    with pytest.raises(StartupError, match="first devices of a machine, but --device is cuda:1"):
         load_engine(ModelSettings(str(model), tensor_parallel=2, device="cuda:1"))
     with pytest.raises(StartupError, match="there is no model at"):
         load_engine(ModelSettings(str(tmp_path / "nope"), tensor_parallel=2))
     for layers in (0, 1):
-        with pytest.raises(StartupError, match="--tensor-parallel and --resident-layers do not go together"):
+        with pytest.raises(StartupError, match="--tensor-parallel and --resident-layers cannot be combined"):
             load_engine(ModelSettings(str(model), tensor_parallel=2, resident_layers=layers))
-    with pytest.raises(StartupError, match="--tensor-parallel and --layer-cache do not go together"):
+    with pytest.raises(StartupError, match="--tensor-parallel and --layer-cache cannot be combined"):
         load_engine(ModelSettings(str(model), tensor_parallel=2, layer_cache=tmp_path))
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(StartupError, match=r"pip install 'dynatree\[parallel\]'"):

@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     if options.out.exists() and not (options.out.is_dir() and not any(options.out.iterdir())):
-        parser.error(f"{options.out} is there already; expected a new folder, or an empty one")
+        parser.error(f"{options.out} already exists; expected a new or empty folder")
     try:
         grow(SHAPES[options.shape], options.out, getattr(torch, options.dtype))
     except (OSError, SafetensorError) as error:

@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     """
     page = trace_page(options.file.name, read_rounds(options.file))
     if options.html.exists() and options.html.samefile(options.file):
-        raise SystemExit(f"{options.html} is the trace itself; the page needs a file of its own")
+        raise SystemExit(f"--html is {options.html}, the trace itself; expected another file")
     try:
         options.html.write_text(page, encoding="utf-8", newline="\n")
     except OSError as error:

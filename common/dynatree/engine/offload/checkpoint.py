@@ -53,7 +53,7 @@ class Checkpoint:
                 with safe_open(folder / _SINGLE, "pt") as file:
                     files = dict.fromkeys(file.keys(), _SINGLE)
         except (OSError, KeyError, ValueError) as error:
-            raise StartupError(f"model {name}: layers are offloaded from safetensors files, and it has none") from error
+            raise StartupError(f"model {name}: it has no safetensors files, from which layers are offloaded") from error
         named = _names_in(model, files)
         self._files = {ours: (files[theirs], theirs) for theirs, ours in named.items()}
 
@@ -82,8 +82,8 @@ class Checkpoint:
         missing = [name for name in names if name not in self._files]
         if missing:
             raise StartupError(
-                f"model {self.name}: its layers cannot be offloaded, because its checkpoint does not hold "
-                f"{missing[0]} as the model has it"
+                f"model {self.name}: its layers cannot be offloaded, because its checkpoint does not contain "
+                f"{missing[0]} in the form that the model uses"
             )
         found = {}
         for path in sorted({self._files[name][0] for name in names}):

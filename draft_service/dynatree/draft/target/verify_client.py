@@ -192,7 +192,7 @@ class VerifySession:
     def _check_length(self, commit: Commit, length: int) -> None:
         if commit.base_length != length + len(commit.token_ids):
             raise PeerFailedError(
-                f"the verify service committed {len(commit.token_ids)} tokens to {length}, and says that there are "
+                f"the verify service committed {len(commit.token_ids)} tokens after {length}, but reports a length of "
                 f"{commit.base_length}"
             )
 
