@@ -139,7 +139,7 @@ def test_the_refusals_say_what_is_needed_and_when_to_come_again() -> None:
     now = [0.0]
     allowance = allowance_at(now)
     first = allowance.charge(TokenNeed(20, 100))
-    with pytest.raises(QuotaError, match=r"needs at least 50 tokens, .* minute 20 are left, and 100 are reserved") as no:
+    with pytest.raises(QuotaError, match=r"at least 50 tokens, .* minute 20 are left, and 100 are reserved") as no:
         allowance.charge(TokenNeed(10, 50))
     assert no.value.retry_after == 1.0, "soon, since the first may give back enough"
     first.use(100)
