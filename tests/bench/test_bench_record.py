@@ -1,4 +1,4 @@
-"""The files of `dynatree bench`: what is saved loads again, in both versions, and nothing else does."""
+"""Tests that saved files of `dynatree bench` load again, in both versions, and that other files are refused."""
 
 import json
 from pathlib import Path
