@@ -1,4 +1,4 @@
-"""A target over two ranks on this machine gives one process's tokens, and ends with a line when a rank dies."""
+"""Tests that a target over two ranks gives one process's tokens, and ends with a log line when a rank dies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.model_zoo import save_noisy_copy, save_random_model
 from tests.support.processes import is_running, wait_until
 
 FAMILIES = {"gpt_neox": {}, "llama": {}, "qwen2": {"num_key_value_heads": 2}}
-PROMPTS = int(os.environ.get("DYNATREE_PROMPTS", "3"))  # of each policy; 20 take minutes
+PROMPTS = int(os.environ.get("DYNATREE_PROMPTS", "3"))  # prompts of each policy; 20 take minutes
 EX_SOFTWARE = 70
 Started = tuple[str, Forked, Path]
 
@@ -35,7 +35,7 @@ def service(folder: Path, name: str, *arguments: str) -> AbstractContextManager[
 
 
 def children(process: Forked) -> list[int]:
-    """The processes that follow."""
+    """Return the processes of the followers."""
     listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
     return [int(each) for each in listed.split()]
 
@@ -43,7 +43,7 @@ def children(process: Forked) -> list[int]:
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, family: str) -> None:
-    """All policies, in float32; and nothing is left when it ends."""
+    """The test runs all policies in float32, and checks that nothing is left at the end."""
     target = save_random_model(tmp_path / "target", family, seed=1, **FAMILIES[family])
     draft = save_noisy_copy(tmp_path / "draft", target, seed=2)
     generator = random.Random(4)
@@ -87,7 +87,7 @@ def test_a_rank_that_dies_ends_the_service_with_a_line(tmp_path: Path) -> None:
 def test_followers_end_with_the_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delay: float | None, number: signal.Signals
 ) -> None:
-    """Whenever that is: so many seconds after they were started, before they have met; or once all serve (None)."""
+    """The service ends some seconds after the start, before the ranks have met; or once all serve (None)."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     target = save_random_model(tmp_path / "target", "llama", seed=1)
     arguments = ("verify", "--target-model", str(target), "--tensor-parallel", "2", "--threads", "1")
@@ -148,7 +148,7 @@ forward()
 
 
 def run_forwards(tmp_path: Path, then: str) -> subprocess.CompletedProcess[str]:
-    """A process that leads two ranks, with a fault."""
+    """Run a process that leads two ranks, with a fault."""
     target = save_random_model(tmp_path / "target", "llama", seed=1)
     command = [sys.executable, "-c", FORWARDS + then, str(target)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -156,7 +156,7 @@ def run_forwards(tmp_path: Path, then: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.long
 def test_ranks_that_are_out_of_step_compute_nothing_more(tmp_path: Path) -> None:
-    """The next forward's sums would be added to those of the one that failed on one rank."""
+    """Otherwise the next forward pass would be summed with the one that failed on one rank."""
     done = run_forwards(tmp_path, FAILING)
     assert done.stdout.splitlines() == ["the ranks of the model are no longer in step: MemoryError"] * 4, done
 
@@ -187,7 +187,7 @@ def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path, family: str, size
 
 @pytest.mark.long
 def test_ctrl_c_lets_a_completion_end_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal sends it to the whole process group."""
+    """A terminal sends the signal to the whole process group."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     target = save_random_model(tmp_path / "target", "llama", seed=1)
     draft = save_noisy_copy(tmp_path / "draft", target, seed=2)
