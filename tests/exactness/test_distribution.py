@@ -132,7 +132,7 @@ class Chain:
 
 
 def drawn(pair, name, settings, *, draws, length=3, scheme=Scheme.RESIDUAL, seed=0):
-    """Return the counts of at least `count` draws in chains of a given length, and the drafted and accepted tokens."""
+    """Return the counts of at least `draws` tokens, in chains of a given length, and the number of accepted nodes."""
     drafter, verifier = Drafter(EngineDraftModel(Table(pair.draft)), 32), Verifier(Table(pair.target), 32)
     counts, accepted = Counts(pair.vocabulary), 0
     for start in range(seed, seed + -(-draws // length), BATCH):

@@ -38,7 +38,7 @@ MORE = ((1, 40), (7, 33), (31, 64), (64, 30), (100, 60), (1, CONTEXT - 1))
 
 
 def cases(fixture, policies):
-    """Each family with each policy. `make test` has few lengths: every policy with one family, two policies with all."""
+    """Each family with each policy. `make test` runs few lengths: each policy with one family, two with all."""
     listed = []
     for family in ARCHITECTURES:
         for policy in (*policies, LARGE_BUSH):

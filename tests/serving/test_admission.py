@@ -1,4 +1,4 @@
-"""The queue: order, turns of principals, room, refusals, and those who leave."""
+"""Tests the queue: order, turns of principals, room, refusals, and requests that leave."""
 
 import asyncio
 
@@ -58,8 +58,8 @@ def test_principals_take_turns():
         names = [("first", "a"), ("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("c1", "c"), ("b2", "b")]
         visitors = {name: Visitor(admission, name, order, principal) for name, principal in names}
         await settle()
-        assert visitors["a3"].positions[-1] == 5  # behind a1, a2, b1, b2, c1
-        assert visitors["b2"].positions[-1] == 4  # behind a1, a2, b1, c1
+        assert visitors["a3"].positions[-1] == 5  # after a1, a2, b1, b2, c1
+        assert visitors["b2"].positions[-1] == 4  # after a1, a2, b1, c1
         while len(order) < len(names):
             visitors[order[-1]].leave.set()
             await settle()
@@ -126,7 +126,7 @@ def test_what_cannot_be_served_is_refused_at_once():
 def test_a_deadline_before_the_turn_is_refused_with_the_time_to_wait():
     async def scenario():
         admission, order = Admission(sessions=1, slots=10, queue=9), []
-        admission._usual = 10.0  # a completion takes so long
+        admission._usual = 10.0  # seconds that a completion takes
         visitors = [Visitor(admission, number, order) for number in range(2)]
         await settle()
         with pytest.raises(ServiceBusyError, match="exceeds the deadline") as refused:
@@ -142,7 +142,7 @@ def test_a_deadline_before_the_turn_is_refused_with_the_time_to_wait():
 
 
 def test_who_has_no_room_in_the_kv_cache_waits_like_others():
-    """With a session free and nobody waiting: the queue's length and the deadline count all the same."""
+    """With a free session and an empty queue, the queue's length and the deadline still apply."""
 
     async def scenario():
         admission, order = Admission(sessions=9, slots=10, queue=0), []
@@ -221,7 +221,7 @@ def test_a_quota_of_waiting_requests_alone():
 
 
 def test_a_full_queue_has_a_place_for_whoever_has_fewer():
-    """As in the review: five requests of one principal, and another's was refused at once."""
+    """One principal's five requests must not make the queue refuse another principal's request."""
 
     async def scenario():
         admission, order = Admission(sessions=1, slots=100, queue=4), []
@@ -270,7 +270,7 @@ def test_a_deadline_counts_the_principals_that_are_ahead_and_not_all_of_their_re
     st.lists(st.one_of(st.sampled_from("aaabcd"), st.integers(0, 20)), max_size=60),
 )
 def test_nobody_with_less_than_its_share_is_refused(queue, sessions, steps):
-    """Requests come (letters) and go (numbers). A principal's share is the queue over the principals that wait."""
+    """Requests come (letters) and leave (numbers). A share is the queue's size divided by the waiting principals."""
 
     async def scenario():
         admission, order, visitors = Admission(sessions, 100, queue), [], []

@@ -1,4 +1,4 @@
-"""A session's state on the verify side by itself: which requests, trees and places it takes."""
+"""Tests a session's state on the verify side: the requests, trees and places that it accepts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_another_tokenizer_is_refused() -> None:
 
 def test_a_completion_that_is_over_already() -> None:
     assert checked().finish_reason is None
-    assert checked((5, 6, END)).finish_reason is None  # the end of a prompt ends nothing
+    assert checked((5, 6, END)).finish_reason is None  # an end-of-sequence token in a prompt ends nothing
     assert checked((5, 6, END), generated=1).finish_reason is FinishReason.STOP
     assert checked((5, END, 6), generated=2).finish_reason is None
     assert checked((5, 6, 7), 2, generated=2).finish_reason is FinishReason.LENGTH
@@ -82,7 +82,7 @@ def test_a_completion_that_is_over_already() -> None:
 @pytest.mark.parametrize("length", [3, 300])
 def test_a_tree_must_follow_the_last_commit(length: int) -> None:
     state = session(checked((5,) * length))
-    state.check_place(0, int(str(length)))  # another object: numbers are compared by value
+    state.check_place(0, int(str(length)))  # another int object, since numbers are compared by value
     for place, message in (((1, length), "round 1, expected round 0"), ((0, length - 1), f"expected {length}")):
         with pytest.raises(FailedPreconditionError, match=message):
             state.check_place(*place)
