@@ -139,7 +139,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target-model", required=True, metavar="FOLDER")
     parser.add_argument("--draft-model", required=True, metavar="FOLDER")
-    parser.add_argument("--work", type=Path, default=Path("build/llama.cpp"), help="default: build/llama.cpp")
+    parser.add_argument(
+        "--work", type=Path, default=Path("build/llama.cpp"), help="folder of the build (default: build/llama.cpp)"
+    )
     options = parser.parse_args()
     with llama_servers(options.work, options.target_model, options.draft_model, DRAFTED) as servers:
         for name, url in servers.items():
