@@ -207,7 +207,7 @@ def test_an_unreachable_verify_service(models, tmp_path, run_here):
 def test_a_draft_service_where_the_verify_service_should_be(models, tmp_path, running, run_here):
     other = ["--listen", f"unix:{tmp_path}/other.sock"]
     result = run_here("draft", "--draft-model", str(models[1]), "--verify", running.draft, *other)
-    assert_one_clear_line(result, f"the service at {running.draft} is no verify service")
+    assert_one_clear_line(result, f"the service at {running.draft} is not a verify service")
 
 
 def save_with_another_tokenizer(folder, family):

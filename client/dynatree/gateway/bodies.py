@@ -43,7 +43,7 @@ async def read_body(request: Request, model: type[Body], limits: Limits) -> Body
     except ClientDisconnect:
         raise client_went() from None
     except TimeoutError:
-        message = f"the body came too slowly: {limits.body_seconds:g} s, and {limits.body_rate} bytes in each more"
+        message = f"the body arrived too slowly; expected {limits.body_rate} bytes/s after {limits.body_seconds:g} s"
         raise ApiError(408, message, code="request_timeout") from None
     if len(body) > LONG_BYTES:
         return await aside(lambda: _parsed(body, model))

@@ -38,7 +38,7 @@ LONGEST_MESSAGE = 1000  # characters
 LONGEST_PARAM = 100
 _UNREACHABLE = "the draft service, or every verify service behind it, is out of reach; try again later"
 _ASK_FOR_KEY = {"WWW-Authenticate": "Bearer"}
-_NO_KEY = "no known API key; expected the header `Authorization: Bearer KEY`"
+_NO_KEY = "the request has no known API key; expected the header `Authorization: Bearer KEY`"
 # Messages that replace the service's own, which name an address or gRPC's metadata.
 _WORDS = {
     grpc.StatusCode.UNAVAILABLE: _UNREACHABLE,

@@ -11,7 +11,7 @@ from dynatree.gateway.errors import ApiError
 from dynatree.gateway.limits import Limits
 
 _NO_MEMORY = (
-    "this request takes the most memory of those in work, and the gateway has no more; ask for less at once, or try "
+    "the gateway has no memory left, and this request uses the most; ask for less at once, or try "
     "again later"
 )
 DRIPPING_SECONDS = 1.0  # a request whose body takes longer to arrive may be ended to make room for another
