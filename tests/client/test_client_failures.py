@@ -83,7 +83,7 @@ def test_each_code_has_its_error(client: Client, service: FakeDraftService, code
 
 
 def test_a_request_that_the_server_dropped_is_sent_anew(service: FakeDraftService) -> None:
-    """gRPC's core drops it silently when too many calls wait; it has not reached the service."""
+    """The core of gRPC drops it silently when too many calls wait; it has not reached the service."""
     service.script = [Fail(grpc.StatusCode.CANCELLED, "CANCELLED")]
     with Client(service.address, connect_timeout=0.7) as client:
         with pytest.raises(ServerUnavailableError, match="dropped the request"):

@@ -146,7 +146,7 @@ def test_a_completion_goes_on_only_where_its_tokens_are() -> None:
         assert replicas.choose() is different
         assert replicas.choose(like=INFO) is same
         assert replicas.first(INFO.fingerprint) is same
-        with pytest.raises(FailedPreconditionError, match="can continue only there"):
+        with pytest.raises(FailedPreconditionError, match="continues only there"):
             replicas.first("01" * 32)
 
     run("a:1,b:1", lambda: {"a:1": FakeService(), "b:1": FakeService(other)}, work)

@@ -115,7 +115,7 @@ def check_offsets(tokenizer: PreTrainedTokenizerBase, ids: list[int], found: Pro
 
 @pytest.mark.parametrize("name", [name for name in TOKENIZERS if name not in ("suffixes", "tidy word piece", "bytes")])
 def test_every_token_begins_where_its_text_does(name: str) -> None:
-    """This holds in prompts as written, in decoded ids, and with special tokens before, after and within them."""
+    """Offsets are right in prompts as written, in decoded ids, and around and within special tokens."""
     tokenizer, rng = tokenizer_of(name), random.Random(name)
     special = tokenizer.all_special_ids
     unknown = tokenizer.unk_token_id

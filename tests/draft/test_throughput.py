@@ -423,7 +423,7 @@ def test_a_stall_after_a_forward_is_forgotten_though_no_other_round_can_be_compa
 @pytest.mark.parametrize("times", [2.0, 3.0])
 @pytest.mark.parametrize("loops", [False, True])
 def test_a_machine_that_becomes_slower_does_not_leave_a_good_draft_off(times, loops):
-    """This holds also if sizes were known without the draft, from n-grams in a looping text."""
+    """The draft is used again even if sizes were known without it, from n-grams in a looping text."""
     costs = Costs()
     _, before = text_of(0.6, *gpu(0.02), costs)
     for _ in range(40 if loops else 0):

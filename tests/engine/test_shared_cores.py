@@ -81,7 +81,7 @@ def test_half_of_the_threads_while_cores_are_shared():
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: OpenMP has no threads that wait")
 def test_threads_sleep_at_once_while_others_share_the_cores():
-    """torch's pip wheels contain libgomp."""
+    """The pip wheels of torch contain libgomp."""
     script = PAUSES.format(threads=len(os.sched_getaffinity(0)))
     environment = os.environ | {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "30000000"}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)

@@ -276,7 +276,7 @@ def choices(url: str, route: str, fields: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("route", PLAIN)
 def test_a_field_at_its_value_of_no_effect_is_as_good_as_none(chatty: Chatty, route: str) -> None:
-    """This covers every field of OpenAI's client and of this server, singly and in random combinations."""
+    """The test covers every field of OpenAI's client and of this server, singly and in random combinations."""
     fields = fields_of_no_effect(route)
     plain = choices(chatty.url, route, {})
     assert len(fields) > 100

@@ -291,7 +291,7 @@ def test_the_tree_stays_until_the_next_one_begins(page: Page, gateway: FakeGatew
 @pytest.mark.long
 @pytest.mark.parametrize("width", [390, 1280])
 def test_no_label_is_cut(browser: Browser, gateway: FakeGateway, width: int) -> None:
-    """This holds for any number of labels, and for a tree wider than its panel, whose columns are shown whole."""
+    """The test uses many numbers of labels, and a tree wider than its panel, whose columns are shown whole."""
     numbers = [0.0933, 0.0737, 0.00123456, -0.00123456, 1.23456e-7, 98765.4321, 1.23456e12, -1.23456e-9, 0, 1 / 3]
     made = gateway.completion
 

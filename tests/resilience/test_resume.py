@@ -135,7 +135,7 @@ class FailingWrites:
 
 
 def test_a_write_that_fails_before_the_status_is_known(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC then gives the call its own status INTERNAL, which must not reach the client."""
+    """The call then gets gRPC's own status INTERNAL, which must not reach the client."""
     sessions: list[VerifySession] = []
     errors: list[type[ServiceError]] = []
 

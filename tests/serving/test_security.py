@@ -223,7 +223,7 @@ def test_a_certificate_is_replaced_under_load(secured: Secured, monkeypatch: pyt
 
 
 def test_grpc_gets_no_certificate_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC frees the configuration that it is given; giving the same one to two connections crashed a service."""
+    """A configuration is freed by gRPC; giving the same one to two connections crashed a service."""
     monkeypatch.setattr(files, "LOOK_SECONDS", 0.0)
     authority = Authority(tmp_path)
     pair = authority.pair("server")

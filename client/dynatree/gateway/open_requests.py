@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from dynatree.gateway.errors import ApiError
 from dynatree.gateway.limits import Limits
 
-_NO_MEMORY = (
-    "the gateway has no memory left, and this request uses the most; ask for less at once, or try "
-    "again later"
-)
+_NO_MEMORY = "the gateway has no memory left, and this request uses the most; ask for less at once, or try again later"
 DRIPPING_SECONDS = 1.0  # a request whose body takes longer to arrive may be ended to make room for another
 
 

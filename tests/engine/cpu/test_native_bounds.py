@@ -56,9 +56,7 @@ def calls_fixture(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 )
 @pytest.mark.parametrize("rows_apart", [False, True])
 def test_a_tensor_that_lies_otherwise_has_no_address(tensor: torch.Tensor, rows_apart: bool) -> None:
-    with pytest.raises(
-        ValueError, match=r"a tensor is .* expected contiguous torch.float32 \[3, 4\] on the CPU"
-    ):
+    with pytest.raises(ValueError, match=r"a tensor is .* expected contiguous torch.float32 \[3, 4\] on the CPU"):
         address(tensor, torch.float32, 3, 4, rows_apart=rows_apart)
 
 
@@ -243,7 +241,7 @@ def test_a_forward_takes_tokens_positions_and_slots_that_there_are(
 @compiled
 @pytest.mark.long
 def test_sanitizers_see_nothing() -> None:
-    """This runs the best build for this CPU; `make sanitize` runs all builds, on more shapes."""
+    """Only the best build for this CPU runs here; `make sanitize` runs all builds, on more shapes."""
     command = [sys.executable, "-m", "tests.campaigns.sanitized_kernels", "--builds=1", "--cases=60"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -580,7 +580,7 @@ def test_a_file_that_changes_fails_the_forward(disk: DiskLayers, files: list[Lay
 def test_a_piece_that_fails_once_is_read_once_more(
     files: list[LayerFile], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ahead: bool
 ) -> None:
-    """This includes a failure before a forward pass waits for the piece."""
+    """The failure may also come before a forward pass waits for the piece."""
     failures = [OSError(5, "Input/output error")]
     read = disk_layers._read_piece
 

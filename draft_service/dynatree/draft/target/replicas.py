@@ -143,7 +143,7 @@ class Replicas:
             like = next((info for info in infos if info.fingerprint == fingerprint), None)
             if infos and like is None:
                 raise FailedPreconditionError(
-                    f"the completion began on a target with fingerprint {fingerprint[:12]} and can continue only there; "
+                    f"the completion began on a target with fingerprint {fingerprint[:12]} and continues only there; "
                     f"the verify services that are ready have {infos[0]}, {infos[0].fingerprint[:12]}"
                 )
         replica = self.choose(like, needed=needed) or self.choose(like)

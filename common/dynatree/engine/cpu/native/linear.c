@@ -11,11 +11,11 @@
 
 #include "kernels.h"
 
-#define ROWS 6            /* rows multiplied together; with ACROSS vectors each, they fill the registers */
-#define PANEL 64          /* features of a panel; a multiple of ACROSS * LANES */
-#define CHUNK (16 * ROWS) /* rows whose sums stay in the L1 cache */
-#define BLOCK (16 * 1024) /* bytes of a block of weights */
-#define AHEAD 2048        /* prefetch distance in bytes, if a panel is read once from end to end */
+#define ROWS 6                /* rows multiplied together; with ACROSS vectors each, they fill the registers */
+#define PANEL 64              /* features of a panel; a multiple of ACROSS * LANES */
+#define CHUNK (16 * ROWS)     /* rows whose sums stay in the L1 cache */
+#define BLOCK (16 * 1024)     /* bytes of a block of weights */
+#define AHEAD 2048            /* prefetch distance in bytes, if a panel is read once from end to end */
 #define BEGINNING (64 * 1024) /* most bytes that `linear_prefetch` prefetches */
 
 int64_t linear_floats(void) { return CHUNK * PANEL + BLOCK / 2; }
