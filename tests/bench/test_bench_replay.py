@@ -216,8 +216,8 @@ def test_machines_are_read_as_they_were_written(tmp_path: Path) -> None:
     for spoilt, message in [
         (file.read_text().replace('"version": 1', '"version": 2'), "has version 2"),
         (file.read_text().replace("[[1, 1.0], [4, 1.6]]", "[[4, 1.0], [1, 1.6]]"), "curve"),
-        (file.read_text().replace("round_seconds", "rounds"), "no file of machines"),
-        ("[", "no file of machines"),
+        (file.read_text().replace("round_seconds", "rounds"), "is not a file of machines"),
+        ("[", "is not a file of machines"),
     ]:
         file.write_text(spoilt)
         with pytest.raises(SystemExit, match=message):

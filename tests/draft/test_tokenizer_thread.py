@@ -118,11 +118,11 @@ def test_bytes_that_wait_are_bounded_and_whoever_has_most_makes_room() -> None:
         await settle()
         kept = [tokenizer.ask("a", f"a{number}", size=2**18) for number in range(4)]
         await settle()
-        with pytest.raises(ServiceBusyError, match="1 MiB wait") as refused:
+        with pytest.raises(ServiceBusyError, match="1 MiB are waiting") as refused:
             await tokenizer.ask("a", "more", size=1)
         assert refused.value.retry_after is not None
         other = tokenizer.ask("b", "b", size=2**18)
-        with pytest.raises(ServiceBusyError, match="1 MiB wait"):
+        with pytest.raises(ServiceBusyError, match="1 MiB are waiting"):
             await kept[3]
         await tokenizer.end(running, kept[0], other, *kept[1:3])
 

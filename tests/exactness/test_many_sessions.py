@@ -233,7 +233,7 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once_and_a_full_queue_says_wh
             client.generate([5] * 5000, max_new_tokens=2)
         waiting = client.stream([5], max_new_tokens=2, queue_position=True)
         next(waiting)
-        with pytest.raises(ServerBusyError, match="1 requests wait") as busy:
+        with pytest.raises(ServerBusyError, match="1 requests are waiting") as busy:
             client.generate([5], max_new_tokens=2)
         assert busy.value.retry_after is not None
         running.close()

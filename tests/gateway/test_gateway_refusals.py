@@ -29,7 +29,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no prompt": ({}, "prompt", "required"),
     "an empty prompt": ({"prompt": []}, "prompt", "at least 1"),
     "a prompt of both": ({"prompt": ["a", 1]}, "prompt.1", "valid string"),
-    "no tokens": ({"prompt": "a", "max_tokens": 0}, "", "needs echo"),
+    "no tokens": ({"prompt": "a", "max_tokens": 0}, "", "without echo"),
     "a temperature above the limit": ({"prompt": "a", "temperature": 500}, "temperature", "or equal to 100"),
     "a seed of more than 64 bits": ({"prompt": "a", "seed": 2**64}, "seed", "less than"),
     "best of more": ({"prompt": "a", "best_of": 3}, "", "best_of differs from n"),

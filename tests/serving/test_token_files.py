@@ -98,9 +98,9 @@ def test_after_every_edit_those_are_admitted_who_stand_in_the_file(edits: list[l
     ("text", "said"),
     [
         (None, "tokens admits nobody: No such file"),
-        (b"", "tokens admits nobody: expected lines principal:token"),
+        (b"", "tokens admits nobody: it has no lines principal:token"),
         (b"alice\nbob:0123456789abcdef\n", "tokens has lines that are ignored: line 1 is not principal:token"),
-        (b"a:0123456789abcdef\nb:0123456789abcdef\n", "left out: line 2 has the token of another principal"),
+        (b"a:0123456789abcdef\nb:0123456789abcdef\n", "ignored: line 2 has the token of another principal"),
         (
             b"alice\n" * 1000 + b"bob:0123456789abcdef\n",
             "line 5 is not principal:token with a token of at least 16 characters; ...",

@@ -413,7 +413,7 @@ async def principal_of(folder: Path, name: str, made: dict[str, Any]) -> str | N
         if code is grpc.StatusCode.OK:
             return str((await call).decode())
         assert code is grpc.StatusCode.UNAUTHENTICATED, details
-        assert "names nobody" in details
+        assert "has no usable name" in details
         return None
 
 

@@ -55,7 +55,7 @@ def test_what_a_request_becomes() -> None:
         ({"prompt_ids": (5, 10)}, InvalidArgumentError, r"prompt_ids\[1\] is 10"),
         ({"stop_token_ids": (10,)}, InvalidArgumentError, r"stop_token_ids\[0\] is 10"),
         ({"top_log_probs": 21}, InvalidArgumentError, r"top_log_probs is 21, expected a number in \[0, 20\]"),
-        ({"generated": 1, "prompt_log_probs": True}, InvalidArgumentError, "goes on has no prompt_log_probs"),
+        ({"generated": 1, "prompt_log_probs": True}, InvalidArgumentError, "resumed session has no prompt_log_probs"),
         ({"sampling": Sampling(logit_bias={10: 1.0})}, InvalidArgumentError, "10"),
     ],
 )

@@ -195,8 +195,8 @@ def test_a_program_takes_the_arena_of_its_model(runner: NativeRunner, shape: KVS
     ("turned", "dtype", "message"),
     [
         (16, torch.float64, "a tensor is"),
-        (18, torch.float32, "18 that turn"),
-        (15, torch.float32, "15 that turn"),
+        (18, torch.float32, "embedding has 18 dimensions"),
+        (15, torch.float32, "embedding has 15 dimensions"),
     ],
 )
 def test_positions_turn_no_more_than_a_head(
