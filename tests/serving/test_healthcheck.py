@@ -65,7 +65,7 @@ def test_a_service_that_there_is_not(tmp_path: Path) -> None:
         finally:
             await server.stop(0)
 
-    assert asyncio.run(check()) == "it has no service named 'livenes'"
+    assert asyncio.run(check()) == "the server has no service named 'livenes'"
 
 
 def test_a_server_without_health_does_not_serve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
