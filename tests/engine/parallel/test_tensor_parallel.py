@@ -174,7 +174,7 @@ def test_a_rank_that_stands_still_ends_the_process_with_a_line(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("family", "size", "message"),
     [
-        ("gpt2", 2, "transformers has no plan to cut gpt2 models over several devices"),
+        ("gpt2", 2, "transformers has no plan to split gpt2 models over several devices"),
         ("llama", 3, "4 heads and 2 key heads cannot be split over 3 devices"),
         ("qwen2", 2, "4 heads and 1 key heads cannot be split over 2 devices"),
     ],
