@@ -149,7 +149,7 @@ def test_who_has_no_room_in_the_kv_cache_waits_like_others():
         admission._usual = 10.0
         running = [Visitor(admission, number, order, slots=5) for number in range(2)]
         await settle()
-        with pytest.raises(ServiceBusyError, match="100% of the KV cache .* 0 requests are waiting") as refused:
+        with pytest.raises(ServiceBusyError, match=r"100% of the KV cache .* 0 requests are waiting") as refused:
             await Visitor(admission, "one more", order).task
         assert refused.value.retry_after == pytest.approx(5.0), "two at a time, whatever sessions would allow"
         for visitor in running:
