@@ -80,9 +80,11 @@ def over_http(connection: http.client.HTTPConnection, prompt: str, options: argp
 def main() -> int:
     """Measure, write the report and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="a text that prompts are cut from")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, metavar="FILE", help="UTF-8 file of text to cut prompts from"
+    )
     parser.add_argument("--prompt-characters", type=int, default=400)
-    parser.add_argument("--count", type=int, default=40, help="prompts (default: %(default)s)")
+    parser.add_argument("--count", type=int, default=40, help="number of prompts (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--policy", default="throughput")
     parser.add_argument("--target-model", default="embedded")

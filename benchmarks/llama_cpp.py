@@ -162,13 +162,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target-model", required=True, metavar="FOLDER")
     parser.add_argument("--draft-model", required=True, metavar="FOLDER")
-    parser.add_argument("--type", metavar="Q8_0|Q4_0|Q4_K_M", help="of the target's weights (default: 16 bits)")
-    parser.add_argument("--drafted", type=int, nargs="+", default=DRAFTED, help="tokens drafted at a time")
-    parser.add_argument("--work", type=Path, default=Path("build/llama.cpp"), help="default: build/llama.cpp")
+    parser.add_argument(
+        "--type", metavar="Q8_0|Q4_0|Q4_K_M", help="type of the target's weights (default: their own 16 bits)"
+    )
+    parser.add_argument(
+        "--drafted",
+        type=int,
+        nargs="+",
+        default=DRAFTED,
+        metavar="N",
+        help="tokens that are drafted at a time, a server for each number (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--work", type=Path, default=Path("build/llama.cpp"), help="folder of the build (default: build/llama.cpp)"
+    )
     options = parser.parse_args()
-    with llama_servers(
-        options.work, options.target_model, options.draft_model, options.drafted, options.type
-    ) as servers:
+    models = options.target_model, options.draft_model
+    with llama_servers(options.work, *models, options.drafted, options.type) as servers:
         for name, url in servers.items():
             print(f'--baseline-server "{name}={url}"', flush=True)
         signal.sigwait({signal.SIGINT, signal.SIGTERM})

@@ -148,12 +148,19 @@ def main() -> int:
     parser.add_argument("--draft", type=Path, required=True)
     parser.add_argument("--layer-cache", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--memory", type=float, default=8.0, help="GiB")
+    parser.add_argument(
+        "--memory", type=float, default=8.0, help="memory limit of the services in GiB (default: %(default)g)"
+    )
     parser.add_argument("--resident-layers", default="auto")
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--plain-tokens", type=int, default=64, help="fewer will do: each step is alike")
+    parser.add_argument(
+        "--plain-tokens",
+        type=int,
+        default=64,
+        help="new tokens of plain decoding, whose steps are all alike (default: %(default)s)",
+    )
     parser.add_argument("--offloaded-steps", type=int, default=3)
     parser.add_argument("--nodes", type=int, nargs="*", default=[1, 15, 31, 63, 95, 127, 191, 255, 383, 511])
     options = parser.parse_args()

@@ -225,13 +225,22 @@ def dynatree(arguments: Sequence[str]) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--texts", type=Path, required=True, metavar="FOLDER", help="folder of the texts")
     parser.add_argument("--target-model", metavar="PATH|HUB_ID")
     parser.add_argument("--draft-model", metavar="PATH|HUB_ID")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: benchmarks/results, build/bench-quick")
-    parser.add_argument("--quick", action="store_true", help="a quarter of an hour: is it as fast here as it says?")
-    parser.add_argument("--only", metavar="NAME", help="one measurement")
-    parser.add_argument("--plan", action="store_true", help="only say what would be measured, and how long it takes")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the results (default: benchmarks/results, or build/bench-quick with --quick)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="check in a quarter of an hour whether this machine reaches the documented speed",
+    )
+    parser.add_argument("--only", metavar="NAME", help="run only this measurement")
+    parser.add_argument("--plan", action="store_true", help="only print the measurements and their durations")
     return parser.parse_args(arguments)
 
 

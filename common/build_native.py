@@ -1,4 +1,4 @@
-"""Compiles the kernels when the package is built, where a C compiler is at hand; nothing needs it."""
+"""Build hook that compiles the CPU kernels if a C compiler is available; the package also works without them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = "common/dynatree/engine/cpu/native"
 SOURCES = ("attention.c", "linear.c", "quantized.c", "forward.c")
-OPENMP = b"libgomp.so"  # torch's own; `torch.set_num_threads` governs no other
+OPENMP = b"libgomp.so"  # torch's own OpenMP library, the only one that `torch.set_num_threads` controls
 
 
 class NativeHook(BuildHookInterface[Any]):
-    """Puts the builds beside their source; a wheel that holds them is for this platform alone."""
+    """Puts the compiled kernels beside their sources; a wheel that contains them is specific to this platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, unless DYNATREE_NATIVE is 0, as for wheels that shall install everywhere."""
+        """Compile the kernels, unless DYNATREE_NATIVE is 0, which makes a wheel that installs on every platform."""
         if self.target_name != "wheel":
             return
         folder = Path(self.root, FOLDER)
-        # With the instructions of each build, which a service asks its CPU for.
+        # A service compares the instruction sets of each build with those of its CPU.
         settings = json.loads((folder / "builds.json").read_text())
         built = [
             name for name, uses in settings["builds"].items() if self._build(folder / name, settings["flags"], uses)
@@ -40,7 +40,7 @@ class NativeHook(BuildHookInterface[Any]):
             build_data["artifacts"] += [f"/{FOLDER}/{name}" for name in built]
 
     def _build(self, output: Path, flags: Sequence[str], instructions: Sequence[str]) -> bool:
-        """Whether it was compiled; a build of before is not kept, and none is there in part."""
+        """Compile one build and return whether it succeeded; a failure leaves neither an old nor a partial file."""
         compiler = _compiler()
         part = output.with_suffix(f".{os.getpid()}")
         try:
@@ -55,7 +55,7 @@ class NativeHook(BuildHookInterface[Any]):
             if done.returncode:
                 raise OSError(done.stderr.strip()[-500:])
             if OPENMP not in part.read_bytes():
-                raise OSError(f"{shlex.join(compiler)} links another OpenMP than torch's, which is gcc's")
+                raise OSError(f"{shlex.join(compiler)} does not link libgomp, the OpenMP library that torch uses")
             part.replace(output)
         except (OSError, subprocess.SubprocessError) as error:
             self.app.display_warning(f"{output.name} was not compiled: {error}")
@@ -67,7 +67,7 @@ class NativeHook(BuildHookInterface[Any]):
 
 
 def _compiler() -> list[str] | None:
-    """The command of $CC, or of gcc; None where nothing shall be compiled, or can be."""
+    """Return the command of $CC or of gcc; None if compilation is disabled, unsupported here, or has no compiler."""
     if os.environ.get("DYNATREE_NATIVE") == "0" or (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         return None
     given = os.environ.get("CC", "")
@@ -78,5 +78,5 @@ def _compiler() -> list[str] | None:
 
 
 def _checksum(folder: Path) -> int:
-    """Of the sources and of how they are compiled, as `native.checksum` has it."""
+    """Checksum of the sources and of the compiler settings; `native.checksum` computes the same."""
     return crc32(b"".join(path.read_bytes() for path in sorted((*folder.glob("*.[ch]"), folder / "builds.json"))))

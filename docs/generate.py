@@ -40,17 +40,17 @@ MOST_CHOICES_INLINE = 4
 COMMAND_LINE = """\
 # Command line
 
-This page lists every subcommand of `dynatree`, and every option, as the installed program knows them. `--help` after a
-subcommand prints the same; `dynatree --version` prints the version. Option names are written out in full.
+This page lists all subcommands and options of `dynatree`. `--help` after a subcommand prints the same, and
+`dynatree --version` prints the version. Option names cannot be abbreviated.
 
 | exit status | meaning |
 | --- | --- |
 | 0 | success |
-| 1 | a failure, told in one line on standard error |
+| 1 | a failure, described in one line on standard error |
 | 2 | a wrong command line |
 | 70 | a service whose device, offloaded layer or parallel process has failed; a supervisor should restart it |
 | 130 | an interrupt (Ctrl-C); a service that is ready stops with 0 |
-| 141 | nobody reads the output any more, as behind `head` |
+| 141 | the reader of the output has closed it, for example `head` |
 | 143 | SIGTERM, before a service is ready |
 """
 
@@ -76,7 +76,7 @@ def command_line() -> Iterator[str]:
     os.environ["NO_COLOR"] = "1"  # argparse of Python 3.14 colours the usage where it finds a terminal
     yield COMMAND_LINE
     yield table(
-        ("subcommand", "what it does"),
+        ("subcommand", "purpose"),
         ((f"[`dynatree {name}`](#{name})", help_line) for name, (help_line, _) in COMMANDS.items()),
     )
     for name, (help_line, module) in COMMANDS.items():
@@ -114,7 +114,7 @@ def usage(parser: argparse.ArgumentParser) -> str:
 def commands_below(action: argparse._SubParsersAction[argparse.ArgumentParser], slug: str, level: int) -> Iterator[str]:
     """The blocks of a command's own subcommands, after a list of them."""
     rows = ((f"[`{each.dest}`](#{slug}-{each.dest})", marked(each.help or "")) for each in action._choices_actions)
-    yield table((str(action.metavar).lower(), "what it does"), rows)
+    yield table((str(action.metavar).lower(), "purpose"), rows)
     for parser in action.choices.values():
         yield from command(parser, level)
 

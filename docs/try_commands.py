@@ -278,8 +278,8 @@ def fresh(folder: Path) -> Path:
 def main() -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="default: all")
-    parser.add_argument("--fresh", action="store_true", help="install into an environment of its own first")
+    parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="page to try (default: all)")
+    parser.add_argument("--fresh", action="store_true", help="first install into a new environment")
     options = parser.parse_args()
     failed = 0
     with tempfile.TemporaryDirectory() as name:

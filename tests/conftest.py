@@ -1,4 +1,4 @@
-"""Fixtures that many tests share."""
+"""Fixtures and settings for all tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run here, without a GPU; read when triton is imported
+os.environ.setdefault("TRITON_INTERPRET", "1")  # run kernels on the CPU; read when triton is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for the hub; read when transformers is imported
 
 from dynatree.bench import command as bench
@@ -29,14 +29,14 @@ from dynatree.serving import healthcheck
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-_SERVICES = "services"  # the group of the tests that use the session's services
+_SERVICES = "services"  # group of the tests that use the session's services
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One thread: the models here are too small for more, and the threads would wait for each other."""
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # where tests run
+    """Use one thread: the models are too small for more, and threads of several workers would wait for each other."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # in the processes that run tests
         import torch
 
         torch.set_num_threads(1)
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported stays: Python need not look for garbage in it, now or later."""
+    """Freeze the imported objects, so that garbage collections skip them from now on."""
     gc.disable()
     try:
         return (yield)
@@ -54,13 +54,13 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_unconfigure() -> None:
-    """Let the end of the process find what is unused, or extension modules would print that it leaked."""
+    """Leave unused objects to the end of the process; otherwise extension modules would report leaks."""
     gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest, and have all files that use the services of the session on one worker."""
+    """Run the longest tests first, and all files that use the session's services on one worker."""
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
     shared = {item.path for item in items if "embedded_services" in getattr(item, "fixturenames", ())}
     for item in items:
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _Scheduling(LoadFileScheduling):
-    """A file's tests share fixtures and stay on one worker."""
+    """Keeps the tests of a file, which share fixtures, on one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         return _SERVICES if nodeid.endswith(f"@{_SERVICES}") else super()._split_scope(nodeid)
@@ -77,12 +77,12 @@ class _Scheduling(LoadFileScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Scheduling:
-    """The order of workers, whatever `--dist` says."""
+    """Return the scheduler, whatever `--dist` says."""
     return _Scheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the figures that tests recorded, whatever process they ran in."""
+    """Print the figures that tests recorded in any worker."""
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties:
             if name == "figure":
@@ -91,7 +91,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @dataclass(frozen=True)
 class EmbeddedServices:
-    """Where the two services of the embedded pair listen, and their process ids."""
+    """Addresses and process ids of the two services of the embedded pair."""
 
     draft_address: str
     verify_address: str
@@ -101,7 +101,7 @@ class EmbeddedServices:
 
 @pytest.fixture(scope="session")
 def embedded_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServices]:
-    """Both services on the embedded pair, as the command line starts them: two processes, one thread each."""
+    """Both services of the embedded pair, started by the command line: two processes with one thread each."""
     folder = tmp_path_factory.mktemp("services")
     verify = f"unix:{folder / 'verify.sock'}"
     draft = f"unix:{folder / 'draft.sock'}"
@@ -115,7 +115,7 @@ def embedded_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embe
 
 @pytest.fixture
 def shared_pair(embedded_services: EmbeddedServices, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let commands in this process use the services of the session, where they would start a pair of their own."""
+    """Let commands in this process use the session's services instead of starting a pair."""
 
     @contextmanager
     def shared(target_model: str, draft_model: str, *_: object) -> Iterator[service_pair.ServicePair]:
@@ -164,7 +164,7 @@ class _Service:
 
     @property
     def report(self) -> str:
-        """What it printed, and how it ended."""
+        """Return the output and the exit status."""
         log = self._log.read_text(errors="replace")
         return f"--- dynatree {' '.join(self._arguments)}\n{log}--- status {self._process.poll()}"
 
@@ -181,7 +181,7 @@ def _wait_until_serving(services: list[_Service]) -> None:
 
 @pytest.fixture(name="build", params=["kernels_avx2.so", "kernels_avx512.so", "kernels_avx512_bf16.so"])
 def build_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Each build of the kernels that this CPU runs, in turn."""
+    """Run the test once with each build of the kernels that this CPU supports."""
     from dynatree.engine.cpu import native
 
     if "avx512" in request.param and request.param not in native.builds():
@@ -214,7 +214,7 @@ def on_each_build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callabl
 
 @pytest.fixture
 def without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU that lacks it: in 16 bits oneDNN's linear layers are used where there is AMX."""
+    """Simulate a CPU without AMX; with AMX, oneDNN's linear layers are used in 16 bits."""
     import torch
 
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
@@ -222,7 +222,7 @@ def without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Chromium, without a window."""
+    """Headless Chromium."""
     from playwright.sync_api import sync_playwright
 
     names = ("chromium", "chromium-browser", "google-chrome")

@@ -256,7 +256,9 @@ def show(report: dict[str, Any]) -> None:
 def main() -> int:
     """Count, time, write the report and print it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what the kernel runs on")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of the kernel (default: %(default)s)"
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE")
     options = parser.parse_args()
     device = options.device

@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("part", type=int, choices=PARTS)
     parser.add_argument("output", type=Path, help="folder of the steps' files")
     parser.add_argument("--tiny", action="store_true", default=os.environ.get("DYNATREE_TINY") == "1")
-    parser.add_argument("--seconds", type=float, help="in which steps begin (default: the part's)")
+    parser.add_argument("--seconds", type=float, help="seconds within which steps may begin (default: the part's)")
     parser.add_argument("--worker", type=float, nargs=2, metavar=("UNTIL", "SINCE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     store = Store(options.output, tiny=options.tiny)

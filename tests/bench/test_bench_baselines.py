@@ -1,4 +1,4 @@
-"""The baselines of `dynatree bench`: transformers' own generate(), its arrivals, and its place in a measurement."""
+"""Tests the baselines of `dynatree bench`: transformers' generate(), its arrival times, and its rows in the tables."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def baselines(info: ServiceInfo) -> Mapping[str, Baseline]:
 
 @pytest.fixture(scope="module")
 def prompt(embedded_services: EmbeddedServices) -> tuple[int, ...]:
-    """Some tokens that the target likes to go on from, and repeats."""
+    """Return tokens that the target likes to continue with, and repeats."""
     with Client(embedded_services.draft_address) as client:
         return client.generate(PROMPT, max_new_tokens=20, ignore_eos=True).token_ids
 
@@ -57,7 +57,7 @@ def test_all_tokens_arrive(
     assert list(tokens) == sorted(set(tokens))
     assert list(seconds) == sorted(seconds)
     assert 0 < seconds[-1] <= output.seconds
-    # drafts bring several tokens at a time, plain decoding one
+    # drafting brings several tokens at a time, plain decoding one
     assert (len(tokens) == TOKENS) is (label == "transformers")
     assert (output.statistics, output.trace) == (None, ())
 
@@ -71,7 +71,7 @@ def test_one_token(label: str, baselines: Mapping[str, Baseline], prompt: tuple[
 def test_the_end_of_sequence_is_ignored(
     baselines: Mapping[str, Baseline], prompt: tuple[int, ...], info: ServiceInfo, tmp_path: Path
 ) -> None:
-    """As the services are asked to: neither does it end the text, nor is it kept from being chosen."""
+    """Like the services, a baseline does not end at the end of sequence, and does not exclude it from sampling."""
     expected = baselines["transformers"](prompt, 12).token_ids
     for name, path in (("target", embedded.target_path()), ("draft", embedded.draft_path())):
         shutil.copytree(path, tmp_path / name)
@@ -101,7 +101,7 @@ def test_baselines_beside_policies(embedded_services: EmbeddedServices, tmp_path
     server = ["--server", embedded_services.draft_address, "--prompts", str(tmp_path / "story.txt")]
     assert main(["bench", "compare", *server, *options]) == 0
     report = load(out)
-    plain, others = 2 * ["autoregressive"], [*LABELS, *("linear", "linear")]  # at two temperatures; baselines at one
+    plain, others = 2 * ["autoregressive"], [*LABELS, *("linear", "linear")]  # two temperatures; baselines have one
     rows = [[*plain, *others[turn:], *others[:turn]] for turn in range(4)]
     assert [run["label"] for run in report["runs"]] == [label for row in rows for label in row]
     for run in report["runs"]:
@@ -113,7 +113,7 @@ def test_baselines_beside_policies(embedded_services: EmbeddedServices, tmp_path
 
 
 def test_the_peak_memory_of_a_process() -> None:
-    """A process that holds 200 MB, lets go of it, and holds 100 MB."""
+    """The process holds 200 MB, frees them, and then holds 100 MB."""
     steps = "held = b'x' * 200_000_000; del held", "held = b'x' * 100_000_000; del held", "pass"
     code = f"for step in {steps!r}:\n    exec(step)\n    print('done', flush=True)\n    input()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

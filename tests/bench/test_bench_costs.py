@@ -1,4 +1,4 @@
-"""`dynatree bench costs`: its curves, that measuring changes nothing, and the memory's speed."""
+"""Tests `dynatree bench costs`: its curves, the absence of side effects, and the memory bandwidth."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from tests.support.bench_records import new_report
 
 @pytest.fixture(scope="module")
 def engines() -> tuple[Engine, Engine]:
-    """The embedded pair, on rows as the command loads it."""
+    """The embedded pair, loaded as the command loads it."""
     target = load_engine(ModelSettings(str(embedded.target_path()), sessions=ARENA_ROWS))
     return target, load_engine(ModelSettings(str(embedded.draft_path()), sessions=1))
 
@@ -89,7 +89,7 @@ def test_what_an_interrupted_measurement_keeps_can_be_shown(
 
 
 def test_a_round_continues_its_context(engines: tuple[Engine, Engine]) -> None:
-    """After copied slots the target chooses the token that it chooses after a prefill of the same tokens."""
+    """After copied slots, the target chooses the same token as after a prefill of the same tokens."""
     target, draft = engines
     sessions = CostBench(target, draft, 16)._sessions
     plain = AutoModelForCausalLM.from_pretrained(embedded.target_path())

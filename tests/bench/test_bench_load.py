@@ -1,4 +1,4 @@
-"""`dynatree bench load`: closed and open loops on the embedded pair, its figures worked out by hand, and its plots."""
+"""Tests `dynatree bench load`: closed and open loops on the embedded pair, figures computed by hand, and plots."""
 
 import asyncio
 import os
@@ -92,7 +92,7 @@ def test_closed_loops_beside_transformers(
         "rounds": 2,
         "rates": [],
     }
-    # every method in turn, every second time in reverse
+    # all methods in turn, in reverse order every second time
     labels = ["autoregressive", "transformers", "linear:depth=3"]
     cells = list(dict.fromkeys((run["load"]["clients"], run["repetition"], run["label"]) for run in report["runs"]))
     turns = [(1, 0), (1, 1), (3, 0), (3, 1)]
@@ -142,7 +142,7 @@ def test_open_loops_with_the_default_policy(services: Services, text: Path, tmp_
 
 
 def test_refusals_are_counted(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One session, and nobody may wait: of three clients at least one is sent away, and that is no failure."""
+    """With one session and no queue, at least one of three clients is refused, which does not count as a failure."""
     out = tmp_path / "out.json"
     pair = embedded.target_path(), embedded.draft_path()
     options = ["--clients", "3", "--rounds", "1", "--count", "3", "--policy", "autoregressive", "--out", str(out)]
@@ -157,7 +157,7 @@ def test_refusals_are_counted(text: Path, tmp_path: Path, capsys: pytest.Capture
 
 @pytest.fixture
 def _failing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second request of policy linear fails."""
+    """Make every second request of policy linear fail."""
     drive = load_runs_module.drive
 
     async def failing(service: Any, case: Any, *arguments: Any) -> list[Reply]:
@@ -196,7 +196,7 @@ def test_what_was_measured_before_an_interrupt_is_kept(
 
     monkeypatch.setattr(load_runs_module, "drive", interrupted)
     options = ["--clients", "2", "--rounds", "1", "--count", "2", "--policy", "linear", "--out", str(out)]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     try:
         assert bench(services, text, *options) == 130
     finally:
@@ -249,13 +249,13 @@ def test_a_batch_has_the_tokens_of_its_prompts_alone(services: Services) -> None
         (["--clients", ""], "'' is not a whole number of at least 1"),
         (["--rate", "0"], "'0' is not a number of requests a second above 0"),
         (["--rate", "inf"], "'inf' is not a number of requests"),
-        (["--rate", "1", "--rounds", "2"], "--rounds: only with --clients"),
-        (["--clients", "1", "--requests", "2"], "--requests: only with --rate"),
+        (["--rate", "1", "--rounds", "2"], "--rounds requires --clients"),
+        (["--clients", "1", "--requests", "2"], "--requests requires --rate"),
         (["--rate", "1", "--baseline", "transformers"], "expected --clients as well"),
         (["--clients", "1", "--baseline", "transformers-assisted"], "invalid choice: 'transformers-assisted'"),
         (["--clients", "1", "--baseline", "transformers", "--temperature", "1"], "temperature 0 only"),
         (["--clients", "1", "--temperature", "warm"], "'warm' is not a temperature"),
-        (["--clients", "1", "--max-sessions", "2"], "--max-sessions: only for services that are started here"),
+        (["--clients", "1", "--max-sessions", "2"], "--max-sessions: not allowed with --server"),
         (["--clients", "1", "--scheme", "gumbel"], "unrecognized arguments: --scheme"),
     ],
 )
@@ -282,17 +282,17 @@ def test_the_tables_of_loads() -> None:
         "Load, closed loop, temperature 0, greedy",
         "Passes, open loop, temperature 0, greedy",
     ]
-    # plain: 40 tokens in 4 s, then in 2 s; 3 of 4 requests take 2 s and 100 ms a token, one twice that
+    # plain: 40 tokens in 4 s, then in 2 s; 3 of 4 requests take 2 s and 100 ms a token, one takes twice that
     assert closed.rows == [
         ["2", "autoregressive", "15.0 (10.0-20.0)", "1.00", "100", "197", "100", "200", "2.00", "3.94", "yes"],
         ["2", "linear", "40.0", "2.67", "50.0", "50.0", "50.0", "50.0", "1.00", "1.00", "yes"],
     ]
-    # of linear 40 nodes in 4 rounds, 6 accepted, 8 not verified
+    # linear: 40 nodes in 4 rounds, 6 of them accepted, 8 not verified
     assert closed_passes.rows == [
         ["2", "autoregressive", "0", "970", "1000", "1.50", "3.00", "0.00", "0.80", "-"],
         ["2", "linear", "0", "0", "0", "1.50", "3.00", "10.00", "2.00", "15.0"],
     ]
-    # the second request is due at 2 s and done 4 s later; linear's is refused then, after 10 ms
+    # the second request is due at 2 s and ends 4 s later; linear's is refused after 10 ms
     assert list(opened.frame)[-2:] == ["refused", "equal to plain"]
     assert opened.rows == [
         ["0.5", "autoregressive", "6.7", "1.00", "150", "199", "150", "200", "3.00", "3.98", "-", "yes"],

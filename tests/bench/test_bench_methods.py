@@ -1,4 +1,4 @@
-"""What `dynatree bench` is told to run, and how it counts: methods, cases, ranks, agreement."""
+"""Tests how `dynatree bench` parses methods and cases, and how it counts ranks and agreement."""
 
 from collections.abc import Sequence
 
@@ -101,11 +101,11 @@ def a_round(parents: Sequence[int], accepted: Sequence[int]) -> RoundTrace:
 
 def test_ranks_are_places_among_siblings() -> None:
     rounds = [
-        a_round([-1, -1, -1], [1]),  # the second guess
-        a_round([-1, -1, -1], []),  # none of them
-        a_round([], []),  # nothing was guessed
-        a_round([-1, -1, 0, 0, 1, 1], [1, 4]),  # below the root the second, below that the first
-        a_round([-1, -1, -1, -1], [3]),  # the fourth, of which three are asked for
+        a_round([-1, -1, -1], [1]),  # the target chose the second guess
+        a_round([-1, -1, -1], []),  # the target chose none of the guesses
+        a_round([], []),  # nothing was drafted
+        a_round([-1, -1, 0, 0, 1, 1], [1, 4]),  # the second guess at the root, then the first
+        a_round([-1, -1, -1, -1], [3]),  # the fourth guess, although only three ranks are counted
     ]
     counts = count_ranks(rounds, 3)
     assert counts == {"trials": 5, "hits": [1, 2, 0]}

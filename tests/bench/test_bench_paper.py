@@ -1,4 +1,4 @@
-"""The presets of `dynatree bench paper`: each can be run, each is shown, and the papers' figures stand beside it."""
+"""Tests the presets of `dynatree bench paper`: each runs and is shown, beside the published values."""
 
 import argparse
 from dataclasses import fields
@@ -26,7 +26,7 @@ EXPERIMENTS = list(dict.fromkeys(each for preset in PRESETS for each in preset.e
 
 
 def record(experiment: Experiment, prompts: int = 2) -> Report:
-    """As `dynatree bench paper` keeps it: plain decoding takes 2 seconds and more, the n-th method 2 / (n + 1)."""
+    """Return a record of `dynatree bench paper`: plain decoding takes 2 s or more, the n-th method 2 / (n + 1) s."""
     runs = [
         new_run(
             row.method.label,
@@ -80,10 +80,10 @@ def test_a_preset_is_shown(name: str) -> None:
     assert bool(drawn) == preset.is_figure
 
 
-@pytest.mark.parametrize("version", VERSIONS[1:])  # 000's are 001's
+@pytest.mark.parametrize("version", VERSIONS[1:])  # version 000 has the same presets as 001
 def test_every_published_figure_is_shown(version: str) -> None:
-    """None is lost because a row or a column is called otherwise here."""
-    shown = {NONE, "0.0 %"}  # what plain decoding has not
+    """No published value is lost because a row or column has another name here."""
+    shown = {NONE, "0.0 %"}  # values that plain decoding does not have
     for preset in PRESETS:
         if preset.version == version and not preset.is_figure:
             tables, _ = VIEWS[preset.name](preset, {each: record(each) for each in preset.experiments})
@@ -111,20 +111,20 @@ def test_a_node_is_tried_where_its_parent_was_accepted_and_no_sibling_before_it(
 
 
 def test_blocks_of_masks() -> None:
-    chain = list(range(-1, 63))  # the root and 63 nodes below each other: two tiles, of which one is above the diagonal
+    chain = list(range(-1, 63))  # a chain of the root and 63 nodes makes four tiles, one of them above the diagonal
     assert blocks(chain, range(63 + 1)[:63]) == 3
     comb = [-1] * 63  # siblings see the root and themselves
     assert blocks(comb, range(63)) == 3
     assert prefix_blocks(64, 33) == 4
-    forks = [*4 * [-1], *range(124)]  # four chains of 32, grown in turns
+    forks = [*4 * [-1], *range(124)]  # four chains of 32, whose nodes alternate
     assert blocks(forks, range(128)) == 15  # every tile on and below the diagonal
-    assert blocks(forks, reordered(forks)) == 1 + 2 + 3 + 3 + 3  # the root's tile, the own one and the one before it
+    assert blocks(forks, reordered(forks)) == 1 + 2 + 3 + 3 + 3  # tiles by row: the root's, its own, the one before
     assert by_value(Tree(parents=[-1, -1, 0], probabilities=[0.6, 0.2, 0.5], accepted=[])) == [0, 2, 1]  # 1, 0.4, 0.6
     assert by_value(Tree(parents=[-1, -1, 0], probabilities=[0.3, 0.2, 0.5], accepted=[])) == [0, 1, 2]  # 1, 0.7, 0.3
 
 
 def test_blocks_of_random_trees_are_the_papers() -> None:
-    """Table 5 within 3 %: its trees are random in a way that the paper does not tell."""
+    """Table 5 is reproduced within 3 %; the paper does not say how its random trees are made."""
     for rows in (256, 512):
         assert random_blocks(rows) == pytest.approx(tuple(map(float, BLOCKS[rows])), rel=0.03)
 
@@ -170,7 +170,7 @@ def test_the_list_has_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_cut_to_the_same_length_is_measured_once() -> None:
-    """T = 300 to 1,000 are Table 1's T where 300 tokens are the most, and Table 1's runs have all of their methods."""
+    """T = 300 to 1,000 equals Table 1's T if at most 300 tokens are generated, and Table 1's runs have all methods."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     options = parser.parse_args(["paper", "--max-new-tokens", "300", "--prompts", "text.txt"])
@@ -179,7 +179,7 @@ def test_what_is_cut_to_the_same_length_is_measured_once() -> None:
     lengths = {each: plan.max_new_tokens for each, plan in plans.items()}
     kept = [(each.name, length) for each, length in lengths.items() if not _is_twice(each, lengths)]
     assert kept == [("wikitext-2-100", 100), ("wikitext-2-200", 200), ("wikitext-2", 300)]
-    lengths[preset.experiments[-1]] = 1500  # as an earlier run has kept it
+    lengths[preset.experiments[-1]] = 1500  # as if an earlier run had saved it
     kept = [(each.name, length) for each, length in lengths.items() if not _is_twice(each, lengths)]
     assert kept[1:] == [("wikitext-2-200", 200), ("wikitext-2-300", 300), ("wikitext-2", 1500)]
 

@@ -1,4 +1,4 @@
-"""Prompts of `dynatree bench`: cut from texts, or entries of JSON Lines files and data sets."""
+"""Tests the prompts of `dynatree bench`: pieces of texts, and entries of JSON Lines files and data sets."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ TEXT = "".join(
 
 
 def encode(text: str) -> list[int]:
-    """One token a character."""
+    """Encode each character as one token."""
     return [ord(character) for character in text]
 
 
@@ -41,7 +41,7 @@ def test_windows_start_at_words_where_there_is_no_paragraph() -> None:
 
 
 def test_windows_of_any_number_of_characters_a_token() -> None:
-    """A token of 100 characters needs more text than a first guess; what was cut does not spoil the window."""
+    """A token of 100 characters needs more text than a first guess; an incomplete window is not used."""
     words = "a" * 99 + " "
 
     def coarse(text: str) -> list[int]:
@@ -113,7 +113,7 @@ def test_files_that_have_no_such_prompts(
 
 
 def save_rows(folder: Path, split: str, rows: Sequence[dict[str, Any]]) -> Path:
-    """A data set as a folder."""
+    """Save a data set as a folder."""
     folder.mkdir(exist_ok=True)
     (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -121,7 +121,7 @@ def save_rows(folder: Path, split: str, rows: Sequence[dict[str, Any]]) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's cache, out of the home folder."""
+    """Keep the library's cache out of the home folder."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""The files of `dynatree bench`: what is saved loads again, in both versions, and nothing else does."""
+"""Tests that saved files of `dynatree bench` load again, in both versions, and that other files are refused."""
 
 import json
 from pathlib import Path
@@ -86,7 +86,7 @@ def wrong_run(**changes: Any) -> str:
         (wrong_run(arrivals=[[1]]), "runs.0.arrivals.0.1: Field required"),
         (wrong_statistics(round_parts={"grow": {}}), "round_parts.grow.total_seconds: Field required"),
         (wrong_statistics(acceptance_by_depth=None), "acceptance_by_depth: "),
-        (json.dumps(new_report("ranks", [new_run("x")])), "runs without ranks"),
+        (json.dumps(new_report("ranks", [new_run("x")])), "the runs have no ranks"),
         (json.dumps(new_report("load", [new_run("x")])), "failures or a run's load is missing"),
         (json.dumps(new_report("costs", [])), "costs is missing"),
         (wrong_point(curve="speed"), "costs.points.0.curve: "),

@@ -1,4 +1,4 @@
-"""`dynatree bench record` and `bench replay`: rounds worked out by hand, and rounds of the services."""
+"""Tests `dynatree bench record` and `bench replay` on hand-made rounds and on rounds of the services."""
 
 import json
 import math
@@ -50,12 +50,12 @@ TOY_FIGURES = {"verify", "draft", "round_seconds", "level_seconds"}
 
 
 def proposed(*tokens: int, prob: float = 0.5) -> tuple[Proposal, ...]:
-    """Proposals of probability 1/2, 1/4 and so on."""
+    """Return proposals with probabilities 1/2, 1/4 and so on."""
     return tuple(Proposal(token, math.log(prob ** (rank + 1))) for rank, token in enumerate(tokens))
 
 
 def hand_made() -> RecordedRun:
-    """A prompt and six tokens, of which the draft's second guess of the third is right, and its first of the rest."""
+    """Return a prompt and six tokens; the draft's second guess of the third is right, and its first of the others."""
     run = RecordedRun(0, 0, 0.0, None, (9,), (1, 2, 3, 4, 5, 6))
     for node, tokens in enumerate([(1, 8), (2, 8), (7, 3), (4, 8), (5, 8), (6, 8)]):
         run.set_proposals(node, proposed(*tokens))
@@ -65,7 +65,7 @@ def hand_made() -> RecordedRun:
 
 def test_a_chain_worked_out_by_hand() -> None:
     done = replay(hand_made(), create_policy("linear", {"depth": 2}), TOY)
-    # the trees 2-7, of which 2 is right and 3 comes with it, and 4-5; before them the prompt is read
+    # the prefill, then the trees 2-7, of which 2 is right and 3 follows, and 4-5
     forwards, trees = 4 * (0.1 + 0.01), 2 * (1.4 + 0.5)
     promised = 2 * (1 / 2 + 1 / 4)
     seconds = pytest.approx(forwards + trees)
@@ -73,7 +73,7 @@ def test_a_chain_worked_out_by_hand() -> None:
 
 
 def test_oracles_know_what_comes() -> None:
-    """The path oracle sends 2, 3, 4, 5 at once. Ranked, 3 comes fifth: so 2 alone, then 4 and 5, which comes third."""
+    """The path oracle sends 2, 3, 4, 5 at once. By rank, 3 is fifth: so 2 goes alone, then 4 and 5, which is third."""
     level, round_ = 0.1 + TOY.level_seconds, TOY.round_seconds
     assert objectives.path_oracle(hand_made(), TOY) == pytest.approx(4 * level + seconds_on(TOY.verify, 5) + round_)
     trees = (level + seconds_on(TOY.verify, 2) + round_, 2 * level + seconds_on(TOY.verify, 4) + round_)
@@ -112,7 +112,7 @@ def test_a_wider_tree_finds_the_second_guess() -> None:
 def test_what_was_not_recorded_is_stood_in_for_and_counted() -> None:
     run = hand_made()
     done = replay(run, create_policy("linear", {"depth": 4}), TOY)
-    # the prompt; 1 and, below it, 2, 2 7, which was recorded, and 2 7 6, which was not; 3 and 4
+    # prompt; 1, and below it 2, the recorded 2 7, and 2 7 6, which was not recorded; 3 and 4
     assert (done.expanded, done.stood_in) == (7, 1)
     run.add(6, 6, proposed(3, 4))
     assert replay(run, create_policy("linear", {"depth": 4}), TOY).stood_in == 0
@@ -130,7 +130,7 @@ def test_the_nearest_in_probability_stands_in() -> None:
     policy = create_policy("fixed", {"depth": 2, "breadth": 2, "tau": 0})
     tree = drafter.grow(session, policy, 4, 16).tree
     assert model.stood_in == 2
-    # 6 is as likely as 7 was (1/2), so it goes on as 7 did; 8 is as likely as 8 was after 3 (1/4)
+    # 6 is as likely as 7 was (1/2), so it continues like 7; 8 is as likely as 8 was after 3 (1/4)
     assert tree.token_ids == (6, 8, 6, 4, 12, FIRST_TAIL_TOKEN)
 
 
@@ -179,7 +179,7 @@ def test_a_recording_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "other.npz"
     file.write_bytes(content)
-    with pytest.raises(SystemExit, match=r"other\.npz is no recording"):
+    with pytest.raises(SystemExit, match=r"other\.npz is not a recording"):
         recording.load(file)
     with pytest.raises(SystemExit, match="cannot be read"):
         recording.load(tmp_path / "missing.npz")
@@ -202,10 +202,10 @@ def test_seconds_are_on_lines_between_the_points_and_on_by_the_mean_slope() -> N
 
 
 def test_policies_that_draw_otherwise_are_not_replayed() -> None:
-    """A recording has the draft's proposals at one temperature, and no draws."""
+    """A recording contains no draws, and the draft's proposals at only one temperature."""
     check_methods(parse_methods("dyspec:max_nodes=8/64"))
     for text in ("dyspec:draft_temperature=0.6", "specinfer:replacement=1"):
-        with pytest.raises(SystemExit, match="a recording has no draws"):
+        with pytest.raises(SystemExit, match="a recording contains no draws"):
             check_methods(parse_methods(text))
 
 
@@ -216,8 +216,8 @@ def test_machines_are_read_as_they_were_written(tmp_path: Path) -> None:
     for spoilt, message in [
         (file.read_text().replace('"version": 1', '"version": 2'), "has version 2"),
         (file.read_text().replace("[[1, 1.0], [4, 1.6]]", "[[4, 1.0], [1, 1.6]]"), "curve"),
-        (file.read_text().replace("round_seconds", "rounds"), "no file of machines"),
-        ("[", "no file of machines"),
+        (file.read_text().replace("round_seconds", "rounds"), "is not a file of machines"),
+        ("[", "is not a file of machines"),
     ]:
         file.write_text(spoilt)
         with pytest.raises(SystemExit, match=message):
@@ -225,7 +225,7 @@ def test_machines_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_a_machine_is_made_of_measurements(tmp_path: Path) -> None:
-    """A plain round takes 190 ms, 20 of them in forwards; one of 10 nodes 475 ms, 50 of them in forwards."""
+    """A plain round takes 190 ms, 20 of them in forward passes; a round of 10 nodes takes 475 ms, 50 of them there."""
     file, costs, compare = (tmp_path / name for name in ("machines.json", "costs-x.json", "compare.json"))
     file.write_text(to_json([TOY]))
     save(costs_report(), costs)
@@ -314,7 +314,7 @@ def test_each_constant_is_varied_alone() -> None:
         ("prior_children", "double"): 0.85,
         ("prior_others_rate", "double"): 0.2,
     }
-    assert ("cost_trials", "half") not in found  # that is the neutral one
+    assert ("cost_trials", "half") not in found  # "half" is the neutral value
     assert found["foresight", "half"].value == (1, 4, 15)
     assert found["foresight", "double"].value == (1, 2, 3, 4, 6, 8, 11, 15)
     for variant in found.values():

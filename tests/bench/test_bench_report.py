@@ -1,4 +1,4 @@
-"""`dynatree bench report`: its sections and what they show, from made-up records."""
+"""Tests `dynatree bench report`: its sections and their contents, from hand-made records."""
 
 import io
 import re
@@ -45,7 +45,7 @@ def drawn(found: Section) -> list[Figure]:
 
 
 def lines_of(figure: Figure) -> dict[str, list[tuple[float, float]]]:
-    """What a plot of lines shows, by the names in its legend."""
+    """Return the points of each line of a plot by its name in the legend."""
     [axes] = figure.axes
     handles, names = axes.get_legend_handles_labels()
     points = [handle[0] if isinstance(handle, tuple) else handle for handle in handles]
@@ -56,7 +56,7 @@ def lines_of(figure: Figure) -> dict[str, list[tuple[float, float]]]:
 
 
 def comparison(data_set: str = "tales", seconds: Sequence[float] = (1.0, 0.5)) -> Report:
-    """Plain decoding, transformers and two policies, 20 tokens each: the policies take so many seconds."""
+    """Return a record of plain decoding, transformers and two policies, with 20 tokens and these seconds each."""
     report = new_report(
         "compare",
         [
@@ -73,7 +73,7 @@ def comparison(data_set: str = "tales", seconds: Sequence[float] = (1.0, 0.5)) -
 
 
 def long_comparison() -> Report:
-    """A method that is four times as fast up to 100 tokens and then as slow as plain decoding, 100 tokens/s."""
+    """Return a record of a method four times as fast as plain decoding (100 tokens/s) up to 100 tokens, then equal."""
     runs = [
         new_run("autoregressive", 3.0, tokens=300),
         baseline("transformers", 6.0, tokens=300),
@@ -85,7 +85,7 @@ def long_comparison() -> Report:
 
 
 def save_all(folder: Path) -> Path:
-    """A folder with records of every section, and JSON that is none."""
+    """Save records for every section, and a JSON file that is not a record."""
     written = {"compare": comparison(), "long": long_comparison(), "costs": costs_report(), "load": load_report()}
     for name, report in written.items():
         save(report, folder / f"{name}.json")
@@ -95,7 +95,7 @@ def save_all(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Written:
-    """A report that the command wrote, and what it said."""
+    """A report that the command has written, and its output."""
 
     folder: Path
     status: int
@@ -105,7 +105,7 @@ class Written:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    """One report for all tests that only look: its plots take seconds."""
+    """Write one report for all tests that only read it, since its plots take seconds."""
     folder = save_all(tmp_path_factory.mktemp("records"))
     out, said, remarked = folder / "deep" / "report", io.StringIO(), io.StringIO()
     with redirect_stdout(said), redirect_stderr(remarked):
@@ -201,7 +201,7 @@ def test_a_copy_of_a_measurement_counts_once(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_speedups_by_data_set_mark_what_is_slower_than_plain_decoding() -> None:
-    """Plain 10 tokens/s; linear 20 and 5, dynatree 40 and 80."""
+    """Plain decoding has 10 tokens/s, linear 20 and 5, dynatree 40 and 80."""
     found = section("Speed", comparison(), comparison("poems", (4.0, 0.25)))
     [table] = [block for block in found.blocks if isinstance(block, Table)]
     assert "large with small, float32 on cpu, a processor; temperature 0, greedy; 20 new tokens" in table.title
@@ -252,7 +252,7 @@ def test_acceptance_is_weighted_by_rounds_and_leaves_out_what_few_reached() -> N
 
 
 def test_the_time_of_a_round_by_part() -> None:
-    """Rounds of 250 ms, all together 1 s; each part took 100 ms of it, and detokenizing is not shown."""
+    """The rounds of 250 ms take 1 s together; each part takes 100 ms of it. Detokenizing is not shown."""
     statistics = detailed(DRAFTED, 0.1, [])
     run = new_run("linear", arrivals=[(1, 0.5), (20, 1.5)], statistics=statistics)
     [figure] = drawn(section("Time of a round", new_report("compare", [run, baseline("transformers", 1.0)])))

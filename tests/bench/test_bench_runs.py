@@ -1,4 +1,4 @@
-"""Every measurement of `dynatree bench` on the embedded pair."""
+"""Tests every measurement of `dynatree bench` on the embedded pair."""
 
 import json
 import os
@@ -26,7 +26,7 @@ TINY = ("--count", "2", "--prompt-tokens", "12", "--max-new-tokens", "8")
 
 
 def rows_of(out: str) -> list[list[str]]:
-    """What stands below each table's rule, up to the next empty line."""
+    """Return the rows below each table's rule, up to the next empty line."""
     rows, inside = [], False
     for line in out.splitlines():
         inside = "──" in line or (inside and bool(line.strip()))
@@ -67,10 +67,10 @@ def test_compare_every_policy(
     assert labels[0] == "autoregressive"
     assert {"dynatree", "fixed", "linear", "sequoia", "throughput"} < set(labels)
     assert len(all_runs) == len(labels) * 2 * 2 * 2
-    # for each prompt and each repetition all methods in turn
+    # all methods in turn for each prompt and repetition
     turns = [(run["prompt"], run["repetition"]) for run in all_runs]
     assert turns == sorted(turns)
-    # plain decoding first, what follows begins with another one each time
+    # plain decoding comes first; the method after it changes
     rows = [[run for run in all_runs if (run["prompt"], run["repetition"]) == turn] for turn in dict.fromkeys(turns)]
     others = [[(run["label"], run["temperature"]) for run in row[2:]] for row in rows]
     assert all(run["label"] == "autoregressive" for row in rows for run in row[:2])
@@ -88,7 +88,7 @@ def test_compare_every_policy(
         assert list(tokens) == sorted(set(tokens))
         assert list(seconds) == sorted(seconds)
         assert 0 < seconds[-1] <= run["wall_seconds"] + 1e-6
-        # the first token, and what each round commits, come as they are made
+        # the first token and each round's tokens arrive one after another
         assert len(tokens) == run["statistics"]["rounds"] + 1
         assert run["peak_memory"]["draft"] is run["peak_memory"]["verify"] is None
     assert report["machine"]["read_bandwidth"] is report["machine"]["threads"] is None
@@ -104,7 +104,7 @@ def test_compare_every_policy(
 def test_no_completion_finds_the_prompt_of_another(
     embedded_services: EmbeddedServices, text: Path, tmp_path: Path
 ) -> None:
-    """The methods complete the same prompts; whoever came later would be spared the prompt's forward."""
+    """All methods complete the same prompts; a cached prefix would spare later methods the prefill."""
     options = ["--prompt-tokens", "24", "--temperature", "0", "--repetitions", "2", "--out", str(tmp_path / "out.json")]
     assert bench("compare", embedded_services, text, "--policy", "linear", *options) == 0
     runs = load(tmp_path / "out.json")["runs"]
@@ -113,7 +113,7 @@ def test_no_completion_finds_the_prompt_of_another(
 
 
 def test_the_warm_up_completes_the_first_prompts() -> None:
-    """DynaTree's W = 2: a prompt each, as the authors' benchmark scripts do; more than there are begin again."""
+    """Like the authors' scripts, DynaTree's warm-up W = 2 completes one prompt per run, starting over at the end."""
     completed = []
 
     class Counting(Decoders):
@@ -136,7 +136,7 @@ def test_compare_with_residual_sampling_leaves_out_what_it_does_not_allow(
     out = capsys.readouterr().out
     assert "scheme residual does not allow them: opt-tree" in out
     greedy, drawn = ("autoregressive", "linear:depth=3", "opt-tree"), ("autoregressive", "linear:depth=3")
-    assert [row[0] for row in rows_of(out)] == [*3 * greedy, *3 * drawn]  # of three tables
+    assert [row[0] for row in rows_of(out)] == [*3 * greedy, *3 * drawn]  # in three tables
 
 
 def test_a_sweep_runs_every_combination(
@@ -158,7 +158,7 @@ def test_a_sweep_runs_every_combination(
 
 @pytest.fixture
 def _wrong_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policy linear continues another prompt."""
+    """Make policy linear continue another prompt."""
     complete = Decoders.complete
 
     def wrong(decoders: Decoders, prompt: Any, case: Case, **options: Any) -> Output:
@@ -198,7 +198,7 @@ def test_what_only_the_machine_of_the_services_knows_is_measured(text: Path, tmp
 @pytest.mark.long
 @pytest.mark.usefixtures("_wrong_drafts")
 def test_services_of_its_own_in_16_bits(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """There a difference is no failure. What only the machine of the services knows is measured."""
+    """In 16 bits a difference is not a failure. Services that the command starts are measured too."""
     out = tmp_path / "out.json"
     options = ["--policy", "linear", "--temperature", "0", "--dtype", "bfloat16", "--threads", "1", "--out", str(out)]
     assert main(["bench", "compare", "--prompts", str(text), *TINY, *options]) == 0
@@ -284,7 +284,7 @@ def test_every_run_is_kept_as_soon_as_it_ended(
 
 def test_a_measurement_goes_where_a_link_points(tmp_path: Path) -> None:
     report = cast(Report, {"command": "compare", "runs": []})
-    target, link = tmp_path / "target.json", tmp_path / "link.json"  # as /dev/stdout is one
+    target, link = tmp_path / "target.json", tmp_path / "link.json"  # like /dev/stdout
     target.write_text("")
     link.symlink_to(target)
     save(report, link)
@@ -315,7 +315,7 @@ def test_a_measurement_can_go_to_a_pipe(tmp_path: Path) -> None:
         (["--prompts", "nofile"], "there is no file nofile, and no data set"),
         (["--count", "100"], "too short for 100 prompts"),
         (["--out", "/no/such/folder/out.json"], "cannot be written"),
-        (["--server", "nowhere"], "an address is host:port, unix:PATH or dns:///name:port"),
+        (["--server", "nowhere"], "'nowhere' is not an address; expected host:port, unix:PATH or dns:///name:port"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -332,10 +332,10 @@ def test_mistakes_are_one_line(
     [
         (
             ["--draft-model", "embedded", "--threads", "1"],
-            "--draft-model, --threads: only for services that are started",
+            "--draft-model, --threads: not allowed with --server",
         ),
         (["--baseline", "transformers-assisted"], "expected --draft-model as well"),
-        (["--baseline", "transformers", "--draft-model", "embedded"], "--draft-model: only for services that"),
+        (["--baseline", "transformers", "--draft-model", "embedded"], "--draft-model: not allowed with --server"),
         (["--baseline", "transformers", "--temperature", "0.5"], "baselines decode at temperature 0 only"),
         (["--baseline", "none"], "--baseline"),
         (["--count", "0"], "'0' is not a whole number of at least 1"),

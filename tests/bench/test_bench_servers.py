@@ -1,4 +1,4 @@
-"""Baselines that are servers: both kinds, faked over real sockets, and what they do wrong."""
+"""Tests baselines that are servers: fakes of both kinds on real sockets, and their faults."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ Answer = Callable[[str, dict[str, Any] | None], tuple[int, list[Any]]]
 
 @contextmanager
 def serving(answer: Answer) -> Iterator[str]:
-    """The URL of a server that answers a path and a body with a status and server-sent events."""
+    """Serve an answer for each path and body: a status and server-sent events. Yield the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -52,7 +52,7 @@ def serving(answer: Answer) -> Iterator[str]:
 
 
 def llama_cpp(path: str, body: dict[str, Any] | None) -> tuple[int, list[Any]]:
-    """Counts on from the prompt's last token, two tokens at a time."""
+    """Count up from the prompt's last token, two tokens at a time."""
     if path == "/props":
         return 200, [{}]
     assert path == "/completion"
@@ -132,7 +132,7 @@ def test_a_name_may_have_anything_but_an_equals_sign() -> None:
 def test_compare_beside_servers(
     embedded_services: EmbeddedServices, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of one the tokens are known and are others; of the other they are not."""
+    """The token ids of one server are known and differ; those of the other are unknown."""
     text, out = tmp_path / "story.txt", tmp_path / "out.json"
     text.write_text("It was a dark and stormy night, and the captain had not come back to the house by the sea.\n" * 8)
     with serving(llama_cpp) as one, serving(openai(False)) as other:

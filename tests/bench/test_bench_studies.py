@@ -1,4 +1,4 @@
-"""The tables of the paper's ablation, of couplings and of ranks: every figure worked out by hand."""
+"""Tests the tables of the ablation, of sampling schemes and of ranks, with figures computed by hand."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from tests.support.bench_records import DRAFTED, STATISTICS, new_report, new_run
 
 
 def rows(command: str, runs: Sequence[Run]) -> list[list[str]]:
-    """The rows of all tables."""
+    """Return the rows of all tables."""
     return [list(row) for table in tables(new_report(command, runs)) for row in table.rows]
 
 

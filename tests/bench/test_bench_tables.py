@@ -1,4 +1,4 @@
-"""The figures and tables of `dynatree bench`: every figure worked out by hand, on a terminal and in Markdown."""
+"""Tests the figures and tables of `dynatree bench`, computed by hand, on a terminal and in Markdown."""
 
 import pytest
 from pandas import DataFrame
@@ -19,7 +19,7 @@ def rows(report: Report, number: int) -> list[list[str]]:
 
 
 def test_figures_of_arrivals() -> None:
-    """The first token after 0.5 s, then 3 by 0.8 s, none new at 0.9 s, then 5 by 1.4 s."""
+    """The first token arrives after 0.5 s, then 3 by 0.8 s, none at 0.9 s, then 5 by 1.4 s."""
     run = new_run("x", tokens=5, arrivals=[(1, 0.5), (3, 0.8), (3, 0.9), (5, 1.4)])
     assert ttft(run) == 0.5
     assert tpot(run) == pytest.approx((1.4 - 0.5) / 4)
@@ -37,7 +37,7 @@ def test_percentiles() -> None:
 
 
 def test_a_cell_is_the_median_over_prompts_and_a_ratio_that_of_ratios() -> None:
-    """Three prompts of 20 tokens, in two repetitions: plain 10, 20, 40 tokens/s, x 30, 20, 60 and then half of it."""
+    """Three prompts of 20 tokens twice: plain has 10, 20, 40 tokens/s; x has 30, 20, 60, then half of that."""
     plain = [
         new_run("autoregressive", 2.0 / 2**prompt, prompt=prompt, repetition=again)
         for prompt in range(3)
@@ -51,7 +51,7 @@ def test_a_cell_is_the_median_over_prompts_and_a_ratio_that_of_ratios() -> None:
     runs = frame(new_report("compare", [*plain, *other]))
     assert cells(runs, "rate")["autoregressive"] == Cell(20.0, 10.0, 40.0, 3)
     assert cells(runs, "rate")["x"] == Cell(22.5, 15.0, 45.0, 3)  # by prompt 22.5, 15, 45
-    # by prompt and repetition 3 and 1.5, 1 and 0.5, 1.5 and 0.75: not 22.5 / 20
+    # by prompt and repetition 3 and 1.5, 1 and 0.5, 1.5 and 0.75; not 22.5 / 20
     assert cells(runs, "rate", over="autoregressive")["x"] == Cell(1.125, 0.75, 2.25, 3)
     assert cells(runs, "rate", over="nobody") == {}
 
@@ -76,7 +76,7 @@ def test_cells_as_text() -> None:
 
 
 def test_a_comparison() -> None:
-    """Of 20 tokens: plain 10 and transformers 8 tokens/s; drafted 20 and 40 tokens/s, five tokens at a time."""
+    """Of 20 tokens, plain has 10 and transformers 8 tokens/s; drafts have 20 and 40 tokens/s, five tokens at a time."""
     drafted = {"step": 5, "statistics": DRAFTED, "peak_memory": {"draft": 1, "verify": 60_000_000, "client": 1}}
     report = new_report(
         "compare",
@@ -98,7 +98,7 @@ def test_a_comparison() -> None:
         "TPOT p99 ms",
         "equal to plain",
     ]
-    # fixed: first token after 1/20 s and 0.5/20 s; gaps of 50 and 25 ms a token
+    # fixed: the first token after 1/20 s and 0.5/20 s; gaps of 50 and 25 ms per token
     assert speed.rows == [
         ["autoregressive", "10.0", "1.00", "1.25", "2", "100", "100", "100", "yes"],
         ["transformers", "8.0", "0.80", "1.00", "2", "125", "125", "125", "yes"],
@@ -114,7 +114,7 @@ def test_a_comparison() -> None:
             "yes",
         ],
     ]
-    # a round of fixed: 0.95 s / 4 and half of that, by plain steps of 1.9 s / 19
+    # a round of fixed takes 0.95 s / 4 and half of that, over plain steps of 1.9 s / 19
     assert trees.rows == [
         ["autoregressive", "1.00", "0.0", "-", "-", "10.0", "1.90", "50", "1.000"],
         ["fixed", "2.50", "10.0", "15.0", "1.25", "4.0", "1.78 (1.19-2.38)", "60", "1.200"],

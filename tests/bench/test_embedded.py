@@ -1,4 +1,4 @@
-"""The shipped pair: size, function under growth, and the commands that run on it."""
+"""Tests the bundled pair: its size, its unchanged function when enlarged, and the commands that run on it."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def test_every_weight_of_a_shape_is_grown(name, parameters):
     assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(parameters, rel=0.01)
     weights = GrownWeights.of(shape, torch.bfloat16)
     grown = {each.replace("embed_out", "lm_head"): weights.make(each, "meta") for each in weights.sources}
-    model.load_state_dict(grown, assign=True)  # refuses a name or a shape that is not the model's
+    model.load_state_dict(grown, assign=True)  # refuses a name or shape that the model does not have
 
 
 def test_a_model_grown_in_place_of_another_is_the_one_that_loads(tmp_path):
@@ -100,7 +100,7 @@ def test_nothing_that_is_there_is_grown_over(tmp_path, capsys):
         with pytest.raises(SystemExit) as ended:
             grow_command(["pythia-70m", str(out)])
         assert ended.value.code == 2
-        assert "is there already; expected a new folder, or an empty one" in capsys.readouterr().err
+        assert "already exists; expected a new or empty folder" in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
     with pytest.raises(SystemExit) as ended:
         grow_command(["pythia-70m", "/proc/none"])
@@ -126,9 +126,9 @@ print(before, peak.read()["own"])
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
 def test_growing_needs_the_memory_of_a_file_not_of_a_model(tmp_path):
-    """The peak is Linux's VmHWM: `ru_maxrss` of a child begins with its parent's.
+    """The peak is Linux's VmHWM, because a child's `ru_maxrss` begins with its parent's.
 
-    The allocator gives memory back as it does for the weights of a large shape.
+    The allocator returns memory as it does for the weights of a large shape.
     """
     result = subprocess.run(
         [sys.executable, "-c", GROWING, str(tmp_path)],
@@ -144,7 +144,7 @@ def test_growing_needs_the_memory_of_a_file_not_of_a_model(tmp_path):
 
 
 class Scripted(torch.nn.Module):
-    """A draft that is wrong wherever the token to predict is 0."""
+    """A draft that is wrong wherever the next token is 0."""
 
     def forward(self, tokens, **_):
         following = torch.roll(tokens, -1, dims=1)
@@ -154,7 +154,7 @@ class Scripted(torch.nn.Module):
 
 def test_calibration_counts_rounds():
     text = torch.tensor([[5, 5, 5, 5, 0, 5, 5, 5, 0, 5, 5]])
-    # rounds of a chain of 2 after a prompt of 2: 5 5 0 | 5 5 5 | 0 | 5 5, the last one cut by the end
+    # rounds of a chain of 2 after a prompt of 2: 5 5 0 | 5 5 5 | 0 | 5 5; the end cuts the last one
     assert tokens_per_round(Scripted(), text, prompt_length=2, chain=2) == pytest.approx(9 / 4)
 
 
@@ -210,7 +210,7 @@ def test_policy_settings_reach_the_service(command, capsys):
 
 @pytest.mark.usefixtures("shared_pair")
 def test_audit_reports_the_first_divergence(monkeypatch, capsys):
-    """With a reference that chooses another token at one place, it says where, which, and by what margin."""
+    """If the reference chooses another token at one position, the audit prints position, tokens and margin."""
     generate = Reference.generate
 
     def wrong(self, prompt_ids, count):

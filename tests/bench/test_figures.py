@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/: figures out of JSON into documents, and the suite that makes the JSON."""
+"""Tests the scripts of benchmarks/ that write figures from JSON into documents, and the suite that makes the JSON."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ BLOCK = f"Before.\n\n<!-- [[[cog {COG} ]]] -->\n{{table}}<!-- [[[end]]] -->\n\nA
 
 
 def comparison() -> Report:
-    """Two prompts: plain 10, transformers 8 and 5, assisted 10, throughput 20 and 40 tokens/s."""
+    """Return a record of two prompts: plain 10, transformers 8 and 5, assisted 10, throughput 20 and 40 tokens/s."""
     runs = [
         *(new_run("autoregressive", prompt=prompt) for prompt in range(2)),
         *(baseline("transformers", 2.5 * (1 + 0.6 * prompt), prompt=prompt) for prompt in range(2)),
@@ -30,7 +30,7 @@ def comparison() -> Report:
 
 
 def beside_llama_cpp() -> Report:
-    """Two prompts: plain 10, llama.cpp 8, 12.5 and 16, throughput 20 and 40 tokens/s."""
+    """Return a record of two prompts: plain 10, llama.cpp 8, 12.5 and 16, throughput 20 and 40 tokens/s."""
     runs = [
         new_run(label, seconds, prompt=prompt)
         for prompt in range(2)
@@ -47,7 +47,7 @@ def beside_llama_cpp() -> Report:
 
 @pytest.fixture
 def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module on made-up results."""
+    """The module, with hand-made results."""
     found = module("figures")
     for name in found.TEXTS:
         save(comparison(), tmp_path / f"{name}.json.gz")
@@ -123,7 +123,7 @@ def test_a_figure_in_prose_is_found(figures: ModuleType, line: str) -> None:
 
 
 def test_a_changed_digit_is_found(tmp_path: Path) -> None:
-    """As `make figures` runs it, on a document of its own."""
+    """`make figures` finds it, run on a document of the test."""
     script = "import figures; figures.headline = lambda: '| 3.25 |'"
     cog = [sys.executable, "-m", "cogapp", "-I", str(BENCHMARKS), "-p", script, "-e", "--check"]
     page = tmp_path / "page.md"

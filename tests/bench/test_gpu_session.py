@@ -1,4 +1,4 @@
-"""The session that measures the GPU path: what it keeps, when it stops, what it says, and a trial of all of it."""
+"""Tests the session that measures the GPU path: what it saves, when it stops, what it prints, and a small whole run."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_prompts_begin_with_the_book_that_was_held_out() -> None:
 
 @pytest.fixture(name="run")
 def run_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs a function as a step; gives back whether it did not fail, and its record."""
+    """Return a function that runs a function as a step, and returns whether it succeeded and its record."""
     store = keeping.Store(tmp_path)
 
     def run(function: Any) -> tuple[bool, Any]:
@@ -243,7 +243,7 @@ def test_what_is_not_installed_is_said_first(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_tiny_session_measures_all_parts(tmp_path: Path) -> None:
-    """On a CPU: every step has a file, no bound is missed, and a second call has nothing left to do."""
+    """On a CPU, every step writes a file, no bound is missed, and a second call has nothing left to do."""
     results = tmp_path / "results"
     for part, steps in session.PARTS.items():
         printed = tiny_part(part, results, tmp_path / "models")
@@ -264,7 +264,7 @@ def test_a_tiny_session_measures_all_parts(tmp_path: Path) -> None:
 
 
 def tiny_part(part: int, results: Path, models: Path) -> str:
-    """Run the command; what it printed."""
+    """Run the command; return its output."""
     environment = os.environ | {"PYTHON": sys.executable, "DYNATREE_TINY": "1", "DYNATREE_MODELS": str(models)}
     command = [str(GPU / "session.sh"), str(part), str(results)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)

@@ -1,4 +1,4 @@
-"""The papers' formulas: on the papers' own numbers, and on runs whose figures are worked out by hand."""
+"""Tests the papers' formulas on the papers' own numbers, and on runs whose figures are computed by hand."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from tests.support.bench_records import DRAFTED, STATISTICS, new_report, new_run
 
 CHAIN, TREE = ("linear", "depth"), ("fixed", "depth")
 ADAPTIVE = ("dynatree", "base_depth")
-# DynaTree's Table 3: policy, its depth, l-bar and Accept. in %, each different cell of the four versions once.
+# DynaTree's Table 3: policy, depth, l-bar and Accept. in %; each different cell of the four versions once.
 NINE_CELLS = [
     (CHAIN, 8, 7.05, 88.2),
     (TREE, 8, 7.10, 71.0),
@@ -24,7 +24,7 @@ NINE_CELLS = [
     (ADAPTIVE, 5, 7.15, 102.2),
     (ADAPTIVE, 5, 6.45, 92.2),
 ]
-# The same of cny123222/DynaTree's logs, with all digits: results/adaptive/main/paper_benchmark_main_1500tokens.json,
+# The same from cny123222/DynaTree's logs, with all digits: results/adaptive/main/paper_benchmark_main_1500tokens.json,
 # results/adaptive/pg19/pg19_benchmark_1500tokens.json and pg19_benchmark_D8B3.json.
 LOGGED = [
     (CHAIN, 5, 4.883349679252987, 0.9766699358505975),
@@ -63,9 +63,9 @@ def test_depths_that_a_run_leaves_out_are_the_policies_defaults() -> None:
 
 
 def two_prompts() -> list[object]:
-    """Plain decoding 10 and 20 tokens/s; a tree of D = 3 10 and 40, by 4 and 10 rounds.
+    """Return runs of plain decoding with 10 and 20 tokens/s; a tree of D = 3 has 10 and 40, in 4 and 10 rounds.
 
-    Tokens a round are 4 and 2: their mean is 3, all tokens over all rounds 36 / 14.
+    Tokens per round are 4 and 2; their mean is 3, but all tokens over all rounds give 36 / 14.
     """
     rounds = [{"rounds": 4, "tokens_per_round": 4.0}, {"rounds": 10, "tokens_per_round": 2.0}]
     return [
@@ -89,8 +89,8 @@ def test_a_table_as_the_papers_have_it() -> None:
     runs = frame(new_report("compare", two_prompts()))  # type: ignore[arg-type]
     table = as_published("Both papers", runs, list(COLUMNS))
     plain, tree = (dict(zip(table.frame, row, strict=True)) for row in table.rows)
-    assert tree["tokens/s"] == "25.0 ± 15.0"  # of 10 and 40, by their number
-    assert tree["speedup"] == "1.67 [1.00-2.00]"  # 25 / 15, not the median or the mean of 1 and 2
+    assert tree["tokens/s"] == "25.0 ± 15.0"  # of 10 and 40, with the divisor n
+    assert tree["speedup"] == "1.67 [1.00-2.00]"  # 25 / 15, neither the median nor the mean of 1 and 2
     assert tree["TTFT ms"] == "62.5 ± 37.5"
     assert tree["Accept."] == "60.0 %"  # 3 / (3 + 2)
     assert (tree["L-bar"], tree["l-bar"], tree["#Iter."]) == ("2.57", "3.00", "7")
@@ -120,7 +120,7 @@ def test_without_plain_decoding_there_is_no_speedup() -> None:
 
 
 def test_an_interval_of_a_ratio_is_paired_over_prompts() -> None:
-    """Rates that vary tenfold between prompts, and a method that is twice as fast on each."""
+    """Rates vary tenfold between prompts, and the method is twice as fast on each."""
     rates = [10.0, 20.0, 40.0, 100.0]
     runs = frame(
         new_report(
@@ -146,7 +146,7 @@ def test_an_interval_needs_two_prompts_and_has_a_seed() -> None:
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
-    """Of 300 samples of 20 prompts each, whose median is 1 and whose paired ratio of means is 2."""
+    """There are 300 samples of 20 prompts each, whose median is 1 and whose paired ratio of means is 2."""
     random = np.random.default_rng(1)
     held = np.zeros(2)
     for _ in range(300):

@@ -58,8 +58,8 @@ def run(some: Sequence[tuple[str, str, str, str]], verify_arguments: Sequence[st
 def main() -> int:
     """Run the campaign and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="what was measured, and on what, as JSON")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth combination")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results as JSON")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="run only every Nth combination")
     options = parser.parse_args()
     some = combinations()[:: options.every]
     queued = [each for each in some if each[1] == "queue"]

@@ -409,11 +409,15 @@ def run_site(site: Site, seconds: float, names: Sequence[str], *, shared: bool =
 def main() -> int:
     """Run the campaign and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0, help="of hostile traffic, over all sites")
-    parser.add_argument("--sites", default=",".join(SITES), help="where (default: %(default)s)")
-    parser.add_argument("--kinds", default="", help="parts of the names of kinds, with commas (default: all)")
-    parser.add_argument("--shared", action="store_true", help="the machine does other work: speeds by CPU seconds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the tables, for programs")
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="minutes of hostile traffic, over all sites (default: %(default)g)"
+    )
+    parser.add_argument("--sites", default=",".join(SITES), help="sites to attack (default: %(default)s)")
+    parser.add_argument("--kinds", default="", help="comma-separated parts of the names of kinds (default: all)")
+    parser.add_argument(
+        "--shared", action="store_true", help="measure speed by CPU seconds, because the machine does other work"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the tables as JSON")
     options = parser.parse_args()
     sites = options.sites.split(",")
     reports = []

@@ -135,11 +135,13 @@ def verify_service() -> Iterator[str]:
 
 def main() -> None:
     """Interrupt starts at all moments; exit with status 1 if any end is bad."""
-    parser = argparse.ArgumentParser(description="interrupt starts")
+    parser = argparse.ArgumentParser(description="Interrupt starts of the services at many moments.")
     parser.add_argument("commands", nargs="*", default=COMMANDS, metavar="COMMAND")
     parser.add_argument("--moments", type=int, default=40)
     parser.add_argument("--step", type=float, default=0.05)
-    parser.add_argument("--spread", action="store_true", help="over a whole start, instead of by --step")
+    parser.add_argument(
+        "--spread", action="store_true", help="spread the moments over a whole start, instead of by --step"
+    )
     parser.add_argument("--signal", default="INT", choices=["INT", "TERM"])
     options = parser.parse_args()
     number = signal.Signals[f"SIG{options.signal}"]

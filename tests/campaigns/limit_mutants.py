@@ -148,8 +148,8 @@ def notice(copy: Path, by: tuple[str, str] | str) -> tuple[bool, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the campaign and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("limits", nargs="*", metavar="LIMIT", help="parts of their names (default: all)")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="at once (default: 1)")
+    parser.add_argument("limits", nargs="*", metavar="LIMIT", help="part of the name of a limit (default: all)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="limits to test at a time (default: 1)")
     options = parser.parse_args(arguments)
     chosen = [name for name in NOTICED if not options.limits or any(part in name for part in options.limits)]
     missing = [name for name in limits() if name not in NOTICED and name not in KEPT]

@@ -168,11 +168,11 @@ def survivors(copies: Copies, jobs: int, mutants: Sequence[Mutant], *, everythin
 def main() -> int:
     """Run the campaign and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", metavar="MODULE", help="parts of their names (default: all)")
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help="part of the name of a module (default: all)")
     parser.add_argument("--count", type=int, default=25, metavar="N", help="mutants of each module (default: 25)")
-    parser.add_argument("--seed", type=int, default=1, help="which ones (default: 1)")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="tested at once (default: 2)")
-    parser.add_argument("--all", action="store_true", help="survivors meet every test of `make test`")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the choice of mutants (default: 1)")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="mutants to test at a time (default: 2)")
+    parser.add_argument("--all", action="store_true", help="run every test of `make test` on survivors")
     options = parser.parse_args()
     FORKS.set_forkserver_preload(list(PRELOADED))
     chosen = [module for module in TESTS if not options.modules or any(part in module for part in options.modules)]

@@ -56,15 +56,15 @@ def peak_bytes(process: int) -> int:
 def main() -> int:
     """Run the campaign; return 1 if any completion has other tokens."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="a folder, of a model of the shipped tokenizer")
+    parser.add_argument("--model", type=Path, required=True, help="folder of a model with the bundled tokenizer")
     parser.add_argument("--draft", required=True)
     parser.add_argument("--layer-cache", type=Path, required=True)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="what was seen, and on what, as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results as JSON")
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--prompt-tokens", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=6)
-    parser.add_argument("--tree-nodes", type=int, default=12, help="of the largest tree")
+    parser.add_argument("--tree-nodes", type=int, default=12, help="nodes of the largest tree (default: %(default)s)")
     options = parser.parse_args()
     layers = json.loads((options.model / "config.json").read_text())["num_hidden_layers"]
     given = prompts(options.prompts, options.prompt_tokens)

@@ -173,8 +173,15 @@ def row(name: str, command: Sequence[str], url: str, folder: Path) -> bool:
 def main() -> int:
     """Print the table; return 1 if a client failed or got an error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--env", type=Path, action="append", default=[], metavar="ENV", help="has clients for Python")
-    parser.add_argument("--node", type=Path, metavar="FOLDER", help="where npm installed openai")
+    parser.add_argument(
+        "--env",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="ENV",
+        help="environment with Python clients; repeatable",
+    )
+    parser.add_argument("--node", type=Path, metavar="FOLDER", help="folder in which npm installed openai")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -45,10 +45,10 @@ MUTANTS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--builds", type=int, help="how many, the best for this CPU first (default: all)")
-    parser.add_argument("--cases", type=int, default=100, help="of random shapes, each build")
+    parser.add_argument("--builds", type=int, help="number of builds, the best for this CPU first (default: all)")
+    parser.add_argument("--cases", type=int, default=100, help="random cases of each build (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mutants", action="store_true", help="make mistakes in C, and expect that they are seen")
+    parser.add_argument("--mutants", action="store_true", help="make mistakes in C, and check that they are detected")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:

@@ -315,11 +315,23 @@ def main() -> int:
     """Run the campaign and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--clients", type=int, default=32, help="a quarter of them over HTTP (default: 32)")
-    parser.add_argument("--cancelled", type=float, default=0.3, help="share of completions (default: 0.3)")
-    parser.add_argument("--kill-every", type=float, default=20.0, metavar="SECONDS", help="0: never")
-    parser.add_argument("--growth", type=float, default=GROWTH, help="of memory, that is no leak (default: 0.01)")
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help=f"of {len(PROMPTS)} (default: all)")
+    parser.add_argument(
+        "--clients", type=int, default=32, help="number of clients, a quarter of them over HTTP (default: 32)"
+    )
+    parser.add_argument("--cancelled", type=float, default=0.3, help="share of cancelled completions (default: 0.3)")
+    parser.add_argument(
+        "--kill-every",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="interval of kills; 0 means never (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--growth", type=float, default=GROWTH, help="relative growth of memory that is no leak (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--prompts", type=int, default=len(PROMPTS), help=f"number of prompts, at most {len(PROMPTS)} (default: all)"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, secured_cluster(Path(folder)) as cluster:
         soak = Soak(cluster, 60 * options.minutes, options.cancelled, options.prompts)

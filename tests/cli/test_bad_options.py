@@ -1,6 +1,6 @@
-"""Sampling options, policy settings and draft distributions out of range are refused by name, value and range.
+"""Tests that invalid sampling options, policy settings and draft distributions are refused by name, value and range.
 
-After each refusal the service is asked for a completion, and gives it: nothing leaks.
+After each refusal the service still completes a request, so nothing leaks.
 """
 
 import re
@@ -203,7 +203,7 @@ def test_policy_settings_out_of_range(client, policy, settings, message):
 def drawn_tree(
     counts=(2, 1, 0), ids=(8, 10, 9), probs=(0.5, 0.5, 1.0), token_ids=(8, 9), parents=(-1, 0), draw_counts=(), draws=()
 ):
-    """Token 8 drawn below the root from {8, 10}, and 9 below it."""
+    """Return a tree with token 8 drawn below the root from {8, 10}, and 9 below it."""
     return verify_pb2.VerifyRequest(
         tree=tree_pb2.TokenTree(
             base_length=len(PROMPT) + 1,
@@ -288,7 +288,7 @@ def test_draft_distributions_that_cannot_be(services, stub, changes, message):
     ],
 )
 def test_draft_distributions_that_can(services, stub, tree):
-    """The same trees without their fault; only the one after them, of a round that is over, is refused."""
+    """The same trees without their fault are accepted; only the next tree, for a round that is over, is refused."""
     code, details = refusal(stub, opening(services, sampling=Options(**RESIDUAL)), tree, tree)
     assert (code, details) == (Code.FAILED_PRECONDITION, "the tree is for round 0, expected round 1")
 

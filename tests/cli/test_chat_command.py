@@ -1,4 +1,4 @@
-"""`dynatree chat`: lines of a pipe, and a terminal with its interrupts."""
+"""Tests `dynatree chat` with lines of a pipe, and at a terminal with interrupts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_model_without_a_template_is_told_at_once(service: FakeDraftService, l
     service.chat_template = False
     lines("Hello\n")
     assert main(["chat", "--server", service.address]) == 1
-    assert "model large has no chat template; `dynatree generate`" in capsys.readouterr().err
+    assert "model large has no chat template; use `dynatree generate`" in capsys.readouterr().err
     assert not service.requests
 
 
@@ -61,7 +61,7 @@ def test_a_failure_in_a_pipe_ends_it(service: FakeDraftService, lines, capsys) -
 
 
 class Terminal:
-    """The command at a terminal of its own."""
+    """The command at its own terminal."""
 
     def __init__(self, *arguments: str) -> None:
         self._master, slave = pty.openpty()
@@ -86,9 +86,9 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def wait_for(self, text: str, again: str = "") -> None:
-        """Read until the text is there; type `again` after every second of silence.
+        """Read until the text appears; type `again` after every second of silence.
 
-        An interrupt that comes just before Python's `input` asks the terminal is heeded with the next key alone.
+        An interrupt just before Python's `input` reads the terminal takes effect only with the next key.
         """
         while text not in self._seen:
             if again and not select.select([self._master], [], [], 1.0)[0]:

@@ -1,4 +1,4 @@
-"""The `dynatree` command, in this process where that is enough and as a child where signals and pipes matter."""
+"""Tests the `dynatree` command, in this process where possible, and as a child process for signals and pipes."""
 
 import argparse
 import gc
@@ -48,16 +48,16 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 def heed_interrupts() -> None:
-    """A shell's background job ignores interrupts, and so would its children.
+    """Undo that background jobs of a shell, and their children, ignore interrupts.
 
-    Set here, not between fork and exec: in a fork of this process gRPC may log to the stderr that the child gets.
+    This is not done between fork and exec, because gRPC may log to the child's stderr in a fork of this process.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def with_command(monkeypatch: pytest.MonkeyPatch, run: object) -> None:
-    """Let `dynatree demo` run `run`."""
+    """Make `dynatree demo` call `run`."""
     monkeypatch.setitem(COMMANDS, "demo", ("a stand-in", "stand_in"))
     monkeypatch.setitem(
         sys.modules, "stand_in", SimpleNamespace(EXAMPLE="", add_arguments=lambda parser: None, run=run)
@@ -279,7 +279,7 @@ def test_a_token_file_for_services(
     file = tmp_path / "tokens"
     file.write_text("# who\nalice:0123456789abcdef\n")
     assert main(["generate", "Once", "--server", service.address, "--token-file", str(file)]) == 1
-    assert capsys.readouterr() == ("", f"dynatree: error: {file} is not one token and nothing else\n")
+    assert capsys.readouterr() == ("", f"dynatree: error: {file} must contain exactly one token and nothing else\n")
 
 
 def test_nobody_at_the_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,7 +295,7 @@ def test_an_address_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "Once", "--server", "localhost"]) == 1
     assert (
         capsys.readouterr().err
-        == "dynatree: error: an address is host:port, unix:PATH or dns:///name:port, not 'localhost'\n"
+        == "dynatree: error: 'localhost' is not an address; expected host:port, unix:PATH or dns:///name:port\n"
     )
 
 
@@ -321,11 +321,11 @@ def test_a_reader_that_goes_away_is_no_traceback(service: FakeDraftService) -> N
     assert process.returncode == 141
 
 
-# What takes time to import
+# Modules that take time to import
 
 
 SLOW = {"torch", "transformers", "numpy"}
-# Each command line by itself, in a fork of a process that has imported nothing but the command.
+# Run each command line in its own fork of a process that has imported only the command.
 ANSWERS = """
 import json, os, sys
 from dynatree.cli.main import main
@@ -417,7 +417,7 @@ STATUSES = [*((line, 0) for line in HELP), *((line, 2) for line in WRONG), *((li
 
 @pytest.fixture(scope="module")
 def answers() -> list[tuple[int, list[str]]]:
-    """For each command line of `STATUSES` its exit status, and the modules that it has imported."""
+    """The exit status of each command line of `STATUSES`, and the modules that it has imported."""
     lines = json.dumps([line for line, _ in STATUSES])
     command = [sys.executable, "-c", ANSWERS]
     output = subprocess.run(command, input=lines, capture_output=True, text=True, check=True).stdout
@@ -513,7 +513,7 @@ def test_what_may_have_been_meant_is_said(capsys: pytest.CaptureFixture[str], ar
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., argparse.Namespace]:
-    """The options that a command line makes, with these variables in the environment."""
+    """Return a function that parses a command line with variables in the environment."""
 
     def parse(*arguments: str, **variables: str) -> argparse.Namespace:
         seen = []
@@ -528,7 +528,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., argparse.Namespace]
 
 
 def service_lines() -> Iterator[tuple[list[str], argparse.Action]]:
-    """Every option of every service that a variable can stand for, with the command line that it belongs to."""
+    """Yield every option of every service that a variable can set, with a command line of the service."""
     for line in (VERIFY, DRAFT, ["gateway"], ["serve", *PAIR]):
         parser = Parser()
         importlib.import_module(COMMANDS[line[0]][1]).add_arguments(parser)
@@ -547,7 +547,7 @@ VALUES |= {"--metrics": "localhost:7", "--grpc": "localhost:7", "--server": "loc
 def test_every_option_of_a_service_can_be_a_variable(
     parsed: Callable[..., argparse.Namespace], line: list[str], action: argparse.Action
 ) -> None:
-    """It says what the option says, and an option on the command line counts instead."""
+    """The variable has the effect of the option, and the command line takes precedence."""
     option = action.option_strings[0]
     variable = "DYNATREE_" + option[2:].upper().replace("-", "_")
     value = list(action.choices)[-1] if action.choices else VALUES.get(option, "a b" if action.nargs == "+" else "1")
@@ -571,7 +571,7 @@ def test_every_option_of_a_service_can_be_a_variable(
 def test_a_variable_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("DYNATREE_QUEUE", "many")
     assert main(VERIFY) == 2
-    assert "argument --queue: invalid whole number value: 'many' (the environment has DYNATREE_QUEUE)" in (
+    assert "argument --queue: invalid whole number value: 'many' (set by the environment variable DYNATREE_QUEUE)" in (
         capsys.readouterr().err
     )
 
@@ -596,7 +596,7 @@ def test_host_and_port_are_parts_of_listen(
 
 
 def test_serve_passes_on_what_the_services_take(parsed: Callable[..., argparse.Namespace]) -> None:
-    """Every option of `verify` and `draft` is one of `serve`, or is where they listen and who may call them."""
+    """Every option of `verify` and `draft` is an option of `serve`, except those for addresses and authentication."""
     own = {"listen", "verify", "client_ca", "reflection", "target_model", "draft_model", "tls_cert", "tls_key"}
     names = {action.dest for line, action in service_lines() if line[0] in ("verify", "draft")}
     assert {name for name in names if not name.startswith("verify_")} - own <= set(vars(parsed("serve", *PAIR)))
@@ -641,7 +641,7 @@ def test_each_help_has_an_example_that_is_a_command_line(name: str, parsed: Call
 def test_a_shell_gets_the_options_of_the_command_that_it_completes(
     monkeypatch: pytest.MonkeyPatch, line: str, known: str
 ) -> None:
-    """Argcomplete itself is not installed here; it reads the parser, and ends the process."""
+    """Argcomplete, which is not installed here, reads the parser and ends the process."""
 
     def autocomplete(parser: argparse.ArgumentParser) -> None:
         options = {option for each in with_commands(parser) for option in each._option_string_actions}

@@ -1,4 +1,4 @@
-"""Mistakes that need no model are told in one line, before torch is imported."""
+"""Tests that mistakes that need no model are reported in one line, before torch is imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.campaigns.mistakes import MOST_SECONDS, mistakes
 
-# Each command line by itself, in a fork of a process that has imported nothing but the command.
+# Run each command line in its own fork of a process that has imported only the command.
 ANSWERS = """
 import json, os, sys, time
 from dynatree.cli.main import main
@@ -44,4 +44,4 @@ def test_mistakes_that_need_no_model_are_told_in_one_line_before_torch_is_import
         assert errors.startswith("dynatree: error: "), mistake
         assert errors.count("\n") == 1, errors
         assert mistake.words in errors, mistake
-        assert seconds < MOST_SECONDS, mistake  # of the processor, which others may use as well
+        assert seconds < MOST_SECONDS, mistake  # seconds of CPU time, since other processes may use the CPU too

@@ -1,4 +1,4 @@
-"""What a request may ask for besides tokens: n, stop tokens, log-probabilities, the trace; and the statistics."""
+"""Tests the options of a request: n, stop tokens, log-probabilities and the trace; and its statistics."""
 
 import random
 import re
@@ -20,21 +20,21 @@ CHAIN = {"policy": "linear", "policy_settings": {"depth": 6}}
 BUSH = {"policy": "fixed", "policy_settings": {"depth": 3, "breadth": 4, "tau": 0}}
 PLAIN = {"policy": "autoregressive"}
 EOS = 0
-# text of four tokens: every policy drafts some of it, and none all
+# four likely tokens: every policy drafts some of them correctly and none all
 FEW = {"logit_bias": {token: 12.0 + token % 2 for token in range(100, 104)}}
 
 
 @dataclass(eq=False)
 class Pair:
     client: Client
-    model: object  # the target, by transformers alone
+    model: object  # the target, run by transformers alone
     tokenizer: object
 
     def generate(self, **options):
         return self.client.generate(PROMPT, **{"max_new_tokens": 24, "temperature": 0.8, "seed": 3, **options})
 
     def log_probs(self, token_ids):
-        """Each token's log-probability after the prompt and the tokens before it, all in one forward."""
+        """Return each token's log-probability after the prompt and the tokens before it, from one forward pass."""
         with torch.inference_mode():
             logits = self.model(torch.tensor([[*PROMPT, *token_ids]])).logits[0, len(PROMPT) - 1 : -1]
         return logits.log_softmax(-1).gather(-1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
@@ -87,7 +87,7 @@ def test_completion_i_is_that_of_its_own_seed(pair, scheme):
     ],
 )
 def test_a_residual_sample_repeats_unless_its_trees_learn_from_other_requests(pair, policy, settings, repeats):
-    """What was learnt of a request may have come of its noise, so that one with the same seed must draw other noise."""
+    """The service may have learnt from the noise of a request, so the same seed must then give other noise."""
     options = {"scheme": "residual", "seed": 3, "policy": policy, "policy_settings": settings, "max_new_tokens": 12}
     one, other = (pair.generate(temperature=1.0, **options) for _ in range(2))
     assert (one.token_ids == other.token_ids) == repeats
@@ -153,7 +153,7 @@ def test_a_stop_token_ends_the_completion_and_is_its_last(pair, policy, ignore_e
 
 
 def ends_inside_a_path(completion):
-    """Whether the last token was an accepted node, so that the target's own choice after the path was left out."""
+    """Whether the last token was an accepted node, so that the target's own choice after the path was discarded."""
     last = completion.trace[-1:]
     return any(0 < len(round_.committed_ids) == len(round_.accepted_nodes) for round_ in last)
 
@@ -235,8 +235,8 @@ def test_an_end_of_sequence_inside_a_round_cuts_log_probs_with_the_tokens(pair):
 
 
 def check_trace(pair, completion):
-    """Every round continues the one before it, its path lies in its tree, and all rounds make the completion."""
-    committed = list(completion.token_ids[:1])  # by the prompt's own forward
+    """Check that rounds are consecutive, that each path lies in its tree, and that the rounds form the completion."""
+    committed = list(completion.token_ids[:1])  # from the prefill
     for number, round_ in enumerate(completion.trace):
         assert round_.round == number
         assert round_.base_length == completion.prompt_tokens + len(committed)
@@ -260,7 +260,7 @@ def check_trace(pair, completion):
 
 @pytest.fixture(scope="module", params=[*policy_names(), "dyspec, residual", "dynatree, greedy"])
 def traced(pair, request):
-    """A completion with its trace, by every policy."""
+    """A completion with its trace, for each policy."""
     policy, *kind = request.param.split(", ")
     options = {"residual": {"scheme": "residual"}, "greedy": {"temperature": 0.0}}[kind[0]] if kind else {}
     settings = {"shortest": 1} if policy in ("ngram", "hybrid", "throughput") else {}
@@ -300,7 +300,7 @@ def test_the_statistics_are_those_of_the_rounds(traced):
 
 
 def depth(round_):
-    """The depth of a round's tree."""
+    """Return the depth of a round's tree."""
     depths = {-1: 0}
     for node, parent in enumerate(round_.parents):
         depths[node] = depths[parent] + 1
@@ -336,7 +336,7 @@ def test_a_rounds_trace_follows_its_tokens(pair):
 
 @pytest.mark.parametrize("over_nodes", [0, 1])
 def test_dynatrees_parameters_follow_the_acceptance_of_each_round(pair, over_nodes):
-    """DynaTree section 3.3, by both readings of acceptance: after every round, from the rounds up to it."""
+    """DynaTree section 3.3, for both readings of acceptance: the parameters follow from all rounds so far."""
     settings = {"acceptance_over_nodes": over_nodes}
     completion = pair.generate(trace=True, policy="dynatree", policy_settings=settings, max_new_tokens=90, **FEW)
     base_depth, tau_high, shares = 5.0, 0.9, []
@@ -361,7 +361,7 @@ def test_trees_as_listed_hang_below_one_guess_and_leave_the_tokens(pair, policy)
 
 
 def test_the_released_history_of_dynatree_goes_on_from_completion_to_completion(pair):
-    """No completion reaches an acceptance of 1: the service makes the trees of the sixth shallower."""
+    """No completion reaches an acceptance of 1, so the service makes the trees of the sixth completion shallower."""
     settings = {"history": "released", "target_acceptance": 1, "window": 6}
     options = {"trace": True, "policy": "dynatree", "policy_settings": settings, "max_new_tokens": 4, **FEW}
     depths = [[each.parameters["base_depth"] for each in pair.generate(**options).trace] for _ in range(7)]

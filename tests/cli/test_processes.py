@@ -1,4 +1,4 @@
-"""The commands as real processes: what goes wrong at start is one clear line, and a dead service loses nothing."""
+"""Tests the commands as real processes: a failed start prints one clear line, and a lost service loses no tokens."""
 
 import os
 import signal
@@ -40,10 +40,10 @@ def assert_one_clear_line(result, *words, status=1):
 
 @pytest.fixture
 def run_here(capsys):
-    """What `run` does, in this process, which has torch already."""
+    """Call `run` in this process, which has already imported torch."""
 
     def ran(*arguments):
-        capsys.readouterr()  # what models that are saved say of their progress
+        capsys.readouterr()  # discard the progress messages of saving models
         status = main(arguments)
         return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
 
@@ -60,7 +60,7 @@ def models(tmp_path_factory):
 
 @contextmanager
 def starting():
-    """Start `dynatree NAME ...` and wait until it says that it listens; returns the process."""
+    """Start `dynatree NAME ...`, wait until it listens, and return the process."""
     processes = []
 
     def started(*arguments):
@@ -84,7 +84,7 @@ def starting():
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a service, forked, and wait until it says that it listens; returns the process, whose log is `log_of`."""
+    """Start a service as a fork, wait until it listens, and return the process; `log_of` reads its log."""
     processes = []
 
     def started(name, *arguments):
@@ -101,12 +101,12 @@ def start(tmp_path):
 
 
 def log_of(process):
-    """What it printed; of one that is no fork it can be read once."""
+    """Return the output of a process; without a fork it can be read only once."""
     return process.log.read_text() if isinstance(process, Forked) else process.stderr.read()
 
 
 class Pair:
-    """A verify and a draft service of one session each; whichever has been stopped is started anew when it is used."""
+    """A verify and a draft service with one session each; a stopped service is restarted when it is used."""
 
     def __init__(self, models, folder, start):
         self.verify, self.draft = f"unix:{folder}/verify.sock", f"unix:{folder}/draft.sock"
@@ -116,7 +116,7 @@ class Pair:
             "verify": ["--target-model", str(models[0]), "--listen", self.verify],
             "draft": [
                 *("--draft-model", str(models[1]), "--verify", self.verify, "--listen", self.draft),
-                *("--resume-timeout", "5"),  # a lost session has the only place so long
+                *("--resume-timeout", "5"),  # a lost session keeps its place this long
             ],
         }
 
@@ -176,7 +176,7 @@ def test_a_busy_port(models, run_here):
 
 def test_a_socket_on_which_another_server_answers(models, running, run_here):
     result = run_here("verify", "--target-model", str(models[0]), "--listen", running.verify)
-    assert_one_clear_line(result, "another server answers")
+    assert_one_clear_line(result, "another server listens")
 
 
 def test_a_socket_where_no_folder_can_be(models, run_here):
@@ -207,7 +207,7 @@ def test_an_unreachable_verify_service(models, tmp_path, run_here):
 def test_a_draft_service_where_the_verify_service_should_be(models, tmp_path, running, run_here):
     other = ["--listen", f"unix:{tmp_path}/other.sock"]
     result = run_here("draft", "--draft-model", str(models[1]), "--verify", running.draft, *other)
-    assert_one_clear_line(result, f"the service at {running.draft} is no verify service")
+    assert_one_clear_line(result, f"the service at {running.draft} is not a verify service")
 
 
 def save_with_another_tokenizer(folder, family):
@@ -243,7 +243,7 @@ def test_generate_without_a_server(tmp_path):
 
 @pytest.mark.long
 def test_a_verify_service_that_dies_and_comes_back(running):
-    """The request that it served fails where nothing resumes, keeping its tokens; the others go on when it is back."""
+    """The request in progress fails with its tokens if resuming is off; later ones succeed when the service is back."""
     service = running.processes["verify"]
     with Client(running.draft) as client:
         whole = client.generate("Hello", ignore_eos=True).token_ids
@@ -278,7 +278,7 @@ def test_both_services_from_start_to_drain(running):
 
 
 def assert_nothing_is_wrong(process):
-    """A log of nothing but what services tell of their work."""
+    """Check that a log contains only the usual lines of services."""
     log = log_of(process)
     for line in log.splitlines():
         assert " INFO " in line or "the verify service at" in line, log
@@ -286,7 +286,7 @@ def assert_nothing_is_wrong(process):
 
 @pytest.mark.long
 def test_a_verify_service_that_comes_back_with_another_model(models, tmp_path, start):
-    """Requests are checked against the model that is there, and so is what is learnt of it."""
+    """Requests are checked against the new model, and the statistics about the old one are dropped."""
     verify, draft = f"unix:{tmp_path}/verify.sock", f"unix:{tmp_path}/draft.sock"
 
     def serve(model):
@@ -301,7 +301,7 @@ def test_a_verify_service_that_comes_back_with_another_model(models, tmp_path, s
         client.generate("Hello", max_new_tokens=5)
         service.kill()
         service.wait()
-        assert client.model_info().target.name == "target"  # as far as is known
+        assert client.model_info().target.name == "target"  # as far as it knows
         service = serve(longer)
         wait_until(lambda: client.model_info().target.name == "longer")
         assert client.model_info().target.context_length == 400
@@ -365,10 +365,10 @@ def test_a_client_that_reads_nothing_holds_up_no_stop(tmp_path, start, stopped, 
     with Client(draft, channel_options=small_window, resume=False) as client:
         stream = client.stream("Once upon a time", policy="hybrid", trace=True, ignore_eos=True)
         next(stream)
-        wait_until(lambda: is_idle(processes["verify"]))  # the stream is full
+        wait_until(lambda: is_idle(processes["verify"]))  # the stream's buffer is full
         processes[stopped].send_signal(signal.SIGTERM)
         if leaves:
-            wait_until(lambda: healthcheck.failure(address_of[stopped], timeout=1.0))  # the stop has begun
+            wait_until(lambda: healthcheck.failure(address_of[stopped], timeout=1.0))  # the service is stopping
             stream.close()
         assert processes[stopped].wait(20) == 0
         assert_nothing_is_wrong(processes[stopped])
@@ -378,7 +378,7 @@ def test_a_client_that_reads_nothing_holds_up_no_stop(tmp_path, start, stopped, 
 
 
 def is_idle(process):
-    """Whether a process uses less than a tenth of a processor."""
+    """Whether a process uses less than a tenth of a CPU core."""
     before = processor_seconds(process)
     time.sleep(0.5)
     return processor_seconds(process) - before < 0.05
@@ -426,7 +426,7 @@ def test_services_end_with_a_command_that_is_killed():
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no way to end the children of a killed parent")
 def test_a_service_ends_whose_command_was_killed_before_it_could_ask_for_that():
     code = "from dynatree.cli.service_pair import _end_with_parent; _end_with_parent({}); print('it lives')"
-    own, dead = os.getpid(), 2**22 + 1  # larger than process ids are
+    own, dead = os.getpid(), 2**22 + 1  # larger than any process id
     results = [subprocess.run([sys.executable, "-c", code.format(pid)], capture_output=True) for pid in (own, dead)]
     assert [(result.returncode, result.stdout) for result in results] == [(0, b"it lives\n"), (1, b"")]
 
@@ -447,7 +447,7 @@ def test_an_interrupt_while_services_start_is_an_interrupt():
     [("verify", ""), ("verify", "loading"), ("draft", ""), ("draft", "loading"), ("gateway", ""), ("serve", "loading")],
 )
 def test_a_container_that_is_stopped_while_it_starts_ends(command, says):
-    """Its first process gets no signal without a handler: as soon as it has one, and while torch is imported."""
+    """Process 1 of a container gets only signals that it handles: once a handler exists, and during torch's import."""
     arguments = {
         "verify": ["--target-model", "embedded"],
         "draft": ["--draft-model", "embedded", "--verify", "localhost:9"],
@@ -470,7 +470,7 @@ def test_a_container_that_is_stopped_while_it_starts_ends(command, says):
 
 
 def started(process, alone):
-    """The command's process, which is a child where it is the first of its own processes; waits for that."""
+    """Return the command's process, which is a child if the command runs as process 1 of a namespace; wait for it."""
     if not alone:
         return [process.pid]
     wait_until(lambda: child_processes(process.pid))
@@ -484,7 +484,7 @@ def heeds_termination(process: int) -> bool:
 
 
 def test_a_service_is_not_interrupted_before_it_can_heed_it(monkeypatch):
-    """Python itself would write a traceback in the midst of its own start."""
+    """Python itself would print a traceback during its own startup."""
     start = subprocess.Popen
 
     def interrupted(*arguments, **options):
@@ -502,13 +502,13 @@ def test_a_service_is_not_interrupted_before_it_can_heed_it(monkeypatch):
 
 
 def heed_interrupts():
-    """A shell's background job ignores interrupts, and so would its children."""
+    """Undo that background jobs of a shell, and their children, ignore interrupts."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def own_terminal():
-    """As a shell starts what runs in the foreground: a process group that heeds interrupts."""
+    """Like a shell's foreground job: a process group that heeds interrupts."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

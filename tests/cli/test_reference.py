@@ -1,4 +1,4 @@
-"""The tables of docs/ say what the code has: names, defaults, kinds. Each test compares a whole table."""
+"""Tests that the tables of docs/ match the code: names, defaults and kinds. Each test compares a whole table."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def page(name: str) -> str:
 
 
 def tables(name: str) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Head and rows of each table of a page."""
+    """Yield the head and the rows of each table of a page."""
     for block in re.findall(r"(?:^\|.*\n)+", page(name), re.MULTILINE):
         head, _, *rows = [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in block.splitlines()]
         yield head, rows
 
 
 def rows_of(name: str, *head: str) -> list[list[str]]:
-    """The rows of all tables of a page whose head begins so."""
+    """Return the rows of all tables of a page whose head begins with these cells."""
     found = [rows for shown, rows in tables(name) if shown[: len(head)] == list(head)]
     assert found, f"{name} has no table that begins with {head}"
     return [row for rows in found for row in rows]
@@ -58,7 +58,7 @@ def number(text: str) -> float:
 
 
 def value_of(default: Any) -> Any:
-    """A default, or what a page writes of it: numbers as floats, words as they are."""
+    """Parse a default, in the code or on a page: numbers as floats, words unchanged."""
     if isinstance(default, tuple):
         return tuple(map(float, default))
     if isinstance(default, str):
@@ -67,7 +67,7 @@ def value_of(default: Any) -> Any:
 
 
 def documented_settings(cell: str) -> dict[str, Any]:
-    """Settings and defaults as the page writes them: `a` 1, `b` (1, 2), `c` word; switches `d`, `e`, both 0."""
+    """Parse settings and defaults as the page writes them: `a` 1, `b` (1, 2), `c` word; switches `d`, `e`, both 0."""
     found: dict[str, Any] = {}
     for names, value in re.findall(r"((?:`\w+`(?:, | and )?)+),? (?:all |both )?(\([\d., ]+\)|[\d./]+|[a-z]+)", cell):
         values = tuple(map(float, value.strip("()").split(","))) if value.startswith("(") else value_of(value)
@@ -113,7 +113,7 @@ def test_every_constant_of_the_controller_has_its_source() -> None:
 
 
 def registered(made: type[Any], *arguments: object) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Kind and labels of what a service counts, by the names that Prometheus gets."""
+    """Return kind and labels of a service's metrics by their Prometheus names."""
     collected = CollectorRegistry()
     made(collected, *arguments)
     found: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -140,7 +140,7 @@ def test_metrics(title: str, made: type[Any], arguments: int) -> None:
 
 
 def tables_behind(name: str, title: str) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """The tables of a page behind a line of it."""
+    """Return the tables of a page after a given line."""
     before = page(name).partition(f"{title}\n")[0]
     passed = len(re.findall(r"(?:^\|.*\n)+", before, re.MULTILINE))
     yield from list(tables(name))[passed:]
@@ -179,7 +179,7 @@ def test_every_field_of_a_body_is_told(body: type[Any]) -> None:
 
 def test_variables_of_compose() -> None:
     files = [path.read_text() for path in (ROOT / "docker-compose.yml", ROOT / "docker-compose.gpu.yml")]
-    have = {name for text in files for name in re.findall(r"\$\{(\w+)", text)} | {"HF_TOKEN"}  # passed as it is
+    have = {name for text in files for name in re.findall(r"\$\{(\w+)", text)} | {"HF_TOKEN"}  # passed unchanged
     assert {name for row in rows_of("guides/deploy.md", "variable") for name in codes(row[0])} == have
 
 
@@ -197,7 +197,7 @@ def test_exit_statuses() -> None:
 
 
 def defaults() -> dict[str, set[str]]:
-    """The defaults of each option, over all commands and their own subcommands."""
+    """Return the defaults of each option, over all commands and subcommands."""
     found: dict[str, set[str]] = {}
 
     def add(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`dynatree serve`: from one command to the first answered curl, and nothing left behind."""
+"""Tests `dynatree serve`, from one command to the first answered request, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Serve:
         models = ("--target-model", "embedded", "--draft-model", "embedded")
         command = [sys.executable, "-m", "dynatree.cli.main", "serve", *models, *options]
         with self._log.open("wb") as log:
-            # A terminal interrupts the whole group; so does the test.
+            # A terminal interrupts the whole process group; so does the test.
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -56,7 +56,7 @@ class Serve:
         raise AssertionError(self.log)
 
     def members(self) -> list[str]:
-        """Processes of its group."""
+        """Return the processes of its group."""
         listed = subprocess.run(
             ["ps", "-ww", "-o", "pid=,stat=,args=", "-g", str(self.process.pid)], capture_output=True
         )
@@ -108,7 +108,7 @@ def test_an_interrupt_at_any_moment_of_a_start_ends_it_in_order(name: str) -> No
 
 
 def test_a_target_larger_than_the_memory(tmp_path: Path) -> None:
-    """Its layers are offloaded to a cache, and its trees may be larger than usual ones."""
+    """Layers are offloaded to a cache, and trees may be larger than usual."""
     large = ("--resident-layers", "1", "--layer-cache", str(tmp_path / "cache"), "--max-tree-nodes", "300")
     grpc_address = f"unix:{tmp_path}/grpc.sock"
     with serving(tmp_path, "--http", "127.0.0.1:0", "--grpc", grpc_address, *large) as serve:
@@ -121,7 +121,7 @@ def test_a_target_larger_than_the_memory(tmp_path: Path) -> None:
 
 
 def test_http_says_that_the_models_are_loading_and_everything_ends_with_a_service(tmp_path: Path) -> None:
-    """It says so from the moment on that the port is open, and before they serve."""
+    """HTTP reports this from the moment that the port is open until the services are ready."""
     with serving(tmp_path, "--http", "127.0.0.1:0") as serve:
         url = serve.wait_for(r"HTTP is open on (\S+);")
         for path in ("/health", "/v1/models", "/v1/chat/completions"):
@@ -151,7 +151,7 @@ def test_a_service_that_does_not_start_says_why(tmp_path: Path) -> None:
         assert serve.log == "dynatree: error: there is no model at ./nowhere\n"
     with serving(tmp_path, "--http", "127.0.0.1:0", "--device", "cuda:77") as serve:
         assert serve.process.wait(60) == 1
-        assert serve.log.startswith("dynatree: error: --device is cuda:77, and NVIDIA's driver finds no GPU")
+        assert serve.log.startswith("dynatree: error: --device is cuda:77, but NVIDIA's driver finds no GPU")
     with serving(tmp_path, "--http", "0.0.0.0:0") as serve:
         assert serve.process.wait(60) == 1
         assert "--insecure" in serve.log

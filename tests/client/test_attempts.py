@@ -1,4 +1,4 @@
-"""When the client library sends a request anew."""
+"""Tests when the client library sends a request again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERNAL, MISMATCH = grpc.StatusCode.INTERNAL, grpc.StatusCode.FAILED_PRECONDITI
 
 @pytest.fixture(name="clock")
 def clock_fixture(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, as the attempts see it."""
+    """A clock that the attempts read."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
@@ -67,7 +67,7 @@ def test_a_server_that_refused_is_not_asked_again(clock: list[float]) -> None:
 
 
 def test_a_quotas_refusal_holds_for_every_server(clock: list[float]) -> None:
-    """Of which nothing came. One that has begun waits for its quota, and does not go through the servers meanwhile."""
+    """A request without a token fails at once. A completion that has begun waits for its quota at its server."""
     attempts = Attempts(3, connect_seconds=5.0, resume_seconds=30.0)
     assert attempts.after(BUSY, retry_after=0.5, quota=True) is None
     attempts.received()
@@ -86,7 +86,7 @@ def test_one_that_has_begun_waits_for_room(clock: list[float]) -> None:
 
 
 def test_one_that_has_begun_waits_for_a_context_that_is_long_enough(clock: list[float]) -> None:
-    """A server took it, so it fits; of which nothing came, it may be too long for all."""
+    """A server accepted it, so it fits somewhere; a request without a token may be too long for all servers."""
     attempts = Attempts(2, connect_seconds=5.0, resume_seconds=30.0)
     assert attempts.after(TOO_LONG) is None
     attempts.received()

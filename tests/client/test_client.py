@@ -1,4 +1,4 @@
-"""The client library against a scripted service: what calls return, in both clients, and the package itself."""
+"""Tests the results of calls to a scripted service in both clients, and the package's exports."""
 
 import asyncio
 import json
@@ -242,7 +242,7 @@ def test_the_likeliest_tokens_and_the_prompts_log_probs(client: Client, service:
 
 
 def test_what_came_of_the_prompt_is_kept_and_not_asked_for_again(client: Client, service: FakeDraftService) -> None:
-    """The second server gets token ids, and says nothing of the prompt."""
+    """The second server receives token ids, and its response contains nothing about the prompt."""
     service.script = [scored()[0], Fail(grpc.StatusCode.UNAVAILABLE)]
     stream = client.stream("Once", top_log_probs=2, prompt_log_probs=True, prompt_text=True)
     next(stream)

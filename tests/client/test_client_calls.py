@@ -1,4 +1,4 @@
-"""What the clients ask besides completions, chats as prompts, and metadata of one call; on the embedded pair."""
+"""Tests calls besides completions, chats as prompts, and metadata of one call, on the embedded pair."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_message_is_a_role_and_a_content(client: Client, chat: list[dict[str, 
 
 
 def test_a_call_has_metadata_of_its_own(tmp_path: Path) -> None:
-    """It replaces the client's, and no other call has it."""
+    """It replaces the client's metadata, and no other call has it."""
     target = save_random_model(tmp_path / "target", "gpt2", seed=1)
     draft = save_noisy_copy(tmp_path / "draft", target, seed=2)
     tokens = tmp_path / "tokens"

@@ -1,4 +1,4 @@
-"""The client library against a scripted service: every error, waiting, and every way to stop."""
+"""Tests the client library against a scripted service: every error, waiting, and every way to stop."""
 
 import asyncio
 import os
@@ -77,13 +77,13 @@ def test_each_code_has_its_error(client: Client, service: FakeDraftService, code
         assert error.code is code
         assert "as scripted" in error.details
         assert "as scripted" in str(error)
-        # Nothing that was received is lost.
+        # Received tokens are never lost.
         assert (error.text, error.token_ids) == ("Hé", (1, 2))
         assert "tokens received: 2" in str(error)
 
 
 def test_a_request_that_the_server_dropped_is_sent_anew(service: FakeDraftService) -> None:
-    """GRPC's core does so, without a word, when too many calls wait; nothing of it reached the service."""
+    """The core of gRPC drops it silently when too many calls wait; it has not reached the service."""
     service.script = [Fail(grpc.StatusCode.CANCELLED, "CANCELLED")]
     with Client(service.address, connect_timeout=0.7) as client:
         with pytest.raises(ServerUnavailableError, match="dropped the request"):
@@ -108,7 +108,7 @@ def test_a_quota_is_not_looked_for_at_another_server(tmp_path: Path, refused: st
 
 
 def test_an_answer_that_is_whole_needs_no_status(client: Client, service: FakeDraftService) -> None:
-    """The connection broke behind the last message: nothing is missing."""
+    """The connection broke after the last message, so nothing is missing."""
     service.script = [message("Hé", 1), last(), Fail(grpc.StatusCode.UNAVAILABLE, "Socket closed")]
     assert client.generate("Once").text == "Hé"
     assert generate_async(service).text == "Hé"
@@ -170,7 +170,7 @@ def test_a_stream_that_ends_wrongly(client: Client, service: FakeDraftService, e
     [
         ([message("", 2, index=1), last(index=1)], "ended with 2 of 3 completions"),
         ([message("", 2, index=1), last(index=1), message("", 3, index=2)], "ended with 2 of 3 completions"),
-        ([message("", 2, index=1), last(index=1), last(index=3)], "completion 3 was not asked for"),
+        ([message("", 2, index=1), last(index=1), last(index=3)], "completion 3 was not requested"),
         ([last(index=1), last(0, index=2), message("", 2, index=1)], "unknown finish reason 0"),
     ],
     ids=["one missing", "one without an end", "one too many", "no reason"],
@@ -189,7 +189,7 @@ def test_a_completion_that_was_not_asked_for_ends_the_stream(client: Client, ser
     service.script = [message("Hé", 1), message("no", 2, index=1), Hang()]
     stream = client.stream("Once")
     next(stream)
-    with pytest.raises(ServerError, match="completion 1 was not asked for"):
+    with pytest.raises(ServerError, match="completion 1 was not requested"):
         next(stream)
     assert list(stream) == []
     stream.close()
@@ -231,7 +231,7 @@ def test_the_client_has_a_timeout_for_all_calls(service: FakeDraftService) -> No
 
 @pytest.mark.parametrize("limits", [{"connect_timeout": 0.3}, {"timeout": 0.3}], ids=lambda limits: next(iter(limits)))
 def test_nobody_at_the_address(tmp_path: Path, limits: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the seconds that the caller set, also where the wait begins late, as on a busy machine."""
+    """The error names the caller's timeout, even if the wait begins late, as on a busy machine."""
 
     def begin(client: BaseClient, timeout: float | None) -> Deadline:
         deadline = deadline_of(client, timeout)
@@ -276,12 +276,12 @@ def test_a_server_that_goes_away(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_server_that_hangs_is_passed_over(service: FakeDraftService) -> None:
-    """It accepts connections, as a stopped process does, and never speaks."""
+    """The server accepts connections but never answers, like a stopped process."""
     with socket.create_server(("localhost", 0)) as silent:
         hanging = f"localhost:{silent.getsockname()[1]}"
         for addresses in (f"{hanging},{service.address}", f"{service.address},{hanging}"):
             with Client(addresses) as client:
-                for _ in range(2):  # its turn comes, whoever is first
+                for _ in range(2):  # it is tried in one of the two calls
                     started = time.monotonic()
                     assert client.generate("Once").token_ids
                     assert time.monotonic() - started < 6.0
@@ -326,12 +326,12 @@ def test_a_timeout_beyond_what_grpc_can_count_is_none_that_has_passed(service: F
 
 def test_a_proxy_of_the_web_is_not_for_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # no server listens there
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_insecure_port("localhost:0")
     server.start()
     try:
-        # it answers, if only that it knows no such method; through the proxy nobody would
+        # the server answers that it lacks the method; the proxy would not answer
         with Client(f"localhost:{port}") as client, pytest.raises(ServerError, match="is not a draft service"):
             client.model_info()
     finally:
@@ -370,7 +370,7 @@ def test_leaving_the_loop_cancels_on_the_server(client: Client, service: FakeDra
 
 @pytest.mark.parametrize("how", ["closed", "dropped"])
 def test_streams_that_are_left_early_take_no_memory(client: Client, service: FakeDraftService, how: str) -> None:
-    """A call stays in its channel, with some 12 KB, until somebody has taken its last word."""
+    """A call stays in its channel, with some 12 KB, until its last message is read."""
     service.script = [message("Hé", 1), Hang()]
 
     def leave(count: int) -> float:
@@ -387,7 +387,7 @@ def test_streams_that_are_left_early_take_no_memory(client: Client, service: Fak
 
 
 def test_a_client_that_is_closed_has_no_connection_whatever_was_lost(tmp_path: Path) -> None:
-    """A call keeps those of its channel until somebody has taken its last word."""
+    """A call keeps its channel's connections until its last message is read."""
     path = tmp_path / "draft.sock"
     before = _sockets()
     with ThreadPoolExecutor(4) as pool, Client(f"unix:{path}", resume=False) as client:
@@ -404,7 +404,7 @@ def test_a_client_that_is_closed_has_no_connection_whatever_was_lost(tmp_path: P
 
 @contextmanager
 def silent_service(path: Path) -> Iterator[IO[str]]:
-    """A process that serves at a socket, tells of calls, and answers none; in the end it is killed."""
+    """A process that listens on a socket, reports calls and answers none; it is killed at the end."""
     command = [sys.executable, ROOT / "tests" / "support" / "fake_draft_service.py", path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -423,7 +423,7 @@ def _is_known(client: Client) -> bool:
 
 
 def _sockets() -> int:
-    """Sockets of this process."""
+    """Return the number of sockets of this process."""
     return sum(os.readlink(each).startswith("socket:") for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
 
 

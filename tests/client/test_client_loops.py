@@ -1,4 +1,4 @@
-"""`AsyncClient` in several event loops of one process says nothing on stderr, however they end."""
+"""Tests that `AsyncClient` in several event loops of one process prints nothing on stderr, however the loops end."""
 
 import asyncio
 import subprocess
@@ -28,7 +28,7 @@ def test_event_loops_leave_nothing_behind(service: FakeDraftService, name: str) 
 
 
 class Numbers:
-    """0, 1, 2, ... on gRPC's loop, those behind 0 once `go` is set; it counts those that were asked for."""
+    """Yields 0, then 1, 2, ... once `go` is set, on gRPC's loop; counts the numbers that were requested."""
 
     def __init__(self) -> None:
         self.asked = 0

@@ -1,4 +1,4 @@
-"""The client's options: what each puts into the request, and which values are refused."""
+"""Tests how the client's options appear in the request, and which values are refused."""
 
 from typing import Any, get_args
 
@@ -112,7 +112,7 @@ def test_schemes_have_the_names_of_the_protocol(
 
 
 def test_every_scheme_of_the_protocol_can_be_asked_for() -> None:
-    assert len(get_args(SamplingScheme)) == len(tree_pb2.SamplingScheme.keys()) - 1  # all but unspecified
+    assert len(get_args(SamplingScheme)) == len(tree_pb2.SamplingScheme.keys()) - 1  # all but UNSPECIFIED
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Clients in another language: one made from the protos alone, and OpenAI's own on the gateway."""
+"""Tests clients in other languages: one generated from the protos alone, and OpenAI's own at the gateway."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = "It was a dark night, and the “old” house"
 
 @pytest.fixture(scope="session")
 def node_client(pytestconfig: pytest.Config) -> Path:
-    """The folder of the Node client, its packages installed; kept in pytest's cache for the next run."""
+    """The folder of the Node client with its packages, kept in pytest's cache for the next run."""
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(NODE_CLIENT.iterdir()) if path.is_file()))
     folder = Path(pytestconfig.cache.mkdir(f"node-{digest.hexdigest()[:12]}"))
     installed = folder / "installed"
@@ -89,7 +89,7 @@ def test_openais_own_node_client_gets_the_grpc_clients_tokens(
 
 
 def _run(command: list[str], folder: Path) -> str:
-    """The standard output of a command that must succeed."""
+    """Return the standard output of a command that must succeed."""
     finished = subprocess.run(
         command, cwd=folder, capture_output=True, encoding="utf-8", stdin=subprocess.DEVNULL, timeout=240, check=False
     )

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts and of the likeliest tokens: those of transformers alone, through both services."""
+"""Tests that log-probabilities of prompts and of likeliest tokens equal transformers', through both services."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dynatree.verify.session import SessionRequest
 from tests.support.model_zoo import VOCAB_SIZE, save_noisy_copy, save_random_model
 from tests.support.services import Services, running_services
 
-LONG = 2 * PROMPT_ROWS + 90  # tokens; three pieces
+LONG = 2 * PROMPT_ROWS + 90  # three pieces of a prompt
 CONTEXT = LONG + 100
 TOP = 3
 Top = Sequence[Sequence[tuple[int, float]]]
@@ -42,20 +42,20 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 class Pair:
     services: Services
     client: Client
-    model: Any  # the target, by transformers alone
+    model: Any  # the target, run by transformers alone
     tokenizer: Any
 
     def generate(self, prompt: str | list[int], **options: Any) -> Completion:
         return self.client.generate(prompt, **({"max_new_tokens": 12, "ignore_eos": True} | options))
 
     def rows(self, token_ids: Sequence[int]) -> Tensor:
-        """The log-probabilities of what follows each token `[tokens, vocabulary]`, all in one forward."""
+        """Return the log-probabilities of the token after each token, `[tokens, vocabulary]`, from one forward pass."""
         with torch.inference_mode():
             logits: Tensor = self.model(torch.tensor([list(token_ids)])).logits[0]
         return logits.log_softmax(-1)
 
     def check(self, completion: Completion, prompt: Sequence[int], top: int = TOP) -> None:
-        """A completion's log-probabilities are the target's own: of its tokens, and of the prompt's from the second."""
+        """Check that the log-probabilities of a completion, and of its prompt from the second token on, are right."""
         rows = self.rows([*prompt, *completion.token_ids])
         assert completion.prompt_ids == tuple(prompt)
         check(rows[: len(prompt) - 1], completion.prompt_ids[1:], completion.prompt_log_probs)
@@ -68,14 +68,14 @@ class Pair:
 
 
 def check(rows: Tensor, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
-    """The log-probabilities of tokens, each in the place that its row is about."""
+    """Check the log-probability of each token against the row before it."""
     expected = rows.gather(-1, torch.tensor(token_ids, dtype=torch.long)[:, None])[:, 0].tolist()
     assert len(log_probs) == len(token_ids)
     assert log_probs == pytest.approx(expected, abs=1e-4)
 
 
 def check_top(rows: Tensor, likeliest: Top, top: int) -> None:
-    """The `top` likeliest tokens of each row, likeliest first; those as likely but for rounding, in any order."""
+    """Check the `top` likeliest tokens of each row, likeliest first, up to the order of nearly equal ones."""
     assert [len(each) for each in likeliest] == [top] * len(rows)
     for row, each in zip(rows, likeliest, strict=True):
         values = [log_prob for _, log_prob in each]
@@ -103,7 +103,7 @@ def pair_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 ASKING = {"prompt_log_probs": True, "top_log_probs": TOP}
 
 
-# Of prompts
+# Log-probabilities of prompts
 
 
 @pytest.mark.parametrize("length", [1, 2, 17, PROMPT_ROWS, PROMPT_ROWS + 1, LONG])
@@ -130,7 +130,7 @@ def test_without_likeliest_tokens_and_without_the_tokens_own(pair: Pair) -> None
 
 
 def test_a_cached_prompt_is_read_whole(pair: Pair) -> None:
-    """What is cached has no logits; what such a session leaves is cached as any other's."""
+    """Cached tokens have no logits, so the whole prompt is read; the session's own tokens are cached as usual."""
     prompt = prompt_of(PROMPT_ROWS + 60, seed=5)
     expected = pair.generate(prompt)
     assert pair.generate(prompt).stats.cached_tokens == len(prompt) - 1
@@ -158,7 +158,7 @@ def test_of_several_completions_the_first_has_them(pair: Pair) -> None:
 
 
 def test_beside_other_sessions_each_gets_what_it_gets_alone(pair: Pair) -> None:
-    """Prompts of all lengths in pieces beside trees and other prompts: some are asked about, others are not."""
+    """Prompts of all lengths run in pieces beside trees and other prompts, with and without log-probabilities."""
     requests: list[tuple[list[int], dict[str, Any]]] = []
     for number, length in enumerate((30, LONG, 5, 300, 700, 16, 520, 90, 260, 2)):
         options = {"temperature": 0.9, "seed": number} if number % 3 else {}
@@ -190,7 +190,7 @@ def test_options_change_no_log_probs_and_these_no_token(pair: Pair, options: dic
     assert completion.token_ids == pair.generate(prompt, **options).token_ids
 
 
-# Of the likeliest tokens
+# The likeliest tokens
 
 
 @pytest.mark.parametrize("top", [1, 20])
@@ -246,7 +246,7 @@ def test_the_likeliest_tokens_are_never_more_than_there_are() -> None:
 
 
 def opening(pair: Pair, **fields: Any) -> tuple[grpc.StatusCode, str]:
-    """How the verify service refuses a session."""
+    """Return the error with which the verify service refuses a session."""
     draft = model_info_to_pb(pair.services.draft.info)
     message = verify_pb2.OpenSession(**({"prompt_ids": [5, 6, 7], "max_new_tokens": 4, "draft": draft} | fields))
     with grpc.insecure_channel(pair.services.verify_address) as channel:
@@ -280,7 +280,7 @@ def test_more_of_a_prompt_than_a_message_carries_are_refused_by_both_services(
 
 
 def test_the_most_that_a_prompt_may_have_fit_a_message() -> None:
-    """With the longest ids and a prompt of the longest ids, on both ways."""
+    """The longest token ids, and a prompt of them, fit into a message in both directions."""
     most = common_log_probs.MAX_PROMPT_LOG_PROBS
     model = ModelInfo("m", "M", 1, 2**32, most, "float32", "cpu", "fingerprint", "0", "device", 1)
     for top in (0, 1, 20):
@@ -297,11 +297,11 @@ def test_the_most_that_a_prompt_may_have_fit_a_message() -> None:
         assert started.ByteSize() < 3 * 2**20
 
 
-# Going on elsewhere
+# Resuming elsewhere
 
 
 def test_what_came_is_not_asked_for_again(pair: Pair) -> None:
-    """With its tokens a completion that goes on at another draft service has them; without a token it has nothing."""
+    """A completion with tokens has the log-probabilities already; a completion without a token has none yet."""
     with grpc.insecure_channel(pair.services.draft_address) as channel:
         stub = draft_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
 
@@ -323,7 +323,7 @@ def test_what_came_is_not_asked_for_again(pair: Pair) -> None:
 
 def test_a_session_that_goes_on_has_no_prompt_log_probs(pair: Pair) -> None:
     code, details = opening(pair, generated=1, prompt_log_probs=True)
-    assert (code, "a session that goes on has no prompt_log_probs" in details) == (
+    assert (code, "a resumed session has no prompt_log_probs" in details) == (
         grpc.StatusCode.INVALID_ARGUMENT,
         True,
     )

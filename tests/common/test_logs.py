@@ -1,4 +1,4 @@
-"""A record of the log is one line of printable characters, whatever strangers have put into it."""
+"""Tests that a log record is one line of printable characters, whatever its fields contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeds that are derived: of a request's completions, and of a measurement's prompts and repetitions."""
+"""Tests derived seeds: of the completions of a request, and of the prompts and repetitions of a measurement."""
 
 from itertools import product
 
@@ -13,7 +13,7 @@ SEEDS = (*range(20), 2**63 - 1, 2**63, *range(2**64 - 20, 2**64))
 
 
 def test_requests_with_neighbouring_seeds_share_no_completion() -> None:
-    """With seed + i, request 7's second completion was request 8's first."""
+    """With seed + i, the second completion of request 7 would equal the first one of request 8."""
     seeds = [completion_seed(seed, index) for seed in SEEDS for index in range(64)]
     assert len(set(seeds)) == len(seeds)
 
@@ -32,6 +32,6 @@ def test_a_completions_seed_is_a_seed(seed: int, index: int) -> None:
 
 
 def test_a_derived_seed_stays_what_it_is() -> None:
-    """Clients in other languages derive it as the protocol says, and saved reports name it."""
-    assert derived_seed(7, 1) == 0x3958442643DC14C6  # of `b2sum -l 64`, its bytes in reverse
+    """Clients in other languages derive it as the protocol documents, and saved reports contain it."""
+    assert derived_seed(7, 1) == 0x3958442643DC14C6  # from `b2sum -l 64`, with its bytes reversed
     assert derived_seed(0, 3, 2) == 0x8BCC5250B92E6BEE

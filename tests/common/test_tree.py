@@ -1,4 +1,4 @@
-"""The token tree: what it refuses, and what it knows of itself."""
+"""Tests the token tree: invalid trees are refused, and its properties are right."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Domain values survive the way through their messages."""
+"""Tests that domain values survive the conversion to messages and back."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Drafting ahead: what the draft reads while a tree is verified changes when tokens come, and never which."""
+"""Tests that drafting ahead while a tree is verified changes when tokens come, and never which."""
 
 import random
 import time
@@ -60,7 +60,7 @@ def read_ahead(drafter, session, *, steps=100, max_depth=20, breadth=3):
 
 
 def test_a_hit_needs_no_forward(engine, truth):
-    """The draft is the target: the whole chain is accepted, and the bonus token was read ahead."""
+    """The draft is the target, so the whole chain is accepted, and the bonus token was drafted ahead."""
     drafter = Drafter(EngineDraftModel(engine), 256)
     policy = create_policy("linear", {"depth": 4})
     session = drafter.open(PROMPT, Sampling(), 2048)
@@ -80,7 +80,7 @@ def test_the_next_tree_is_the_tree_of_a_fresh_start(engine, truth, policy, steps
     policy = create_policy(policy, {})
     session = drafter.open(PROMPT, Sampling(), 2048)
     committed = list(PROMPT)
-    # inside the tree, past it, and off it: a token that nobody guessed
+    # inside the tree, past it, and off it: a token that was not drafted
     for tokens in (truth[:2], truth[2:8], [*truth[8:10], 77], [91]):
         drafter.grow(session, policy, 8, 256)
         read_ahead(drafter, session, steps=steps, breadth=policy.breadth)
@@ -140,7 +140,7 @@ def ahead_client(services):
 
 @pytest.fixture(scope="module")
 def plain(ahead_client):
-    """What plain decoding makes of a prompt, once for all policies."""
+    """Return the output of plain decoding for a prompt, computed once for all policies."""
 
     @cache
     def completion(prompt, options):
@@ -171,7 +171,7 @@ def test_outputs_are_those_of_plain_decoding(ahead_client, plain, policy, option
         assert ours.token_ids == plain(prompt, options)
     if policy in ("autoregressive", "ngram"):
         assert not any(read)
-    if policy in ("linear", "dynatree"):  # the larger trees may hold all that is likely
+    if policy in ("linear", "dynatree"):  # larger trees may contain all likely tokens
         assert any(read)
 
 
@@ -190,12 +190,12 @@ def test_a_failure_to_read_ahead_loses_no_token(ahead_client, monkeypatch, caplo
     monkeypatch.setattr(DraftingAhead, "step", fail)
     ours = ahead_client.generate(PROMPT, policy="linear", max_new_tokens=30, ignore_eos=True)
     assert ours.token_ids == plain.token_ids
-    assert "reading ahead failed" in caplog.text
+    assert "drafting ahead failed" in caplog.text
 
 
 def test_a_cancelled_stream_frees_its_row(services, ahead_client):
     deadline = time.monotonic() + 30
-    for _ in range(6):  # more than there are rows
+    for _ in range(6):  # more rounds than there are rows
         stream = ahead_client.stream(PROMPT, policy="linear", max_new_tokens=100, ignore_eos=True)
         next(stream)
         stream.close()
@@ -210,7 +210,7 @@ def test_a_device_is_known_again_and_told_from_others():
 
 
 def test_a_tree_of_draws_is_the_same_where_it_has_just_room(engine):
-    """What was read of draws that fell out is forgotten, and the slots of the others move together."""
+    """Nodes of discarded draws are dropped, and the slots of the others are moved together."""
     more_than_room = 0
     for seed in range(6):
         grown = []

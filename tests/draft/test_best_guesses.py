@@ -1,4 +1,4 @@
-"""A draft model that is of no use is said once, and no other is."""
+"""Tests that a useless draft model is logged once, and that no other draft model is."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def _few_places(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told(caplog: pytest.LogCaptureFixture) -> int:
-    """How often it was said."""
-    return sum(f"of {PLACES} places: drafting with it gains nothing" in each.getMessage() for each in caplog.records)
+    """Return the number of warnings."""
+    return sum(f"of {PLACES} positions, so drafting" in each.getMessage() for each in caplog.records)
 
 
 def test_a_draft_that_is_of_no_use_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Not for what n-grams guess, nor for rounds without it, nor for sampling under which a good draft errs too."""
+    """Guesses of n-grams, rounds without the draft, and sampling, under which good drafts err too, do not count."""
     target = save_random_model(tmp_path / "target", "llama", seed=1)
     stranger = save_random_model(tmp_path / "stranger", "gpt_neox", seed=2)
     sampled: dict[str, Any] = {"temperature": 5.0, "seed": 1, "policy": "dyspec"}

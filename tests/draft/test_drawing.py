@@ -1,7 +1,7 @@
-"""How the draft's distribution is made changes no distribution of the target's, and no greedy token.
+"""Tests that the draft's distribution changes neither the target's distribution nor a greedy token.
 
-Both models are tables: the logits of the next token depend on the last one alone. The drafter's own draws, growth and
-acceptance run on them (`test_distribution.py` does the same for the policies' defaults).
+Both models are tables: the logits of the next token depend only on the last token. The drafter's real draws, growth
+and acceptance run on them. `test_distribution.py` does the same for the policies' defaults.
 """
 
 import math
@@ -33,7 +33,7 @@ from tests.support.markov import Table, p_value
 from tests.support.services import running_services
 
 VOCABULARY = 5
-LENGTH = 100  # tokens of a chain of draws
+LENGTH = 100  # tokens of a chain of rounds
 BATCH = 50  # chains that are verified together
 START = 3
 TEMPERATURE = 0.8
@@ -41,7 +41,7 @@ LEAST_P = 1e-4  # the seeds are fixed, so a test that passes once passes always
 GENERATOR = torch.Generator().manual_seed(0)
 TARGET = 1.2 * torch.randn(VOCABULARY, VOCABULARY, generator=GENERATOR)
 DRAFT = TARGET + 0.8 * torch.randn(VOCABULARY, VOCABULARY, generator=GENERATOR)
-# small trees that branch, so that every way to leave one is taken often
+# small trees that branch, so that every way to leave one occurs often
 SMALL = {
     "dynatree": {"base_depth": 1, "max_depth": 3, "max_nodes": 8, "tau_high": 0.6, "tau_low": 0.3},
     "dyspec": {"max_nodes": 4, "max_depth": 2, "breadth": 4},
@@ -65,7 +65,7 @@ IN_MAKE_TEST = ("dyspec, hot", "dyspec, few", "sequoia, cold", "specinfer, repea
 
 
 class Chain:
-    """The two sides' sessions of one chain of draws."""
+    """The sessions of both sides for one sequence of rounds."""
 
     def __init__(self, case, sampling, vocabulary=VOCABULARY):
         self.policy = create_policy(*case)
@@ -77,7 +77,7 @@ class Chain:
 
 
 def decoded(case, sampling_of, count, target=TARGET, draft=DRAFT):
-    """Chains of `count` tokens together, decoded under a policy, and every tree of theirs."""
+    """Decode several chains of `count` tokens together under a policy; return them and all of their trees."""
     drafter, verifier = Drafter(EngineDraftModel(Table(draft)), 64), Verifier(Table(target), 64)
     chains, trees = [], []
     while len(chains) * LENGTH < count:
@@ -132,7 +132,7 @@ def test_residual_sampling_follows_the_target_whatever_the_drafts_distribution(c
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_greedy_decoding_walks_trees_of_draws(case):
-    """The target at temperature 0, the draft above: the tokens are greedy's, and the tree's are draws."""
+    """At target temperature 0 and draft temperature above 0, trees consist of draws, but tokens are greedy."""
     name, settings = case
     settings = {"draft_temperature": 1.5, **settings}
     chains, trees = decoded((name, settings), greedy, 2 * LENGTH)
@@ -158,7 +158,7 @@ def test_under_shared_noise_the_drafts_temperature_changes_the_trees_alone():
 
 @pytest.mark.parametrize("case", ["dyspec, hot", "dyspec, few"])
 def test_nothing_is_read_ahead_or_judged_of_draws(case, caplog):
-    """Draws are fresh in every round, and a good draft's first draw is often wrong."""
+    """Draws are new in every round, and a good draft's first draw is often wrong."""
     chain = Chain(CASES[case], greedy(0) if case == "dyspec, hot" else residual(0))
     drafter = Drafter(EngineDraftModel(Table(DRAFT)), 64)
     drafter.grow(chain.drafting, chain.policy, 4, 64)
@@ -191,7 +191,7 @@ def test_repeated_draws_are_one_node_and_travel_with_the_tree():
     laid_out, _ = depth_first(sent)
     assert laid_out.token_ids == (5, 7, 4, 6)
     assert [each and each.draws for each in laid_out.candidates] == [(0, 1, 0, 0, 2), (0,), None, None, None]
-    # what was drawn behind a node that is not sent is not sent either
+    # draws after a node that is not sent are not sent either
     assert tree.freeze([0]).candidates[0].draws == (0,)
 
 
@@ -215,7 +215,7 @@ def test_a_node_has_as_many_children_as_breadth_and_candidates_admit(candidates,
     assert len(tree.candidates[0].token_ids) == candidates
 
 
-# DySpec's own configurations (sections 5.1 and B.1): 64 and 768 nodes, the draft at temperature 0.6
+# DySpec's configurations (sections 5.1 and B.1): 64 and 768 nodes, draft temperature 0.6
 AS_EVALUATED = {"draft_temperature": 0.6, "max_depth": 64, "breadth": 256, "candidates": 256}
 
 
@@ -231,7 +231,7 @@ def embedded_client(tmp_path_factory):
 @pytest.mark.parametrize("nodes", [64, 768])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6, "scheme": "residual"}], ids=["greedy", "residual"])
 def test_dyspec_as_it_was_evaluated(embedded_client, nodes, sampling):
-    """Trees of 64 and 768 nodes, each in one forward pass, through both services; greedy, the output is plain's."""
+    """Trees of 64 and 768 nodes take one forward pass each; greedy output equals plain decoding."""
     options = {"max_new_tokens": 8, "ignore_eos": True, "seed": 1}
     settings = {"max_nodes": nodes, **AS_EVALUATED}
     drawn = embedded_client.generate(

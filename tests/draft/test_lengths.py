@@ -1,4 +1,4 @@
-"""How long a prompt and a completion may be: as long as the target's context, whatever the draft's and the fault."""
+"""Tests that a prompt and its completion may fill the target's context, whatever the draft's context and faults."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.support.grpc_proxy import GENERATE, VERIFY, GrpcProxy, ProxyLoop
 from tests.support.model_zoo import save_noisy_copy, save_random_model
 from tests.support.services import Services, running_services
 
-CONTEXT = 40  # the target's
-SHORT, LONG = 16, 160  # the draft's
+CONTEXT = 40  # of the target
+SHORT, LONG = 16, 160  # of the draft
 LENGTHS = (SHORT - 2, SHORT - 1, SHORT, SHORT + 1, CONTEXT - 1)
 WORD = " the"  # one token
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -30,7 +30,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 @pytest.fixture(scope="module", name="models")
 def models_fixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target with ids that the draft's table lacks, and a draft that is often right; both with a chat template."""
+    """A target with ids that the draft's tokenizer lacks, and an often right draft, both with a chat template."""
     folder = tmp_path_factory.mktemp("m")
     target = save_random_model(folder / "target", "llama", seed=1)
     draft = save_noisy_copy(folder / "draft", target, seed=2)
@@ -41,7 +41,7 @@ def models_fixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path
 
 @pytest.fixture(scope="module", name="pairs")
 def pairs_fixture(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Services]]:
-    """The pair by the draft's context: shorter than the target's, as long, and longer."""
+    """The pair for each context of the draft: shorter than the target's, equal, and longer."""
     with ExitStack() as stack:
         yield {
             context: stack.enter_context(
@@ -60,7 +60,7 @@ def clients_fixture(pairs: dict[int, Services]) -> Iterator[dict[int, Client]]:
 
 
 def ids(count: int) -> list[int]:
-    """A prompt of so many tokens."""
+    """Return a prompt of `count` tokens."""
     return random.Random(count).choices(range(300, 2000), k=count)
 
 
@@ -75,7 +75,7 @@ ENTRIES: dict[str, Callable[[int], Any]] = {
     ("context", "entry"), [(SHORT, "ids"), (SHORT, "text"), (SHORT, "chat"), (LONG, "ids"), (LONG, "chat")]
 )
 def test_the_drafts_context_changes_no_completion(clients: dict[int, Client], context: int, entry: str) -> None:
-    """Prompts of lengths around both contexts, with a length and without, compared with a draft of the same context."""
+    """Prompts around both contexts, with and without a length, give the completions of a draft of equal context."""
     asked: dict[str, Any] = {"ignore_eos": True, "policy": "linear"}
     for length in LENGTHS:
         prompt, room = ENTRIES[entry](length), CONTEXT - length
@@ -140,7 +140,7 @@ def test_one_that_goes_on_past_the_drafts_context(pairs: dict[int, Services], co
                 assert whole[:received] + rest == whole
 
 
-# What is too long
+# Requests that are too long
 
 
 def too_long(prompt_tokens: int, new_tokens: int | None) -> str:
@@ -158,7 +158,7 @@ TOO_LONG = [(CONTEXT, None), (CONTEXT + 1, None), (CONTEXT + 10, 5), (CONTEXT, 1
 @pytest.mark.parametrize("context", [SHORT, LONG])
 def test_what_does_not_fit_the_targets_context_is_refused(clients: dict[int, Client], context: int, entry: str) -> None:
     for length, new_tokens in TOO_LONG:
-        # options that other checks mind are no reason to say something else
+        # options that other checks refuse do not change the error
         for options in ({}, {"top_log_probs": 99, "policy": "magic", "logit_bias": {9999: 1.0}}):
             asked: dict[str, Any] = {"max_new_tokens": new_tokens, **options}
             with pytest.raises(ContextLengthError) as refused:
@@ -208,7 +208,7 @@ def test_the_verify_service_says_the_same(pairs: dict[int, Services]) -> None:
 def two_contexts(
     folder: Path, models: tuple[Path, Path], contexts: tuple[int, int], *, both: bool
 ) -> Iterator[list[GrpcProxy]]:
-    """Ways to two pairs: two to a draft service each, and behind these two to the verify services of these contexts.
+    """Addresses of two draft services, and a way to lose the first one's verify service.
 
     The first draft service has its own verify service only; the second has `both`, the first one's before its own.
     """
@@ -231,7 +231,7 @@ def two_contexts(
 
 
 def cut_once(way: GrpcProxy, wanted: str, number: int) -> list[bool]:
-    """Lose one answer of a call; whether that has happened."""
+    """Lose one response of a call; return a function that tells whether that has happened."""
     happened: list[bool] = []
 
     async def hook(method: str, is_request: bool, number_: int, message: bytes) -> None:
@@ -252,8 +252,8 @@ ASKED: dict[str, Any] = {"ignore_eos": True, "policy": "linear", "policy_setting
 def test_a_fault_does_not_change_a_length(
     models: tuple[Path, Path], contexts: tuple[int, int], lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends where it would have ended at the replica where it began: the service's resume, and the client's own."""
-    monkeypatch.setattr(replicas_module.random, "random", lambda: 0.0)  # the first of equals
+    """The completion ends where it would have ended at its first replica, whether service or client resumes it."""
+    monkeypatch.setattr(replicas_module.random, "random", lambda: 0.0)  # choose the first of equal replicas
     monkeypatch.setattr("dynatree.client._base.randrange", lambda count: 0)
     with two_contexts(tmp_path, models, contexts, both=lost == "verify") as (
         first_draft,
@@ -278,7 +278,7 @@ def test_a_fault_does_not_change_a_length(
 def test_a_request_goes_to_a_replica_that_has_room_for_it(
     models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(replicas_module.random, "random", lambda: 0.0)  # the first of equals
+    monkeypatch.setattr(replicas_module.random, "random", lambda: 0.0)  # choose the first of equal replicas
     with (
         two_contexts(tmp_path, models, (24, CONTEXT), both=True) as ways,
         Client(ways[1].address, timeout=30.0) as client,

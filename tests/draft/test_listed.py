@@ -1,8 +1,8 @@
-"""`dynatree` and `fixed` against a transcript of DynaTree's Algorithm 1, tree by tree, through the real growth loop.
+"""Tests `dynatree` and `fixed` against a transcript of DynaTree's Algorithm 1, tree by tree, in the real growth loop.
 
 The transcript follows DRAFTTREE (lines 9 to 31), UPDATEHISTORY and ADJUST (line 7, by the formula of section 3.3), and
-the rule of the authors' public repository. SELECTCOMMIT is `test_accept.py`'s. The prefix in place of u0 (`root`
-committed) and removal in place of line 14 (`prune` remove) are ours, and stand in the transcript as two lines.
+the rule of the authors' public repository; `test_accept.py` covers SELECTCOMMIT. This project's prefix in place of u0
+(`root` committed) and removal in place of line 14 (`prune` remove) are two lines of the transcript.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ VOCABULARY = 7
 
 
 def draft_tree(likeliest, x, s, *, strict):
-    """DRAFTTREE: (token, parent) of the nodes, in the order in which they came.
+    """DRAFTTREE: the (token, parent) of the nodes, in order of creation.
 
-    `likeliest(text)` has (token, probability), in the order in which children are taken. `strict` is version 003, which
-    expands beyond D_0 where p(u) > rho_deep; 000 to 002 do where p(u) >= rho_deep.
+    `likeliest(text)` returns (token, probability) in the order in which children are taken. `strict` is version 003,
+    which expands beyond D_0 if p(u) > rho_deep; 000 to 002 expand if p(u) >= rho_deep.
     """
     tree = []
     frontier = deque()
 
     def add(token, probability, parent, text, depth, p):
         if s.prune == "remove" and p * probability < s.tau:
-            return  # ours
+            return  # this project's variant
         tree.append((token, parent))
         frontier.append((len(tree) - 1, (*text, token), depth, p * probability))
 
@@ -49,7 +49,7 @@ def draft_tree(likeliest, x, s, *, strict):
         token, probability = likeliest(x)[0]
         add(token, probability, ROOT, x, 0, 1.0)
     else:
-        frontier.append((ROOT, x, 0, 1.0))  # ours
+        frontier.append((ROOT, x, 0, 1.0))  # this project's variant
     while frontier and len(tree) < s.n_max:
         u, text, d, p = frontier.popleft()
         if p < s.tau or d >= s.d_max or p < s.rho_stop:
@@ -73,7 +73,7 @@ def adjust(s, history, a):
 
 
 def adjust_as_released(s, history, a):
-    """The public repository's adjustment, after a completion."""
+    """Adjust as the public repository does after a completion."""
     history.append(a)
     del history[: -s.window]
     if len(history) < 5:
@@ -91,9 +91,9 @@ def adjust_as_released(s, history, a):
 
 
 class Table:
-    """A `DraftModel` with a random distribution after each text; under residual sampling in a random order each round.
+    """A `DraftModel` with a random distribution after each text; in residual sampling, a random order in each round.
 
-    It may be flat, or as peaked as a draft that is sure.
+    The distribution may be flat, or as peaked as that of a confident draft.
     """
 
     context_length = 10_000
@@ -133,7 +133,7 @@ class Table:
 
 
 def random_settings(chance, policy):
-    """Settings of a policy, and the same as the transcript has them."""
+    """Return random settings of a policy, and the same settings for the transcript."""
     shape = {
         "tau": chance.choice((0.0, chance.uniform(0.0, 0.3))),
         "max_nodes": chance.choice((chance.randint(1, 12), 60)),
@@ -165,11 +165,11 @@ def random_settings(chance, policy):
 
 
 def compare(seed, policy, sampled, *, rounds=3):
-    """Grow the trees of some completions both ways; returns how many there were. All must be equal, node by node."""
+    """Grow the trees of some completions both ways, and check that they are equal; return the number of trees."""
     chance = random.Random(repr((seed, policy, sampled)))
     settings, s = random_settings(chance, policy)
     if sampled:
-        s.prune = "expand"  # a draw may not be left out for its token
+        s.prune = "expand"  # a draw must not be removed because of its token
     rule, history, most = settings.get("history", 0), [], s.d_0 + 2
     start = SimpleNamespace(**vars(s))
     costs, model = Costs(), Table(seed, sampled)
@@ -202,7 +202,7 @@ def compare(seed, policy, sampled, *, rounds=3):
 
 
 def accepted_path(chance, tree):
-    """A path that a target may accept, and the tokens that it commits."""
+    """Return a path that a target may accept, and the tokens that it commits."""
     path, node = [], ROOT
     while (below := [child for child, parent in enumerate(tree.parents) if parent == node]) and chance.random() < 0.8:
         node = chance.choice(below)

@@ -1,4 +1,4 @@
-"""N-grams: the index, what their tokens are worth, and the policies `ngram` and `hybrid`."""
+"""Tests n-grams: the index, the estimated value of their tokens, and the policies `ngram` and `hybrid`."""
 
 import math
 
@@ -26,7 +26,7 @@ def test_a_continuation_into_the_end_goes_round():
 
 
 def test_only_the_last_places_of_an_ngram_are_looked_at():
-    """Otherwise every round of a long loop would walk through all of it for a second continuation."""
+    """Otherwise every round of a long loop would search the whole loop for a second continuation."""
     index = NGramIndex(shortest=1, longest=1)
     tokens = [7, 1, *[7, 2] * 63, 7]
     assert [chain[0] for _, chain in index.continuations(tokens, 1, 2)] == [2, 1]
@@ -51,7 +51,7 @@ def test_ngram_needs_no_draft_model_and_is_empty_without_a_match():
 
 def test_hybrid_merges_both_sources_under_one_budget():
     policy = create_policy("hybrid", {"max_nodes": 12, "max_depth": 3, "ngram_depth": 8})
-    model = constant(*[0.01] * 5, 0.5, 0.25, 0.2)  # token 5 is what the loop goes on with, too
+    model = constant(*[0.01] * 5, 0.5, 0.25, 0.2)  # the loop continues with token 5 too
     tree = frozen(policy, model, context=LOOP)
     assert len(tree) == 12
     paths = edges(tree)
@@ -64,7 +64,7 @@ def test_hybrid_merges_both_sources_under_one_budget():
 @pytest.mark.parametrize(("right", "least", "most"), [(True, 11, 12), (False, 0, 3)])
 def test_hybrid_lengthens_the_continuations_that_prove_right_and_shortens_the_others(right, least, most):
     policy = create_policy("hybrid", {"max_nodes": 12, "max_depth": 3, "ngram_depth": 12})
-    model = constant(0.04, *[0.0001] * 4, 0.24, 0.24, 0.24, 0.24)  # has no opinion on where the loop goes
+    model = constant(0.04, *[0.0001] * 4, 0.24, 0.24, 0.24, 0.24)  # the draft gives nothing to the loop's next token
     depths, context = [], LOOP
     for number in range(12):
         tree = frozen(policy, model, context=context)
@@ -92,7 +92,7 @@ def test_a_token_goes_by_the_match_before_it():
 
 @pytest.mark.parametrize("sent", [1, 6])
 def test_what_came_is_learnt_from_whether_it_was_sent_or_not(sent):
-    """Only likely tokens are sent: rates of those alone would be too high for the others."""
+    """Only likely tokens are sent; rates of sent tokens alone would be too high for the others."""
     policy = create_policy("ngram", {"depth": 6})
     before = policy.parameters()
     tree = frozen(policy, constant(1.0), context=CONTEXT, max_nodes=sent)
@@ -148,7 +148,7 @@ def test_no_node_is_read_that_could_have_no_children(max_depth, level):
 
 
 def test_what_was_read_before_changes_no_tree():
-    """A re-rooted trie, or one read ahead, may hold more of a continuation than is read with the root."""
+    """A trie after re-rooting or drafting ahead may hold more of a continuation than is read with the root."""
     trees, model = [], constant(*[0.02] * 5, 0.2, 0.2, 0.2, 0.2)
     for known in (0, 4, 12):
         policy = create_policy("hybrid", {})

@@ -1,4 +1,4 @@
-"""The policies' shapes against the paper's rules, on a scripted draft model; their constants, and what they import."""
+"""Tests the policies' trees against the papers' rules on a scripted draft, their constants, and their imports."""
 
 import math
 import subprocess
@@ -18,7 +18,7 @@ from tests.support.growing import LOOP, along, grow, outcome_of
 
 
 def grown(policy, probabilities):
-    """The tree that a policy grows when every node's continuations have the given probabilities, best first."""
+    """Grow a policy's tree when every node's continuations have the given probabilities, best first."""
     proposals = tuple(Proposal(token, math.log(p)) for token, p in enumerate(probabilities))[: policy.breadth]
     tree = GrowingTree(TrieNode(99), [99])
     level = policy.start(tree)
@@ -79,11 +79,11 @@ def test_dynatree_goes_deep_only_along_likely_paths():
         "breadth_mid": 1,
         "breadth_max": 1,
     }
-    # p(u) at depth d is 0.95^d: above 0.6 through depth 9, so the hard limit ends it
+    # p(u) at depth d is 0.95^d, which is above 0.6 through depth 9, so the hard limit ends it
     assert grown(create_policy("dynatree", settings), [0.95]).depth == 6
-    # 0.85^d passes 0.6 until depth 3, whose child at depth 4 is the last
+    # 0.85^d is at least 0.6 until depth 3, whose child at depth 4 is the last
     assert grown(create_policy("dynatree", settings), [0.85]).depth == 4
-    # below rho_deep at once: D_0 alone
+    # below rho_deep at once, so only D_0
     assert grown(create_policy("dynatree", settings), [0.5]).depth == 2
 
 
@@ -109,9 +109,9 @@ def test_history_follows_the_update_rule():
     assert moved(history) == pytest.approx((5.2, 0.88))
     history.observe(10, 1)  # mean 0.5
     assert moved(history) == pytest.approx((5.0, 0.9))
-    history.observe(10, 0)  # the first has left the window: mean 0.05
+    history.observe(10, 0)  # the first has left the window, so the mean is 0.05
     assert moved(history) == pytest.approx((4.35, 0.965))
-    history.observe(0, 0)  # drafted nothing, says nothing
+    history.observe(0, 0)  # without drafted nodes there is no observation
     assert moved(history) == pytest.approx((4.35, 0.965))
     assert history.steering.rho_deep == 0.5
 
@@ -129,26 +129,26 @@ def test_history_stays_in_range():
 @pytest.mark.parametrize(
     ("acceptances", "expected"),
     [
-        ([1.0] * 4, (5, 0.9, 0.5)),  # too few
+        ([1.0] * 4, (5, 0.9, 0.5)),  # too few rounds
         ([1.0] * 5, (6, 0.85, 0.45)),
         ([1.0] * 40, (7, 0.5, 0.3)),  # the ends of the ranges
         ([0.25] * 5, (4, 0.95, 0.55)),
         ([0.25] * 40, (2, 0.95, 0.8)),
         ([0.75] * 40, (5, 0.9, 0.5)),  # within the dead band
-        ([0.25] * 4 + [1.0] * 4, (2, 0.95, 0.65)),  # means 0.4, 0.5, 0.57, 0.625 of a target of 0.7
-        ([0.25] * 4 + [1.0] * 40, (7, 0.5, 0.3)),  # what has left the window is forgotten
+        ([0.25] * 4 + [1.0] * 4, (2, 0.95, 0.65)),  # means 0.4, 0.5, 0.57, 0.625 for a target of 0.7
+        ([0.25] * 4 + [1.0] * 40, (7, 0.5, 0.3)),  # rounds outside the window do not count
     ],
 )
 def test_the_released_history_steps_outside_a_dead_band(acceptances, expected):
     history = ReleasedHistory(START, max_depth=8, window=10, target=0.7, step=0.05)
     for acceptance in acceptances:
-        history.observe(20, round(acceptance * 140))  # of at most 7 tokens a round
-    history.observe(0, 0)  # a completion without rounds says nothing
+        history.observe(20, round(acceptance * 140))  # at most 7 tokens per round
+    history.observe(0, 0)  # a completion without rounds changes nothing
     assert astuple(history.steering) == pytest.approx(expected)
 
 
 def test_the_released_history_is_kept_with_what_the_sessions_share():
-    """Each completion begins with what those before it left, of the same settings and the same service only."""
+    """Each completion begins with the state that earlier completions of the same settings and service left."""
     costs, settings = Costs(), {"history": "released", "calibrated": 1}
     tree = TokenTree((5,), (ROOT,))
 
@@ -171,7 +171,7 @@ def test_the_released_history_is_kept_with_what_the_sessions_share():
 
 @pytest.mark.parametrize(("over_nodes", "deeper"), [(0, True), (1, False)])
 def test_acceptance_is_a_share_of_the_path(over_nodes, deeper):
-    """A round whose whole longest path was right is a good one, though most nodes of a tree lie off any path."""
+    """A round whose longest path was accepted is good, although most nodes of a tree lie off any path."""
     policy = create_policy("dynatree", {"acceptance_over_nodes": over_nodes})
     tree = TokenTree((5, 6, 7, 5, 6, 7), (ROOT, ROOT, ROOT, 0, 0, 0))
     policy.observe(outcome_of(tree, (0, 3)))
@@ -219,7 +219,7 @@ def test_every_constant_says_what_it_is_its_unit_and_its_source(constant):
 
 
 def trees(name, control):
-    """Rounds on a text that loops, with a draft that is sometimes right and a verification that steps up."""
+    """Yield rounds on a looping text, with a draft that is sometimes right and verification costs with a step."""
     costs = Costs(control=control)
     policy = create_policy(name, {}, costs, control=control)
     sent, text = [], list(LOOP)
@@ -249,7 +249,7 @@ def test_every_neutral_value_is_one_that_policies_work_with(constant):
 
 
 def test_policies_import_neither_a_model_nor_messages():
-    """They, their costs and the tree are read and tested without any; `dynatree --help` need not wait for torch."""
+    """Policies, costs and the tree need neither torch nor protobuf, so `dynatree --help` does not wait for them."""
     script = "import sys, dynatree.draft.policies; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "google.protobuf", "dynatree.v1", "numpy"} & set(loaded)

@@ -1,4 +1,4 @@
-"""Which verify service is next, and how a draft service knows which there are."""
+"""Tests which verify service is chosen next, and how a draft service discovers verify services."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DRAFT = replace(INFO, name="draft", fingerprint="")
 
 
 class FakeService:
-    """A verify service without a network: whether it serves, and what it has."""
+    """A verify service without a network: whether it serves, and its model."""
 
     def __init__(self, info: ModelInfo = INFO, serves: bool = True) -> None:
         self.info = info
@@ -34,13 +34,13 @@ class FakeService:
         self.changed = asyncio.Event()
 
     def set(self, serves: bool) -> None:
-        """Tell those who watch."""
+        """Change the state, and notify the watchers."""
         self.serves = serves
         self.changed.set()
 
 
 class FakeClient:
-    """What `VerifyClient` is to a `Replica`."""
+    """Takes the place of `VerifyClient` in a `Replica`."""
 
     services: ClassVar[dict[str, FakeService]] = {}
 
@@ -70,7 +70,7 @@ class FakeClient:
 def run(
     addresses: str, services: Callable[[], dict[str, FakeService]], work: Callable[[Replicas], Awaitable[None]]
 ) -> None:
-    """Do something with replicas that have started."""
+    """Call a function with started replicas."""
 
     async def main() -> None:
         FakeClient.services = services()
@@ -90,7 +90,7 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def settled(condition: Callable[[], bool]) -> None:
-    """Wait until something is so."""
+    """Wait until a condition holds."""
     async with asyncio.timeout(3.0):
         while not condition():
             await asyncio.sleep(0.005)
@@ -146,14 +146,14 @@ def test_a_completion_goes_on_only_where_its_tokens_are() -> None:
         assert replicas.choose() is different
         assert replicas.choose(like=INFO) is same
         assert replicas.first(INFO.fingerprint) is same
-        with pytest.raises(FailedPreconditionError, match="goes on only there"):
+        with pytest.raises(FailedPreconditionError, match="continues only there"):
             replicas.first("01" * 32)
 
     run("a:1,b:1", lambda: {"a:1": FakeService(), "b:1": FakeService(other)}, work)
 
 
 def test_a_target_that_measured_other_costs_is_the_same_target() -> None:
-    """What was learnt of rounds is kept when a service comes back, and forgotten when it has other weights."""
+    """Learnt round costs are kept when a service comes back, and dropped when it has other weights."""
     again = replace(INFO, forward_costs=(), device_id="another", context_length=1024)
 
     async def work(replicas: Replicas) -> None:
@@ -193,7 +193,7 @@ def test_nobody_is_there() -> None:
 
 
 def test_a_name_that_stands_for_more_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A service that is added is found, and one that is gone is forgotten when it has no session left."""
+    """A new service is found, and a removed one is forgotten when it has no session left."""
     monkeypatch.setattr(module, "RESOLVE_SECONDS", 0.02)
     found = ["10.0.0.1"]
 
@@ -248,7 +248,7 @@ def test_what_is_no_address(text: str) -> None:
 
 
 def test_a_service_that_refused_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have learnt the draft's new token since; its health does not change with that."""
+    """The service may have learnt the draft's new token since; its health does not change with that."""
     monkeypatch.setattr(replica_module, "RETRY_SECONDS", 0.02)
     asked = []
 
@@ -285,7 +285,7 @@ def test_one_that_nobody_answers_for_after_new_certificates(monkeypatch: pytest.
 
 
 def test_a_connection_that_breaks_while_it_is_closed_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call that follows the health fails then, as gRPC's does; asyncio logs errors that nobody has looked at."""
+    """The call after the health stream then fails, like gRPC's; asyncio logs errors that nobody has retrieved."""
     unseen: list[dict[str, Any]] = []
 
     async def breaking(_: FakeClient) -> AsyncGenerator[bool]:

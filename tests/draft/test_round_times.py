@@ -1,4 +1,4 @@
-"""What a round's times are made of."""
+"""Tests the components of a round's time."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Sessions that grow together: who is in a draft forward, and who fails with whom; the draft model is scripted."""
+"""Tests sessions that grow trees together: who shares a draft forward pass and its failure."""
 
 import asyncio
 import time
@@ -20,14 +20,14 @@ from dynatree.engine.model_thread import ModelThread
 
 
 class ScriptedModel:
-    """Proposes the same tokens everywhere, notes its forwards, and fails where a session says so."""
+    """Proposes the same tokens everywhere, records its forward passes, and fails for a given session."""
 
     context_length = 4096
 
     def __init__(self):
         self.forwards = []
         self.broken = set()
-        self.seconds = 0.0  # of a forward
+        self.seconds = 0.0  # of a forward pass
 
     def reserve(self, slots, prompt_ids, principal):
         return KVRange(0, slots), 0
@@ -74,7 +74,7 @@ def test_only_the_session_at_fault_fails(growth):
 
 @pytest.mark.parametrize("sessions", [1, 4, 16])
 def test_a_draft_forward_is_as_dear_to_each_as_it_is_long_whoever_shares_it(growth, sessions):
-    """All wait for all of it: m sessions that are each charged an m-th of it would draft as if it were nearly free."""
+    """Every session waits for the whole forward pass; a charge of 1/m would make drafting look nearly free."""
     shared, drafter = growth
     costs = Costs()
     open_ = [drafter.open([5, 6], Sampling(), 100) for _ in range(sessions)]

@@ -1,4 +1,4 @@
-"""Text from tokens: whole characters only, the same text as decoding at once, and stop strings wherever they fall."""
+"""Tests text from tokens: whole characters only, the same text as decoding at once, and stop strings at any place."""
 
 import pytest
 from hypothesis import given, settings
@@ -32,7 +32,7 @@ WORDS = ["a", "##n", "n", "it", "do", "t", "m", "s", "ve", "re", "##s", ".", "?"
 
 
 def word_piece(clean_up):
-    """A tokenizer whose `decode` puts a space before every word, and removes some of them where `clean_up` is set."""
+    """A tokenizer whose `decode` puts a space before every word, and removes some of them if `clean_up` is set."""
     tokenizer = Tokenizer(models.WordPiece({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
@@ -66,7 +66,7 @@ def test_cleaning_a_stream_is_cleaning_the_whole(text, size):
 
 @pytest.mark.parametrize("clean_up", [True, False])
 def test_a_byte_level_tokenizer_keeps_its_spaces_whatever_its_setting(clean_up):
-    """Transformers ignores the setting for BPE; so the text is that of `decode`."""
+    """Transformers ignores the setting for BPE, so the text equals `decode`."""
     tokenizer = AutoTokenizer.from_pretrained(embedded.target_path(), clean_up_tokenization_spaces=clean_up)
     token_ids = tokenizer("Well , he did n't !")["input_ids"]
     assert tokenizer.clean_up_tokenization_spaces == clean_up
@@ -129,7 +129,7 @@ def test_streaming_finds_what_a_whole_search_finds(text, stops):
     assert found == (at is not None)
     if not found:
         assert streamed == text
-    else:  # character by character, the stop string that is complete first ends the text
+    else:  # character by character, the first stop string to be complete ends the text
         first = min(text.find(stop) + len(stop) for stop in stops if stop in text)
         cut = min(i for stop in stops if (i := text[:first].find(stop)) >= 0)
         assert streamed == text[:cut]
@@ -152,7 +152,7 @@ def test_the_token_that_completes_a_stop_string_is_the_last():
     st.lists(st.text("ab", max_size=4), max_size=8),
 )
 def test_stop_strings_by_their_definition(stops, parts):
-    """What is shown is all but the longest end that may yet become a stop string, and nothing behind a whole one."""
+    """The shown text lacks the longest end that may become a stop string, and ends before a whole one."""
     matcher, shown = StopStrings(stops), ""
     for count in range(1, len(parts) + 1):
         shown += matcher.push(parts[count - 1])

@@ -1,4 +1,4 @@
-"""Text is a function of the ids: whatever the tokenizer, the script, the prompt, and how the ids come."""
+"""Tests that text depends only on the ids: not on the tokenizer, the script, the prompt, or the ids' grouping."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def in_parts(rng: random.Random, tokenizer: PreTrainedTokenizerBase, prompt: list[int], ids: list[int]) -> str:
-    """The text of ids that come in parts of random sizes."""
+    """Return the text of ids that arrive in parts of random sizes."""
     detokenizer = Detokenizer(tokenizer, prompt)
     text, most = "", rng.choice([1, 2, 4, 16, len(ids) + 1])
     while ids:
@@ -38,7 +38,7 @@ def in_parts(rng: random.Random, tokenizer: PreTrainedTokenizerBase, prompt: lis
 
 
 def sentence(rng: random.Random, script: str) -> str:
-    """Pieces of texts, mostly of one script, some far longer than any window."""
+    """Return pieces of text, mostly in one script, some of them far longer than any window."""
     scripts = [rng.choice([script, script, *TEXTS]) for _ in range(rng.randint(1, 6))]
     ends = [sorted(rng.choices(range(len(TEXTS[each]) + 1), k=2)) for each in scripts]
     return rng.choice(["", " "]).join(TEXTS[each][a:b] for each, (a, b) in zip(scripts, ends, strict=True))
@@ -55,7 +55,7 @@ def test_text_is_decode_in_every_partition_and_behind_every_prompt(name: str, sc
         for id_ in rng.choices(no_text, k=rng.choice([0, 0, 1, 12])):
             rng.choice([prompt, ids]).insert(rng.choice([0, rng.randrange(len(ids) + 1)]), id_)
         text = in_parts(rng, tokenizer, prompt, ids)
-        if tokenizer.clean_up_tokenization_spaces:  # what the prompt ends in is no more to be cleaned up
+        if tokenizer.clean_up_tokenization_spaces:  # the end of the prompt is not cleaned up any more
             prompt = []
             text = in_parts(rng, tokenizer, prompt, ids)
         assert whole(tokenizer, prompt) + text == whole(tokenizer, prompt + ids)
@@ -82,7 +82,7 @@ def test_a_limit_that_cuts_a_character_leaves_the_others(name: str, script: str)
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_ids_of_any_kind(name: str) -> None:
-    """Bytes that form no character become what an incremental decoder makes of them, wherever they are."""
+    """Bytes that form no character become what an incremental decoder gives, wherever they are."""
     tokenizer, rng = tokenizer_of(name), random.Random(name)
     fragments = [id_ for id_ in range(len(tokenizer)) if REPLACEMENT in whole(tokenizer, [id_])] or [0]
     for _ in range(100):
@@ -92,7 +92,7 @@ def test_ids_of_any_kind(name: str) -> None:
         if name in BYTE_FALLBACK:
             first = next((id_ for id_ in ids if id_ not in tokenizer.all_special_ids), None)
             data = b"".join(bytes_of(tokenizer, id_) for id_ in ids)
-            if name == "unigram":  # drops all spaces of the first token
+            if name == "unigram":  # it drops all spaces of the first token
                 start = bytes_of(tokenizer, first).lstrip(b" ") if first is not None else b""
                 data = start + data[len(bytes_of(tokenizer, first)) :] if first is not None else data
             elif name != "gemma" and data.startswith(b" "):
@@ -103,7 +103,7 @@ def test_ids_of_any_kind(name: str) -> None:
 
 
 def check_offsets(tokenizer: PreTrainedTokenizerBase, ids: list[int], found: PromptText) -> None:
-    """Every token begins where its text does; the first may have lost a space, and special tokens may have no text."""
+    """Check that every token begins where its text does, up to a lost first space and special tokens without text."""
     names, text = token_bytes(tokenizer), found.text
     assert len(found.offsets) == len(ids)
     assert list(found.offsets) == sorted(found.offsets)
@@ -115,7 +115,7 @@ def check_offsets(tokenizer: PreTrainedTokenizerBase, ids: list[int], found: Pro
 
 @pytest.mark.parametrize("name", [name for name in TOKENIZERS if name not in ("suffixes", "tidy word piece", "bytes")])
 def test_every_token_begins_where_its_text_does(name: str) -> None:
-    """In prompts as they were written, in what ids decode to, with special tokens ahead of them, behind and within."""
+    """Offsets are right in prompts as written, in decoded ids, and around and within special tokens."""
     tokenizer, rng = tokenizer_of(name), random.Random(name)
     special = tokenizer.all_special_ids
     unknown = tokenizer.unk_token_id
@@ -138,7 +138,7 @@ def test_every_token_begins_where_its_text_does(name: str) -> None:
 
 
 def test_a_text_that_the_tokenizer_changes_keeps_its_places() -> None:
-    """`Prepend` puts a space behind a special token, and a normaliser changes the case: the tokenizer says where."""
+    """`Prepend` puts a space after a special token, and a normaliser changes the case; offsets are still right."""
     tokenizer = tokenizer_of("llama 2")
     ids = tokenizer("<|im_start|>he said")["input_ids"]
     assert written(tokenizer, "<|im_start|>he said", ids, special_tokens=True).offsets == (0, 0, 12, 12, 14)

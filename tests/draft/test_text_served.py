@@ -1,4 +1,4 @@
-"""Text through both services and the gateway, with a pair whose tokenizer spells most characters as bytes."""
+"""Tests text through both services and the gateway, with a tokenizer that spells most characters as bytes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.support.gateways import running_gateway
 from tests.support.services import Services, running_services
 from tests.support.tokenizer_zoo import TOKENIZERS, bytes_of
 
-# What the target says, over and over: each token has one successor. Characters of two, three and four bytes, one with a
-# special token inside, one that is never finished, a byte that belongs to none, and words.
+# The target repeats this text; each token has one successor. It has characters of two, three and four bytes, one with a
+# with a special token inside, one that is never finished, a byte that belongs to none, and words.
 SAID = re.split(" ", "▁the F0 9F 99 82 ▁said E6 BC A2 E0 A4 <|im_start|> A8 FF he ED 95 9C C3 A9 F1 ▁a D8 B9 .")
 TEXT = " the🙂 said漢न\ufffdhe한é\ufffd aع."
 
 
 def save_chain(folder: Path, tokenizer: PreTrainedTokenizerBase, wrong: int = 0) -> Path:
-    """A model whose likeliest next token is the last one's successor; for every `wrong`th it is another one's."""
+    """Save a model whose likeliest next token is the last one's successor, except for every `wrong`th token."""
     ids = tokenizer.convert_tokens_to_ids(
         [f"<0x{each}>" if len(each) == 2 and not each.islower() else each for each in SAID]
     )
@@ -80,7 +80,7 @@ def client_fixture(services: Services) -> Iterator[Client]:
 
 
 def check_text(client: Client, policies: Sequence[str], lengths: Sequence[int]) -> None:
-    """The same text under each policy, whole, streamed and with stop strings; also of ids that are drawn at random."""
+    """Check that each policy gives the same text, whole, streamed and with stop strings, also for sampled ids."""
     tokenizer = TOKENIZERS["llama 2"]()
     for length, sampling in product(lengths, ({}, {"temperature": 8.0, "seed": 3})):
         wanted = client.generate("he.", max_new_tokens=length, policy="autoregressive", ignore_eos=True, **sampling)
@@ -151,7 +151,7 @@ def test_the_text_of_a_node_has_its_space(client: Client) -> None:
 
 
 def check_places(choice: dict[str, Any], prompt: str) -> None:
-    """Each token begins where its text does; `prompt` is the echoed one."""
+    """Check that each token begins where its text does; `prompt` is the echoed prompt."""
     text, log_probs = choice["text"], choice["logprobs"]
     assert text.startswith(prompt)
     places = list(zip(log_probs["tokens"], log_probs["text_offset"], strict=True))

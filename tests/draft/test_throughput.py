@@ -1,4 +1,4 @@
-"""Control on speed: what costs are learnt, and what the policy `throughput` makes of them."""
+"""Tests the control of speed: learnt costs, and the decisions of the policy `throughput`."""
 
 import math
 import random
@@ -26,7 +26,7 @@ def test_costs_are_learnt_for_each_size_that_fills_tiles():
 
 
 def measured(*points):
-    """What a service says that its forwards took when it started."""
+    """Return the costs of forward passes that a service reports at start."""
     return [ForwardCost(rows, seconds) for rows, seconds in points]
 
 
@@ -60,7 +60,7 @@ def test_nodes_that_are_nearly_free_are_those_within_half_a_plain_step(points, n
 
 @pytest.mark.parametrize(("seconds", "limit"), [(0.004, 63), (0.0021, 255)])
 def test_a_tree_may_be_as_large_as_rows_are_nearly_free(seconds, limit):
-    """On a GPU that verifies 256 rows for little more than one; elsewhere as large as a CPU's, 63 nodes."""
+    """On a GPU that verifies 256 rows at little more than the cost of one; otherwise as on a CPU, 63 nodes."""
     costs = Costs(measured((1, 0.002), (64, 0.002), (256, seconds)), measured((4, 1e-6)))
     flat = constant(*[0.25] * 4)
     assert len(grow(create_policy("throughput", {"max_depth": 5}, costs), flat)[1]) == limit
@@ -89,7 +89,7 @@ def test_before_a_plain_step_was_seen_its_cost_is_estimated_from_a_trees():
 
 @pytest.mark.parametrize(("verify", "draft"), [(2.2, 12.0), (2.2, 4.0), (8.0, 8.0)])
 def test_the_draft_is_back_soon_after_another_program_had_the_cores(verify, draft):
-    """A benchmark of the large pair lost it for the rest of a completion, to a program that ran for twenty seconds."""
+    """A benchmark lost the draft for the rest of a completion to a program that ran for twenty seconds."""
     costs = Costs(measured((1, 0.2), (2, 0.21), (4, 0.22), (8, 0.4), (16, 0.6)), measured((4, 0.012)))
     policy = create_policy("throughput", {}, costs)
     levels = []
@@ -258,7 +258,7 @@ def test_throughput_leaves_the_model_out_where_a_loop_goes_on():
 
 
 def test_throughput_takes_a_root_that_is_known_with_a_continuation_that_is_not():
-    """What a level costs may rule out reading it, but not what was read before: after a re-rooting, or ahead."""
+    """The cost of a level may rule out reading it, but re-rooting or drafting ahead may have read it already."""
     model = constant(0.04, *[0.0001] * 4, 0.24, 0.24, 0.24, 0.24)
     levels = {}
     for known in (False, True):
@@ -289,7 +289,7 @@ def test_throughput_gives_up_a_hostile_draft_and_tries_it_again():
 
 
 def dear_draft():
-    """A draft forward takes twice as long as a plain step."""
+    """A draft forward pass takes twice as long as a plain step."""
     costs = Costs()
     for _ in range(20):
         costs.observe(RoundCost(0, 0.01, 0, 0.0))
@@ -298,7 +298,7 @@ def dear_draft():
 
 
 def rounds_with_forwards(policy, rounds, level):
-    """Which of so many rounds asked the draft, each of them a miss."""
+    """Return which of `rounds` rounds asked the draft, when each of them misses."""
     asked = []
     for number in range(rounds):
         tree, selected, forwards = grow(policy, constant(0.4, 0.3, 0.3))
@@ -337,10 +337,10 @@ def ten_ms(_, forwards):
 
 
 def text_of(share, seconds, level, costs=None, max_depth=4):
-    """300 rounds of a session with a draft of three guesses, of which the first is right at the given share of places.
+    """Run 300 rounds of a session; the first of the draft's three guesses is right at the given share of positions.
 
-    `seconds(nodes, forwards)` is what a verification takes, `level(number, forwards)` what a round's forwards take.
-    Returns which rounds asked the draft, and tokens a second.
+    `seconds(nodes, forwards)` is the time of a verification, and `level(number, forwards)` that of a round's forward
+    passes. Return which rounds asked the draft, and the tokens per second.
     """
     policy = create_policy("throughput", {}, costs or Costs())
     generator = random.Random(1)
@@ -382,13 +382,13 @@ def test_a_draft_that_makes_verification_dearer_than_it_is_worth_is_left_out():
 
 
 def test_rows_that_cost_more_than_they_add_are_noticed_though_no_plain_step_was_chosen():
-    """Each tile of rows costs more plain steps than a chain of the draft's adds tokens."""
+    """Each tile of rows costs more plain steps than a chain of the draft's tokens gains."""
     _, rate = text_of(0.5, lambda nodes, _: 0.3 if not nodes else 0.9, lambda _, forwards: 0.001 * forwards)
     assert rate > 0.9 / 0.3
 
 
 def test_a_session_begins_with_what_those_before_it_found_the_draft_to_be_worth():
-    """A cheap draft that is never right: the first session asks it until its bins say so, the second hardly at all."""
+    """A cheap draft is never right: the first session asks it until its bins show that, the second hardly at all."""
     costs = Costs()
     sessions = [text_of(0.0, lambda nodes, _: 0.2 + 0.001 * nodes, ten_ms, costs) for _ in range(3)]
     first, *later = [len(asked) for asked, _ in sessions]
@@ -407,7 +407,7 @@ def test_waiting_for_other_sessions_is_no_cost_of_a_trees_size():
 
 
 def gpu(step):
-    """Rows are nearly free, and a draft forward takes a fiftieth of a plain step of so many seconds."""
+    """Rows are nearly free, and a draft forward pass takes a fiftieth of a plain step of `step` seconds."""
     return lambda nodes, _: step * (1 + nodes / 1000), lambda _, forwards: step / 50 * forwards
 
 
@@ -423,7 +423,7 @@ def test_a_stall_after_a_forward_is_forgotten_though_no_other_round_can_be_compa
 @pytest.mark.parametrize("times", [2.0, 3.0])
 @pytest.mark.parametrize("loops", [False, True])
 def test_a_machine_that_becomes_slower_does_not_leave_a_good_draft_off(times, loops):
-    """Also where sizes were known without the draft, from n-grams in a text that loops."""
+    """The draft is used again even if sizes were known without it, from n-grams in a looping text."""
     costs = Costs()
     _, before = text_of(0.6, *gpu(0.02), costs)
     for _ in range(40 if loops else 0):
@@ -439,7 +439,7 @@ H200 = ((1, 0.0085), (2, 0.0085), (4, 0.0086), (8, 0.0086), (16, 0.0087), (32, 0
 
 
 def seconds_of(points):
-    """Each number of rows costs what the next that is named does."""
+    """Each number of rows costs as much as the next number that is given."""
     return lambda nodes, _: next(seconds for rows, seconds in points if rows > nodes)
 
 
@@ -451,7 +451,7 @@ def test_a_services_first_tree_fits_its_machine():
 
 
 def test_a_long_chain_is_found_where_the_first_rows_are_the_dear_ones():
-    """A chain of 15 makes 2.6 tokens in a plain step's time, and of all shorter ones none more than 1.9."""
+    """A chain of 15 gives 2.6 tokens in the time of a plain step; shorter chains give at most 1.9."""
     _, rate = text_of(0.97, seconds_of(AVX2), lambda _, forwards: 0.03 * forwards, Costs(measured(*AVX2)), max_depth=63)
     assert rate > 2.2 / 0.31
 

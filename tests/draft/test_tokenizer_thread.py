@@ -1,4 +1,4 @@
-"""The tokenizer's thread: who has the next turn, who is refused, and what becomes of those who do not wait."""
+"""Tests the tokenizer's thread: the order of turns, refusals, and callers who stop waiting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dynatree.serving.fair_queue import FairQueue
 
 
 class SlowTokenizer:
-    """Calls that do not end before they are told to; `begun` are those that have begun, in order."""
+    """A tokenizer whose calls end on demand; `begun` are those that have begun, in order."""
 
     def __init__(self, thread: TokenizerThread) -> None:
         self.begun: list[str] = []
@@ -26,7 +26,7 @@ class SlowTokenizer:
         self._goes_on = threading.Semaphore(0)
 
     def ask(self, principal: str, name: str, size: int = 1) -> asyncio.Task[str]:
-        """A caller's task."""
+        """Return a caller's task."""
 
         def call() -> str:
             self.begun.append(name)
@@ -36,13 +36,13 @@ class SlowTokenizer:
         return asyncio.ensure_future(self._thread.run(principal, size, call))
 
     async def end(self, *tasks: asyncio.Task[str]) -> None:
-        """Let so many calls end, one after the other."""
+        """Let the calls of these tasks end, one after another."""
         for task in tasks:
             self._goes_on.release()
             await task
 
     def end_cancelled(self) -> None:
-        """Let a call end for which nobody waits."""
+        """Let a call end whose caller has stopped waiting."""
         self._goes_on.release()
 
 
@@ -59,7 +59,7 @@ def run(scenario: Awaitable[None]) -> None:
 
 
 def test_whoever_is_cancelled_leaves_its_place_and_its_text() -> None:
-    """As in the review: eight long texts that nobody waits for any more, and then somebody's."""
+    """Eight long texts have been abandoned before another caller comes."""
 
     async def scenario() -> None:
         tokenizer = SlowTokenizer(thread := TokenizerThread(most_bytes=100))
@@ -114,15 +114,15 @@ def test_principals_take_turns() -> None:
 def test_bytes_that_wait_are_bounded_and_whoever_has_most_makes_room() -> None:
     async def scenario() -> None:
         tokenizer = SlowTokenizer(TokenizerThread(most_bytes=2**20))
-        running = tokenizer.ask("a", "running", size=2**30)  # does not wait
+        running = tokenizer.ask("a", "running", size=2**30)  # not in the queue
         await settle()
         kept = [tokenizer.ask("a", f"a{number}", size=2**18) for number in range(4)]
         await settle()
-        with pytest.raises(ServiceBusyError, match="1 MiB wait") as refused:
+        with pytest.raises(ServiceBusyError, match="1 MiB are waiting") as refused:
             await tokenizer.ask("a", "more", size=1)
         assert refused.value.retry_after is not None
         other = tokenizer.ask("b", "b", size=2**18)
-        with pytest.raises(ServiceBusyError, match="1 MiB wait"):
+        with pytest.raises(ServiceBusyError, match="1 MiB are waiting"):
             await kept[3]
         await tokenizer.end(running, kept[0], other, *kept[1:3])
 
@@ -141,7 +141,7 @@ def test_what_a_call_raises_is_its_callers_alone() -> None:
 
 @dataclass(eq=False)
 class Text:
-    """Somebody who waits."""
+    """A waiting caller."""
 
     principal: str
     size: int
@@ -156,7 +156,7 @@ class Text:
     ),
 )
 def test_the_queue_is_bounded_and_fair(most: int, steps: list[tuple[str, int] | str | int]) -> None:
-    """Sizes; who is displaced, and by whom; first come, first served within a principal; turns between them."""
+    """It covers sizes, displaced callers, first come first served within a principal, and turns between principals."""
     queue: FairQueue[Text] = FairQueue(most)
     waiting: list[Text] = []  # by arrival
     for step in steps:
@@ -169,7 +169,7 @@ def test_the_queue_is_bounded_and_fair(most: int, steps: list[tuple[str, int] | 
             if displaced is None:
                 assert sum(held.values()) + newcomer.size > most
                 kept = held.copy()
-                for text in reversed(waiting):  # what others hold in excess of it does not make the room
+                for text in reversed(waiting):  # a principal's excess over this one's makes no room
                     if kept[text.principal] > own:
                         kept[text.principal] -= text.size
                 assert sum(kept.values()) + newcomer.size > most

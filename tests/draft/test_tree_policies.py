@@ -1,4 +1,4 @@
-"""The best trees: DySpec's theorem, Sequoia's dynamic programme, and the shapes of the other policies."""
+"""Tests the best trees: DySpec's theorem, Sequoia's dynamic programming, and the shapes of other policies."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ def weight(tree, node):
 
 @st.composite
 def scripted_models(draw):
-    """A draft over three tokens whose probabilities depend on the path, by table."""
+    """A draft over three tokens whose probabilities depend on the path, from a table."""
     number = st.integers(1, 50)
     table = draw(st.lists(st.tuples(number, number, number), min_size=13, max_size=13))
 
@@ -43,10 +43,10 @@ def scripted_models(draw):
 
 
 def best_expected_length(model, nodes, depth):
-    """The greatest sum of path probabilities of any tree of at most so many nodes and levels, by trying them all."""
+    """Return the largest sum of path probabilities of trees within `nodes` and `depth`, by brute force."""
 
     def below(path, room, levels):
-        """The best sum of a forest of at most `room` nodes below a path, relative to its probability, by room."""
+        """Return, for each size up to `room`, the best relative sum of a forest of `levels` levels below a path."""
         best = [0.0] * (room + 1)
         if levels == 0:
             return best
@@ -68,7 +68,7 @@ def best_expected_length(model, nodes, depth):
 @settings(max_examples=60, deadline=None)
 @given(model=scripted_models(), nodes=st.integers(1, 6))
 def test_dyspec_gives_the_tree_of_greatest_expected_accepted_length(model, nodes):
-    """DySpec appendix D.1, theorem (B)."""
+    """Theorem (B) of DySpec's appendix D.1."""
     policy = create_policy("dyspec", {"max_nodes": nodes, "breadth": VOCABULARY, "max_depth": 4})
     tree = frozen(policy, model)
     assert len(tree) == nodes
@@ -98,7 +98,7 @@ def test_dyspec_needs_no_more_forwards_than_levels_and_equals_the_heap(model, no
 @settings(max_examples=60, deadline=None)
 @given(model=scripted_models(), nodes=st.integers(1, 20), sampled=st.booleans())
 def test_the_threshold_of_the_last_node_gives_the_same_tree(model, nodes, sampled):
-    """DySpec section 4.3 and appendix A.1: Algorithm 2 with the threshold that Algorithm 1 ended at."""
+    """Algorithm 2 with Algorithm 1's last threshold gives the same tree (DySpec, section 4.3 and appendix A.1)."""
     one = create_policy("dyspec", {"max_nodes": nodes, "breadth": VOCABULARY, "max_depth": 6})
     tree, selected, _ = grow(one, model, sampled=sampled)
     worst = min(tree.value(node) for node in selected)
@@ -116,7 +116,7 @@ def test_the_threshold_of_the_last_node_gives_the_same_tree(model, nodes, sample
     [("dyspec", {"max_nodes": 2, "max_depth": 2}), ("dyspec-threshold", {"threshold": 0.46, "max_depth": 2})],
 )
 def test_a_worse_proposal_does_not_hide_a_better_one_behind_it(name, settings_):
-    """With noise of its own the draft ranks proposals by the noise, so their probabilities are in no order."""
+    """With independent noise, the draft ranks proposals by the noise, so their probabilities are in no order."""
     policy = create_policy(name, settings_)
     tree = GrowingTree(TrieNode(99), (99,), max_depth=2)
     level = policy.start(tree)
@@ -129,7 +129,7 @@ def test_a_worse_proposal_does_not_hide_a_better_one_behind_it(name, settings_):
 
 
 def test_drawn_children_are_judged_before_they_are_known():
-    """Algorithm 1: the value of a draw is the chance that verification comes to it."""
+    """In Algorithm 1, the value of a draw is the chance that verification reaches it."""
     tree = GrowingTree(TrieNode(99), (99,), sampled=True)
     first = tree.add(ROOT, Proposal(1, math.log(0.2)))
     second = tree.add(ROOT, Proposal(0, math.log(0.7)))
@@ -141,7 +141,7 @@ CALIBRATED = ("dynatree", "dyspec", "dyspec-threshold", "fixed", "hybrid", "opt-
 
 
 def surprising_costs():
-    """The service has learnt that the draft's likeliest draws are seldom accepted, and its unlikeliest often."""
+    """Costs of a service that has learnt that likely draws are seldom accepted, and unlikely ones often."""
     costs = Costs()
     for _ in range(200):
         for calibration in (costs.track_record.calibration, costs.track_record.residual_calibration):
@@ -157,7 +157,7 @@ def surprising_costs():
     + [(name, {"calibrated": 1}) for name in residual_policies() if name in CALIBRATED],
 )
 def test_policies_keep_or_drop_no_draw_for_its_token(name, settings_):
-    """Whatever the k-th draw below the root is, the decision to have it is the same."""
+    """Whatever the k-th draw below the root is, the decision to keep it is the same."""
     sizes = set()
     for order in itertools.permutations(range(3)):
         probabilities = (0.9, 0.06, 0.04)
@@ -177,14 +177,14 @@ def test_policies_keep_or_drop_no_draw_for_its_token(name, settings_):
         chosen = [node for node in policy.select(tree) if tree.parent(node) == ROOT]
         assert [tree.node(node).token for node in chosen][:1] == [order[0]], "the first draw is always verified"
         sizes.add((order[0], len(chosen) > 1))
-    # a second draw may depend on what the first was, and on nothing that came after it
+    # a second draw may depend on the first draw, but on no later one
     assert len({first for first, _ in sizes}) == len(sizes)
 
 
 @settings(max_examples=40, deadline=None)
 @given(model=scripted_models(), nodes=st.integers(1, 12), seed=st.integers(0, 99))
 def test_calibrated_draws_are_chosen_before_they_are_known(model, nodes, seed):
-    """Whether a node's second draw is sent, anywhere in the tree, does not depend on which token it is."""
+    """Whether a node's second draw is sent, anywhere in the tree, does not depend on its token."""
     costs, generator = Costs(), random.Random(seed)
     for _ in range(300):
         costs.track_record.residual_calibration.observe(math.log(generator.random()), generator.random() < 0.5)
@@ -198,7 +198,7 @@ def test_calibrated_draws_are_chosen_before_they_are_known(model, nodes, seed):
             for node in level:
                 path = path_of(tree, node)
                 order = sorted(range(VOCABULARY), key=lambda token: hash((seed, path, token)))
-                if path == swapped:  # the same first draw, the others the other way round
+                if path == swapped:  # the same first draw, and the others exchanged
                     order = [order[0], *order[:0:-1]]
                 tree.node(node).proposals = tuple(Proposal(token, math.log(model(path)[token])) for token in order)
                 tree.node(node).candidates = DraftDistribution(tuple(range(VOCABULARY)), model(path))
@@ -213,12 +213,12 @@ def test_calibrated_draws_are_chosen_before_they_are_known(model, nodes, seed):
 
     tree, selected = tree_of(None)
     for path in {(), *(path_of(tree, node) for node in selected)}:
-        # a third draw may depend on the second, which was another one
+        # a third draw may depend on the second, which differs here
         assert min(draws_sent(*tree_of(path), path), 2) == min(draws_sent(tree, selected, path), 2)
 
 
 def brute_force_shape(rates, nodes, depth):
-    """The greatest expected length of any tree of ranks, by trying all."""
+    """Return the largest expected length of any tree of ranks, by brute force."""
 
     def forests(rank, room, levels):
         yield 0.0
@@ -241,7 +241,7 @@ def test_sequoias_programme_matches_brute_force(rates, nodes, depth):
     rates = tuple(rate / 60 for rate in rates)
     shape = best_shape(rates, nodes, depth)
     assert shape.expected == pytest.approx(brute_force_shape(rates, nodes, depth))
-    # what it unfolds is what it counted
+    # the tree has the counted shape
     values, levels = {0: 1.0}, {0: 0}
     for place, (width, first) in enumerate(zip(shape.widths, shape.first, strict=True)):
         for rank in range(width):
@@ -253,7 +253,7 @@ def test_sequoias_programme_matches_brute_force(rates, nodes, depth):
 
 
 class Linear:
-    """Costs of a verification and of a draft forward that are known, in plain steps."""
+    """Known costs of a verification and of a draft forward pass, in plain steps."""
 
     def __init__(self, row, draft_forward):
         self.draft_forward_seconds = draft_forward
@@ -283,7 +283,7 @@ def test_sequoia_takes_the_shape_of_the_most_tokens_a_second(rates, row, draft_f
 
 
 def test_sequoia_learns_the_costs_that_choose_its_shape():
-    """Where the services' start saw free rows the largest tree is best; once its rounds were dear, a small one is."""
+    """If the start measured free rows, the largest tree is best; once rounds have proved expensive, a small one is."""
     costs = Costs([ForwardCost(1, 0.1), ForwardCost(256, 0.1)], [ForwardCost(1, 0.0001)])
 
     def sent():
@@ -329,7 +329,7 @@ def test_opt_tree_expands_a_beam_and_sends_the_best_of_all_levels():
 def test_opt_tree_ends_when_a_level_adds_too_little():
     policy = create_policy("opt-tree", {"max_nodes": 50, "width": 3, "max_depth": 10, "delta": 0.3})
     _, _, forwards = grow(policy, constant(0.5, 0.3, 0.2))
-    # the levels add 1, 1, 1 ... of which the beam of 3 keeps less and less
+    # the levels add 1, 1, 1, ..., of which a beam of 3 keeps less and less
     assert forwards < 10
     _, _, patient = grow(create_policy("opt-tree", {"delta": 0.0, "max_depth": 10}), constant(0.5, 0.3, 0.2))
     assert patient == 10
@@ -370,7 +370,7 @@ def test_dynatrees_components_switch_off():
     [(name, sampled) for name in CALIBRATED for sampled in (False, True) if not sampled or name in residual_policies()],
 )
 def test_calibrated_policies_go_by_what_the_drafts_word_proved_to_be_worth(name, sampled):
-    """The draft says 0.45 and is right most of the time: the calibrated tree is deeper, also in the next session."""
+    """The draft says 0.45 and is right most of the time, so the calibrated tree is deeper, also in the next session."""
     settings_ = {"max_nodes": 24, "calibrated": 1}
     costs, model = Costs(), constant(0.45, 0.3, 0.25)
     policy = create_policy(name, settings_, costs)
@@ -390,9 +390,9 @@ def test_calibrated_policies_go_by_what_the_drafts_word_proved_to_be_worth(name,
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_node_that_was_not_verified_is_judged_by_the_targets_next_token(sampled):
-    """Under load the verify service leaves nodes out; whether they were right is known all the same.
+    """Under load the verify service removes nodes, but whether they were right is known.
 
-    A draw that the target refused may come again as its own choice, which does not make it accepted.
+    A draw that the target refused may return as its own choice, which does not make it accepted.
     """
     costs, model = Costs(), constant(0.45, 0.3, 0.25)
     policy = create_policy("fixed", {"depth": 2, "breadth": 1, "calibrated": 1}, costs)
@@ -412,7 +412,7 @@ def test_other_policies_take_no_calibrated_values(name):
 
 
 def test_a_tree_with_other_probabilities() -> None:
-    """Each node's path is its parent's new one and its own; what stands below 1 stays below its parent's."""
+    """A node's path probability is its parent's new one times its own, and it stays below its parent's."""
     tree = GrowingTree(TrieNode(99), (99,))
     top = tree.add(ROOT, Proposal(5, math.log(0.5)))
     below = tree.add(top, Proposal(6, math.log(0.25)))

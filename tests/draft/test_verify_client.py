@@ -1,4 +1,4 @@
-"""What the draft service makes of a verify service that answers wrongly."""
+"""Tests how the draft service handles wrong responses of a verify service."""
 
 import asyncio
 
@@ -40,6 +40,6 @@ def test_a_commit_goes_on_where_the_last_one_ended():
 
 @pytest.mark.parametrize("base_length", [21, 24])
 def test_a_commit_that_does_not_go_on_where_the_last_one_ended(base_length):
-    """Tokens in between would be lost without anybody's knowing."""
-    with pytest.raises(PeerFailedError, match=f"committed 2 tokens to 20, and says that there are {base_length}"):
+    """Tokens between the two commits would be lost unnoticed."""
+    with pytest.raises(PeerFailedError, match=f"committed 2 tokens after 20, but reports a length of {base_length}"):
         verified(Commit(5, base_length, (8, 9), (0,), 1, 1, TIMINGS))

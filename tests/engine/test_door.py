@@ -1,4 +1,4 @@
-"""The door: what is not computed is refused, whatever its name, and what is served has the right tokens."""
+"""Tests that models with unsupported computations are refused, and that served models give the right tokens."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
 def check(model, folder, dtype, reason):
-    """Refused by this reason."""
+    """Check that the model is refused for this reason."""
     found = served(saved(model, folder / "model"), dtype)
     assert found.refusal is not None, f"{found.wrong} of {found.compared} tokens are wrong"
     assert reason in found.refusal
@@ -32,7 +32,7 @@ def check(model, folder, dtype, reason):
         ("gemma4_unified", {}, "a sliding window of 16 tokens"),
         ("gemma3_text", {}, "a sliding window of 16 tokens"),
         ("llama4_text", {}, "does not show every earlier token within 256 tokens"),
-        # keys of a configuration that these families do not read
+        # configuration keys that these families ignore
         ("mistral", {"sliding_window": 16, "use_sliding_window": False}, "a sliding window of 16 tokens"),
         ("phi3", {"sliding_window": 16, "use_sliding_window": False}, "a sliding window of 16 tokens"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 16} | WINDOWS, "a sliding window of 16 tokens"),
@@ -44,14 +44,14 @@ def check(model, folder, dtype, reason):
         ("mamba", {}, "linear_attention layers"),
         ("bloom", {}, "bloom models do not go through transformers' attention interface"),
         ("mistral", {"sliding_window": 100}, "a sliding window of 100 tokens"),
-        # attention ignores these keys, and the cache of generate() does not
+        # attention ignores these keys, but the cache of generate() does not
         ("llama", {"sliding_window": 100}, "generate() keeps a sliding window of 100 tokens"),
         ("llama", {"attention_chunk_size": 64}, "generate() keeps a sliding window of 64 tokens"),
         ("llama", {"sliding_window": 32} | WINDOWS, "generate() keeps a sliding window of 32 tokens"),
         ("gpt_neox", {"sliding_window": 64}, "generate() keeps a sliding window of 64 tokens"),
         ("granite", {"sliding_window": 64}, "generate() keeps a sliding window of 64 tokens"),
         ("llama", {"is_causal": False}, "tokens that see later ones"),
-        ("roberta", {"is_decoder": True}, "gives other logits under tree attention than by itself"),
+        ("roberta", {"is_decoder": True}, "gives different logits under tree attention"),
         ("bert", {}, "does not show every earlier token"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic rotary"),
     ],
@@ -95,7 +95,7 @@ def test_a_masked_token_of_the_output_layer_is_no_reason(tmp_path):
 
 @pytest.mark.parametrize("window", [8, 24, 60, 90])
 def test_a_window_that_no_configuration_names_is_found(tmp_path, monkeypatch, window):
-    """As a family might that masks inside its own attention: only outputs show it."""
+    """A family may mask inside its own attention, which only its outputs show."""
     original = modeling_llama.eager_attention_forward
 
     def windowed(module, query, key, value, attention_mask, **options):
@@ -107,7 +107,7 @@ def test_a_window_that_no_configuration_names_is_found(tmp_path, monkeypatch, wi
     path = saved(tiny_model(tiny_config("llama")), tmp_path / "model")
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", windowed)
     monkeypatch.setattr("dynatree.engine.support.probe._SERVED", set())
-    with pytest.raises(StartupError, match="gives other logits under tree attention than by itself"):
+    with pytest.raises(StartupError, match="gives different logits under tree attention"):
         load_engine(ModelSettings(str(path), dtype="bfloat16"))
 
 
@@ -121,7 +121,7 @@ def test_a_small_model_outgrows_every_span_and_keeps_its_layers():
     assert max(spans(small_model(config, 4096, seed=0).config)) == 4096, "a window as long as the context stays"
 
 
-# Of docs/reference/models.md, as far as their default configuration has no window.
+# From docs/reference/models.md: families without a window in their default configuration.
 # fmt: off
 SERVED = {
     "gpt_neox", "llama", "qwen2", "qwen3", "gpt2", "opt", "phi", "phi3", "gemma", "olmo", "olmo2", "cohere",

@@ -1,4 +1,4 @@
-"""Which models are served: five architectures exactly, and the others refused by name at load."""
+"""Tests which models are served: five architectures exactly; other models are refused by name at load."""
 
 from collections import Counter
 from itertools import pairwise
@@ -41,7 +41,7 @@ def save(model, folder):
 
 @pytest.fixture(name="attention", params=["native", "torch"])
 def attention_fixture(request, monkeypatch):
-    """By the kernel where one was compiled, and by torch's attention, which pads for the same bits."""
+    """Attention by the project's kernel, if compiled, and by torch with padding; both have equal bits."""
     if request.param == "torch":
         monkeypatch.setattr(loading, "is_native", lambda device, dtype: False)
 
@@ -62,14 +62,14 @@ def test_a_forward_over_the_arena_equals_the_plain_model(tmp_path, architecture,
     got = []
     for start, stop in ((0, 20), (20, 21), (21, 50)):  # prefill, one step, a chunk
         got += engine.forward([Segment(kv, start, tokens[start:stop], range(start, stop))])
-    # the last token once more, as a tree's second node, which sees neither its first copy nor the slot between
+    # the last token again as a tree's second node, which sees neither its first copy nor the slot between
     mask = torch.tensor([[False, False, True]])
     got += engine.forward([Segment(kv, 51, tokens[49:], [49], mask)])
     expected = torch.cat([expected, expected[49:]])
     assert (torch.cat(got) - expected).abs().max() < 1e-4
 
 
-# Asked of torch, not of is_batch_invariant: if that wrongly said no, these tests would fail and not be skipped.
+# The condition asks torch, not is_batch_invariant: if that were wrong, these tests would fail and not be skipped.
 equal_bits = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512") or torch.cpu._is_amx_tile_supported(),
     reason="this processor's 16-bit kernels promise no such thing",
@@ -88,7 +88,7 @@ def test_in_16_bits_a_token_has_the_same_bits_however_many_are_read_at_once(tmp_
 @pytest.mark.usefixtures("attention")
 @equal_bits
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("start", [160, 340, 500])  # kernels cut sums over keys in halves, and at 512
+@pytest.mark.parametrize("start", [160, 340, 500])  # kernels split sums over keys into halves, and at 512
 def test_in_16_bits_a_token_has_the_same_bits_in_a_wide_model_behind_a_long_context(tmp_path, start, dtype):
     wide = {"hidden_size": 320, "intermediate_size": 4096, "max_position_embeddings": 1000}
     path = save_random_model(tmp_path / "model", "gpt_neox", seed=5, **wide)
@@ -96,7 +96,7 @@ def test_in_16_bits_a_token_has_the_same_bits_in_a_wide_model_behind_a_long_cont
 
 
 def check_equal_bits(engine, start):
-    """Chains of many lengths behind `start` tokens give the bits of single steps."""
+    """Check that chains of many lengths after `start` tokens have the bits of single steps."""
     longest = 70
     tokens = torch.randint(2, VOCAB_SIZE, (start + longest,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -119,7 +119,7 @@ def check_equal_bits(engine, start):
 @equal_bits
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_in_16_bits_a_prompt_has_the_same_bits_in_whatever_pieces_it_is_read(tmp_path, dtype):
-    """So what a prompt leaves does not depend on who else is served, nor on what was cached of it."""
+    """A prompt's keys and values therefore depend neither on other requests nor on the prefix cache."""
     wide = {"hidden_size": 320, "intermediate_size": 4096, "max_position_embeddings": 1000}
     path = save_random_model(tmp_path / "model", "gpt_neox", seed=5, **wide)
     engine = load_engine(ModelSettings(str(path), dtype=dtype, sessions=1))
@@ -227,12 +227,12 @@ def test_a_moved_slot_overlapping_its_target_is_safe(tmp_path):
     assert torch.equal(after[:, :, :, :2], before[:, :, :, :2])
 
 
-BROKEN = 7  # a token whose keys and values are NaN, as where float16 overflows
+BROKEN = 7  # a token whose keys and values are NaN, as after an overflow in float16
 
 
 @pytest.fixture(name="breaking", params=["by the kernel", "no further", "to whole vectors", "in fixed rows"])
 def breaking_fixture(request, tmp_path, monkeypatch):
-    """An engine that gives NaN for one token, by how many keys it reads."""
+    """An engine that gives NaN for one token, for each way of padding the keys."""
     if request.param != "by the kernel":
         monkeypatch.setattr(loading, "is_native", lambda device, dtype: False)
     monkeypatch.setattr(loading, "is_batch_invariant", lambda dtype: request.param == "to whole vectors")
@@ -257,7 +257,7 @@ def test_a_session_that_broke_does_not_break_the_next(breaking):
 
 
 def test_a_token_that_broke_breaks_no_token_that_does_not_see_it(breaking):
-    """A guess that the target never makes must not reach its choices, neither in that tree's round nor in the next."""
+    """A guess that the target never makes must not affect its choices, neither in that round nor in the next."""
     logits = []
     siblings = torch.eye(3, dtype=torch.bool)
     for guess in (9, BROKEN):

@@ -1,4 +1,4 @@
-"""A target's generation_config: adopted so that output equals its own `generate()`, or refused by name."""
+"""Tests that a target's generation_config is adopted, so that output equals its `generate()`, or refused by name."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from dynatree.engine.settings import ModelSettings
 from tests.support.model_zoo import save_noisy_copy, save_random_model
 from tests.support.services import running_services
 
-# Fields that a checkpoint may set, each with a value that changes greedy tokens or when they end.
+# Fields that a checkpoint may set, each with a value that changes greedy tokens or their end.
 REFUSED = {
     "bad_words_ids": [[5]],
     "begin_suppress_tokens": [5],
@@ -81,7 +81,7 @@ def test_a_request_without_options_equals_the_targets_own_generate(tmp_path, shi
 
 
 def generate(model, prompt, **options):
-    """New tokens by `generate()`, with the checkpoint's own generation_config but for sampling."""
+    """Return the new tokens of greedy `generate()` with the checkpoint's own generation_config."""
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
     output = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=40, pad_token_id=0, **options)
@@ -127,7 +127,7 @@ def test_a_penalty_that_no_request_may_have_is_refused(penalty):
 
 
 def test_every_field_of_a_generation_config_is_accounted_for():
-    """A field that a new version of transformers brings is refused where it is set, until somebody has looked at it."""
+    """Fields that a new version of transformers adds are refused until somebody has examined them."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     assert fields - ADOPTED - WITHOUT_EFFECT == set(REFUSED) & fields
 

@@ -1,4 +1,4 @@
-"""The pool of KV slots: ranges, their moves, the prefix cache, and what is refused at start."""
+"""Tests the pool of KV slots: ranges, their moves, the prefix cache, and errors at start."""
 
 import random
 from itertools import pairwise
@@ -80,7 +80,7 @@ def test_cached_slots_are_free_for_the_asking_the_oldest_first():
         kv, _ = reserve(cache, arena, text, 30)
         cache.release(kv, text, "one")
     assert cache.slots == 60
-    kv, cached = reserve(cache, arena, [*texts[0], 5], 60)  # the first is used now; what lies behind it has to go
+    kv, cached = reserve(cache, arena, [*texts[0], 5], 60)  # the first entry is in use; the entries after it must go
     assert cached == 20
     cache.release(kv, [], "one")
     assert [entry.token_ids[0] for entry in cache._entries] == [1]
@@ -89,7 +89,7 @@ def test_cached_slots_are_free_for_the_asking_the_oldest_first():
 
 
 def test_entries_make_room_before_any_session_is_moved():
-    """Moving what sessions hold takes seconds of a large pool, in which no pass runs."""
+    """Moving sessions takes seconds in a large pool, and no pass runs meanwhile."""
     arena = arena_of(100)
     cache = PrefixCache(arena)
     ranges = [reserve(cache, arena, [start] * 20, size)[0] for start, size in ((1, 30), (2, 20), (3, 10), (4, 20))]
@@ -101,7 +101,7 @@ def test_entries_make_room_before_any_session_is_moved():
     fill(arena, kv, 9)
     kv.used = 25
     cache.release(ranges[0], [], "one")
-    last, _ = reserve(cache, arena, [6], 52)  # 55 slots are free, but not side by side
+    last, _ = reserve(cache, arena, [6], 52)  # 55 slots are free, but not contiguous
     assert (ranges[2].start, kv.start, last.start) == (0, 10, 45)
     assert not cache.slots
     assert bool((arena.slots(kv, 25) == 9).all())
@@ -147,9 +147,9 @@ GROUP_FILES = {
 @pytest.mark.parametrize("where", ["its own group", "the root that a container sees"])
 @pytest.mark.parametrize("version", GROUP_FILES)
 def test_memory_is_free_within_the_control_groups_limit(tmp_path, monkeypatch, version, where):
-    """File pages that can be dropped count as free; so it is in control groups of both versions.
+    """Reclaimable file pages count as free, in control groups of both versions.
 
-    Also those that were read twice, as a checkpoint larger than the group is at every start.
+    This includes pages that were read twice, like those of a checkpoint larger than the group's limit.
     """
     limit, held, prefix, own = GROUP_FILES[version]
     (tmp_path / "own").write_text(own)

@@ -1,4 +1,4 @@
-"""The one thread of a service's model work: everything that torch computes happens there."""
+"""Tests the thread of a service that runs all of torch's computations."""
 
 import asyncio
 import threading
@@ -32,7 +32,7 @@ def serve_draft():
     ("command", "serve", "name"), [(verify, serve_verify, "verify-model"), (draft, serve_draft, "draft-model")]
 )
 def test_models_are_loaded_on_the_thread_that_runs_them(command, serve, name, monkeypatch):
-    """A second thread that has run parallel code doubles the time of a small model's forward."""
+    """A second thread that has run parallel code doubles the time of a small model's forward pass."""
     threads = []
 
     def load(settings):

@@ -1,4 +1,4 @@
-"""docs/reference/models.md's table of today's models: each row is loaded as its families' configurations are, tiny."""
+"""Tests docs/reference/models.md's table of models: each row's families load with tiny weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dynatree.engine.settings import ModelSettings
 from tests.cli.test_reference import rows_of
 
 CONTEXT = 4096
-WINDOW = 512  # of layers that do not see the whole context
+WINDOW = 512  # window of layers that do not see the whole context
 TINY: dict[str, Any] = {
     "vocab_size": 2048,
     "hidden_size": 64,
@@ -39,7 +39,7 @@ LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "
 GROUPS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 
-# What stands in the first column -> (model_type, what its checkpoints set).
+# First column of the table -> (model_type, settings of its checkpoints).
 ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "Llama 3.1, 3.2 (text), 3.3": [
         ("llama", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 1024}}),
@@ -96,7 +96,7 @@ def test_every_row_has_its_configurations() -> None:
 
 
 def save(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
-    """A random model of the family."""
+    """Save a random model of the family."""
     config: PretrainedConfig = CONFIG_MAPPING[model_type](**TINY | changes)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""NaN and infinity, wherever they arise: no token is chosen by them, the session ends, and soon the service."""
+"""Tests NaN and infinity wherever they arise: no token is chosen from them, and the session or the service ends."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ RESIDUAL = Sampling(temperature=0.9, seed=7, scheme=Scheme.RESIDUAL)
 
 
 def _spoil(rows: torch.Tensor, row: int, column: int, value: float) -> None:
-    """A row that says nothing: one NaN, one infinity, or nothing but negative infinity."""
+    """Return a row without information: with one NaN, one infinity, or only negative infinity."""
     rows[row, slice(None) if value == -math.inf else column] = value
 
 
@@ -105,7 +105,7 @@ def test_a_row_that_is_not_finite_chooses_nothing_and_changes_no_other(
     st.lists(st.sampled_from([0.0, -0.0, 1.0, -3.0, 3e38, -3e38, -math.inf]), min_size=2, max_size=6),
 )
 def test_no_option_makes_a_number_that_is_not_finite(sampling: Sampling, logits: list[float]) -> None:
-    """Or a caller could end a service's device."""
+    """Otherwise a caller could end the service."""
     logits[0] = 1.0
     assert choose(torch.tensor([logits]), [0], sampling, Histories([0, 1], [[]], 0))[0] >= 0
 
@@ -128,7 +128,7 @@ PATHS = ["kernels", "torch's", "fixed rows"]
 
 @pytest.fixture(scope="module", name="engine", params=PATHS)
 def engine_fixture(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
-    """A target by each way in which forwards are computed."""
+    """A target for each way of computing forward passes."""
     if request.param == "kernels" and not CAN_COMPILE:
         pytest.skip("this machine has no C compiler, or no kernels of our own")
     rows = (32,) if request.param == "fixed rows" else ()
@@ -143,7 +143,7 @@ def engine_fixture(request: pytest.FixtureRequest, folder: Path) -> Iterator[Eng
 
 @contextmanager
 def spoiled(engine: Engine, layer: int, row: int, column: int, value: float) -> Iterator[None]:
-    """The next forward's hidden state before a layer has this number in a row."""
+    """Put this number into a row of the hidden state before a layer in the next forward pass."""
     done: list[None] = []
 
     def once(hidden: Any) -> None:
@@ -156,11 +156,11 @@ def spoiled(engine: Engine, layer: int, row: int, column: int, value: float) -> 
             yield
     else:
         block = engine.model.model.layers[layer]
-        norm = block.input_layernorm  # what fused forwards call, too
+        norm = block.input_layernorm  # fused forward passes call it too
         original = norm.forward
 
         def before(hidden: torch.Tensor) -> torch.Tensor:
-            once(hidden.reshape(-1, hidden.shape[-1]))  # in place: the residual has it, too
+            once(hidden.reshape(-1, hidden.shape[-1]))  # in place, so that the residual has it too
             return original(hidden)
 
         norm.forward = before
@@ -173,7 +173,7 @@ def spoiled(engine: Engine, layer: int, row: int, column: int, value: float) -> 
 
 @contextmanager
 def _by_layers(runner: NativeRunner, layer: int, once: Any) -> Iterator[None]:
-    """A call of the kernels for each layer, and something done to the first buffer before one of them."""
+    """Return the kernels' calls split by layer, with a change of the first buffer before one layer."""
     program: Program = runner._program
     whole, call = runner._parts, native_runner.call
     size = ctypes.sizeof(program.operations) // len(program.operations)
@@ -205,7 +205,7 @@ def _opened(verifier: Verifier, sampling: Sampling) -> Session:
 
 
 def _tree(path: Sequence[int], sampling: Sampling) -> TokenTree:
-    """A path with a wrong guess beside each of its tokens, laid out depth first."""
+    """Return a path with a wrong guess beside each of its tokens, in depth-first order."""
     tokens, parents, candidates, last = [], [], [], -1
     for token in path:
         tokens += [token, 7 if token != 7 else 8]
@@ -221,12 +221,12 @@ def _tree(path: Sequence[int], sampling: Sampling) -> TokenTree:
 
 @pytest.fixture(scope="module", name="truth")
 def truth_fixture() -> dict[Any, Any]:
-    """Of each engine and options what an unspoiled target commits."""
+    """For each engine and options, the tokens that an unspoiled target commits."""
     return {}
 
 
 def _truth(truth: dict[Any, Any], engine: Engine, sampling: Sampling) -> tuple[int, TokenTree, Verdict]:
-    """The first token, a tree of those behind it, and what is made of the tree."""
+    """Return the first token, a tree after it, and the verdict on the tree."""
     key = (id(engine), str(sampling))
     if key not in truth:
         verifier = Verifier(engine, 64)
@@ -244,7 +244,7 @@ def _truth(truth: dict[Any, Any], engine: Engine, sampling: Sampling) -> tuple[i
     return truth[key]
 
 
-ROWS = (-1, 0, 2, 4, 5, 3, 1)  # the nodes of a tree in depth-first order, the root first
+ROWS = (-1, 0, 2, 4, 5, 3, 1)  # the nodes of a tree in depth-first order, after the root
 
 
 @settings(max_examples=40, deadline=None)
@@ -266,10 +266,9 @@ def test_what_depends_on_a_number_that_is_not_finite_commits_nothing(
     piece: int,
     data: st.DataObject,
 ) -> None:
-    """In any row before any layer: of a prompt, of which two pieces are read, and of a tree behind it.
+    """The number is in any row before any layer, of a prompt in two pieces or of a tree after it.
 
-    A row of the tree that is not accepted changes nothing. Nor does what is beside it: another session commits what it
-    would have.
+    In a row of the tree that is not accepted, it changes nothing. Another session commits its usual tokens.
     """
     pending, tree, verdict = _truth(truth, engine, sampling)
     greedy, _, following = _truth(truth, engine, Sampling())
@@ -306,7 +305,7 @@ def test_what_a_broken_session_leaves_is_not_cached(engine: Engine) -> None:
 
 
 def test_log_probabilities_of_a_prompt_are_numbers(folder: Path) -> None:
-    """Where only the logits of a row are NaN, as in the last layer's end."""
+    """Only the logits of a row may be NaN, for example from the last layer."""
     engine = load_engine(ModelSettings(str(folder / "target"), sessions=1))
     verifier = Verifier(engine, 64)
     session = verifier.open(SessionRequest((5, 6, 7, 8), 50, frozenset(), Decoding(Sampling(), prompt_log_probs=True)))
@@ -380,7 +379,7 @@ def test_a_device_is_sound_unless_one_token_alone_has_no_finite_number(engine: E
 
 
 def test_a_prompt_that_overflows_ends_its_sessions_and_not_the_service(folder: Path, tmp_path: Path) -> None:
-    """However often it is sent, with nothing else between."""
+    """The prompt may be sent repeatedly, without other requests between."""
     with (
         running_services(tmp_path, folder / "target", folder / "draft") as services,
         Client(services.draft_address) as client,
@@ -463,7 +462,7 @@ def test_weights_that_are_not_finite_are_refused_at_the_start(
 def test_a_draft_proposes_nothing_by_numbers_that_are_not_finite(
     folder: Path, drafts: dict[Any, Engine], policy: str, fixed_rows: tuple[int, ...]
 ) -> None:
-    """Any share of its rows, by any policy and scheme: what is drafted is finite, and no round fails."""
+    """For any share of such rows, any policy and any scheme, drafts are finite and no round fails."""
     engine = drafts[fixed_rows]
     generator = torch.Generator().manual_seed(1)
     loop = [9, 8, 7, 6]
@@ -493,7 +492,7 @@ def drafts_fixture(folder: Path) -> dict[Any, Engine]:
 
 @contextmanager
 def _broken_rows(engine: Engine, share: float, generator: torch.Generator) -> Iterator[None]:
-    """A share of the final norm's rows is NaN."""
+    """Make a share of the final norm's rows NaN."""
     forward = engine.model.lm_head.forward
 
     def broken(hidden: torch.Tensor) -> torch.Tensor:

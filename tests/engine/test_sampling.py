@@ -1,4 +1,4 @@
-"""Choosing tokens: greedy ties, truncation as in transformers, noise that depends on seed and position alone."""
+"""Tests the choice of tokens: greedy ties, truncation as in transformers, noise from seed and position only."""
 
 from collections import Counter
 
@@ -73,7 +73,7 @@ def test_samples_follow_the_softmax():
 )
 def test_truncation_is_that_of_transformers(top_k, top_p, min_p):
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1)) * 3
-    expected = (logits - logits.amax(-1, keepdim=True)) / 0.9  # a shift changes no probability
+    expected = (logits - logits.amax(-1, keepdim=True)) / 0.9  # a shift of the logits changes no probability
     if top_k:
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
@@ -127,7 +127,7 @@ def test_bias_and_penalties_are_those_of_transformers_and_openai(bias, penalty, 
 
 
 def test_what_a_smaller_vocabulary_lacks_is_passed_over():
-    """The draft's logits may be cut below tokens that the target has."""
+    """The draft's logits may end below tokens that the target has."""
     logits = torch.randn(2, 10, generator=torch.Generator().manual_seed(1))
     penalties = {"repetition_penalty": 2.0, "frequency_penalty": 1.0}
     cut = Sampling(logit_bias={4: 1.0, 30: 5.0}, **penalties)
@@ -140,7 +140,7 @@ def test_what_a_smaller_vocabulary_lacks_is_passed_over():
 
 @pytest.mark.parametrize("penalty", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
 def test_a_penalty_that_changes_nothing_is_plain(penalty):
-    """Such choices are made by the device, in one graph with the forward."""
+    """The device makes such choices, in one graph with the forward pass."""
     nothing = 1.0 if penalty == "repetition_penalty" else -0.0
     assert Sampling(**{penalty: nothing}).is_plain
     assert not Sampling(**{penalty: 0.5}).is_plain

@@ -1,4 +1,4 @@
-"""Threads that wait do not take the cores of those who work."""
+"""Tests that waiting threads do not take cores from working threads."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ import torch
 from dynatree.engine.model_thread import ModelThread
 from dynatree.engine.shared_cores import HalfTheThreads, SharedCores
 
-# Prints the milliseconds of the processor that a pause of 10 ms after a forward takes, by how many share the cores.
+# Prints the CPU milliseconds of a pause of 10 ms after a forward pass, by the number of processes on the cores.
 PAUSES = """
 import time, torch
 from contextlib import ExitStack
@@ -81,7 +81,7 @@ def test_half_of_the_threads_while_cores_are_shared():
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: OpenMP has no threads that wait")
 def test_threads_sleep_at_once_while_others_share_the_cores():
-    """The pip wheels of torch come with libgomp."""
+    """The pip wheels of torch contain libgomp."""
     script = PAUSES.format(threads=len(os.sched_getaffinity(0)))
     environment = os.environ | {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "30000000"}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)

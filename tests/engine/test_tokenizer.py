@@ -1,4 +1,4 @@
-"""The fingerprint tells tokenizers apart that give one text other ids, or the same ids other text."""
+"""Tests that the fingerprint distinguishes tokenizers that give a text other ids, or ids another text."""
 
 import json
 import subprocess
@@ -55,7 +55,7 @@ PLAIN = bpe()
     ("one", "other"),
     [
         (PLAIN, bpe(merges=[MERGES[1], MERGES[0], *MERGES[2:]])),
-        (PLAIN, bpe(merges=[*MERGES[:4], MERGES[5], MERGES[4]])),  # of letters that no probe has beside each other
+        (PLAIN, bpe(merges=[*MERGES[:4], MERGES[5], MERGES[4]])),  # of letters that are adjacent in no probe
         (PLAIN, bpe(merges=MERGES[:5])),
         (PLAIN, bpe(bos=True)),
         (PLAIN, bpe(normalizer=normalizers.NFC())),

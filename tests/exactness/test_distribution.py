@@ -1,11 +1,10 @@
-"""Sampling is lossless: committed tokens follow the target's own distribution, whatever the policy.
+"""Tests that sampling is lossless: committed tokens follow the target's distribution, whatever the policy.
 
-Both models are Markov chains: the logits of the next token depend on the last one alone. So every committed token is a
-draw from a known distribution, and so it must be given the two tokens before it. The tables are made to expose a draw
-that is kept or left out for its token: where nodes of one depth draw with one noise, `MIRROR` is wrong by many standard
-deviations. What draws, grows, orders, verifies and accepts is the product's own; in the long tests it is both services.
-With shared noise every position is drawn alike (`test_sampled_equality.py` holds all policies to plain decoding), so
-one policy stands for the others there.
+Both models are Markov chains: the logits of the next token depend only on the last token. So every committed token is
+a draw from a known distribution, also given the two tokens before it. The tables expose a draw that is kept or dropped
+because of its token: if nodes of one depth share one row of noise, `MIRROR` is wrong by many standard deviations.
+Drawing, growth, verification and acceptance are the product's own code; long tests use both services. With shared
+noise, all policies give plain decoding's tokens (`test_sampled_equality.py`), so one policy stands for all there.
 """
 
 import math
@@ -34,14 +33,14 @@ from tests.support.services import running_services
 
 pytestmark = pytest.mark.early
 
-BATCH = 50  # chains of which the target verifies the trees together
+BATCH = 50  # chains whose trees the target verifies together
 LEAST_P = 1e-4  # the seeds are fixed, so a test that passes once passes always
-NEVER = 1e-9  # in place of a probability of zero, of which there is no logarithm
+NEVER = 1e-9  # in place of a probability of zero, which has no logarithm
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The logits of the target and of the draft `[last token, next token]`; chains begin after `start`."""
+    """The logits of the target and of the draft, `[last token, next token]`; chains begin after `start`."""
 
     target: Tensor
     draft: Tensor
@@ -57,10 +56,10 @@ def tables(target, draft, start):
     return Tables(*(torch.tensor(rows).clamp(min=NEVER).log() for rows in (target, draft)), start)
 
 
-# Below 3 the draft is likeliest to draw 0, then 1, which the target wants. After 0 and after 1 it draws either of two
+# Below 3 the draft most likely draws 0, then 1, which the target prefers. After 0 and after 1 it draws either of two
 # tokens that are about as likely. A fourth node is 0's second child or 1's first. 0's second child is worth more than
-# 1's first where 0's first child is the less likely of the two. So under a budget of four nodes 1 keeps its child,
-# where both draw with one noise, just when that child is the likelier of the two.
+# 1's first if 0's first child is the less likely of the two. So with a budget of four nodes and one row of noise for
+# both, 1 keeps its child exactly when that child is the likelier of the two.
 MIRROR = tables(
     target=[[0.0, 0.0, 0.0, 1.0], [0.5, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 1.0], [0.05, 0.9, 0.05, 0.0]],
     draft=[[0.0, 0.0, 0.48, 0.52], [0.52, 0.0, 0.48, 0.0], [0.48, 0.0, 0.0, 0.52], [0.55, 0.27, 0.18, 0.0]],
@@ -72,7 +71,7 @@ THREE = tables(
     start=2,
 )
 
-# Each policy at budgets that make it choose between nodes, under which it leaves trees in every way.
+# Budgets that force each policy to choose between nodes, so that it leaves trees in every way.
 TIGHT = {
     "autoregressive": {},
     "dynatree": {"base_depth": 1, "max_depth": 2, "max_nodes": 4, "tau_high": 0.6, "tau_low": 0.3},
@@ -86,7 +85,7 @@ TIGHT = {
 
 
 class Counts:
-    """How often each token came after each two: `[before last, last, next]`."""
+    """Number of occurrences of each token after each pair: `[before last, last, next]`."""
 
     def __init__(self, vocabulary):
         self.of = torch.zeros(vocabulary, vocabulary, vocabulary, dtype=torch.double)
@@ -97,7 +96,7 @@ class Counts:
 
 
 def assert_the_targets(counts, target):
-    """Pairs and triples of tokens are those of the target's table."""
+    """Check that the frequencies of pairs and triples of tokens are those of the target's table."""
     probabilities = target.double().softmax(-1)
     assert p_value(counts.of.sum(0), probabilities) > LEAST_P, "pairs"
     assert p_value(counts.of.flatten(0, 1), probabilities.repeat(len(target), 1)) > LEAST_P, "triples"
@@ -121,7 +120,7 @@ def test_the_chi_square_sees_a_small_bias():
 
 
 class Chain:
-    """The two sides' sessions of one chain of draws."""
+    """The sessions of both sides for one sequence of rounds."""
 
     def __init__(self, sampling, pair, length, name, settings):
         kv = KVRange(0, 0)
@@ -133,7 +132,7 @@ class Chain:
 
 
 def drawn(pair, name, settings, *, draws, length=3, scheme=Scheme.RESIDUAL, seed=0):
-    """Counts of at least so many draws, in chains of that length, and how many of them were drafted and accepted."""
+    """Return the counts of at least `draws` tokens, in chains of a given length, and the number of accepted nodes."""
     drafter, verifier = Drafter(EngineDraftModel(Table(pair.draft)), 32), Verifier(Table(pair.target), 32)
     counts, accepted = Counts(pair.vocabulary), 0
     for start in range(seed, seed + -(-draws // length), BATCH):
@@ -176,7 +175,7 @@ def test_trees_below_one_draw_leave_it_too(name, prune):
 
 @pytest.mark.long
 def test_random_tables_and_tight_budgets_leave_it():
-    """Tables of 3 to 8 tokens in which most tokens are rare, and each policy with limits from its smallest on."""
+    """Tables of 3 to 8 tokens with mostly rare tokens meet policies with limits from their smallest values on."""
     choose = random.Random(0)
     for case in range(24):
         vocabulary = choose.randint(3, 8)
@@ -189,7 +188,7 @@ def test_random_tables_and_tight_budgets_leave_it():
 
 
 def _tight(choose, name):
-    """Settings of a policy from the smallest on, and of how it draws."""
+    """Return settings of a policy from the smallest on, and of its draws."""
     nodes, depth = choose.randint(2, 7), choose.randint(2, 4)
     settings = {
         "dynatree": {"base_depth": 1, "max_depth": depth, "max_nodes": nodes, "tau": choose.choice([0.0, 0.2])},
@@ -218,7 +217,7 @@ def _tight(choose, name):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_room_of_a_session_decides_nothing(temperature):
-    """How many nodes are read depends on the draws, so a tree must be the same where they have just room."""
+    """The number of nodes that are read depends on the draws, so a tree must not depend on the room for them."""
     more_than_room = 0
     for case in range(60):
         generator, nodes = torch.Generator().manual_seed(case), 2 + case % 20
@@ -241,22 +240,22 @@ def test_shared_noise_draws_from_it_too(name):
     assert accepted > 500
 
 
-# Everything
+# All policies, schemes and cases
 
 MOST, FEWER = 20_000, 5_000  # draws; most where one node's draws decide over another's
 LENGTH = 25
-VOCABULARY = 8  # the services probe a model with tokens of up to 7
+VOCABULARY = 8  # the services probe a model with token ids up to 7
 
 
 def padded(table):
-    """The table with tokens that never come."""
+    """Return the table with further tokens that never occur."""
     wide = torch.full((VOCABULARY, VOCABULARY), math.log(NEVER))
     wide[: len(table), : len(table)] = table
     return wide
 
 
 def save_table(folder, table):
-    """A model whose logits are those of a table: nothing is added to the embedding of the last token."""
+    """Save a model whose logits are those of a table, since nothing is added to the embedding of the last token."""
     shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1}
     model = AutoModelForCausalLM.from_pretrained(save_random_model(folder, "gpt_neox", seed=1, **shape))
     with torch.no_grad():
@@ -285,7 +284,7 @@ def client(tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)  # 20,000 rounds at worst, through both services: minutes on a slow machine
+@pytest.mark.timeout(1200)  # 20,000 rounds at worst, through both services, take minutes on a slow machine
 @pytest.mark.parametrize(
     ("scheme", "name", "draws"),
     [

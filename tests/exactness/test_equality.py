@@ -1,4 +1,4 @@
-"""Greedy output through both services equals transformers' own `generate()`, token for token, in float32."""
+"""Tests that greedy output through both services equals transformers' `generate()`, token for token, in float32."""
 
 import random
 from dataclasses import dataclass
@@ -26,19 +26,19 @@ LARGE_BUSH = ("fixed", {"depth": 4, "breadth": 4, "tau": 0})  # 256 nodes
 ADAPTIVE = ("dynatree", {"tau": 0, "rho_stop": 1e-9, "rho_deep": 1e-6})
 PLAIN = ("autoregressive", {})
 DEFAULT = (DEFAULT_POLICY, {})
-LISTENING = (DEFAULT, ("hybrid", {}), ("ngram", {}))  # these draft what has proved right in the text so far
+LISTENING = (DEFAULT, ("hybrid", {}), ("ngram", {}))  # these draft text that has proved right so far
 POLICIES = (CHAIN, BUSH, ADAPTIVE, PLAIN, *LISTENING)
 EMBEDDED_POLICIES = (CHAIN, BUSH, ("dynatree", {}), PLAIN, *LISTENING)
-FAMILY = ARCHITECTURES[0]  # which stands for the others where a policy's trees are not those of the default
+FAMILY = ARCHITECTURES[0]  # the family that stands for the others, for policies other than the default
 
 
-# (prompt tokens, new tokens): from a single token to the last position of the context
+# (prompt tokens, new tokens), from a single token to the last position of the context
 FEW = ((1, 1), (2, 17), (31, 40), (150, 10), (CONTEXT - 1, 1))
 MORE = ((1, 40), (7, 33), (31, 64), (64, 30), (100, 60), (1, CONTEXT - 1))
 
 
 def cases(fixture, policies):
-    """Each family with each policy. `make test` has few lengths: of every policy with one family, of two with all."""
+    """Each family with each policy. `make test` runs few lengths: each policy with one family, two with all."""
     listed = []
     for family in ARCHITECTURES:
         for policy in (*policies, LARGE_BUSH):
@@ -93,7 +93,7 @@ def open_pair(folder, target, draft, **options):
 
 @pytest.fixture(scope="module")
 def hostile(request, tmp_path_factory):
-    """A draft with other random weights: next to nothing is accepted."""
+    """A draft with other random weights, of which next to nothing is accepted."""
     folder = tmp_path_factory.mktemp("s")
     target = save_random_model(folder / "target", request.param, seed=1)
     yield from open_pair(folder, target, save_random_model(folder / "draft", request.param, seed=2))
@@ -113,7 +113,7 @@ def embedded_pair(tmp_path_factory):
 
 
 def prompts(lengths):
-    """The same for every policy, so that all are held to one reference."""
+    """The same prompts for every policy, so that all are compared with one reference."""
     for prompt_tokens, count in lengths:
         yield random.Random(prompt_tokens).choices(range(2, 2048), k=prompt_tokens), count
 
@@ -138,7 +138,7 @@ def test_the_target_as_draft_is_accepted_to_the_last_node(perfect, policy, lengt
         assert list(completion.token_ids) == perfect.expected(prompt, count, eos_token_id=None)
         if policy not in LISTENING:
             stats = completion.stats
-            # every round commits its tree's whole depth and one more, up to the end of the completion
+            # every round commits the tree's whole depth and one more token, up to the end of the completion
             depth = policy[1]["depth"]
             assert stats.rounds == -(-(count - 1) // (depth + 1))
             assert all(share == 1.0 for share in stats.acceptance_by_depth)
@@ -197,7 +197,7 @@ def test_the_embedded_pair_up_to_its_context(embedded_pair, prompt_tokens, count
     ids=["one text", "every text"],
 )
 def test_bfloat16_divergences_are_near_ties(tmp_path, record_property, texts, policies):
-    """In bfloat16 a forward over n rows and over one row may round differently; count it, and print the margins."""
+    """In bfloat16, passes over n rows and over one row may round differently; count that, and print the margins."""
     margins = []
     tokens = 0
     for pair in open_pair(tmp_path, embedded.target_path(), embedded.draft_path(), dtype="bfloat16"):
@@ -215,7 +215,7 @@ def test_bfloat16_divergences_are_near_ties(tmp_path, record_property, texts, po
     record_property(
         "figure", f"bfloat16, embedded pair: {len(margins)} divergences in {tokens} tokens; relative margins {margins}"
     )
-    # two roundings apart, relative to the largest logit: bfloat16 has 8 bits
+    # two roundings, relative to the largest logit: bfloat16 has 8 bits
     assert all(margin <= 2 * 2.0**-8 for margin in margins)
 
 
@@ -226,7 +226,7 @@ def test_bfloat16_divergences_are_near_ties(tmp_path, record_property, texts, po
     ids=["one text", "every text"],
 )
 def test_in_bfloat16_every_tree_gives_plain_decodings_tokens(tmp_path, texts, policies):
-    """With kernels of our own a token has the same bits in any forward, so no near-tie can fall the other way."""
+    """With the project's kernels a token has the same bits in any forward pass, so near-ties are decided alike."""
     for pair in open_pair(tmp_path, embedded.target_path(), embedded.draft_path(), dtype="bfloat16"):
         for text in texts:
             prompt = encode(text)
@@ -237,7 +237,7 @@ def test_in_bfloat16_every_tree_gives_plain_decodings_tokens(tmp_path, texts, po
 
 @needs_equal_bits
 def test_in_bfloat16_a_conversation_goes_on_from_what_its_answer_left(tmp_path):
-    """The slots that trees wrote are those that a prompt's forward would have written."""
+    """The slots that trees wrote equal those that a prefill would have written."""
     prompt = encode(TEXTS[0])
     with (
         running_services(tmp_path, embedded.target_path(), embedded.draft_path(), dtype="bfloat16") as services,

@@ -1,4 +1,4 @@
-"""Many requests at once: each gets the tokens that it gets alone, in order, and leaves nothing behind."""
+"""Tests many concurrent requests: each gets the tokens that it gets alone, in order, and leaves nothing behind."""
 
 import random
 import threading
@@ -21,7 +21,7 @@ from dynatree.verify import serve_verify
 from tests.support.model_zoo import save_noisy_copy, save_random_model
 from tests.support.services import running_services
 
-FAMILIES = ("gpt_neox", pytest.param("llama", marks=pytest.mark.long), "gpt2")  # with a native forward, and without
+FAMILIES = ("gpt_neox", pytest.param("llama", marks=pytest.mark.long), "gpt2")  # with a program, and without
 SESSIONS = 6
 
 
@@ -61,14 +61,14 @@ def outcome(client, request):
     return [(each.token_ids, each.text, each.finish_reason) for each in every]
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(120, marks=pytest.mark.long)])  # their kinds recur after 60
+@pytest.mark.parametrize("count", [24, pytest.param(120, marks=pytest.mark.long)])  # the kinds repeat after 60
 def test_each_gets_what_it_gets_alone(services, count):
     assert_each_gets_what_it_gets_alone(services, count)
 
 
 @pytest.mark.long
 def test_each_gets_what_it_gets_alone_in_fixed_rows(tmp_path):
-    """As on a GPU: passes of 32 rows that the device decides, and levels of several drafts' trees in one call."""
+    """As on a GPU, passes have 32 rows and the device decides; several drafts' levels are read in one call."""
     target = save_random_model(tmp_path / "target", "gpt_neox", seed=3)
     draft = save_noisy_copy(tmp_path / "draft", target, seed=4)
     with running_services(tmp_path, target, draft, sessions=SESSIONS, fixed_rows=(32,)) as running:
@@ -87,7 +87,7 @@ def assert_each_gets_what_it_gets_alone(services, count):
 
 def test_sessions_share_passes_and_say_so(services, monkeypatch):
     forward = services.target.forward
-    # whoever comes while a pass runs is in the next one
+    # sessions that arrive while a pass runs are in the next one
     monkeypatch.setattr(services.target, "forward", lambda segments: time.sleep(0.02) or forward(segments))
     with Client(services.draft_address) as client, ThreadPoolExecutor(SESSIONS) as threads:
         request = ([5, 6, 7], {"max_new_tokens": 60, "ignore_eos": True})
@@ -99,7 +99,7 @@ def test_sessions_share_passes_and_say_so(services, monkeypatch):
 
 
 class Gate:
-    """Forwards of the target wait while it is shut; it notes the first token of every prompt that is read."""
+    """Blocks the target's forward passes while it is shut, and records the first token of every prompt that is read."""
 
     def __init__(self, target, monkeypatch):
         self.read = []
@@ -123,7 +123,7 @@ class Gate:
 
 
 def test_no_forward_runs_for_what_was_cancelled_in_the_queue(services, monkeypatch):
-    """Those who leave the queue are gone at once, and whoever comes next is served."""
+    """Cancelled requests leave the queue at once, and the next one is served."""
     gate = Gate(services.target, monkeypatch)
     with Client(services.draft_address) as client:
         running = [client.stream([5], ignore_eos=True, queue_position=True) for _ in range(SESSIONS)]
@@ -161,7 +161,7 @@ def test_the_queue_is_served_in_order(tmp_path, monkeypatch):
 
 
 def test_of_many_calls_half_are_cancelled_and_nothing_of_them_remains(tmp_path, monkeypatch):
-    """On default settings 400 calls, 120 cancelled in the queue and 80 in mid-stream; who stays is served in order."""
+    """Of 400 calls, 120 are cancelled in the queue and 80 while streaming; the others are served in order."""
     admissions = []
 
     class Noted(Admission):
@@ -199,7 +199,7 @@ def test_of_many_calls_half_are_cancelled_and_nothing_of_them_remains(tmp_path, 
                 queued = prompts[MAX_SESSIONS:]
                 positions = [next(streams[prompt]).queue_position for prompt in queued]
                 assert sorted(positions) == list(range(len(queued)))
-                # calls that arrive together are checked side by side
+                # concurrent calls are checked concurrently
                 assert all(abs(position - place) < MAX_SESSIONS for place, position in enumerate(positions))
                 left = set(generator.sample(queued, 60))
                 for prompt in left:
@@ -210,10 +210,10 @@ def test_of_many_calls_half_are_cancelled_and_nothing_of_them_remains(tmp_path, 
             assert counts == [None if prompt in leaving else 12 for prompt in stayed]
             assert sorted(gate.read) == stayed, "each once, and none that left the queue"
             order = [stayed.index(prompt) for prompt in gate.read]
-            # those who are admitted together open their sessions side by side
+            # sessions that are admitted together open concurrently
             assert all(abs(place - read) < MAX_SESSIONS for read, place in enumerate(order))
         wait_until_idle(services)
-        deadline = time.monotonic() + 5  # slots are free a moment before their ticket is given back
+        deadline = time.monotonic() + 5  # slots are released a moment before their ticket
         while any(each.running for each in admissions) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert [(each.running, each.waiting, each.slots_held) for each in admissions] == [(0, 0, 0)] * 2
@@ -233,7 +233,7 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once_and_a_full_queue_says_wh
             client.generate([5] * 5000, max_new_tokens=2)
         waiting = client.stream([5], max_new_tokens=2, queue_position=True)
         next(waiting)
-        with pytest.raises(ServerBusyError, match="1 requests wait") as busy:
+        with pytest.raises(ServerBusyError, match="1 requests are waiting") as busy:
             client.generate([5], max_new_tokens=2)
         assert busy.value.retry_after is not None
         running.close()
@@ -246,7 +246,7 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once_and_a_full_queue_says_wh
 
 @pytest.fixture(name="impatient")
 def impatient_fixture(tmp_path):
-    """Services that wait for a silent peer for half a second."""
+    """Services that wait half a second for a silent peer."""
     target = save_random_model(tmp_path / "target", "gpt_neox", seed=3)
     with running_services(tmp_path, target, target, sessions=2, idle_seconds=0.5, prefix_cache=False) as services:
         yield services

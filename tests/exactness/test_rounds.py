@@ -1,4 +1,4 @@
-"""After every round: the target's arena equals a fresh prefill, and the draft's rows are the committed tokens."""
+"""Tests that after every round the target's arena equals a fresh prefill, and the draft's rows the committed tokens."""
 
 import math
 import random
@@ -29,7 +29,7 @@ TOLERANCE = 1e-5
 
 
 def prefill(engine, token_ids):
-    """A fresh prefill's keys and values `[layers, 2, heads, n, dim]`."""
+    """Return a fresh prefill's keys and values `[layers, 2, heads, n, dim]`."""
     kv = engine.arena.reserve(len(token_ids))
     try:
         engine.forward([Segment(kv, 0, token_ids, range(len(token_ids)), keep=[])])
@@ -39,7 +39,7 @@ def prefill(engine, token_ids):
 
 
 def greedy(engine, prompt, count):
-    """Plain decoding, one token a forward, in a fresh range."""
+    """Decode plainly in a fresh range, one token per forward pass."""
     kv = engine.arena.reserve(len(prompt) + count)
     (logits,) = engine.forward([Segment(kv, 0, prompt, range(len(prompt)), keep=[len(prompt) - 1])])
     tokens = [logits[0].argmax().item()]
@@ -52,7 +52,7 @@ def greedy(engine, prompt, count):
 
 
 def opened(verifier, request):
-    """A session whose prompt is read, and what that committed."""
+    """Open a session and read its prompt; return it and its first commit."""
     session = verifier.open(request)
     (verdict,), _ = verifier.run([Part(session, prompt_tokens=session.unread)])
     return session, verdict
@@ -64,7 +64,7 @@ def assert_slots(engine, kv, token_ids):
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def engines(request, tmp_path_factory):
-    """A target and a hostile draft of one architecture: other weights, so that almost nothing is accepted."""
+    """A target and a hostile draft of one architecture with other weights, so that almost nothing is accepted."""
     folder = tmp_path_factory.mktemp(request.param)
     target = save_random_model(folder / "target", request.param, seed=1)
     draft = save_random_model(folder / "draft", request.param, seed=2)
@@ -76,7 +76,7 @@ def engines(request, tmp_path_factory):
 
 
 def grafted(tree, continuation, depth):
-    """The tree with the first `depth` tokens of the true continuation added as a path, so that it is accepted."""
+    """Return the tree with the first `depth` tokens of the true continuation as a path, so that they are accepted."""
     token_ids, parents = list(tree.token_ids), list(tree.parents)
     node = -1
     for token in continuation[:depth]:
@@ -140,7 +140,7 @@ def test_the_drafts_rows_are_the_committed_tokens(engines, accepting, sampling, 
     verifier, drafter = Verifier(target, 256), Drafter(EngineDraftModel(draft), 256)
     policy = create_policy(policy, options)
     prompt = random.Random(7).choices(range(90, 94) if sampling.counts_generated else range(2, 2048), k=9)
-    generated = 4  # of the prompt, by a session that was lost
+    generated = 4  # tokens of the prompt that a lost session has generated
     request = SessionRequest(tuple(prompt), 60, frozenset(), Decoding(sampling), generated=generated)
     session, verdict = opened(verifier, request)
     drafting = drafter.open(prompt, sampling, 2048, generated=generated)
@@ -199,11 +199,11 @@ def test_growth_takes_one_forward_a_level_and_none_for_what_is_known(engines, mo
     policy = create_policy("fixed", {"depth": 4, "breadth": 2, "tau": 0})
     session = drafter.open([5, 6, 7, 8], Sampling(), 2048)
     tree = drafter.grow(session, policy, 8, 256).tree
-    assert forwards == [4, 2, 4, 8]  # the prompt, then every level but the leaves
+    assert forwards == [4, 2, 4, 8]  # the prompt, then every level except the leaves
     forwards.clear()
     drafter.commit(session, [tree.token_ids[0], tree.token_ids[tree.children[0, drafter_child(tree, 0)]]])
     drafter.grow(session, policy, 8, 256)
-    assert forwards == [4, 8]  # levels 3 and 4 below the old root are known; two more are new
+    assert forwards == [4, 8]  # levels 3 and 4 below the old root are known; two levels are new
     drafter.close(session)
 
 
@@ -295,7 +295,7 @@ def test_a_commit_that_fails_leaves_the_other_sessions_theirs(engines, monkeypat
 
 @torch.inference_mode()
 def test_what_is_read_together_says_what_it_says_one_by_one(engines):
-    """With the root: committed tokens that were not read, and a continuation's beginning; later, nodes of both."""
+    """The tokens are committed ones read with the root, the start of a continuation, and later nodes of both."""
     draft = engines[1]
     drafter = Drafter(EngineDraftModel(draft), 256)
     policy = create_policy("hybrid", {"breadth": 3, "max_nodes": 40})
@@ -303,7 +303,7 @@ def test_what_is_read_together_says_what_it_says_one_by_one(engines):
     session = drafter.open(prompt, Sampling(), 2048)
     checked = []
     for committed in ([60, 61, *range(50, 53)], [53], [54, 55, 70], [*range(50, 54)]):
-        drafter.commit(session, committed)  # some of it on the path that was read, some not
+        drafter.commit(session, committed)  # some of it on the path that was read, some beside it
         drafter.grow(session, policy, 20, 40)
         nodes = [(session.root, [])]
         while nodes:
@@ -333,7 +333,7 @@ def test_what_is_read_together_says_what_it_says_one_by_one(engines):
     ],
 )
 def test_a_draft_that_overflows_only_guesses_badly(tmp_path, policy, sampling):
-    """In float16 some models give NaN for some texts; the target's tokens are good all the same."""
+    """In float16 some models give NaN for some texts; the target's tokens are right all the same."""
     path = save_random_model(tmp_path / "draft", "llama", seed=2)
     draft = load_engine(ModelSettings(str(path), speculative_slots=512))
     draft.model.get_input_embeddings().weight[7] = float("nan")

@@ -1,4 +1,4 @@
-"""Seeded samples through both services are those of plain decoding, and those of transformers' own processors."""
+"""Tests that seeded samples through both services equal plain decoding and transformers' logits processors."""
 
 import random
 from collections import Counter
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.early
 
 PLAIN = "autoregressive"
 CASES = 26  # for each of the four pairs
-CASES_OF_MAKE_TEST = 12  # of the first
+CASES_OF_MAKE_TEST = 12  # for the first pair
 TOKENS = 12
-# in so short a text only single tokens recur; small trees are quicker, and are accepted as well
+# in so short a text only single tokens recur; small trees are faster and are accepted too
 SMALL = {"max_nodes": 24}
 SETTINGS = {"ngram": {"shortest": 1}, "throughput": {"shortest": 1}, "hybrid": {"shortest": 1, **SMALL}}
 SETTINGS |= dict.fromkeys(("dyspec", "dyspec-threshold", "opt-tree", "sequoia"), SMALL)
 
-# text of four tokens: it looks up well, and leaves the draft a fair chance with noise of its own
+# text of four tokens: lookups hit, and independent noise leaves the draft a fair chance
 FEW = range(100, 104)
 FEW_ONLY = {"logit_bias": {token: 12.0 + token % 2 for token in FEW}}
 COUNTED = ("frequency_penalty", "presence_penalty")
@@ -48,11 +48,11 @@ EXTRAS = (
     {"frequency_penalty": 1.5, "presence_penalty": -0.5, "repetition_penalty": 1.3, **FEW_ONLY},
     {"repetition_penalty": 1.3, "logit_bias": {7: 3.0, 2047: -1000.0}, "top_k": 50, "min_p": 0.02},
 )
-FEW_CASES = slice(3, 6)  # those of the last three extras
+FEW_CASES = slice(3, 6)  # cases of the last three extras
 
 
 def sampled_cases(name, count):
-    """Prompts with the client's options: every extra under many temperatures, top_p values, lengths and seeds."""
+    """Prompts with the client's options: every extra with many temperatures, top_p values, lengths and seeds."""
     generator = random.Random(name)
     for index in range(count):
         extra = EXTRAS[index % len(EXTRAS)]
@@ -72,7 +72,7 @@ def sampled_cases(name, count):
 @dataclass(eq=False)
 class Pair:
     client: Client
-    model: object  # the target, by transformers alone
+    model: object  # the target, run by transformers alone
     close: bool
     cases: list
 
@@ -109,7 +109,7 @@ def pair(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(pair):
-    """The tokens of plain decoding, case by case."""
+    """The tokens of plain decoding for each case."""
     return [pair.completion(prompt, PLAIN, **options).token_ids for prompt, options in pair.cases]
 
 
@@ -136,7 +136,7 @@ def test_noise_of_the_drafts_own_changes_no_token(pair, plain, policy):
 
 
 def test_shared_noise_is_worth_a_good_deal(pair):
-    """Where draft and target agree, the draft guesses the sample itself; with noise of its own, no more than chance."""
+    """Where the models agree, shared noise lets the draft guess the sample; independent noise gives only chance."""
     shared, own = (
         sum(
             pair.completion(prompt, "linear", scheme=scheme, **options).stats.draft_n_accepted
@@ -162,7 +162,7 @@ def test_residual_sampling_repeats_itself(pair, policy):
 
 
 class CountPenalties(LogitsProcessor):
-    """OpenAI's frequency and presence penalties, which count the tokens behind the prompt."""
+    """OpenAI's frequency and presence penalties, which count the tokens after the prompt."""
 
     def __init__(self, prompt, frequency_penalty=0.0, presence_penalty=0.0):
         self.prompt_tokens, self.frequency, self.presence = len(prompt), frequency_penalty, presence_penalty
@@ -176,7 +176,7 @@ class CountPenalties(LogitsProcessor):
 
 
 def reference(model, prompt, *, temperature, seed, top_k=0, top_p=None, min_p=0.0, repetition_penalty=1.0, **others):
-    """The whole sequence through the model for every token, transformers' processors, and the noise."""
+    """Sample with one forward pass over the sequence per token, transformers' processors, and the noise."""
     processors = LogitsProcessorList()
     if "logit_bias" in others:
         processors.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in others["logit_bias"].items()}))
@@ -239,7 +239,7 @@ def test_greedy_with_penalties_and_bias_is_that_of_generate(pair, extra):
 
 @pytest.mark.parametrize("policy", residual_policies())
 def test_residual_sampling_counts_each_nodes_own_path(pair, policy):
-    """Its draws depend on the trees; at so low a temperature they are the argmax, so the tokens are those of greedy."""
+    """The draws depend on the trees; at so low a temperature they are the argmax, so the tokens are greedy."""
     accepted = 0
     for extra in ({"frequency_penalty": 1.5, **FEW_ONLY}, {"presence_penalty": 0.8, **FEW_ONLY}):
         prompt = random.Random(policy).choices(FEW, k=7)
@@ -251,7 +251,7 @@ def test_residual_sampling_counts_each_nodes_own_path(pair, policy):
 
 
 def greedy(model, prompt, **options):
-    """What `generate()` makes of it."""
+    """Return the new tokens of `generate()`."""
     counted = CountPenalties(prompt, **{name: options.pop(name) for name in COUNTED if name in options})
     if "logit_bias" in options:
         options["sequence_bias"] = {(token,): bias for token, bias in options.pop("logit_bias").items()}

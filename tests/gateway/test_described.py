@@ -1,4 +1,4 @@
-"""The gateway against its own description."""
+"""Tests the gateway against its own OpenAPI description."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.long
 
 
 def run(*command: str, folder: Path) -> None:
-    """Run a command that prints what went wrong, in a folder."""
+    """Run a command in a folder; on failure, show its output."""
     done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=250)
     assert done.returncode == 0, done.stdout
 
 
 @pytest.fixture(name="described")
 def described_fixture(tmp_path: Path) -> Iterator[str]:
-    """A gateway before a pair with a chat template, and with a context so short that every chat ends soon."""
+    """A gateway for a pair with a chat template and so short a context that every chat ends soon."""
     target = save_random_model(tmp_path / "target", "llama", seed=3)
     tokenizer = AutoTokenizer.from_pretrained(target)
     tokenizer.chat_template = TEMPLATE

@@ -1,4 +1,4 @@
-"""The gateway through OpenAI's own client: the tokens are those of the gRPC client, whatever is asked for."""
+"""Tests the gateway through OpenAI's own client: for all options, the tokens are those of the gRPC client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.gateways import grpc_client_fixture as grpc_client_fixture
 from tests.support.gateways import model_fixture as model_fixture
 
 PROMPT = "It was a dark night, and the “old” house"
-OWN = {"return_token_ids": True}  # an extension: the tokens themselves
+OWN = {"return_token_ids": True}  # an extension that returns token ids
 
 
 def ids_of(choice: Any) -> list[int]:
@@ -75,7 +75,7 @@ def test_completions_have_the_grpc_clients_tokens(
 
 
 def completed(client: openai.OpenAI, stream: bool, **options: Any) -> dict[int, tuple[str, list[int], str]]:
-    """The text, tokens and finish reason of each choice."""
+    """Return the text, tokens and finish reason of each choice."""
     if not stream:
         answer = client.completions.create(**options)
         return {each.index: (each.text, ids_of(each), each.finish_reason) for each in answer.choices}
@@ -165,7 +165,7 @@ def test_log_probs_are_the_grpc_clients(client: openai.OpenAI, grpc_client: Clie
 
 
 def test_echo_scores_the_prompt(client: openai.OpenAI, grpc_client: Client, model: str) -> None:
-    """As evaluation harnesses ask for it: the prompt's own log-probabilities, with or without a token behind it."""
+    """Evaluation harnesses request the prompt's own log-probabilities, with or without a generated token."""
     expected = grpc_client.generate(PROMPT, max_new_tokens=1, prompt_log_probs=True, top_log_probs=1)
     ids = list(expected.prompt_ids)
     for max_tokens, scored in ((0, ()), (1, expected.log_probs)):
@@ -217,7 +217,7 @@ def test_usage_tells_what_speculation_was_worth(client: openai.OpenAI, grpc_clie
 
 @pytest.mark.parametrize("running", [None, False, True])
 def test_every_chunk_has_the_usage_that_is_asked_for(gateway: Gateway, running: bool | None) -> None:
-    """Null before the last chunk, as OpenAI has it, or the tokens so far."""
+    """It is null before the last chunk, as in OpenAI's API, or the number of tokens so far."""
     options = {"include_usage": True, "continuous_usage_stats": running}
     body = {"prompt": [PROMPT, "a"], "max_tokens": 16, "stream": True, "stream_options": options}
     lines = requests.post(f"{gateway.url}/v1/completions", json=body, timeout=60).text.splitlines()

@@ -1,4 +1,4 @@
-"""What a body and an answer cost the gateway: time of the event loop, and memory."""
+"""Tests the cost of bodies and answers for the gateway: event loop time and memory."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from dynatree.gateway.requests import ChatRequest, CompletionRequest, Detokenize
 from tests.support.gateways import Gateway
 from tests.support.gateways import gateway_fixture as gateway_fixture
 
-STEP_SECONDS = 0.05  # of CPU, that the event loop may spend on a body at once
-BODY_SECONDS = 1.0  # of CPU, that a body may take altogether
+STEP_SECONDS = 0.05  # CPU seconds that the event loop may spend on a body at once
+BODY_SECONDS = 1.0  # CPU seconds that a body may take altogether
 MODELS = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 
-# What a body repeats for as long as it may be: before it, itself, behind it. `%d` is another number each time.
+# A body repeats an item up to the size limit: the text before it, the item, the text after it. `%d` is a new number.
 ITEMS = {
     "unknown names": ("{", '"%d":1', "}"),
     "unknown names that say nothing": ("{", '"%d":null', "}"),
@@ -94,7 +94,7 @@ TEXTS = ("text", "escape", "quotes", "backslashes", "letters", "long", "open", "
 
 
 def body_of(name: str, size: int) -> bytes:
-    """A body of this kind, as long as may be."""
+    """Return a body of this kind with the largest allowed size."""
     start, item, end = ITEMS[name]
     between = "" if any(word in name for word in TEXTS) and "texts" not in name.replace("open texts", "") else ","
     room = size - len(start.encode()) - len(end.encode())
@@ -108,7 +108,7 @@ def body_of(name: str, size: int) -> bytes:
 
 @pytest.fixture
 def _uncollected() -> Iterator[None]:
-    """The garbage of other tests is not collected on anybody's time."""
+    """Keep the garbage of other tests from being collected during a measurement."""
     gc.disable()
     yield
     gc.enable()
@@ -146,12 +146,12 @@ def test_of_unknown_names_one_is_an_error(body: Any, model: type[BaseModel], pat
     reduce(getitem, path, body).update({f"x{number}": number for number in range(1, 1000)})
     with pytest.raises(ValidationError) as raised:
         model.model_validate(body)
-    assert len(raised.value.errors()) < 4  # one, and what else the content might have been
+    assert len(raised.value.errors()) < 4  # this error, and those of the other types of content
     assert ApiError.of_body(raised.value, body).param == ".".join(map(str, (*path, "x1")))
 
 
 async def _read(body: bytes, model: type[Any], limits: Limits) -> tuple[ApiError, float, float]:
-    """The error that a body is refused with, and the CPU time of the loop's longest step, and of the process."""
+    """Return the error that refuses a body, and the CPU seconds of the loop's longest step and of the process."""
     longest = 0.0
     ended = False
 
@@ -200,7 +200,7 @@ def test_values_are_counted_as_they_are_wherever_a_body_is_cut(seed: int) -> Non
                 return {chance.choice(names) + str(key): value(depth - 1) for key in range(chance.randrange(4))}
 
     def counted(found: Any) -> tuple[int, int, int]:
-        """Commas, strings, containers."""
+        """Return the number of commas, strings and containers."""
         if isinstance(found, str):
             return 0, 1, 0
         if not isinstance(found, list | dict):
@@ -302,7 +302,7 @@ def test_a_small_request_for_a_large_answer_is_refused(gateway: Gateway, stream:
 
 
 def test_an_echoed_prompt_is_made_once(embedded_services: EmbeddedServices, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its log-probabilities, for all choices of the prompt; a whole answer and a stream say the same."""
+    """The prompt's log-probabilities are computed once for all choices, whole or streamed."""
     from tests.support.gateways import served_here
 
     made: list[int] = []
@@ -337,7 +337,7 @@ def test_an_echoed_prompt_is_made_once(embedded_services: EmbeddedServices, monk
 
 
 def test_the_bytes_that_are_counted_of_log_probabilities_are_enough() -> None:
-    """What a place with its likeliest tokens takes, in memory and as JSON, is not more than what is counted of it."""
+    """A position with its likeliest tokens takes at most the counted bytes, in memory and as JSON."""
     import tracemalloc
 
     from dynatree.gateway.memory import LOG_PROB_BYTES, TOKEN_BYTES

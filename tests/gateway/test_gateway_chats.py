@@ -1,4 +1,4 @@
-"""Chats through OpenAI's own client: the template's tokens; what has no effect, and what the server wrote, is read."""
+"""Tests chats through OpenAI's client: the template's tokens, fields without effect, and returned messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHAT: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "conte
 
 @dataclass(frozen=True)
 class Chatty:
-    """A gateway before a pair whose tokenizer has a chat template, and clients of both."""
+    """A gateway for a pair whose tokenizer has a chat template, and clients of both."""
 
     url: str
     openai: openai.OpenAI
@@ -118,7 +118,7 @@ def test_parts_of_text_are_one_message(chatty: Chatty) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_last_message_may_go_on(chatty: Chatty, stream: bool) -> None:
-    """The tokens are those that a completion of the open text has; over gRPC too."""
+    """The tokens are those of a completion of the unfinished text, over gRPC too."""
     chat: Any = [*CHAT, {"role": "assistant", "content": "I am"}]
     fields = {"add_generation_prompt": False, "continue_final_message": True}
     options: dict[str, Any] = {"model": "target", "messages": chat, "max_tokens": 8, "temperature": 0}
@@ -137,7 +137,7 @@ def test_the_last_message_may_go_on(chatty: Chatty, stream: bool) -> None:
     assert told == expected == chatty.grpc.generate(chat, max_new_tokens=8, continue_final_message=True).text
     assert told != create(**options).choices[0].message.content
     for both in (True, False):
-        with pytest.raises(openai.BadRequestError, match="one is to be true"):
+        with pytest.raises(openai.BadRequestError, match="exactly one of"):
             create(**options, extra_body=dict.fromkeys(fields, both))
 
 
@@ -188,7 +188,7 @@ def test_what_cannot_be_counted_is_refused(chatty: Chatty, route: str, body: dic
     assert words in answer.json()["error"]["message"]
 
 
-# What has no effect is as good as nothing
+# Fields without effect
 
 HINTS: dict[str, dict[str, Any]] = {
     "completions": get_type_hints(completion_create_params.CompletionCreateParamsNonStreaming),
@@ -199,7 +199,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "It was"},
     "chat/completions": {"messages": [{"role": "user", "content": "It was"}, {"role": "assistant", "content": "Who?"}]},
 }
-# What the types do not tell: the values of no effect of numbers, of labels, and of other servers' fields.
+# Values without effect that the types do not give: numbers, labels, and fields of other servers.
 MORE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "min_p", "priority"), (0, 0.0)),
     **dict.fromkeys(("top_p", "repetition_penalty", "length_penalty"), (1, 1.0)),
@@ -229,7 +229,7 @@ MORE: dict[str, tuple[Any, ...]] = {
 
 
 def nothings(hint: Any) -> list[Any]:
-    """The values of no effect that a type of OpenAI's client admits."""
+    """Yield the values without effect that a type of OpenAI's client admits."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return [value for each in arguments for value in nothings(each)]
@@ -256,7 +256,7 @@ def fields_of_no_effect(route: str) -> list[tuple[str, Any]]:
 
 
 def messages_of_no_effect() -> list[dict[str, Any]]:
-    """A user's and an assistant's message with every field that OpenAI's client knows, and what others write."""
+    """Return a user's and an assistant's message with every field of OpenAI's client and of other servers."""
     assistants = get_type_hints(ChatCompletionAssistantMessageParam)
     known = [{name: value} for name, hint in assistants.items() if name != "content" for value in nothings(hint)]
     written = [{name: None} for name in ChatCompletionMessage.model_fields if name not in ("role", "content")]
@@ -276,7 +276,7 @@ def choices(url: str, route: str, fields: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("route", PLAIN)
 def test_a_field_at_its_value_of_no_effect_is_as_good_as_none(chatty: Chatty, route: str) -> None:
-    """Every field of OpenAI's client and of this server singly, and at random with others."""
+    """The test covers every field of OpenAI's client and of this server, singly and in random combinations."""
     fields = fields_of_no_effect(route)
     plain = choices(chatty.url, route, {})
     assert len(fields) > 100
@@ -307,11 +307,11 @@ def test_a_messages_field_at_its_value_of_no_effect_is_as_good_as_none(chatty: C
         assert silent == choices(chatty.url, route, {"messages": empty})
 
 
-# What the server writes, it reads
+# Answers as messages of the next request
 
 
 def test_answers_are_messages_of_the_next_request(chatty: Chatty) -> None:
-    """As OpenAI's client has them, as its objects are written, as the wire has them, and streamed."""
+    """The answers are OpenAI's objects, their dumps, the JSON on the wire, and streams."""
     options: dict[str, Any] = {"model": "target", "max_tokens": 4, "temperature": 0}
     create = chatty.openai.chat.completions.create
     first = create(messages=CHAT, logprobs=True, top_logprobs=1, **options).choices[0].message

@@ -1,4 +1,4 @@
-"""Connections and requests of the gateway: each phase has a deadline, and all together a bound."""
+"""Tests limits of the gateway's connections and requests: each phase has a deadline, and their number is bounded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHORT = Limits(
     taking_rate=2**30,
     closing_seconds=0.4,
 )
-SECONDS = 30.0  # for what takes one at most on a machine that has nothing else to do
+SECONDS = 30.0  # for an operation that takes at most one second on an idle machine
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 ASKED = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -57,7 +57,7 @@ def connected(url: str) -> socket.socket:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the other end has closed it, by now."""
+    """Whether the peer has closed the connection by now."""
     connection.setblocking(False)
     try:
         return connection.recv(2**20) == b""
@@ -68,7 +68,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def answered(connection: socket.socket) -> bytes:
-    """All that comes before the other end closes; it may reset the connection."""
+    """Return all bytes until the peer closes the connection, which it may do by a reset."""
     came = b""
     with suppress(ConnectionError):
         while piece := connection.recv(2**16):
@@ -76,7 +76,7 @@ def answered(connection: socket.socket) -> bytes:
     return came
 
 
-# What a client has sent before it goes on byte by byte, and the beginning of all that it is told.
+# The bytes that a client sends before it continues byte by byte, and the beginning of the whole response.
 SLOW: dict[str, tuple[bytes, bytes]] = {
     "nothing": (b"", b""),
     "a head": (b"GET / HTTP/1.1\r\nx: ", b""),
@@ -139,7 +139,7 @@ def test_a_handshake_has_a_deadline(embedded_services: EmbeddedServices, tmp_pat
 def test_a_client_that_takes_nothing_is_left(
     embedded_services: EmbeddedServices, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
-    """In the midst of its answer, and behind its end."""
+    """The client may stop reading during the answer or at its end."""
     lost = threading.Event()
     original = connections.Connection.connection_lost
 
@@ -241,14 +241,14 @@ def test_a_client_that_closes_its_half_is_one_that_has_gone(gateway: Gateway) ->
 
 
 def test_a_body_in_tiny_chunks_is_refused_and_rubbish_behind_an_answer_is_no_failure(gateway: Gateway) -> None:
-    """Each chunk costs as much as a long one: 256 KiB of them stopped every stream for a second."""
+    """Each chunk costs as much as a long one: 256 KiB of them would stop every stream for a second."""
     before = gateway.log.count("Traceback")
     chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
     with connected(gateway.url) as connection:
         with suppress(ConnectionError):
             connection.sendall(chunked + b"1\r\n \r\n" * 100_000)
         assert answered(connection).startswith(b"HTTP/1.1 400") or is_closed(connection)
-    assert requests.get(f"{gateway.url}/v1/models", timeout=SECONDS).ok  # whom the gateway knows, it refuses at once
+    assert requests.get(f"{gateway.url}/v1/models", timeout=SECONDS).ok  # the gateway refuses known clients at once
     for _ in range(3):
         with connected(gateway.url) as connection:
             connection.sendall(chunked.replace(b"application/json", b"text/plain") + b"no chunk\r\n")
@@ -302,7 +302,7 @@ def test_a_gateway_on_loopback_has_this_machines_names(
 
 
 def test_a_page_of_a_foreign_name_gets_nothing(gateway: Gateway) -> None:
-    """Its name may resolve to this machine (DNS rebinding)."""
+    """The name may resolve to this machine (DNS rebinding)."""
     for path in ("/v1/models", "/health", "/", "/nothing"):
         answer = requests.get(gateway.url + path, headers={"Host": "evil.example"}, timeout=SECONDS)
         assert (answer.status_code, answer.json()["error"]["code"]) == (421, "unknown_host")

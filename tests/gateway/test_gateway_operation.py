@@ -1,4 +1,4 @@
-"""The gateway in operation: keys, certificates, health, clients that go, services that are lost, its stop."""
+"""Tests the gateway in operation: keys, certificates, health, vanishing clients, lost services and shutdown."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.services import running_services
 
 
 def test_keys_are_the_draft_services_tokens(tmp_path: Path) -> None:
-    """Who shows none is not even told what is served."""
+    """Without a key, not even the models are listed."""
     target = save_random_model(tmp_path / "target", "gpt2", seed=1)
     draft = save_noisy_copy(tmp_path / "draft", target, seed=2)
     tokens = tmp_path / "tokens"
@@ -96,12 +96,12 @@ def test_a_gateway_has_a_key_and_names_of_its_own(
 def test_a_key_of_the_gateways_own_does_not_guard_grpc(capsys: pytest.CaptureFixture[str]) -> None:
     models = ["--target-model", "embedded", "--draft-model", "embedded"]
     assert main(["serve", *models, "--api-key", "sesame", "--grpc", "localhost:0"]) == 1
-    assert "for HTTP alone" in capsys.readouterr().err
+    assert "--api-key cannot be combined" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shown", ["", "Bearer ", "Basic dTpw"])
 def test_what_is_no_key_is_as_good_as_none(gateway: Gateway, shown: str) -> None:
-    """lm-eval shows an empty key when it was given none."""
+    """lm-eval sends an empty key if it has none."""
     headers = {"Authorization": shown}
     answer = requests.post(f"{gateway.url}/v1/completions", json={"prompt": "a"}, headers=headers, timeout=60)
     assert answer.status_code == 200
@@ -131,13 +131,13 @@ def figures_of(gateway: Gateway) -> str:
 
 
 def counts(gateway: Gateway, route: str) -> dict[str, float]:
-    """How many times of requests of a route were observed, by the histogram's name."""
+    """Return the number of observations of a route's requests in a histogram."""
     found = re.findall(rf'dynatree_gateway_(\w+)_seconds_count{{route="{route}"}} (.*)', figures_of(gateway))
     return {name: float(count) for name, count in found}
 
 
 def test_only_what_was_measured_is_observed(embedded_services: EmbeddedServices) -> None:
-    """A refusal and an answer that nobody waited for have no time to the first byte, nor to the last."""
+    """A refusal, and an answer whose client has left, have no time to the first or last byte."""
     route = "/v1/completions"
     with running_gateway(embedded_services.draft_address) as gateway:
         url = gateway.url + route
@@ -152,11 +152,11 @@ def test_only_what_was_measured_is_observed(embedded_services: EmbeddedServices)
         with requests.post(url, json=body, stream=True, timeout=60) as answer:
             next(answer.iter_lines())
         assert wait_for(lambda: counts(gateway, route) == {"time_to_first_byte": 2, "e2e_request_latency": 1})
-        assert "dynatree_gateway_num_requests_running 0.0" in figures_of(gateway)  # the one that asks is none
+        assert "dynatree_gateway_num_requests_running 0.0" in figures_of(gateway)  # the scrape itself is not counted
 
 
 def test_answers_name_their_requests(gateway: Gateway) -> None:
-    """With the caller's own name, where it is one; the services' logs have it too."""
+    """They contain the caller's request id if it is valid; the services' logs have it too."""
     url = f"{gateway.url}/v1/models"
     for shown, told in (("mine-1", "mine-1"), ("no name; at all", None)):
         name = requests.get(url, headers={"X-Request-Id": shown}, timeout=60).headers["X-Request-Id"]
@@ -233,7 +233,7 @@ def test_a_stop_tells_the_requests_that_it_cuts(embedded_services: EmbeddedServi
 
 
 def test_a_stop_tells_requests_that_are_not_yet_at_the_model(tmp_path: Path) -> None:
-    """One whose body is still read, and those that wait for a draft service."""
+    """Affected are a request whose body is still being read, and requests that wait for a draft service."""
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99"
     with running_gateway(f"unix:{tmp_path}/nobody.sock", "--grace", "1") as gateway, ThreadPoolExecutor(4) as threads:
         host, port = gateway.url.removeprefix("http://").split(":")
@@ -273,7 +273,7 @@ def test_a_file_that_is_no_socket_stays(embedded_services: EmbeddedServices, tmp
 def test_a_certificate_that_is_not_its_keys_changes_nothing(
     embedded_services: EmbeddedServices, tmp_path: Path
 ) -> None:
-    """A rotation by two renames passes through such a pair."""
+    """A rotation by two renames passes through such a mismatched pair."""
     authority = Authority(tmp_path)
     first, second = authority.pair("first"), authority.pair("second")
     live, key = tmp_path / "live.pem", tmp_path / "live.key"
@@ -288,7 +288,7 @@ def test_a_certificate_that_is_not_its_keys_changes_nothing(
 
         before = shown()
         shutil.copy(second.certificate, live)
-        assert wait_for(lambda: "cannot be read anew" in gateway.log)
+        assert wait_for(lambda: "cannot be reloaded" in gateway.log)
         assert shown() == before
         shutil.copy(second.key, key)
         assert wait_for(lambda: shown() != before)
@@ -343,4 +343,4 @@ def test_two_interrupts_at_once_end_the_gateway_without_a_traceback():
 
 def test_a_model_without_a_name_is_refused(capsys):
     assert main(["gateway", "--served-model-name", "a", ""]) == 2
-    assert "a model's name is empty" in capsys.readouterr().err
+    assert "the name is empty" in capsys.readouterr().err

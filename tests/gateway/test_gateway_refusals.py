@@ -1,4 +1,4 @@
-"""What the gateway refuses, and in which words; its services are `embedded_services`."""
+"""Tests the requests that the gateway refuses, and its messages, with `embedded_services`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no prompt": ({}, "prompt", "required"),
     "an empty prompt": ({"prompt": []}, "prompt", "at least 1"),
     "a prompt of both": ({"prompt": ["a", 1]}, "prompt.1", "valid string"),
-    "no tokens": ({"prompt": "a", "max_tokens": 0}, "", "needs echo"),
+    "no tokens": ({"prompt": "a", "max_tokens": 0}, "", "without echo"),
     "a temperature above the limit": ({"prompt": "a", "temperature": 500}, "temperature", "or equal to 100"),
     "a seed of more than 64 bits": ({"prompt": "a", "seed": 2**64}, "seed", "less than"),
-    "best of more": ({"prompt": "a", "best_of": 3}, "", "best_of is not n"),
+    "best of more": ({"prompt": "a", "best_of": 3}, "", "best_of differs from n"),
     "a token outside the vocabulary": ({"prompt": [99999]}, "", "vocabulary"),
     "an unknown policy": ({"prompt": "a", "policy": "magic"}, "", "magic"),
 }
@@ -108,7 +108,7 @@ def test_what_an_error_quotes_is_cut(gateway: Gateway) -> None:
 
 
 def test_a_body_that_is_not_called_json_is_refused(gateway: Gateway) -> None:
-    """A page of another origin can send text without asking first, and nothing else."""
+    """Without asking first, a page of another origin can send only text."""
     answer = requests.post(
         f"{gateway.url}/v1/completions", data=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"}, timeout=60
     )
@@ -169,13 +169,13 @@ def test_a_model_that_is_not_served_is_not_found(client: openai.OpenAI, model: s
         client.completions.create(model="gpt-9", prompt="a")
     assert raised.value.code == "model_not_found"
     served = client.models.retrieve(model)
-    assert (served.id, (served.model_extra or {})["chat_template"]) == (model, False)  # the shipped pair has none
+    assert (served.id, (served.model_extra or {})["chat_template"]) == (model, False)  # the bundled pair has none
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-9")
 
 
 def test_a_body_has_a_largest_size(gateway: Gateway) -> None:
-    """Declared or not."""
+    """The size may be declared or not."""
     big = b'{"prompt": "' + b"a" * (5 * 2**20) + b'"}'
     headers = {"Content-Type": "application/json"}
     for data in (big, iter([big])):

@@ -1,4 +1,4 @@
-"""deploy/ and the compose files name what there is: options that the services take, metrics that they report."""
+"""Tests that deploy/ and the compose files use existing options and metrics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SCRAPED = re.compile(r"\b(?:process|python)_[a-z0-9_]+")
 
 
 def reported(registry: CollectorRegistry) -> set[str]:
-    """The names of a registry's samples, as a scrape has them."""
+    """Return the sample names of a registry, as in a scrape."""
     names = set()
     for family in registry.collect():
         suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
@@ -57,7 +57,7 @@ def metrics_fixture() -> set[str]:
 
 
 def expressions(panel: Any) -> Iterator[str]:
-    """Every query of a dashboard's panels."""
+    """Return every query of a dashboard's panels."""
     for target in panel.get("targets", ()):
         yield target["expr"]
     for inner in panel.get("panels", ()):
@@ -65,7 +65,7 @@ def expressions(panel: Any) -> Iterator[str]:
 
 
 def names_of(queries: list[str]) -> set[str]:
-    """The metrics of queries; a pattern of two names, "dynatree_request_(success|failure)_total", is both."""
+    """Return the metrics in queries; a pattern such as "dynatree_request_(success|failure)_total" gives both names."""
     pattern = re.compile(r"(dynatree_\w+_)\((\w+)\|(\w+)\)(\w+)")
     plain = [pattern.sub(r"\1\2\4 \1\3\4", query) for query in queries]
     return {name for query in plain for name in METRIC.findall(query) + SCRAPED.findall(query)}
@@ -97,7 +97,7 @@ def test_the_guide_lists_every_metric(metrics: set[str]) -> None:
 
 
 def services() -> Iterator[tuple[str, list[str]]]:
-    """The command lines of manifests and compose files."""
+    """Return the command lines in manifests and compose files."""
     base = {part: yaml_documents(KUBERNETES / "base" / f"{part}.yaml")[0] for part in PARTS}
     literals = yaml_documents(KUBERNETES / "base" / "kustomization.yaml")[0]["configMapGenerator"][0]["literals"]
     values = dict(literal.split("=", 1) for literal in literals)
@@ -120,7 +120,7 @@ def services() -> Iterator[tuple[str, list[str]]]:
 
 
 def interpolated(text: str, variables: dict[str, str]) -> str:
-    """Compose's text with its variables filled in, inner ones first."""
+    """Return compose's text with its variables replaced, inner ones first."""
 
     def value(match: re.Match[str]) -> str:
         name, operator, other = match.groups(default="")
@@ -135,7 +135,7 @@ def interpolated(text: str, variables: dict[str, str]) -> str:
 
 
 def yaml_documents(path: Path) -> list[Any]:
-    """The documents of a file; tags of compose are read as what they tag."""
+    """Return the documents of a file; compose's tags are read as the tagged values."""
 
     class Loader(yaml.SafeLoader):
         pass
@@ -154,7 +154,7 @@ def test_services_take_the_options_of_deployments(part: str, arguments: list[str
 
 
 def test_the_draft_waits_for_loading_pods() -> None:
-    """A draft that found no verify service ends by itself before its startup probe ends it, and says why."""
+    """A draft that finds no verify service ends with a reason before its startup probe ends it."""
     [draft, *_] = yaml_documents(KUBERNETES / "base" / "draft.yaml")
     [container] = draft["spec"]["template"]["spec"]["containers"]
     parser = argparse.ArgumentParser()
@@ -220,7 +220,7 @@ def test_no_service_of_the_secured_files_is_plain() -> None:
 
 
 def test_a_container_sees_its_own_secrets_alone() -> None:
-    """And whole folders: a container would not see that a file which is mounted by itself was replaced."""
+    """Secrets are mounted as folders, since a container does not notice the replacement of a single mounted file."""
     services = yaml_documents(ROOT / "docker-compose.tls.yml")[0]["services"]
     assert set(services) == set(PARTS)
     for part, service in services.items():
@@ -234,13 +234,13 @@ def test_a_container_sees_its_own_secrets_alone() -> None:
         assert set(files) == set(re.findall(rf"\b{part}/([\w.-]+)", header))
 
 
-# Who reaches whom: a pod is its namespace and its component, a place outside is its address
+# Allowed connections: a pod is its namespace and its component; an outside place is its address
 
 METRICS_PORTS = {"verify": "metrics", "draft": "metrics", "gateway": "http"}
 
 
 def policies(overlay: str) -> dict[str, Any]:
-    """Each component's network policy, as an overlay has it."""
+    """Return each component's network policy in an overlay."""
     found = {each["metadata"]["name"]: each["spec"] for each in yaml_documents(KUBERNETES / "base/network-policy.yaml")}
     if overlay == "tls":
         for each in yaml_documents(KUBERNETES / "components/tls/network-policy.yaml"):
@@ -249,7 +249,7 @@ def policies(overlay: str) -> dict[str, Any]:
 
 
 def admits(rule: Any, side: str, who: tuple[str, str] | str, port: object) -> bool:
-    """Whether a rule of `from` or `to` knows a pod, (namespace, component), or an address, and the port."""
+    """Whether a rule of `from` or `to` matches a pod (namespace, component) or an address, and the port."""
     assert rule[side], "an empty list is everybody"
     assert rule["ports"]
     if port not in [each["port"] for each in rule["ports"]]:
@@ -263,7 +263,7 @@ def admits(rule: Any, side: str, who: tuple[str, str] | str, port: object) -> bo
         elif not isinstance(who, str):
             namespace, component = who
             selector = peer.get("namespaceSelector")
-            wanted = "dynatree"  # the policy's own
+            wanted = "dynatree"  # the policy's own namespace
             if selector is not None:
                 wanted = selector.get("matchLabels", {}).get("kubernetes.io/metadata.name", namespace)
             labels = {"app.kubernetes.io/name": "dynatree", "app.kubernetes.io/component": component}
@@ -311,7 +311,7 @@ def test_pods_reach_and_are_reached_by_what_they_need(overlay: str) -> None:
 
 
 def test_images_are_built_on_one_base_that_can_be_pinned() -> None:
-    """No registry is asked here: the default is a tag, and the argument takes a digest behind it."""
+    """No registry is contacted: the default is a tag, and the argument accepts a digest after it."""
     dockerfile = (ROOT / "Dockerfile").read_text()
     stages = set(re.findall(r"^FROM \S+ AS (\w+)", dockerfile, re.MULTILINE))
     bases = set(re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE))
@@ -327,7 +327,7 @@ def test_images_are_built_on_one_base_that_can_be_pinned() -> None:
 
 
 def pins(path: Path) -> dict[str, str]:
-    """Versions by normalised names; those that Linux does not install are left out."""
+    """Return versions by normalised names, without packages that are not installed on Linux."""
     found = {}
     for line in path.read_text().splitlines():
         match = re.match(r"([\w.-]+)==([\w.!+-]+)(.*)", line)
@@ -338,7 +338,7 @@ def pins(path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("image", ["build", "gateway", "serve"])
 def test_images_install_by_hashes_what_was_tested(image: str) -> None:
-    """`make hashes` writes them. pip itself refuses a file without what one of its packages needs."""
+    """`make hashes` writes them. pip itself refuses a file that lacks a dependency of its packages."""
     path = ROOT / "deploy" / "hashes" / f"{image}.txt"
     hashed = pins(path)
     assert hashed.items() <= pins(ROOT / "constraints.txt").items()
@@ -355,7 +355,7 @@ def test_images_install_by_hashes_what_was_tested(image: str) -> None:
 
 
 def test_images_fetch_nothing_but_torch_without_hashes() -> None:
-    """The hash of torch depends on its build, which the builder chooses; what it alone brings comes with it."""
+    """The hash of torch depends on its build, which the builder chooses; its own dependencies come with it."""
     dockerfile = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
     commands = re.findall(r"\bpip (?:install|wheel|download)\b[^\n&]*", dockerfile)
     open_ = [each for each in commands if "--require-hashes" not in each and "--no-deps" not in each]
@@ -365,7 +365,7 @@ def test_images_fetch_nothing_but_torch_without_hashes() -> None:
 
 
 def test_draft_and_verify_are_given_the_same_pool() -> None:
-    """On one GPU a pool that grows takes the room of the other, so one variable bounds both."""
+    """On one GPU a growing pool takes the other's memory, so one variable limits both."""
     for file in ("docker-compose.yml", "docker-compose.tls.yml"):
         services = yaml_documents(ROOT / file)[0]["services"]
         for part in ("verify", "draft"):
@@ -392,7 +392,7 @@ def test_one_gpu_is_enough(variables: dict[str, str], verify: str, draft: str) -
 
 
 def test_kernels_are_compiled_where_they_can_be_written_and_loaded() -> None:
-    """Triton loads what it compiled: from a volume, since the root is read-only and compose's /tmp is noexec."""
+    """Triton loads what it has compiled from a volume, since the root is read-only and compose's /tmp is noexec."""
     dockerfile = (ROOT / "Dockerfile").read_text()
     [folder] = re.findall(r"\bTRITON_CACHE_DIR=(\S+)", dockerfile)
     [owned] = re.findall(r"^RUN install --directory --owner dynatree .*", dockerfile, re.MULTILINE)

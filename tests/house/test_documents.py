@@ -1,4 +1,4 @@
-"""Every command, option, file and extra that README and docs name is there, as they name it."""
+"""Tests that every command, option, file and extra in README and docs exists."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FILE = re.compile(r"(?:(?:benchmarks|deploy|docs|tests)/|(?:docker-compose|constraints)[\w.]*$)")
 OPTION = re.compile(r"--[a-z][a-z-]*")
-OTHERS = {"--version", "--model"}  # of `dynatree` itself, and lm_eval's
+OTHERS = {"--version", "--model"}  # options of `dynatree` itself and of lm_eval
 
 
 @cache
 def parser(name: str) -> argparse.ArgumentParser:
-    """Of one subcommand, as `dynatree` makes it."""
+    """Return the parser of one subcommand, as `dynatree` makes it."""
     made = argparse.ArgumentParser(prog=f"dynatree {name}", allow_abbrev=False, exit_on_error=False)
     importlib.import_module(COMMANDS[name][1]).add_arguments(made)
     return made
 
 
 def below(parsed: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """A command's own subcommands by name."""
+    """Return a command's own subcommands by name."""
     actions = (action for action in parsed._actions if isinstance(action, argparse._SubParsersAction))
     return next((dict(action.choices) for action in actions), {})
 
 
 def every_option() -> set[str]:
-    """Of all subcommands."""
+    """Return the options of all subcommands."""
     parsers = [parser(name) for name in COMMANDS]
     parsers += [each for made in parsers for each in below(made).values()]
     return {option for made in parsers for option in made._option_string_actions}
 
 
 def commands(program: str) -> Iterator[tuple[str, list[str]]]:
-    """Place and words of what the shell blocks name."""
+    """Yield place and words of each command in the shell blocks."""
     for page in PAGES:
         for snippet in page.shell:
             yield from ((snippet.place, words) for words in snippet.commands() if words[0] == program)
 
 
 def sentences(*beginnings: str) -> Iterator[tuple[str, list[str]]]:
-    """Place and words of code in sentences, where it begins so; it may leave arguments out."""
+    """Yield place and words of code in sentences that begins so; it may omit arguments."""
     for page in PAGES:
         for snippet in page.inline:
             if snippet.text.startswith(beginnings):
@@ -67,7 +67,7 @@ def sentences(*beginnings: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def check(kind: Callable[[list[str]], str | None], found: Sequence[tuple[str, list[str]]], at_least: int) -> None:
-    """Fail with every fault at once."""
+    """Fail with all faults at once."""
     assert len(found) >= at_least
     assert [f"{place}\n    {fault}" for place, words in found if (fault := kind(words))] == []
 
@@ -90,7 +90,7 @@ def test_what_a_page_shows_as_code() -> None:
 
 
 def wrong_command(words: list[str]) -> str | None:
-    """What the command line's own parser says, or the policy about its settings."""
+    """Return the error of the command line's own parser, or of the policy about its settings."""
     if words[1:] == ["--version"]:
         return None
     if words[1] not in COMMANDS:
@@ -109,7 +109,7 @@ def test_every_dynatree_command_is_one(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def wrong_options(words: list[str]) -> str | None:
-    """Of a code in a sentence, which may leave arguments out: options that its command, or none, has."""
+    """Return the options in inline code that its command, or every command, lacks; the code may omit arguments."""
     known = every_option()
     if words[0] == "dynatree" and len(words) > 1 and words[1] in COMMANDS:
         made = parser(words[1])
@@ -124,7 +124,7 @@ def test_every_option_in_a_sentence_is_one() -> None:
 
 
 def wrong_target(words: list[str]) -> str | None:
-    """Targets and variables that the Makefile does not have."""
+    """Return targets and variables that the Makefile lacks."""
     targets = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
     variables = re.findall(r"^([A-Z_]+) \?=", MAKEFILE, re.MULTILINE)
     unknown = [word for word in words[1:] if word.partition("=")[0] not in (*targets, *variables)]
@@ -136,7 +136,7 @@ def test_every_make_target_is_one() -> None:
 
 
 def wrong_script(words: list[str]) -> str | None:
-    """A script or module that is not there, or that does not know an option."""
+    """Return a script or module that does not exist, or lacks an option."""
     if words[1] == "-c" or words[1:3] == ["-m", "venv"]:
         return None
     if words[1] == "-m":
@@ -156,7 +156,7 @@ def test_every_script_is_one() -> None:
 
 
 def wrong_extra(words: list[str]) -> str | None:
-    """Extras that the project does not have, and installations from an index, which has no release."""
+    """Return extras that the project lacks, and installations from an index, which has no release."""
     extras = {extra for word in words for found in re.findall(r"\[([\w,]+)\]$", word) for extra in found.split(",")}
     if unknown := extras - set(PROJECT["project"]["optional-dependencies"]):
         return f"no such extra: {unknown}"
@@ -174,7 +174,7 @@ def test_every_file_that_a_command_reads_is_there() -> None:
 
 
 def test_drawings_name_a_colour_before_each_variable() -> None:
-    """Programs that know no CSS variables, rsvg among them, draw black otherwise."""
+    """Programs without CSS variables, such as rsvg, would draw black otherwise."""
     found = 0
     for picture in (ROOT / "docs").rglob("*.svg"):
         declarations = re.findall(r"([\w-]+): ([^;{}]+)", picture.read_text())
@@ -186,7 +186,7 @@ def test_drawings_name_a_colour_before_each_variable() -> None:
 
 
 def test_what_the_trial_leaves_out_or_replaces_is_there() -> None:
-    """A pattern that no command has any more goes."""
+    """A pattern that matches no command any more must be removed."""
     shown = [snippet.text for page in PAGES for snippet in page.shell]
     patterns = [*documents.LEFT_OUT, *documents.STAND_INS]
     assert [pattern for pattern in patterns if not any(re.search(pattern, text) for text in shown)] == []

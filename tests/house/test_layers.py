@@ -1,4 +1,4 @@
-"""Every contract of the layers holds, and notices an arrow that is turned round."""
+"""Tests that every contract of the layers holds, and that it detects a reversed import."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ from tests.support.paths import ROOT
 
 ROOMS = ("protos", "common", "draft_service", "verify_service", "client", "benchmarks")
 
-# The contract, the module that gets an import too many, and the import.
+# The contract, the module that gets a forbidden import, and the import.
 TURNED = [
     ("layers", "common/dynatree/common/tree.py", "import dynatree.draft.growth.drafter"),
     ("layers", "verify_service/dynatree/verify/session.py", "import dynatree.cli.main"),
@@ -42,7 +42,7 @@ _BULKY = shutil.ignore_patterns("__pycache__", "*.safetensors")
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of the product's modules, for this module alone."""
+    """A copy of the product's modules for this file."""
     folder = tmp_path_factory.mktemp("checkout")
     for room in ROOMS:
         shutil.copytree(ROOT / room / "dynatree", folder / room / "dynatree", ignore=_BULKY)

@@ -1,7 +1,6 @@
-"""The live page in a browser, on a gateway without models.
+"""Tests the live page in a browser, on a gateway without models.
 
-The tests that take a `page` and a `gateway` and no figure for granted hold for any gateway: they ask it for the same
-completion and compare.
+The tests that take a `page` and a `gateway` hold for any gateway: they compare with the same completion of the gateway.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ RIGHT_TO_LEFT = " \u202eabc \u05e9\u05dc\u05d5\u05dd"
 LIMIT = 40
 
 
-# The page as a value
+# The page's source
 
 
 def test_its_policy_admits_its_own_style_and_script_and_no_other() -> None:
@@ -64,7 +63,7 @@ def gateway() -> Iterator[FakeGateway]:
 
 @pytest.fixture
 def page(browser: Browser, gateway: FakeGateway) -> Iterator[Page]:
-    """The live page. It must ask nobody but its server, and nothing but a refused request may be in the console."""
+    """The live page. It must contact only its server, and the console may show only refused requests."""
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     requests: list[str] = []
     problems: list[str] = []
@@ -94,7 +93,7 @@ def finish(page: Page) -> None:
 
 
 def wait_for_rounds(page: Page, last: int) -> None:
-    """Until the slider reaches this round, below 10."""
+    """Wait until the slider reaches this round, below 10."""
     expect(page.locator("#slider")).to_have_attribute("max", re.compile(rf"^([{last}-9]|\d\d+)$"))
 
 
@@ -103,7 +102,7 @@ def status(page: Page) -> Locator:
 
 
 def completion(gateway: FakeGateway, prompt: str = "Call me", limit: int = LIMIT) -> tuple[str, list[dict[str, Any]]]:
-    """The same completion without a browser: its text and its rounds."""
+    """Return the text and the rounds of the same completion, requested without a browser."""
     body = {"prompt": prompt, "max_tokens": limit, "temperature": 0, "seed": 1, "policy": "throughput"}
     options = {"model": model(gateway)["id"], "stream": True, "trace": True}
     data = json.dumps(body | options).encode()
@@ -268,7 +267,7 @@ def test_the_turn_under_way_is_the_chosen_one(page: Page, gateway: FakeGateway) 
 
 @pytest.mark.long
 def test_the_tree_stays_until_the_next_one_begins(page: Page, gateway: FakeGateway) -> None:
-    """In every frame from the second request on, a whole tree is to be seen."""
+    """Every frame from the second request on must show a whole tree."""
     gateway.delay = 0.1
     generate(page)
     finish(page)
@@ -292,7 +291,7 @@ def test_the_tree_stays_until_the_next_one_begins(page: Page, gateway: FakeGatew
 @pytest.mark.long
 @pytest.mark.parametrize("width", [390, 1280])
 def test_no_label_is_cut(browser: Browser, gateway: FakeGateway, width: int) -> None:
-    """Of any number, and of a tree that is wider than its panel, whose columns are shown whole."""
+    """The test uses many numbers of labels, and a tree wider than its panel, whose columns are shown whole."""
     numbers = [0.0933, 0.0737, 0.00123456, -0.00123456, 1.23456e-7, 98765.4321, 1.23456e12, -1.23456e-9, 0, 1 / 3]
     made = gateway.completion
 
@@ -339,7 +338,7 @@ def test_a_telephone_shows_it_in_three_screens(browser: Browser, gateway: FakeGa
     page.get_by_role("button", name="Measure plain decoding").click()
     expect(page.locator("#comparison")).to_have_text(re.compile("speed of plain decoding"))
     prompt = page.get_by_label("Prompt")
-    assert prompt.evaluate("box => box.scrollHeight <= box.clientHeight")  # all its lines
+    assert prompt.evaluate("box => box.scrollHeight <= box.clientHeight")  # all lines are visible
     assert page.evaluate("document.documentElement.scrollHeight") <= 3 * 844
     page.close()
 
@@ -602,7 +601,7 @@ def test_a_hundred_rounds_a_second_do_not_stall_the_page(page: Page, gateway: Fa
 
 @pytest.mark.long
 def test_trees_grow_in_motion_only_for_those_who_like_it(page: Page, gateway: FakeGateway) -> None:
-    gateway.delay, gateway.tokens = 0.1, [*gateway.tokens] * 10  # more than pass before it is stopped
+    gateway.delay, gateway.tokens = 0.1, [*gateway.tokens] * 10  # more rounds than pass before it is stopped
     for preference, moves in [("no-preference", True), ("reduce", False)]:
         page.emulate_media(reduced_motion=preference)  # type: ignore[arg-type]
         generate(page, limit=len(gateway.tokens))

@@ -1,4 +1,4 @@
-"""The live page in a browser, on a real gateway: what it shows is the completion that the gRPC client gets."""
+"""Tests the live page in a browser, on a real gateway: it shows the completion that the gRPC client gets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_real_completion_round_by_round(page: Page, expected: Completion) -> N
     generate(page, PROMPT)
     finish(page)
 
-    text = (page.locator("#text").text_content() or "").replace("↵", "")  # the round's line feeds are seen
+    text = (page.locator("#text").text_content() or "").replace("↵", "")  # line feeds of rounds are shown as symbols
     assert text == PROMPT + expected.text
     figures = dict(zip(texts(page, "#figures dt"), texts(page, "#figures dd"), strict=True))
     assert figures["tokens"] == str(LIMIT)
@@ -75,7 +75,7 @@ TEMPLATE = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% en
 
 @pytest.fixture(name="chat_draft")
 def chat_draft_fixture(tmp_path: Path) -> Iterator[str]:
-    """The draft service of the shipped pair with a chat template."""
+    """The draft service of the bundled pair with a chat template."""
     for name, path in (("target", embedded.target_path()), ("draft", embedded.draft_path())):
         shutil.copytree(path, tmp_path / name)
         config = tmp_path / name / "tokenizer_config.json"
@@ -106,7 +106,7 @@ def test_a_real_chat_in_two_turns(browser: Browser, chat_draft: str) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_pictures(browser: Browser, gateway: Gateway, width: int, scheme: str) -> None:
-    """To be looked at, in build/pictures."""
+    """Save pictures to look at in build/pictures."""
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
     page.goto(gateway.url)
     generate(page, PROMPT, 120)

@@ -1,4 +1,4 @@
-"""`dynatree trace`: what it refuses, and what its page does in a browser."""
+"""Tests `dynatree trace`: the traces that it refuses, and its page in a browser."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOSTILE = '</script><img src="x" onerror="document.title = \'hit\'"><!--\u2028'
 
 
 def a_round(number: int = 0, index: int = 0, **changes: object) -> Round:
-    """Nodes 0 and 1 below the root, 2 and 3 below 0; 0 and 3 are accepted."""
+    """Return a round with nodes 0 and 1 below the root, 2 and 3 below 0; 0 and 3 are accepted."""
     return {
         "index": index,
         "round": number,
@@ -48,7 +48,7 @@ def empty_tree(number: int, **changes: object) -> Round:
 TRACE = [
     a_round(0),
     empty_tree(1),
-    # the end of the sequence cut this one inside the path: there is no token of the target's own
+    # the end of sequence cut this round inside the path, so there is no choice of the target's own
     a_round(2, accepted_nodes=[1], committed_ids=[6], committed_texts=["\n"]),
 ]
 
@@ -65,7 +65,7 @@ def draw(folder: Path, rounds: list[Round]) -> Path:
     return page
 
 
-# What is refused
+# Refused traces
 
 
 def without(name: str) -> Round:
@@ -138,7 +138,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture
         ([str(tmp_path), "--html", str(page)], f"{tmp_path} cannot be read: Is a directory"),
         ([str(file), "--html", str(page)], f"{page} cannot be written: No such file or directory"),
         ([str(file), "--html", str(tmp_path)], f"{tmp_path} cannot be written: Is a directory"),
-        ([str(file), "--html", str(file)], f"{file} is the trace itself; the page needs a file of its own"),
+        ([str(file), "--html", str(file)], f"--html is {file}, the trace itself; expected another file"),
     ]:
         assert main(["trace", *arguments]) == 1
         assert capsys.readouterr().err == f"dynatree: error: {message}\n"
@@ -168,7 +168,7 @@ def test_the_data_cannot_leave_its_element(tmp_path: Path) -> None:
 
 @pytest.fixture
 def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[[list[Round]], Page]]:
-    """Open the page of a trace. It must ask for nothing but itself, and nothing may be wrong at the end."""
+    """Open the page of a trace; it must load only itself, without errors."""
     page = browser.new_page(viewport={"width": 900, "height": 800})
     requests: list[str] = []
     problems: list[str] = []
@@ -186,12 +186,12 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[[list[Round]], P
 
 
 def marker_places(page: Page) -> list[str | None]:
-    """Where each chart's marker stands."""
+    """Return the place of each chart's marker."""
     return [rule.get_attribute("x1") for rule in page.locator(".marker line").all()]
 
 
 def captions(page: Page) -> list[str]:
-    """What each chart says of the round: its own figure, and that of the last ten."""
+    """Return each chart's caption: the round's value, and that of the last ten rounds."""
     series = page.locator("figcaption div").evaluate_all(
         "all => all.map(each => [...each.children].map(span => span.textContent.split(': ').at(-1)).join(', '))"
     )
@@ -283,7 +283,7 @@ def test_buttons_and_charts_move_too(show: Callable[[list[Round]], Page]) -> Non
     assert next_.is_disabled()
     previous.click()
     assert page.get_by_role("slider", name="Round").input_value() == "1"
-    page.locator(".chart").first.click()  # in its middle, where a chart of three rounds has the second
+    page.locator(".chart").first.click()  # in the middle, where the second of three rounds is
     assert page.locator("#slider").input_value() == "1"
     page.locator(".chart").nth(1).click(position={"x": 1, "y": 20})
     assert page.locator("#slider").input_value() == "0"
@@ -360,7 +360,7 @@ def test_what_cannot_be_seen_is_shown(show: Callable[[list[Round]], Page]) -> No
 
 @pytest.mark.long
 def test_the_largest_trace(show: Callable[[list[Round]], Page]) -> None:
-    """A chain of 64 and 192 nodes beside each other, 1500 times: the tree scrolls and the page does not."""
+    """The trace has a chain of 64 and 192 adjacent nodes, 1500 times; the tree scrolls, and the page does not."""
     size = 256
     fields: Round = {
         "token_ids": list(range(size)),

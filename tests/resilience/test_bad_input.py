@@ -1,7 +1,7 @@
-"""Every kind of malformed request gets its status code and a message with what was wrong and what was expected.
+"""Tests that every malformed request gets its status code, and a message with the fault and the expected value.
 
-After each refusal the service is asked for a completion, and gives it: nothing leaks. Sampling options, policy settings
-and draft distributions are in test_bad_options.py, with these fixtures.
+After each refusal the service still completes a request, so nothing leaks. test_bad_options.py covers sampling options,
+policy settings and draft distributions, with these fixtures.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ def client_fixture(services):
 
 @pytest.fixture(autouse=True)
 def nothing_leaks(services):
-    """Every slot is free again, on both sides, soon after each test."""
+    """Check that every slot is free again on both sides soon after each test."""
     yield
     deadline = time.monotonic() + 5
     while not services.idle:
@@ -73,7 +73,7 @@ def tree(token_ids=(8, 9), parents=(-1, 0), log_probs=(), round_=0, base_length=
 
 
 def refusal(stub, *requests):
-    """The status with which the service ends a stream of these requests, each sent after the last one's answer."""
+    """Return the status with which the service ends a stream of these requests, each sent after the last response."""
     answered = threading.Semaphore(1)
 
     def send():
@@ -180,7 +180,7 @@ def test_two_rounds_at_once_are_aborted(services, stub):
     call = stub.Verify(iter([opening(services), *[empty] * 50]), timeout=20)
     with pytest.raises(grpc.RpcError) as error:
         list(call)
-    # the second tree is refused either because the first is in flight or because it carries the first one's round
+    # the second tree is refused because the first is in flight, or because it has the first one's round
     assert error.value.code() in (Code.ABORTED, Code.FAILED_PRECONDITION)
 
 
@@ -274,7 +274,7 @@ def test_an_internal_error_shows_an_id_and_no_detail(services, client, monkeypat
 
 @pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.long)])
 def test_sessions_that_end_at_once_are_all_closed(services, count):
-    """The draft cancels its stream the moment the last commit is there, wherever the verify side stands just then."""
+    """The draft cancels its stream as soon as the last commit arrives, whatever the verify service is doing."""
     for _ in range(count):
         with Client(services.draft_address) as client:
             assert len(client.generate(PROMPT, max_new_tokens=2).token_ids) == 2
@@ -303,7 +303,7 @@ def test_a_deadline_in_the_middle_frees_both_sides(services, client, monkeypatch
 
 
 def test_padding_ids_are_never_proposed(tmp_path):
-    """A vocabulary padded beyond the tokenizer: other sizes work together, and the padding is never drafted."""
+    """Models whose vocabularies are padded to different sizes work together, and padding is never drafted."""
     target = save_random_model(tmp_path / "target", "gpt_neox", seed=1, vocab_size=2176)
     draft = save_random_model(tmp_path / "draft", "llama", seed=2, vocab_size=2304)
     with running_services(tmp_path, target, draft) as services, Client(services.draft_address) as client:
@@ -315,9 +315,9 @@ def test_padding_ids_are_never_proposed(tmp_path):
 
 
 def test_an_id_that_only_the_target_has_is_served(tmp_path):
-    """The target may choose padding that a smaller draft has no embedding for, and a prompt, or what goes on, have it.
+    """The target may choose, and a prompt or a resume may contain, padding that a smaller draft has no embedding for.
 
-    What the draft guesses behind such an id does not matter: the tokens are the target's own.
+    The draft's guesses after such an id do not matter: the tokens are the target's own.
     """
     target = save_random_model(tmp_path / "target", "gpt_neox", seed=1, vocab_size=2304)
     draft = save_random_model(tmp_path / "draft", "llama", seed=2)
@@ -352,7 +352,7 @@ def test_an_id_that_only_the_target_has_is_served(tmp_path):
 
 
 def test_a_tree_never_passes_what_the_verify_service_takes(tmp_path):
-    """The draft cuts its trees to the limit that the session was opened with."""
+    """The draft cuts its trees to the session's limit."""
     target = save_random_model(tmp_path / "target", "llama", seed=1)
     bush = {"depth": 4, "breadth": 3, "tau": 0}
     with (
@@ -366,7 +366,7 @@ def test_a_tree_never_passes_what_the_verify_service_takes(tmp_path):
 
 
 def test_a_long_prompt_stalls_nobody_else(services, client, monkeypatch):
-    """Tokenizing takes place off the event loop."""
+    """Tokenization runs off the event loop."""
     encode = PromptEncoder.text
     begun, others_served = threading.Event(), threading.Event()
 
@@ -389,7 +389,7 @@ def test_a_long_prompt_stalls_nobody_else(services, client, monkeypatch):
 def test_an_async_stream_that_is_dropped_frees_both_sides(services):
     async def leave():
         async with AsyncClient(services.draft_address) as client:
-            for _ in range(3):  # more than there are sessions
+            for _ in range(3):  # more than the number of sessions
                 async for _ in client.stream(PROMPT, ignore_eos=True):
                     break
                 while not services.idle:

@@ -1,6 +1,7 @@
-"""A service or the network fails at one place of a completion, and the completion is what it would have been.
+"""Tests that a completion is unchanged when a service or the network fails at one place of it.
 
-Real processes, real sockets. Here are some faults of each kind; `python -m tests.campaigns.fault_matrix` runs them all.
+The tests use real processes and real sockets, and some faults of each kind; `python -m tests.campaigns.fault_matrix`
+runs all of them.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ def cluster_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluste
 
 @pytest.fixture(scope="module", name="expected")
 def expected_fixture(cluster: Cluster) -> dict[str, Completion]:
-    """What comes without a fault."""
+    """The results without a fault."""
     return {name: complete(cluster.client, name) for name in OPTIONS}
 
 
 @pytest.fixture(scope="module", name="full_cluster")
 def full_cluster_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Of verify services that take one session each."""
+    """A cluster whose verify services take one session each."""
     with running_cluster(
         tmp_path_factory.mktemp("f"), verify_arguments=("--max-sessions", "1", "--idle-timeout", "5")
     ) as cluster:
@@ -66,7 +67,7 @@ def check(cluster: Cluster, expected: dict[str, Completion], who: str, where: st
         cluster.restore()
     assert fault.at is not None, "the fault did not happen"
     assert seconds < 20.0, "a service that hangs is found by pings within 15 s; a place that it holds is free in 5"
-    if name == "residual":  # draws depend on the trees: only their distribution is promised
+    if name == "residual":  # draws depend on the trees, so only their distribution is fixed
         assert len(completion.token_ids) == len(expected[name].token_ids)
         return
     assert outcome(completion) == outcome(expected[name])
@@ -89,7 +90,7 @@ def test_the_only_verify_service_comes_back(tmp_path: Path) -> None:
 
 
 def test_the_only_verify_service_stays_away(tmp_path: Path) -> None:
-    """What was committed has come by then, and nothing else; the error says why there is no more."""
+    """The client has received exactly the committed tokens, and the error gives the reason."""
     with running_cluster(tmp_path, replicas=1, draft_arguments=("--resume-timeout", "1")) as cluster:
         expected = complete(cluster.client, "greedy")
         Fault("verify", "tree sent", "SIGKILL", cluster).arm()

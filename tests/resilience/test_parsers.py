@@ -1,4 +1,4 @@
-"""Whatever comes from outside, its parser answers or raises what its caller expects, and soon."""
+"""Tests that parsers of external input answer, or raise the errors that their callers expect, in time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.support.parsers import PARSERS, Parser
 
 pytestmark = pytest.mark.long
-EXAMPLES = 200  # of each parser
-SECONDS = 1.0  # of CPU time, for any of them
+EXAMPLES = 200  # inputs for each parser
+SECONDS = 1.0  # CPU seconds for all of them
 
 _PIECES = st.one_of(st.binary(max_size=4), st.sampled_from([b"\0" * 9, b"\xff" * 9, b"{", b'"', b"[" * 99, b"1e999"]))
 _KINDS = st.sampled_from(["insert", "cut", "change", "repeat"])
@@ -37,7 +37,7 @@ def _edited(seed: bytes, edits: list[tuple[float, str, bytes]]) -> bytes:
 
 
 def _json(words: tuple[str, ...]) -> st.SearchStrategy[bytes]:
-    """JSON of a parser's own words, in any places."""
+    """JSON with a parser's own words at any place."""
     names = st.sampled_from(words) | st.text(max_size=4)
     plain = st.none() | st.booleans() | st.integers() | st.floats() | names
     values = st.recursive(
@@ -69,7 +69,7 @@ def test_a_parser_answers_or_raises_what_is_expected(name: str) -> None:
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_a_parser_takes_its_seeds(name: str) -> None:
-    """So that what is fuzzed is more than the first check."""
+    """Otherwise fuzzing would test only the first check."""
     for seed in PARSERS[name].seeds:
         if name != "certificates":
             PARSERS[name].read(seed)

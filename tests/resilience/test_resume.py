@@ -1,4 +1,4 @@
-"""A completion goes on at another service with the same tokens: what is on the wire, and what each side makes of it."""
+"""Tests that a completion continues at another service with the same tokens: the messages, and both sides' handling."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def request_for(name: str, **changes: Any) -> draft_pb2.GenerateRequest:
 
 
 def received(responses: list[draft_pb2.GenerateResponse], index: int = 0) -> tuple[str, list[int], list[float]]:
-    """Text, tokens and log-probabilities of one completion."""
+    """Return text, tokens and log-probabilities of one completion."""
     same = [response for response in responses if response.index == index]
     return (
         "".join(response.text for response in same),
@@ -75,7 +75,7 @@ def received(responses: list[draft_pb2.GenerateResponse], index: int = 0) -> tup
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_completion_resumed_at_every_message(stub: draft_pb2_grpc.DraftServiceStub, name: str) -> None:
-    """What was received before, and what the resumed request brings, join to the whole."""
+    """The earlier messages and those of the resumed request form the whole completion."""
     whole = list(stub.Generate(request_for(name), timeout=30.0))
     started = whole[0].started
     assert started.target_fingerprint
@@ -98,7 +98,7 @@ def test_a_completion_resumed_at_every_message(stub: draft_pb2_grpc.DraftService
 
 
 def test_text_that_was_held_back_comes_once(stub: draft_pb2_grpc.DraftServiceStub) -> None:
-    """The client may have less text than its tokens have: characters and stop strings that were not certain."""
+    """The client may have less text than its tokens have, because characters and stop strings were not certain."""
     whole = received(list(stub.Generate(request_for("greedy"), timeout=30.0)))
     for characters in range(len(whole[0])):
         resume = draft_pb2.Resume(token_ids=whole[1][:8], characters=characters)
@@ -122,7 +122,7 @@ def test_the_first_message_says_what_is_needed_to_resume(stub: draft_pb2_grpc.Dr
 
 
 class FailingWrites:
-    """A call of gRPC's whose writes fail, as one does that comes between a peer's end and the news of it."""
+    """A gRPC call whose writes fail, as between the peer's end of the call and the news of it."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -135,7 +135,7 @@ class FailingWrites:
 
 
 def test_a_write_that_fails_before_the_status_is_known(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call then gets a status of gRPC's own, INTERNAL, which would be a client's last word."""
+    """The call then gets gRPC's own status INTERNAL, which must not reach the client."""
     sessions: list[VerifySession] = []
     errors: list[type[ServiceError]] = []
 
@@ -185,7 +185,7 @@ def test_a_session_that_goes_on_has_the_completions_limit_and_round(services: Se
 def test_a_completion_that_was_over(
     services: Services, generated: list[int], stop: list[int], reason: tree_pb2.FinishReason
 ) -> None:
-    """Its last message was lost: the session says so, without a token and without a forward."""
+    """Its last message was lost; the session reports the end without a token and without a forward pass."""
     ids = [*PROMPT, *generated]
     commit = opened(services, prompt_ids=ids, generated=len(generated), stop_token_ids=stop).commit
     assert (list(commit.token_ids), commit.finish_reason, commit.base_length) == ([], reason, len(ids))
@@ -219,7 +219,7 @@ def test_a_trace_goes_on_with_its_rounds(services: Services, stub: draft_pb2_grp
 
 @dataclass
 class Proxied:
-    """Services, and the two ways on which the draft service reaches its verify service."""
+    """Services, and the two connections by which the draft service reaches its verify services."""
 
     services: Services
     ways: list[GrpcProxy]
@@ -227,11 +227,11 @@ class Proxied:
     loop: ProxyLoop
 
     def complete(self, name: str, **changes: Any) -> Completion:
-        """A completion of some options of the client's."""
+        """Complete a prompt with these options."""
         return self.client.generate(PROMPT, **({"max_new_tokens": 12, "ignore_eos": True} | ASKED[name] | changes))
 
     def mend(self) -> None:
-        """Let every message pass, and wait until both ways are open."""
+        """Let every message pass, and wait until both connections work."""
         for way in self.ways:
             way.hook = forward_all
             self.loop.call(way.cut)
@@ -269,12 +269,12 @@ def proxied_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxie
 
 
 def flat(top: Iterable[Iterable[tuple[int, float]]]) -> Iterator[float]:
-    """The numbers of the likeliest tokens of some places."""
+    """Return the numbers of the likeliest tokens at some positions."""
     return (number for place in top for each in place for number in each)
 
 
 def once(proxied: Proxied, is_request: bool, number: int, act: Callable[[GrpcProxy], Awaitable[None]]) -> list[float]:
-    """Have something happen to the way on which message `number` of a session comes; when it did."""
+    """Call a function when message `number` of a session arrives; return a list that then holds the time."""
     happened: list[float] = []
 
     def hook_of(way: GrpcProxy) -> Hook:
@@ -320,7 +320,7 @@ def test_a_connection_that_breaks(proxied: Proxied, name: str, is_request: bool,
 
 
 def test_a_verify_service_that_hangs(proxied: Proxied) -> None:
-    """It answers neither the tree nor a question about its health, and its connection stays open."""
+    """The service answers neither the tree nor a health check, and its connection stays open."""
     expected = proxied.complete("greedy")
 
     async def hang(way: GrpcProxy) -> None:
@@ -342,7 +342,7 @@ def test_a_verify_service_that_hangs(proxied: Proxied) -> None:
 
 
 def test_a_verify_service_that_is_slow_is_not_left(proxied: Proxied) -> None:
-    """Its answer is late, but it answers about its health."""
+    """Its response is late, but it answers health checks."""
 
     async def late(way: GrpcProxy) -> None:
         await asyncio.sleep(PATIENCE.least + 1.0)
@@ -356,7 +356,7 @@ def test_a_verify_service_that_is_slow_is_not_left(proxied: Proxied) -> None:
 
 @pytest.mark.long
 def test_no_verify_service_comes_back(proxied: Proxied) -> None:
-    """The error carries all that there was."""
+    """The error contains all committed tokens."""
     expected = proxied.complete("greedy")
 
     async def gone(way: GrpcProxy) -> None:
@@ -382,7 +382,7 @@ def test_no_verify_service_comes_back(proxied: Proxied) -> None:
     assert 5.0 <= time.monotonic() - started < 12.0
     assert caught.value.token_ids
     assert expected.token_ids[: len(caught.value.token_ids)] == caught.value.token_ids
-    assert "unix:" not in str(caught.value.details).split(": ", 1)[1]  # no address but the client's own
+    assert "unix:" not in str(caught.value.details).split(": ", 1)[1]  # no address except the client's own
     _wait_until_ready(proxied)
     assert proxied.complete("greedy").token_ids == expected.token_ids
 
@@ -397,10 +397,10 @@ def _wait_until_ready(proxied: Proxied) -> None:
 def test_the_draft_service_is_ready_while_a_verify_service_is(
     proxied: Proxied, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While none is, of the requests that are refused only the first has a line: clients try again every second."""
+    """While none is ready, only the first refused request is logged, since clients try again every second."""
     caplog.set_level(logging.INFO, "dynatree.draft.service")
     address = proxied.services.draft_address
-    _wait_until_ready(proxied)  # another test may have left it alone
+    _wait_until_ready(proxied)  # another test may have left no service ready
 
     async def for_ever(*_: object) -> None:
         await asyncio.Event().wait()
@@ -430,7 +430,7 @@ def test_the_draft_service_is_ready_while_a_verify_service_is(
 def test_a_completion_does_not_go_on_where_other_kernels_compute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The same weights give other bits there, so a token may differ. The error says so, and carries what there was."""
+    """Other kernels give other bits for equal weights, so a token may differ. The error has the tokens so far."""
     target, draft = (save_random_model(tmp_path / name, "llama", seed=1) for name in ("target", "draft"))
     ways: list[GrpcProxy] = []
     with ExitStack() as stack:
@@ -464,7 +464,7 @@ def test_a_completion_does_not_go_on_where_other_kernels_compute(
                 assert client.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == expected
 
         ways[0].hook = hook
-        with pytest.raises(ServerUnavailableError, match="another one is ready, and gives other tokens: ") as caught:
+        with pytest.raises(ServerUnavailableError, match="is ready, but gives different tokens: ") as caught:
             until_one_began_on_the_way()
         assert "x86 kernels" in caplog.text
         assert caught.value.token_ids == expected[: len(caught.value.token_ids)] != []

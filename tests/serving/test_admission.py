@@ -1,4 +1,4 @@
-"""The queue: order, turns of principals, room, refusals, and those who leave."""
+"""Tests the queue: order, turns of principals, room, refusals, and requests that leave."""
 
 import asyncio
 
@@ -58,8 +58,8 @@ def test_principals_take_turns():
         names = [("first", "a"), ("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("c1", "c"), ("b2", "b")]
         visitors = {name: Visitor(admission, name, order, principal) for name, principal in names}
         await settle()
-        assert visitors["a3"].positions[-1] == 5  # behind a1, a2, b1, b2, c1
-        assert visitors["b2"].positions[-1] == 4  # behind a1, a2, b1, c1
+        assert visitors["a3"].positions[-1] == 5  # after a1, a2, b1, b2, c1
+        assert visitors["b2"].positions[-1] == 4  # after a1, a2, b1, c1
         while len(order) < len(names):
             visitors[order[-1]].leave.set()
             await settle()
@@ -112,7 +112,7 @@ def test_what_cannot_be_served_is_refused_at_once():
             await Visitor(admission, "too large", order, slots=11).task
         visitors = [Visitor(admission, number, order) for number in range(3)]
         await settle()
-        with pytest.raises(ServiceBusyError, match="2 requests wait") as refused:
+        with pytest.raises(ServiceBusyError, match="2 requests are waiting") as refused:
             await Visitor(admission, "one more", order).task
         assert refused.value.retry_after is not None
         for visitor in visitors:
@@ -126,10 +126,10 @@ def test_what_cannot_be_served_is_refused_at_once():
 def test_a_deadline_before_the_turn_is_refused_with_the_time_to_wait():
     async def scenario():
         admission, order = Admission(sessions=1, slots=10, queue=9), []
-        admission._usual = 10.0  # a completion takes so long
+        admission._usual = 10.0  # seconds that a completion takes
         visitors = [Visitor(admission, number, order) for number in range(2)]
         await settle()
-        with pytest.raises(ServiceBusyError, match="after the deadline") as refused:
+        with pytest.raises(ServiceBusyError, match="exceeds the deadline") as refused:
             await Visitor(admission, "hurried", order, seconds=5.0).task
         assert refused.value.retry_after == pytest.approx(15.0)
         patient = Visitor(admission, "patient", order, seconds=60.0)
@@ -142,14 +142,14 @@ def test_a_deadline_before_the_turn_is_refused_with_the_time_to_wait():
 
 
 def test_who_has_no_room_in_the_kv_cache_waits_like_others():
-    """With a session free and nobody waiting: the queue's length and the deadline count all the same."""
+    """With a free session and an empty queue, the queue's length and the deadline still apply."""
 
     async def scenario():
         admission, order = Admission(sessions=9, slots=10, queue=0), []
         admission._usual = 10.0
         running = [Visitor(admission, number, order, slots=5) for number in range(2)]
         await settle()
-        with pytest.raises(ServiceBusyError, match="100% of the KV cache is in use and 0 requests wait") as refused:
+        with pytest.raises(ServiceBusyError, match=r"100% of the KV cache .* 0 requests are waiting") as refused:
             await Visitor(admission, "one more", order).task
         assert refused.value.retry_after == pytest.approx(5.0), "two at a time, whatever sessions would allow"
         for visitor in running:
@@ -159,7 +159,7 @@ def test_who_has_no_room_in_the_kv_cache_waits_like_others():
         admission._usual = 10.0
         running = [Visitor(admission, number, order, slots=5) for number in (2, 3)]
         await settle()
-        with pytest.raises(ServiceBusyError, match="after the deadline"):
+        with pytest.raises(ServiceBusyError, match="exceeds the deadline"):
             await Visitor(admission, "hurried", order, seconds=2.0).task
         for visitor in running:
             visitor.leave.set()
@@ -192,7 +192,7 @@ def test_who_waits_for_his_own_session_holds_up_nobody():
         other = Visitor(admission, "b", order, "b", seconds=5.0)
         await settle()
         assert order == [0, "b"]
-        with pytest.raises(ServiceBusyError, match="4 requests of this principal wait"):
+        with pytest.raises(ServiceBusyError, match="4 requests of this principal are waiting"):
             async with admission.queued("a", 1):
                 pass
         for each in (*kept, other):
@@ -207,7 +207,7 @@ def test_a_quota_of_waiting_requests_alone():
         admission, order = Admission(sessions=1, slots=100, queue=9, quota=Quota(queue=2)), []
         kept = [Visitor(admission, number, order, "a") for number in range(3)]
         await settle()
-        with pytest.raises(ServiceBusyError, match="2 requests of this principal wait"):
+        with pytest.raises(ServiceBusyError, match="2 requests of this principal are waiting"):
             async with admission.queued("a", 1):
                 pass
         kept.append(Visitor(admission, "b", order, "b"))
@@ -221,7 +221,7 @@ def test_a_quota_of_waiting_requests_alone():
 
 
 def test_a_full_queue_has_a_place_for_whoever_has_fewer():
-    """As in the review: five requests of one principal, and another's was refused at once."""
+    """One principal's five requests must not make the queue refuse another principal's request."""
 
     async def scenario():
         admission, order = Admission(sessions=1, slots=100, queue=4), []
@@ -235,7 +235,7 @@ def test_a_full_queue_has_a_place_for_whoever_has_fewer():
             with pytest.raises(ServiceBusyError, match="made room for a principal with fewer") as refused:
                 await each.task
             assert refused.value.retry_after is not None
-        with pytest.raises(ServiceBusyError, match="4 requests wait, the most that may"):
+        with pytest.raises(ServiceBusyError, match="4 requests are waiting, which is the limit"):
             await kept[7].task
         for each in kept:
             each.leave.set()
@@ -270,7 +270,7 @@ def test_a_deadline_counts_the_principals_that_are_ahead_and_not_all_of_their_re
     st.lists(st.one_of(st.sampled_from("aaabcd"), st.integers(0, 20)), max_size=60),
 )
 def test_nobody_with_less_than_its_share_is_refused(queue, sessions, steps):
-    """Requests come (letters) and go (numbers). A principal's share is the queue over the principals that wait."""
+    """Requests come (letters) and leave (numbers). A share is the queue's size divided by the waiting principals."""
 
     async def scenario():
         admission, order, visitors = Admission(sessions, 100, queue), [], []

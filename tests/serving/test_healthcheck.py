@@ -1,4 +1,4 @@
-"""The health check that containers run, against real servers."""
+"""Tests the health check that containers run, against real servers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_service_that_there_is_not(tmp_path: Path) -> None:
         finally:
             await server.stop(0)
 
-    assert asyncio.run(check()) == "it has no service named 'livenes'"
+    assert asyncio.run(check()) == "the server has no service named 'livenes'"
 
 
 def test_a_server_without_health_does_not_serve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +113,7 @@ def test_what_makes_no_sense_of_a_gateway(arguments: tuple[str, ...]) -> None:
 
 @contextmanager
 def _http_server(status: int, pair: Pair | None = None) -> Iterator[int]:
-    """The port of a server that answers GET /health with this status."""
+    """Run a server that answers GET /health with this status; return its port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -143,7 +143,7 @@ def _run(address: str) -> subprocess.CompletedProcess[str]:
 
 
 def _main(servicer: health.HealthServicer | None, folder: Path) -> int:
-    """The status of the check of a server with this health servicer."""
+    """Return the exit status of the check of a server with this health servicer."""
     address = f"unix:{folder}/server.sock"
     with ThreadPoolExecutor(1) as pool:
         server = grpc.server(pool)

@@ -1,4 +1,4 @@
-"""Rows are free again as soon as a stream is closed: streams opened one after the other are never refused."""
+"""Tests that a closed stream frees its slots at once, so streams opened one after another are never refused."""
 
 import pytest
 

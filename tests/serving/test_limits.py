@@ -1,4 +1,4 @@
-"""The table of limits in docs/guides/security.md against the code, both ways."""
+"""Tests the table of limits in docs/guides/security.md against the code, in both directions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dynatree.common import limits
 from tests.support.paths import ROOT
 
 GUIDE = ROOT / "docs" / "guides" / "security.md"
-# Those who are sent something by strangers. What an engine or a benchmark bounds is of its own choice.
+# The packages that receive data from strangers. Limits of the engine and of benchmarks bound their own work.
 PACKAGES = (
     ROOT / "common" / "dynatree" / "common",
     ROOT / "common" / "dynatree" / "serving",
@@ -27,7 +27,7 @@ PACKAGES = (
 )
 COMMANDS = ("draft", "verify", "gateway", "serve")
 UNITS = {"": 1, "s": 1, "h": 3600, "KiB": 2**10, "MiB": 2**20}
-NO_LIMITS = {"ALL_LAYERS"}  # of limits.py: it stands for "all"
+NO_LIMITS = {"ALL_LAYERS"}  # in limits.py, but it stands for "all"
 
 
 class Row(NamedTuple):
@@ -41,12 +41,12 @@ class Row(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The constants and options that set it."""
+        """The constants and options that set the limit."""
         return re.findall(r"`([^`]+)`", self.set_by)
 
     @property
     def figure(self) -> float | None:
-        """Its limit, in seconds or bytes where it has a unit; None: there is none."""
+        """The limit, in seconds or bytes if it has a unit; None means no limit."""
         if self.limit == "none":
             return None
         number, _, unit = self.limit.partition(" ")
@@ -60,7 +60,7 @@ def table() -> list[Row]:
 
 
 def constants() -> dict[str, set[float]]:
-    """The values of every number that is named in capitals, by its name: modules may share one."""
+    """Return the values of every number named in capitals, by name, since modules may share a name."""
     found: dict[str, set[float]] = {}
     for package in PACKAGES:
         for path in package.rglob("*.py"):
@@ -84,7 +84,7 @@ def _module(path: Path, package: Path) -> str:
 
 
 def options() -> dict[str, tuple[set[Any], str]]:
-    """The defaults of every option of the commands that serve, and what stands for its value."""
+    """Return the default of every option of the services, and its metavar."""
     found: dict[str, tuple[set[Any], str]] = {}
     for command in COMMANDS:
         parser = argparse.ArgumentParser()
@@ -112,7 +112,7 @@ def test_a_row_has_the_figure_of_the_code(row: Row) -> None:
 
 
 def is_limit(name: str, metavar: str = "") -> bool:
-    """Whether what is called so limits what somebody else sends, holds or waits for."""
+    """Whether a name is that of a limit on data, connections or time of others."""
     if name.startswith("--"):
         bounds = re.match(r"--(max-|principal-|queue$|kv-tokens$)", name)
         return metavar == "SECONDS" or bounds is not None

@@ -1,4 +1,4 @@
-"""What Prometheus gets, and what a line of the log holds."""
+"""Tests the metrics for Prometheus, and the contents of log lines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def services_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servi
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float:
-    """A figure of a registry; 0 where there is none."""
+    """Return a value of a registry; 0 if it does not exist."""
     return registry.get_sample_value(f"dynatree_{name}", labels) or 0.0
 
 
@@ -90,7 +90,7 @@ def test_the_endpoint() -> None:
 
 
 def test_silent_connections_hold_up_no_scrape_and_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over TLS, with a certificate that is replaced."""
+    """The endpoint uses TLS with a certificate that is replaced."""
     monkeypatch.setattr(files, "LOOK_SECONDS", 0.0)
     authority = Authority(tmp_path)
     pair = authority.pair("server")
@@ -114,7 +114,7 @@ def test_silent_connections_hold_up_no_scrape_and_no_end(tmp_path: Path, monkeyp
 def scraped_fixture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[tuple[str, int, ssl.SSLContext | None]]:
-    """The scheme and port of an endpoint with 3 places, and whom its certificate is by, if it has one."""
+    """The scheme and port of an endpoint with three connections, and the authority of its certificate."""
     monkeypatch.setattr(metrics, "MAX_SCRAPES", 3)
     monkeypatch.setattr(metrics, "SCRAPE_SECONDS", request.param[1])
     with socket.create_server(("localhost", 0)) as free:
@@ -141,7 +141,7 @@ def test_a_scrape_that_takes_too_long_is_closed_whatever_it_says(scraped: tuple[
             dripping = stack.enter_context(trusted.wrap_socket(dripping, server_hostname="localhost"))
         dripping.settimeout(0.05)
         ended = False
-        while not ended:  # byte by byte, a line that never ends
+        while not ended:  # a line that never ends, byte by byte
             try:
                 dripping.sendall(b"x")
                 ended = not dripping.recv(1)
@@ -153,7 +153,7 @@ def test_a_scrape_that_takes_too_long_is_closed_whatever_it_says(scraped: tuple[
 
 @pytest.mark.parametrize("scraped", [("http", 60.0), ("https", 60.0)], indirect=True, ids=["http", "https"])
 def test_silent_scrapes_take_no_more_threads_than_there_are_places(scraped: tuple[str, int, ssl.SSLContext]) -> None:
-    """Those that have waited longest are closed, and a scrape is answered."""
+    """The connections that have waited longest are closed, and a scrape is answered."""
     scheme, port, trusted = scraped
     before = threading.active_count()
     with ExitStack() as stack:

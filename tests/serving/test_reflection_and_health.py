@@ -1,4 +1,4 @@
-"""What tools that know only the standard services see: reflection and health on both services."""
+"""Tests reflection and health of both services, as standard tools use them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 STANDARD = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
-# Service -> its methods as (request, response, does the request stream, does the response stream).
+# Service -> its methods as (request, response, whether the request is a stream, whether the response is a stream).
 METHODS = {
     "dynatree.v1.DraftService": {
         "Generate": ("GenerateRequest", "GenerateResponse", False, True),

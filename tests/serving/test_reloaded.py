@@ -1,4 +1,4 @@
-"""Files that are replaced while a service runs."""
+"""Tests files that are replaced while a service runs."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def test_what_makes_no_sense_is_said_once_and_the_last_that_did_stays(
     path.write_text("22")
     assert [number.value, number.value] == [22, 22]
     assert said() == ["INFO"]
-    path.write_text("none")  # the same mistake as before, made anew
+    path.write_text("none")  # the same mistake again
     assert [number.value, number.value] == [22, 22]
     assert said() == ["ERROR"]

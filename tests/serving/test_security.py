@@ -1,4 +1,4 @@
-"""Who may call, and over what; each test is a line of the table in docs/guides/security.md."""
+"""Tests who may call, and over which connections; each test is a line of the table in docs/guides/security.md."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ ALICE, BOB, DRAFT = "alice-0123456789abcdef", "bob-0123456789abcdef", "draft-012
 
 @dataclass
 class Secured:
-    """Services with TLS between all, client certificates between draft and verify, and tokens on both."""
+    """Services with TLS on all connections, client certificates between draft and verify, and tokens on both."""
 
     services: Services
     authority: Authority
     folder: Path
 
     def client(self, **settings: Any) -> Client:
-        """A client that shows Alice's token over TLS, unless the settings say otherwise."""
+        """Return a client that sends Alice's token over TLS, unless the settings differ."""
         known: dict[str, Any] = {"ca": self.authority.file, "token": ALICE, "connect_timeout": 2.0, "resume": False}
         return Client(self.services.draft_address, **(known | settings))
 
@@ -83,7 +83,7 @@ def secured_fixture(models: tuple[Path, Path], tmp_path_factory: pytest.TempPath
 
 
 def refused_session(secured: Secured, credentials: grpc.ChannelCredentials | None, token: str | None) -> grpc.RpcError:
-    """The error of a session that is opened at the verify service."""
+    """Return the error of opening a session at the verify service."""
     address = secured.services.verify_address
     channel = grpc.secure_channel(address, credentials) if credentials else grpc.insecure_channel(address)
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
@@ -199,7 +199,7 @@ def test_tokens_are_replaced_under_load(secured: Secured, monkeypatch: pytest.Mo
             os.replace(replacement, tokens)
             time.sleep(0.1)
 
-        replace(f"nobody\n{before}carol:{carol}\n")  # the first line makes no sense
+        replace(f"nobody\n{before}carol:{carol}\n")  # the first line is invalid
         with secured.client(token=carol) as other:
             assert other.generate("Once", max_new_tokens=4).token_ids
         replace(before)
@@ -209,7 +209,7 @@ def test_tokens_are_replaced_under_load(secured: Secured, monkeypatch: pytest.Mo
 
 
 def test_a_certificate_is_replaced_under_load(secured: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New connections see the new one, and old ones go on."""
+    """New connections get the new certificate, and old connections continue."""
     monkeypatch.setattr(files, "LOOK_SECONDS", 0.05)
     with secured.client() as client, ThreadPoolExecutor(1) as pool:
         running = pool.submit(lambda: [client.generate("Once", max_new_tokens=8) for _ in range(30)])
@@ -223,7 +223,7 @@ def test_a_certificate_is_replaced_under_load(secured: Secured, monkeypatch: pyt
 
 
 def test_grpc_gets_no_certificate_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It frees what it is given: with the same one for two connections a service crashed."""
+    """A configuration is freed by gRPC; giving the same one to two connections crashed a service."""
     monkeypatch.setattr(files, "LOOK_SECONDS", 0.0)
     authority = Authority(tmp_path)
     pair = authority.pair("server")
@@ -253,7 +253,7 @@ def _served_certificate(secured: Secured) -> str:
 def test_the_draft_service_connects_anew_with_a_new_certificate(
     secured: Secured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sessions that are open keep the old connection; nothing fails meanwhile."""
+    """Open sessions keep the old connection, and nothing fails meanwhile."""
     monkeypatch.setattr(files, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(replicas, "RESOLVE_SECONDS", 0.2)
     secured.authority.pair("draft")  # into the same files
@@ -264,7 +264,7 @@ def test_the_draft_service_connects_anew_with_a_new_certificate(
 
 
 def test_a_principal_has_its_own_prefixes_only(secured: Secured) -> None:
-    """Another principal's token does not open what the first left in the caches."""
+    """Another principal's token does not give access to cached prefixes of the first principal."""
     prompt = list(range(5, 60))
     with secured.client() as alice, secured.client(token=BOB) as bob:
         assert alice.generate(prompt, max_new_tokens=2).stats.cached_tokens == 0
@@ -281,9 +281,9 @@ def test_quotas_of_sessions(models: tuple[Path, Path], tmp_path: Path) -> None:
         Client(services.draft_address, principal="greedy", resume=False) as greedy,
     ):
         streams = [greedy.stream("Once", max_new_tokens=100, ignore_eos=True) for _ in range(2)]
-        next(streams[0])  # has the principal's one session; the second waits
+        next(streams[0])  # has the principal's only session; the second waits
         time.sleep(0.05)
-        with pytest.raises(ServerBusyError, match="1 requests of this principal wait"):
+        with pytest.raises(ServerBusyError, match="1 requests of this principal are waiting"):
             greedy.generate("Once", max_new_tokens=4)
         with Client(services.draft_address, principal="other") as other:
             assert other.generate("Once", max_new_tokens=4).token_ids
@@ -293,7 +293,7 @@ def test_quotas_of_sessions(models: tuple[Path, Path], tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", name="with_quota")
 def with_quota_fixture(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    """A token a second: whoever has used what there is has nothing for as long as a test takes."""
+    """The quota refills by one token per second, so an exhausted one stays exhausted for the test."""
     with running_services(tmp_path_factory.mktemp("q"), *models, quota=Quota(tokens=60)) as services:
         yield services
 
@@ -303,11 +303,11 @@ def quota_client(services: Services, principal: str) -> Client:
 
 
 def is_exhausted(client: Client, tokens: int = 50) -> bool:
-    """Whether a request of so many tokens is refused for the quota."""
+    """Whether the quota refuses a request of `tokens` tokens."""
     try:
         client.generate([5], max_new_tokens=tokens - 1)
     except ServerBusyError as error:
-        return "60 tokens a minute" in error.details and error.retry_after is not None
+        return "60 tokens per minute" in error.details and error.retry_after is not None
     return False
 
 
@@ -318,7 +318,7 @@ def test_a_quota_of_tokens(with_quota: Services, monkeypatch: pytest.MonkeyPatch
         assert is_exhausted(greedy, 5)
         assert other.generate("Once", max_new_tokens=4).token_ids
         monkeypatch.delattr(PromptEncoder, "text")
-        with pytest.raises(ServerBusyError):  # before its text is made tokens of
+        with pytest.raises(ServerBusyError):  # before its text is tokenized
             greedy.generate("Once", max_new_tokens=5)
 
 
@@ -351,7 +351,7 @@ def test_a_quota_counts_the_tokens_that_a_request_goes_on_from(with_quota: Servi
 def test_a_quota_counts_every_completion(with_quota: Services) -> None:
     with quota_client(with_quota, "several") as client:
         assert len(client.generate([7], max_new_tokens=24, n=2, ignore_eos=True).alternatives) == 1
-        with pytest.raises(ServerBusyError, match="needs 30 tokens"):
+        with pytest.raises(ServerBusyError, match="needs at least 30 tokens"):
             client.generate([7], max_new_tokens=9, n=3)
 
 
@@ -379,7 +379,7 @@ def test_a_quota_counts_a_prompt_whose_prefill_is_cancelled(
 
 
 def test_a_quota_gives_back_what_was_not_used(with_quota: Services) -> None:
-    """Short answers under a long limit, one after the other, none of which would fit had the last kept its limit."""
+    """Short answers with a high limit follow one another; none would fit if the previous one kept its limit charged."""
     with quota_client(with_quota, "asking") as asking, quota_client(with_quota, "short") as client:
         third = asking.generate([7], max_new_tokens=3, ignore_eos=True).token_ids[-1]
         for _ in range(3):
@@ -391,13 +391,13 @@ def test_a_quota_gives_back_what_was_not_used(with_quota: Services) -> None:
 
 
 def test_a_quota_leaves_room_for_requests_that_name_no_length(with_quota: Services) -> None:
-    """Their limit is the context, which is longer than the quota."""
+    """Their limit is the context, which exceeds the quota."""
     with quota_client(with_quota, "asking for open") as asking, quota_client(with_quota, "open") as client:
         third = asking.generate([7], max_new_tokens=3, ignore_eos=True).token_ids[-1]
         for _ in range(5):
             assert len(client.generate([7], stop_token_ids=[third]).token_ids) <= 3
-        with pytest.raises(ServerBusyError, match="needs 60 tokens"):
-            client.generate([7] * 30, n=2)  # their prompts alone
+        with pytest.raises(ServerBusyError, match="needs at least 60 tokens"):
+            client.generate([7] * 30, n=2)  # only their prompts are charged
 
 
 def test_a_full_queue_is_told_apart_from_a_quota(models: tuple[Path, Path], tmp_path: Path) -> None:
@@ -460,7 +460,7 @@ def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
     pair = Authority(tmp_path).pair("server")
     with pytest.raises(StartupError, match="both --tls-cert and --tls-key"):
         SecuritySettings(certificate=pair.certificate)
-    with pytest.raises(StartupError, match="--client-ca needs TLS"):
+    with pytest.raises(StartupError, match="--client-ca requires TLS"):
         SecuritySettings(client_ca=pair.certificate)
     with pytest.raises(StartupError, match="both --verify-cert and --verify-key"):
         ChannelSettings(ca=pair.certificate, key=pair.key)
@@ -471,13 +471,13 @@ def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
 
 
 def test_certificates_that_make_no_sense(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Said at the start; what was read before stays in force where they come later."""
+    """Invalid files are an error at start; later, the previous contents stay in force."""
     authority = Authority(tmp_path)
     good, other = authority.pair("good"), authority.pair("other")
     for certificate, key in ((good.certificate, other.key), (good.key, good.key), (good.certificate, good.certificate)):
-        with pytest.raises(StartupError, match=r"TLS cannot be used.*no certificate with its unencrypted key"):
+        with pytest.raises(StartupError, match=r"TLS cannot be used.*not a certificate and its unencrypted key"):
             SecuritySettings(certificate, key).server_credentials()
-        with pytest.raises(StartupError, match="no certificate with its unencrypted key"):
+        with pytest.raises(StartupError, match="not a certificate and its unencrypted key"):
             Connector(ChannelSettings(authority.file, certificate, key))
     with pytest.raises(StartupError, match="key has no certificates"):
         Connector(ChannelSettings(good.key))
@@ -489,14 +489,14 @@ def test_certificates_that_make_no_sense(tmp_path: Path, caplog: pytest.LogCaptu
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "LOOK_SECONDS", 0.0)
         assert connector.generation == before
-    assert "what was read before stays in force" in caplog.text
+    assert "the previous contents stay in force" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "found none"),
-        ("# alice\n", "found none"),
+        ("", "it has no lines principal:token"),
+        ("# alice\n", "it has no lines principal:token"),
         ("alice", "line 1"),
         (":0123456789abcdef", "line 1"),
         ("a:b", "16"),
@@ -534,7 +534,7 @@ def test_a_client_shows_no_token_in_plain_text_to_another_machine() -> None:
     Client("localhost:50051", token=ALICE).close()
     with pytest.raises(ValueError, match="printable ASCII"):
         Client("localhost:50051", token="two words")
-    with pytest.raises(ValueError, match="go together"):
+    with pytest.raises(ValueError, match="given together"):
         Client("localhost:50051", cert="x")
 
 
@@ -559,11 +559,11 @@ def test_headers_that_are_too_large(models: tuple[Path, Path], tmp_path: Path) -
         with pytest.raises(grpc.RpcError) as caught:
             stub.GetModelInfo(request, metadata=(("large", "x" * 2 * MAX_METADATA_BYTES),), timeout=5.0)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        stub.GetModelInfo(request, metadata=(("small", "x" * 1000),), timeout=5.0)  # the connection goes on
+        stub.GetModelInfo(request, metadata=(("small", "x" * 1000),), timeout=5.0)  # the connection stays open
 
 
 def test_a_resume_of_what_never_was(models: tuple[Path, Path], tmp_path: Path) -> None:
-    """A client may claim any tokens: it gets what the target says behind them, as with a prompt of its own."""
+    """A client may claim any tokens; it gets the target's continuation, as for a prompt."""
     with running_services(tmp_path, *models) as services, grpc.insecure_channel(services.draft_address) as channel:
         stub = draft_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
 
@@ -577,9 +577,9 @@ def test_a_resume_of_what_never_was(models: tuple[Path, Path], tmp_path: Path) -
             return grpc.StatusCode.OK
 
         assert code(token_ids=[5, 6]) is grpc.StatusCode.OK
-        assert code(token_ids=[5, 6, 7, 8]) is grpc.StatusCode.OK  # nothing is left to do
+        assert code(token_ids=[5, 6, 7, 8]) is grpc.StatusCode.OK  # nothing remains to generate
         assert code(index=1) is grpc.StatusCode.INVALID_ARGUMENT
         assert code(token_ids=[10**6]) is grpc.StatusCode.INVALID_ARGUMENT
-        assert code(token_ids=[5] * 5) is grpc.StatusCode.OUT_OF_RANGE  # more than are to be made
+        assert code(token_ids=[5] * 5) is grpc.StatusCode.OUT_OF_RANGE  # more than the request generates
         assert code(round=2**64 - 1) is grpc.StatusCode.OUT_OF_RANGE
         assert code(target_fingerprint="another") is grpc.StatusCode.FAILED_PRECONDITION

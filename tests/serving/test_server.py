@@ -1,4 +1,4 @@
-"""The server that both services are built on, with handlers that only write, over a real socket."""
+"""Tests the server on which both services are built, with handlers that only write, over a real socket."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from dynatree.serving.service_process import run_service
 from tests.support.refusals import said
 
 METHOD = "/dynatree.v1.Example/Write"
-MESSAGE = bytes(32_000_000)  # more than goes out before the client reads
+MESSAGE = bytes(32_000_000)  # more than is sent before the client reads
 KINDS = pytest.mark.parametrize("kind", ["unary-stream", "stream-stream"])
 
 
@@ -48,9 +48,9 @@ def start_call(channel, kind):
 
 
 async def stop_in_the_midst_of_a_message(address, kind, read_on):
-    """The status of a call that is ended while its first message is on its way, and the times that gRPC was given.
+    """Return the status of a call that is ended during its first message, and the timeouts given to gRPC.
 
-    The client reads on while the server stops, or once it has stopped.
+    The client continues to read while the server stops, or after it has stopped.
     """
     server, graces = Server(["dynatree.v1.Example"]), []
     grpc_stop = server.grpc_server.stop
@@ -80,7 +80,7 @@ async def stop_in_the_midst_of_a_message(address, kind, read_on):
 
 @KINDS
 def test_a_call_that_is_ended_while_a_message_is_on_its_way_is_told_why(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("dynatree.serving.server.LAST_WORDS_SECONDS", 60)  # however busy this machine is
+    monkeypatch.setattr("dynatree.serving.server.LAST_WORDS_SECONDS", 60)  # long enough on a busy machine
     status, _ = asyncio.run(stop_in_the_midst_of_a_message(f"unix:{tmp_path}/socket", kind, read_on=True))
     assert status == (grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
 
@@ -106,7 +106,7 @@ def test_a_call_that_a_stop_cancels_is_no_error_in_the_log(caplog):
 
 
 class AcceleratorError(RuntimeError):
-    """As torch raises it when a kernel has left the device unusable."""
+    """The error that torch raises when a kernel has made the device unusable."""
 
 
 @pytest.mark.parametrize(
@@ -115,13 +115,13 @@ class AcceleratorError(RuntimeError):
         (AcceleratorError("CUDA error: device-side assert triggered"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
         (RankError("the ranks of the model are no longer in step"), True),
-        (DeviceFailedError("5 choices in a row had numbers that are not finite"), True),
+        (DeviceFailedError("5 choices in a row had logits that are not finite"), True),
         (ValueError("of another kind"), False),
         (MemoryError(), False),
     ],
 )
 def test_a_device_that_has_failed_ends_the_service(tmp_path, error, poisons):
-    """A supervisor starts it anew; until then nobody is served wrongly."""
+    """A supervisor restarts it; until then it serves nobody, rather than wrongly."""
 
     async def fail(request, context):
         raise RuntimeError("the forward failed") from error
@@ -160,7 +160,7 @@ def test_a_signal_that_comes_as_soon_as_the_service_is_ready_stops_it_in_order(t
     assert signal.getsignal(number) is before
 
 
-# A module that stands in for torch: it tells that it is imported, and takes its time.
+# A stand-in for torch that reports its import, and takes time.
 SLOW_TORCH = "import time; print('importing', flush=True); time.sleep(60)"
 
 
@@ -181,5 +181,5 @@ def test_a_signal_while_torch_is_imported_ends_the_process_at_once(tmp_path, num
 
 
 def heed():
-    """A shell's background job ignores interrupts, and so would its children."""
+    """Undo that background jobs of a shell, and their children, ignore interrupts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

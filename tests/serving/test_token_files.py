@@ -1,4 +1,4 @@
-"""Who is admitted is who stands in the good lines of the token file, whatever becomes of it."""
+"""Tests that exactly the principals in valid lines of the token file are admitted, whatever happens to it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BAD = (
 
 
 class Line(NamedTuple):
-    """A line of a token file; without a principal it names nobody."""
+    """A line of a token file; without a principal it is invalid."""
 
     text: bytes
     principal: str = ""
@@ -56,7 +56,7 @@ good = st.builds(
     st.sampled_from(TOKENS),
 )
 lines = st.lists(st.one_of(good, st.sampled_from([Line(text) for text in (*SILENT, *BAD)])), max_size=8)
-states = st.lists(st.none() | lines, min_size=1, max_size=6)  # None: the file is gone
+states = st.lists(st.none() | lines, min_size=1, max_size=6)  # None: the file does not exist
 
 
 @pytest.fixture(name="always", scope="module", autouse=True)
@@ -67,7 +67,7 @@ def always_fixture() -> Iterator[None]:
 
 
 def admitted(state: list[Line] | None) -> dict[str, str]:
-    """The owner of each token: the first whom a line gives it."""
+    """Return the owner of each token, the first principal with a line for it."""
     owners: dict[str, str] = {}
     for line in state or ():
         if line.principal:
@@ -88,7 +88,7 @@ def test_after_every_edit_those_are_admitted_who_stand_in_the_file(edits: list[l
             else:
                 replacement = file.with_suffix(".new")
                 replacement.write_bytes(end.join(line.text for line in state))
-                os.utime(replacement, ns=(0, next(times)))  # the clock of files ticks every few milliseconds
+                os.utime(replacement, ns=(0, next(times)))  # the clock of file times ticks every few milliseconds
                 os.replace(replacement, file)
             shown = {token: tokens.principal(f"Bearer {token}") for token in (*TOKENS, "start-0123456789abcdef")}
             assert {token: owner for token, owner in shown.items() if owner is not None} == admitted(state)
@@ -98,12 +98,12 @@ def test_after_every_edit_those_are_admitted_who_stand_in_the_file(edits: list[l
     ("text", "said"),
     [
         (None, "tokens admits nobody: No such file"),
-        (b"", "tokens admits nobody: expected lines principal:token"),
-        (b"alice\nbob:0123456789abcdef\n", "tokens has lines that are left out: line 1 is not principal:token"),
-        (b"a:0123456789abcdef\nb:0123456789abcdef\n", "left out: line 2 has the token of another principal"),
+        (b"", "tokens admits nobody: it has no lines principal:token"),
+        (b"alice\nbob:0123456789abcdef\n", "tokens has lines that are ignored: line 1 is not principal:token"),
+        (b"a:0123456789abcdef\nb:0123456789abcdef\n", "ignored: line 2 has the token of another principal"),
         (
             b"alice\n" * 1000 + b"bob:0123456789abcdef\n",
-            "line 5 is not principal:token with a token of 16 characters or more; ...",
+            "line 5 is not principal:token with a token of at least 16 characters; ...",
         ),
     ],
     ids=["gone", "empty", "a bad line", "one token twice", "many"],
@@ -144,13 +144,13 @@ def test_a_secret_that_every_user_may_read_is_warned_of(
     file.write_bytes(b"start:start-0123456789abcdef\n")
     file.chmod(mode)
     TokenFile(file)
-    assert ("every user of this machine may read it" in caplog.text) is warned
+    assert ("every user of this machine can read it" in caplog.text) is warned
 
 
 def test_a_file_that_is_being_written_locks_nobody_out_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that admits nobody is looked at again at once, and not after `LOOK_SECONDS`."""
+    """A file without valid lines is read again at once, and not after `LOOK_SECONDS`."""
     file = tmp_path / "tokens"
     file.write_bytes(b"start:start-0123456789abcdef\n")
     tokens = TokenFile(file)

@@ -1,4 +1,4 @@
-"""Quotas of tokens: what is charged at entry, what is used, and what comes back, however requests come and end."""
+"""Tests token quotas: the charge at entry, the use, and the refund, however requests come and end."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from dynatree.common.errors import QuotaError
 from dynatree.serving.admission import Admission, Quota, Turn
 from dynatree.serving.token_quota import LEAST_KEPT, Allowance, TokenNeed, TokenQuota
 
-QUOTA = 120  # a minute: two a second
+QUOTA = 120  # per minute; two per second
 CONTEXT = 150
 ENDS = {"end": None, "cancel": asyncio.CancelledError, "error": RuntimeError}
 
 entries = st.tuples(
     st.just("enter"),
     st.sampled_from("ab"),
-    st.integers(1, 70),  # the prompt
-    st.integers(0, 40),  # tokens that it goes on from
-    st.one_of(st.none(), st.integers(1, 120)),  # new tokens; None: left open
+    st.integers(1, 70),  # tokens of the prompt
+    st.integers(0, 40),  # tokens of a resumed completion
+    st.one_of(st.none(), st.integers(1, 120)),  # new tokens; None means open-ended
     st.integers(1, 3),  # completions
 )
 moves = st.tuples(st.sampled_from(["prefill", "tokens", *ENDS]), st.integers(0, 5), st.integers(1, 60))
@@ -33,7 +33,7 @@ waits = st.tuples(st.just("wait"), st.integers(0, 40))
 
 @dataclass
 class Bucket:
-    """The rule: a minute's tokens at most, filled at the quota's rate, less what was used."""
+    """The rule: at most a minute's tokens, refilled at the quota's rate, less the used tokens."""
 
     tokens: float = QUOTA
 
@@ -46,7 +46,7 @@ class Request:
     """An open request, as the draft service runs it."""
 
     principal: str
-    begun: int  # tokens of a completion's prompt, and that it goes on from
+    begun: int  # tokens of a completion's prompt and of its resumed part
     most: int
     turn: Turn
     stack: AsyncExitStack
@@ -54,7 +54,7 @@ class Request:
     overdrawn: int = 0
 
     def use(self, tokens: int) -> int:
-        """Use as many of these as it may."""
+        """Use as many of these tokens as the request may."""
         tokens = min(tokens, self.most - self.used) if self.turn.admitted else 0
         self.overdrawn += max(0, tokens - self.turn.charge.held)
         self.turn.charge.use(tokens)
@@ -65,9 +65,9 @@ class Request:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.one_of(entries, moves, moves, waits), max_size=50))
 def test_what_is_used_keeps_to_the_quota_however_requests_come_and_end(steps: list[tuple]) -> None:
-    """Against a bucket that knows only what was used: what is left and what is held are together what that has.
+    """The tokens left plus the tokens held equal a bucket that counts only used tokens.
 
-    So nothing that was begun is given back, whatever ended its request, and nothing is lost that was not.
+    So a request's used tokens are never refunded, however it ends, and no unused token is lost.
     """
 
     async def scenario() -> None:
@@ -75,7 +75,7 @@ def test_what_is_used_keeps_to_the_quota_however_requests_come_and_end(steps: li
         admission = Admission(4, 10**6, 100, Quota(tokens=QUOTA), clock=lambda: now[0])
         buckets: defaultdict[str, Bucket] = defaultdict(Bucket)
         requests: list[Request] = []
-        uses: list[tuple[float, str, int]] = []  # but for those beyond what was held
+        uses: list[tuple[float, str, int]] = []  # except those beyond the held tokens
         for step in steps:
             match step:
                 case ("wait", seconds):
@@ -139,7 +139,7 @@ def test_the_refusals_say_what_is_needed_and_when_to_come_again() -> None:
     now = [0.0]
     allowance = allowance_at(now)
     first = allowance.charge(TokenNeed(20, 100))
-    with pytest.raises(QuotaError, match=r"needs 50 tokens or more; .* minute 20 are left, and 100 are held") as no:
+    with pytest.raises(QuotaError, match=r"at least 50 tokens, .* minute 20 are left, and 100 are reserved") as no:
         allowance.charge(TokenNeed(10, 50))
     assert no.value.retry_after == 1.0, "soon, since the first may give back enough"
     first.use(100)
@@ -152,14 +152,14 @@ def test_the_refusals_say_what_is_needed_and_when_to_come_again() -> None:
 
 
 def test_one_that_leaves_its_length_open_needs_its_prompt_alone() -> None:
-    """With a context that is longer than the quota, requests that name no number of tokens are served in turn."""
+    """With a context longer than the quota, open-ended requests are served in turn."""
     now = [0.0]
     allowance = allowance_at(now)
     for _ in range(5):
         charge = allowance.charge(TokenNeed(10, 4096, open_ended=True))
         charge.use(20)
         now[0] += 10.0
-        with pytest.raises(QuotaError, match="another that is open may already use all"):
+        with pytest.raises(QuotaError, match="another open request may already use all"):
             allowance.charge(TokenNeed(5, 4096, open_ended=True))
         charge.end()
     charge = allowance.charge(TokenNeed(10, 4096, open_ended=True))
@@ -197,6 +197,6 @@ def test_principals_who_have_all_of_theirs_are_forgotten_and_no_others() -> None
     now[0] += 60.0
     for number in range(10 * LEAST_KEPT):
         quota.charge(f"p{number}", TokenNeed(1, 1)).end()
-    kept.use(50)  # beyond what it held, of what came back since
+    kept.use(50)  # beyond its held tokens, from the tokens refilled since
     assert quota._allowances.keys() >= {"open"}
     assert quota._allowances["open"].left == QUOTA - 50

@@ -1,4 +1,4 @@
-"""One trace a request, from the client through both services."""
+"""Tests that each request has one trace, from the client through both services."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def services_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servi
     draft = save_random_model(folder / "draft", "gpt_neox", seed=2)
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(EXPORTER))
-    trace.set_tracer_provider(provider)  # the client's, as a program would
+    trace.set_tracer_provider(provider)  # set by the client, as a program would
     tracing = traces_to(SimpleSpanProcessor(EXPORTER), "dynatree-test")
     with running_services(folder, target, draft, tracing=tracing) as services:
         yield services
 
 
 def spans_of(services: Services, **options: Any) -> list[ReadableSpan]:
-    """The spans of one request."""
+    """Return the spans of one request."""
     EXPORTER.clear()
     with Client(services.draft_address) as client, suppress(DynaTreeError):
         client.generate(list(range(9, 20)), ignore_eos=True, **options)

@@ -1,4 +1,4 @@
-"""What the server bounds before a handler has a message: connections, calls without one, calls of anybody."""
+"""Tests limits of the server before a handler has a message: connections, calls without messages, calls of anybody."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 TOKEN = "0123456789abcdef"
 
 
-# Each kind of handler, which answers with who calls.
+# Each kind of handler; they answer with the caller's name.
 
 
 async def unary(request: bytes, context: Any) -> bytes:
@@ -64,7 +64,7 @@ KINDS = tuple(HANDLERS)
 
 @asynccontextmanager
 async def serving(security: SecuritySettings = LOCAL, address: str = "localhost:0") -> AsyncIterator[str]:
-    """The address of a server with such handlers."""
+    """Run a server with such handlers; return its address."""
     running = Server(["dynatree.v1.Example"], security=security)
     running.grpc_server.add_registered_method_handlers("dynatree.v1.Example", HANDLERS)
     await running.start(address)
@@ -79,7 +79,7 @@ async def ended(call: Any) -> tuple[grpc.StatusCode, str]:
 
 
 def with_options(monkeypatch: pytest.MonkeyPatch, **changed: int) -> None:
-    """Servers get these options instead of ours, which must be there."""
+    """Replace these server options, which must exist."""
     ours = dict(server_options())
     names = {f"grpc.{name}" for name in changed}
     assert names <= set(ours)
@@ -88,7 +88,7 @@ def with_options(monkeypatch: pytest.MonkeyPatch, **changed: int) -> None:
 
 
 async def closed(connection: socket.socket) -> bool:
-    """Whether the peer closes the connection; waits for it."""
+    """Wait until the peer closes the connection; return whether it does."""
     connection.settimeout(30)
 
     def read() -> bool:
@@ -124,7 +124,7 @@ def test_a_call_whose_first_message_does_not_come_is_ended(monkeypatch: pytest.M
 
     code, details = asyncio.run(run())
     assert code is grpc.StatusCode.ABORTED
-    assert "no request came within 0.05 s" in details
+    assert "no request arrived within 0.05 s" in details
 
 
 @pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Check", METHOD.format("Unary"), METHOD.format("Stream")])
@@ -150,7 +150,7 @@ def test_who_calls_is_asked_before_the_message_comes(tmp_path: Path) -> None:
 
 
 class Silent:
-    """The context of a call whose message comes when it is told to."""
+    """The context of a call whose message arrives on demand."""
 
     def __init__(self) -> None:
         self.said = asyncio.Event()
@@ -163,7 +163,7 @@ class Silent:
 @settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 6))
 def test_one_call_too_many_ends_the_one_that_has_waited_longest(speaks: list[bool], most: int) -> None:
-    """Who speaks at once is served, however many are silent."""
+    """A caller that sends its message at once is served, however many are silent."""
 
     async def run() -> None:
         openings, waiting = Openings(60.0, most), []
@@ -200,13 +200,13 @@ def test_a_message_that_comes_too_late() -> None:
 
 
 def test_a_connection_has_so_many_calls_of_health() -> None:
-    """Those of another connection are served, and those of ours."""
+    """Calls on another connection, and calls of other methods, are served."""
 
     async def run() -> tuple[list[int], grpc.StatusCode]:
         async with serving() as address:
             request = health_pb2.HealthCheckRequest()
             async with grpc.aio.insecure_channel(address) as one, grpc.aio.insecure_channel(address) as other:
-                # channels of the same options share a connection
+                # channels with equal options share a connection
                 watch = health_pb2_grpc.HealthStub(one).Watch
                 watching = [watch(request) for _ in range(MAX_STANDARD_CALLS)]
                 states = [(await call.read()).status for call in watching]
@@ -267,14 +267,14 @@ def test_one_connection_too_many_is_closed_at_once(monkeypatch: pytest.MonkeyPat
     with_options(monkeypatch, max_allowed_incoming_connections=2)
 
     async def run() -> bytes:
-        # at one address: `localhost` may be two, each with as many
+        # one address, since `localhost` may be two, each with this many connections
         async with serving(address="127.0.0.1:0") as address, grpc.aio.insecure_channel(address) as channel:
             unary = channel.unary_unary(METHOD.format("Unary"))
             await unary(b"x")
             with connected(address):
                 with connected(address) as refused:
                     assert await closed(refused)
-                return await unary(b"x")  # who is there goes on
+                return await unary(b"x")  # open connections continue
 
     assert asyncio.run(run()) == b"None"
 
@@ -285,7 +285,7 @@ def test_connections_leave_files_to_the_service(monkeypatch: pytest.MonkeyPatch,
     assert dict(server_options())["grpc.max_allowed_incoming_connections"] == most
 
 
-# What is refused before a handler sees it, without a traceback in the log
+# Requests refused before a handler sees them, without a traceback in the log
 
 
 def message(data: bytes, compressed: bool = False) -> bytes:
@@ -348,7 +348,7 @@ def test_what_strangers_send_leaves_no_traceback_and_the_server_goes_on(
         root.handlers[:], grpcs.filters[:] = before, filters
     told = capfd.readouterr().err
     assert "Traceback" not in told
-    assert len(told.splitlines()) <= 3, told  # the server's stop
+    assert len(told.splitlines()) <= 3, told  # including lines of the server's stop
 
 
 def test_calls_to_unknown_methods_are_unimplemented_however_many() -> None:
@@ -400,7 +400,7 @@ def test_a_certificate_whose_name_no_line_of_a_log_can_hold_is_refused(tmp_path:
 
 
 async def principal_of(folder: Path, name: str, made: dict[str, Any]) -> str | None:
-    """Whom a server that demands certificates takes its caller for; None: for nobody."""
+    """Return the principal that a server with client certificates assigns to its caller; None if it refuses."""
     authority = Authority(folder)
     served, shown = authority.pair("server"), authority.pair(name, **made)
     security = SecuritySettings(served.certificate, served.key, authority.file)
@@ -413,7 +413,7 @@ async def principal_of(folder: Path, name: str, made: dict[str, Any]) -> str | N
         if code is grpc.StatusCode.OK:
             return str((await call).decode())
         assert code is grpc.StatusCode.UNAUTHENTICATED, details
-        assert "names nobody" in details
+        assert "has no usable name" in details
         return None
 
 

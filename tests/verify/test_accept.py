@@ -1,4 +1,4 @@
-"""Acceptance is pure: checked against its definition over every path of random trees."""
+"""Tests acceptance, a pure function, against its definition over every path of random trees."""
 
 from hypothesis import given
 from hypothesis import strategies as st

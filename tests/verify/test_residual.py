@@ -1,4 +1,4 @@
-"""Residual acceptance by itself: what is committed follows the target, whatever the draft proposes."""
+"""Tests residual acceptance alone: committed tokens follow the target's distribution, whatever the draft proposes."""
 
 import math
 from dataclasses import replace
@@ -12,11 +12,11 @@ from dynatree.verify.residual import accept_residual
 
 DRAWS = 10_000
 TARGET = np.array([0.05, 0.3, 0.15, 0.1, 0.4])
-DRAFT = {0: 0.5, 2: 0.2, 3: 0.1, 4: 0.2}  # thinks much of what the target hardly says, and nothing of token 1
+DRAFT = {0: 0.5, 2: 0.2, 3: 0.1, 4: 0.2}  # likely where the target is unlikely, and without token 1
 
 
 def drawn_tree(draws: int, replacement: bool, random: np.random.Generator) -> TokenTree:
-    """A root whose children are so many draws, and one child below the first."""
+    """Return a root whose children are these draws, with one child below the first."""
     tokens, probs = list(DRAFT), list(DRAFT.values())
     drawn = random.choice(tokens, size=draws, replace=replacement, p=probs).tolist()
     children = list(dict.fromkeys(drawn))
@@ -32,9 +32,9 @@ def drawn_tree(draws: int, replacement: bool, random: np.random.Generator) -> To
 
 @pytest.mark.parametrize(("children", "replacement"), [(1, False), (3, False), (2, True), (4, True)])
 def test_commits_follow_the_target(children: int, replacement: bool) -> None:
-    """The first token, and the second behind each first one, within four standard deviations."""
+    """Checked are the first token, and the second after each first one, within four standard deviations."""
     random = np.random.default_rng(children)
-    turned = TARGET[::-1].copy()  # what the target says below the root
+    turned = TARGET[::-1].copy()  # the target's distribution below the root
     pairs = np.zeros((5, 5))
     for _ in range(DRAWS):
         tree = drawn_tree(children, replacement, random)
@@ -49,7 +49,7 @@ def test_commits_follow_the_target(children: int, replacement: bool) -> None:
 
 
 def test_a_good_draft_is_accepted() -> None:
-    """Where D = R a child is accepted whatever is drawn; one choice is made at each depth."""
+    """If D = R, a child is always accepted; one choice is made at each depth."""
     probs = DraftDistribution((1, 2), (0.25, 0.75))
     tree = TokenTree((1, 2, 2), (ROOT, ROOT, 0), candidates=(probs, probs, None, None))
     target = np.array([0.0, 0.25, 0.75])
@@ -62,7 +62,7 @@ def test_a_good_draft_is_accepted() -> None:
 
 
 def test_what_the_target_never_says_is_never_committed() -> None:
-    """Neither by a child of probability 0, nor by a draw at the very end of the distribution."""
+    """Neither a child of probability 0 nor a draw at the very end of the distribution is committed."""
     tree = TokenTree((0,), (ROOT,), candidates=(DraftDistribution((0,), (1.0,)), None))
     target = np.array([0.0, 0.5, 0.5, 0.0])
     for value, token in ((0.0, 1), (0.49, 1), (0.51, 2), (math.nextafter(1.0, 0.0), 2), (1.0, 2)):
@@ -71,7 +71,7 @@ def test_what_the_target_never_says_is_never_committed() -> None:
 
 
 def test_rounded_draft_probabilities_are_normalised() -> None:
-    """R(3) = D(3) = 0.5 once D sums to 1, so the child is accepted whatever is drawn."""
+    """R(3) = D(3) = 0.5 once D is normalised, so the child is always accepted."""
     tree = TokenTree((3,), (ROOT,), candidates=(DraftDistribution((3, 4), (0.5004, 0.5004)), None))
     target = np.array([0.0, 0.0, 0.0, 0.5, 0.5])
     unlucky = Mock(**{"random.return_value": 1 - 1e-9})
@@ -82,7 +82,7 @@ def test_rounded_draft_probabilities_are_normalised() -> None:
     ("draws", "token"), [((), 1), ((0,), 1), ((0, 0), 2)], ids=["without replacement", "one draw", "a repeated draw"]
 )
 def test_a_repeated_draw_is_rejected_again(draws: tuple[int, ...], token: int) -> None:
-    """R = (0.2, 0.6, 0.2) loses D = (0.5, 0.5, 0): once leaves (0, 1/3, 2/3), twice leaves (0, 0, 1)."""
+    """R = (0.2, 0.6, 0.2) minus D = (0.5, 0.5, 0) leaves (0, 1/3, 2/3) once, and (0, 0, 1) twice."""
     tree = TokenTree((0,), (ROOT,), candidates=(DraftDistribution((0, 1), (0.5, 0.5), draws), None))
     random = Mock(**{"random.side_effect": [*[0.9] * max(len(draws), 1), 0.1]})
     verdict = accept_residual(tree, lambda node: np.array([0.2, 0.6, 0.2]), lambda depth: random)

@@ -1,4 +1,4 @@
-"""Passes: what is admitted, who waits for whom, pieces of prompts, failures; in virtual time, without a model."""
+"""Tests passes: admission, waiting, pieces of prompts and failures, in virtual time without a model."""
 
 import asyncio
 import random
@@ -79,7 +79,7 @@ def test_the_curve_is_corrected_by_what_passes_take():
 
 def test_a_curve_that_falls_by_noise_costs_nobody_an_answer():
     costs = PassCosts([ForwardCost(1, 3.0), ForwardCost(2, 2.95), ForwardCost(4, 2.9)])
-    for rows in (121, 119):  # on through the last two points, these would take nothing, and next to nothing
+    for rows in (121, 119):  # extrapolated from the last two points, these would take almost no time
         costs.observe(rows, 1, 3.5)
     assert 3.0 <= costs.seconds(119) <= costs.seconds(121) < 3.5
 
@@ -96,12 +96,12 @@ def test_what_further_sessions_cost_makes_no_row_dearer():
 @pytest.mark.parametrize(
     ("ready", "coming", "waits"),
     [
-        (Ready(4, 4, 0.05), [(0.05, 1.0)] * 4, True),  # two halves that would take turns for ever
+        (Ready(4, 4, 0.05), [(0.05, 1.0)] * 4, True),  # two halves that would alternate for ever
         (Ready(7, 7, 0.005), [(0.09, 1.0)], False),  # seven lose more than one gains
         (Ready(7, 7, 0.005), [(0.01, 1.0)], True),
         (Ready(1, 1, 0.005), [(0.09, 1.0)] * 7, True),
-        (Ready(1, 30, 0.0), [(0.03, 1.0)] * 3, True),  # a prompt; the streams would wait for all of it
-        (Ready(1, 1, 0.005), [(0.2, 1.0)] * 7, False),  # nobody is held up for so long
+        (Ready(1, 30, 0.0), [(0.03, 1.0)] * 3, True),  # a prompt: the streams would wait for its whole forward pass
+        (Ready(1, 1, 0.005), [(0.2, 1.0)] * 7, False),  # no pass is delayed for so long
     ],
 )
 def test_a_pass_waits_where_all_together_gain(ready, coming, waits):
@@ -110,14 +110,14 @@ def test_a_pass_waits_where_all_together_gain(ready, coming, waits):
 
 
 class Target:
-    """Takes the time of a curve, accepts all of a tree, which must be a chain, and notes its passes."""
+    """Takes the time of a cost curve, accepts the whole tree, which must be a chain, and records its passes."""
 
     def __init__(self, costs):
         self.costs = costs
         self.passes = []
         self.breaking = set()
         self.failing = set()
-        self.wrong = set()  # sessions of whose trees nothing is accepted
+        self.wrong = set()  # sessions whose trees are rejected
 
     async def __call__(self, parts):
         await asyncio.sleep(self.costs.seconds(sum(part.rows for part in parts)))
@@ -150,7 +150,7 @@ def scheduler_of(target, max_rows=64):
 
 
 async def stream(scheduler, session, rounds, pause, times=None):
-    """A client that comes back `pause` seconds after each answer."""
+    """Run a client that returns `pause` seconds after each answer."""
     await scheduler.read(session)
     for _ in range(rounds):
         await asyncio.sleep(pause)
@@ -175,7 +175,7 @@ def test_sessions_that_come_back_together_share_passes():
 
 @pytest.mark.parametrize("wrong_from", [0, 20])
 def test_a_draft_that_is_sure_and_wrong_outbids_nobody(wrong_from):
-    """One promises 10 tokens a round and keeps none of it, the other promises 6 and has all 10; nine rows are free."""
+    """One session promises 10 tokens per round and keeps none; the other promises 6 and has all 10; 9 rows are free."""
     target = Target(STEEP)
     sure, modest = session_of(4), session_of(4)
     trimmed = {sure: [], modest: []}
@@ -235,7 +235,7 @@ def test_a_long_prompt_holds_no_stream_up_for_longer_than_promised():
 
 
 def test_prompts_ride_in_the_passes_of_streams():
-    """A pass with nothing but a piece of a prompt makes streams wait that come back a little later."""
+    """A pass with only a piece of a prompt would make streams wait that return a little later."""
     target = Target(STEEP)
 
     async def scenario():
@@ -251,7 +251,7 @@ def test_prompts_ride_in_the_passes_of_streams():
 
 
 def test_prompts_that_come_together_are_read_in_few_passes_while_few_stream():
-    """Six wait beside two streams, which may be held up for longer: 22 passes where it would be 28."""
+    """Six wait beside two streams, which may be delayed for longer: 22 passes instead of 28."""
     target = Target(STEEP)
 
     async def scenario():
@@ -352,7 +352,7 @@ def test_each_pays_for_what_the_pass_took_longer_because_of_it():
         paid = [answer.attributed_seconds for answer in answers]
         assert sum(paid) == pytest.approx(answers[0].timings.forward)
         assert paid[1] == paid[2] > 0
-        # 23 rows: without the chain two would be as cheap as eight, without a root it would be one row less
+        # 23 rows: without the chain, two would be as cheap as eight; without a root there would be one row less
         marginal = STEEP.seconds(23, 3) - STEEP.seconds(2, 2), STEEP.seconds(23, 3) - STEEP.seconds(22, 2)
         assert paid[0] / paid[1] == pytest.approx(marginal[0] / marginal[1], rel=1e-3)
 

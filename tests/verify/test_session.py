@@ -1,4 +1,4 @@
-"""A session's state on the verify side by itself: which requests, trees and places it takes."""
+"""Tests a session's state on the verify side: the requests, trees and places that it accepts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_a_request_becomes() -> None:
         ({"prompt_ids": (5, 10)}, InvalidArgumentError, r"prompt_ids\[1\] is 10"),
         ({"stop_token_ids": (10,)}, InvalidArgumentError, r"stop_token_ids\[0\] is 10"),
         ({"top_log_probs": 21}, InvalidArgumentError, r"top_log_probs is 21, expected a number in \[0, 20\]"),
-        ({"generated": 1, "prompt_log_probs": True}, InvalidArgumentError, "goes on has no prompt_log_probs"),
+        ({"generated": 1, "prompt_log_probs": True}, InvalidArgumentError, "resumed session has no prompt_log_probs"),
         ({"sampling": Sampling(logit_bias={10: 1.0})}, InvalidArgumentError, "10"),
     ],
 )
@@ -72,7 +72,7 @@ def test_another_tokenizer_is_refused() -> None:
 
 def test_a_completion_that_is_over_already() -> None:
     assert checked().finish_reason is None
-    assert checked((5, 6, END)).finish_reason is None  # the end of a prompt ends nothing
+    assert checked((5, 6, END)).finish_reason is None  # an end-of-sequence token in a prompt ends nothing
     assert checked((5, 6, END), generated=1).finish_reason is FinishReason.STOP
     assert checked((5, END, 6), generated=2).finish_reason is None
     assert checked((5, 6, 7), 2, generated=2).finish_reason is FinishReason.LENGTH
@@ -82,7 +82,7 @@ def test_a_completion_that_is_over_already() -> None:
 @pytest.mark.parametrize("length", [3, 300])
 def test_a_tree_must_follow_the_last_commit(length: int) -> None:
     state = session(checked((5,) * length))
-    state.check_place(0, int(str(length)))  # another object: numbers are compared by value
+    state.check_place(0, int(str(length)))  # another int object, since numbers are compared by value
     for place, message in (((1, length), "round 1, expected round 0"), ((0, length - 1), f"expected {length}")):
         with pytest.raises(FailedPreconditionError, match=message):
             state.check_place(*place)

@@ -18,12 +18,12 @@ from dynatree.engine.settings import DTYPES, WEIGHTS
 
 T = TypeVar("T")
 
-_COSTS = "what a round costs by nodes, context and sessions, and a draft forward by rows, against the memory's speed"
+_COSTS = "measure the cost of a round by nodes, context and sessions, and of a draft forward pass by rows"
 
 _EXTRA = ("markdown_it", "matplotlib", "pandas", "pydantic", "requests", "tabulate")  # packages of the extra [bench]
-_RECORD = "plain decoding, and what the draft proposes along it and off it, for `replay`"
-_PAPER = "the tables and figures of the DynaTree and DySpec papers, and the papers' own figures beside them"
-_REPLAY = "policies on recorded rounds and recorded costs, without a model: tokens a second of each"
+_RECORD = "record plain decoding, and the draft's proposals along it and beside it, for `replay`"
+_PAPER = "repeat the tables and figures of the DynaTree and DySpec papers, and show the published values beside them"
+_REPLAY = "compute the tokens per second of policies from recorded rounds and costs, without a model"
 
 EXAMPLE = "dynatree bench compare --prompts book.txt --policy throughput --count 8"
 
@@ -46,12 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_paper(subparsers.add_parser("paper", help=_PAPER, description=_PAPER, allow_abbrev=False))
     help_line = "print the tables of a saved measurement"
     show = subparsers.add_parser("show", help=help_line, description=help_line, allow_abbrev=False)
-    show.add_argument("file", type=Path, metavar="FILE", help="what --out wrote")
-    help_line = "tables and plots of a folder of saved measurements, in Markdown and as one page"
+    show.add_argument("file", type=Path, metavar="FILE", help="measurement that --out has written")
+    help_line = "write tables and plots of saved measurements, in Markdown and as an HTML page"
     report = subparsers.add_parser("report", help=help_line, description=help_line, allow_abbrev=False)
-    report.add_argument("folder", type=Path, metavar="DIR", help="where the files are that --out wrote")
-    report.add_argument("--out", type=Path, metavar="DIR", help="what to write to (default: DIR/report)")
-    report.add_argument("--title", default="DynaTree: measurements", help="default: %(default)s")
+    report.add_argument("folder", type=Path, metavar="DIR", help="folder of measurements that --out has written")
+    report.add_argument("--out", type=Path, metavar="DIR", help="folder of the report (default: DIR/report)")
+    report.add_argument("--title", default="DynaTree: measurements", help="title of the report (default: %(default)s)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -74,17 +74,17 @@ def run(options: argparse.Namespace) -> int:
 
 def _add_services(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "models", "both services are started for the measurement, unless --server names one that runs"
+        "models", "the measurement starts both services, unless --server names a running draft service"
     )
-    group.add_argument("--server", metavar="ADDR", help="measure this draft service: host:port or unix:PATH")
+    group.add_argument("--server", metavar="ADDR", help="running draft service to measure: host:port or unix:PATH")
     group.add_argument(
         "--target-model",
         default=EMBEDDED,
         metavar="embedded|PATH|HUB_ID",
-        help="with --server, only its tokenizer and baselines are loaded (default: embedded)",
+        help="large model; with --server, only its tokenizer and baselines are loaded (default: embedded)",
     )
     group.add_argument(
-        "--draft-model", metavar="embedded|PATH|HUB_ID", help="the model that drafts (default: embedded)"
+        "--draft-model", metavar="embedded|PATH|HUB_ID", help="small model, which drafts (default: embedded)"
     )
     _add_hardware(group)
 
@@ -92,8 +92,8 @@ def _add_services(parser: argparse.ArgumentParser) -> None:
 def _add_models(parser: argparse.ArgumentParser) -> None:
     """Declare the model options of measurements that start no services."""
     for name, what in (
-        ("--target-model", "the model that is verified with"),
-        ("--draft-model", "the model that drafts"),
+        ("--target-model", "large model, which verifies"),
+        ("--draft-model", "small model, which drafts"),
     ):
         metavar = "embedded|PATH|HUB_ID"
         parser.add_argument(name, default=EMBEDDED, metavar=metavar, help=f"{what} (default: %(default)s)")
@@ -101,20 +101,32 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_hardware(group: argparse._ActionsContainer) -> None:
-    group.add_argument("--dtype", choices=["auto", *DTYPES], help="of both models (default: the checkpoint's own)")
+    group.add_argument(
+        "--dtype", choices=["auto", *DTYPES], help="data type of both models (default: the checkpoint's)"
+    )
     group.add_argument("--weights", choices=["auto", *WEIGHTS], help="round both models' weights to 8 or 4 bits")
-    group.add_argument("--device", type=device, help="torch device (default: a GPU if any)")
-    group.add_argument("--threads", type=_at_least(1), metavar="N", help="CPU threads of each model")
+    group.add_argument("--device", type=device, help="torch device (default: a GPU if there is one)")
+    group.add_argument(
+        "--threads", type=_at_least(1), metavar="N", help="CPU threads of each model (default: automatic)"
+    )
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(server=None)
     _add_models(parser)
     parser.add_argument(
-        "--max-nodes", type=_at_least(1), default=256, metavar="N", help="of the largest tree (default: %(default)s)"
+        "--max-nodes",
+        type=_at_least(1),
+        default=256,
+        metavar="N",
+        help="nodes of the largest tree (default: %(default)s)",
     )
     parser.add_argument(
-        "--repetitions", type=_at_least(1), default=5, metavar="R", help="of every point (default: %(default)s)"
+        "--repetitions",
+        type=_at_least(1),
+        default=5,
+        metavar="R",
+        help="measurements of each point (default: %(default)s)",
     )
     _add_out(parser)
 
@@ -127,38 +139,48 @@ def _add_record(parser: argparse.ArgumentParser) -> None:
         type=_at_least(2),
         default=100,
         metavar="N",
-        help="of each completion (default: %(default)s)",
+        help="tokens of each completion (default: %(default)s)",
     )
     _add_temperatures(parser, (0.0, 0.7, 1.0))
     parser.add_argument(
-        "--seed", type=_at_least(0), default=0, metavar="S", help="each prompt has a seed derived from it (default: 0)"
+        "--seed",
+        type=_at_least(0),
+        default=0,
+        metavar="S",
+        help="seed from which each prompt's is derived (default: 0)",
     )
     parser.add_argument(
         "--least-prob",
         type=_share,
         default=1 / 64,
         metavar="P",
-        help="contexts off the true path are recorded down to this path probability (default: 1 / 64)",
+        help="least path probability of the recorded contexts beside the true path (default: 1/64)",
     )
     parser.add_argument(
         "--machines",
         type=Path,
         metavar="FILE.json",
-        help="record also what throughput, dynatree and hybrid ask for on these machines",
+        help="also record the contexts that throughput, dynatree and hybrid need on these machines",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.npz", help="the recording")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.npz", help="recording to write")
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recordings", nargs="+", type=Path, metavar="RECORDING", help="what `record` wrote")
+    parser.add_argument(
+        "recordings", nargs="+", type=Path, metavar="RECORDING", help="recording that `record` has written"
+    )
     parser.add_argument(
         "--machines",
         type=Path,
         metavar="FILE.json",
-        help="what rounds cost (default: costs.json beside the first recording)",
+        help="costs of rounds on machines (default: costs.json beside the first recording)",
     )
     parser.add_argument(
-        "--machine", action="append", default=[], metavar="NAME", help="one of them; may be repeated (default: all)"
+        "--machine",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="machine of --machines; repeatable (default: all)",
     )
     parser.add_argument(
         "--policy",
@@ -166,60 +188,70 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         type=parse_methods,
         action="extend",
         metavar="NAME:set=value/value,...",
-        help="a policy and its settings, with alternatives; may be repeated (default: every policy)",
+        help="policy with settings, which may have alternatives; repeatable (default: every policy)",
     )
     _add_temperatures(parser, ())
     parser.add_argument(
         "--constants",
         action="store_true",
-        help="what each tuned constant is worth, to --policy or to throughput: the speed with other values of it",
+        help="show the speed of --policy, or else of throughput, with other values of each tuned constant",
     )
     parser.add_argument(
         "--objectives",
         action="store_true",
-        help="rules by which trees are sized, against two oracles that know the completion, by text",
+        help="compare rules for the size of trees with two oracles that know the completion, for each text",
     )
     parser.add_argument(
         "--clients",
         type=_list_of(_at_least(1)),
         metavar="N,N,...",
-        help="many clients at once through the real scheduler, in virtual time; plain decoding beside them",
+        help="simulate this many concurrent clients with the real scheduler in virtual time, beside plain decoding",
     )
     parser.add_argument(
-        "--rounds", type=_at_least(1), default=2, metavar="R", help="with --clients: prompts of each (default: 2)"
+        "--rounds",
+        type=_at_least(1),
+        default=2,
+        metavar="R",
+        help="with --clients: prompts of each client (default: 2)",
     )
-    parser.add_argument("--fresh", action="store_true", help="every prompt finds a service that has just started")
+    parser.add_argument("--fresh", action="store_true", help="start a new service for every prompt")
     parser.add_argument(
-        "--noise", type=_share, default=0.0, metavar="SHARE", help="of measured times, lognormal (default: none)"
+        "--noise", type=_share, default=0.0, metavar="SHARE", help="lognormal noise of measured times (default: 0)"
     )
     parser.add_argument(
         "--stalls",
         type=_share,
         default=0.0,
         metavar="SHARE",
-        help="of them that are three times as long (default: none)",
+        help="share of measured times that are three times as long (default: 0)",
     )
-    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="S", help="of noise and stalls (default: 0)")
     parser.add_argument(
-        "--processes", type=_at_least(1), default=1, metavar="N", help="the results are the same (default: 1)"
+        "--seed", type=_at_least(0), default=0, metavar="S", help="seed of noise and stalls (default: 0)"
     )
-    _add_out(parser, "keep the figures, as JSON")
+    parser.add_argument(
+        "--processes",
+        type=_at_least(1),
+        default=1,
+        metavar="N",
+        help="worker processes; results do not depend on it (default: 1)",
+    )
+    _add_out(parser, "file to save the figures to, as JSON")
 
 
 def _add_paper(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(usage_error=parser.error, baselines=[], servers=[])
-    group = parser.add_argument_group("presets", "without --table and --figure all of a version")
-    group.add_argument("--list", action="store_true", help="what there is, and what each takes; measures nothing")
+    group = parser.add_argument_group("presets", "default: all tables and figures of the version")
+    group.add_argument("--list", action="store_true", help="list the presets and their options, and measure nothing")
     group.add_argument(
         "--version",
         dest="versions",
         action="append",
         choices=VERSIONS,
-        help="000 to 003: DynaTree's versions; may be repeated (default: 003)",
+        help="version of the DynaTree paper, 000 to 003; repeatable (default: 003)",
     )
-    group.add_argument("--table", dest="tables", action="append", metavar="N", help="may be repeated")
+    group.add_argument("--table", dest="tables", action="append", metavar="N", help="number of a table; repeatable")
     group.add_argument(
-        "--figure", dest="figures", action="append", metavar="N|NAME", help="by number or name; may be repeated"
+        "--figure", dest="figures", action="append", metavar="N|NAME", help="number or name of a figure; repeatable"
     )
     kept = group.add_mutually_exclusive_group()
     kept.add_argument(
@@ -227,19 +259,23 @@ def _add_paper(parser: argparse.ArgumentParser) -> None:
         dest="source",
         type=Path,
         metavar="DIR",
-        help="measure nothing: show what --out has kept there",
+        help="measure nothing, and show the records that --out has saved in this folder",
     )
-    help_line = "keep the records; what is there already is not measured again"
+    help_line = "folder to save the records to; existing records are not measured again"
     kept.add_argument("--out", type=Path, metavar="DIR", help=help_line)
-    group.add_argument("--plots", type=Path, metavar="DIR", help="draw the figures, as SVG and PNG")
+    group.add_argument("--plots", type=Path, metavar="DIR", help="folder to draw the figures to, as SVG and PNG")
     _add_services(parser)
     _add_prompts(parser, paper=True)
-    group = parser.add_argument_group("scaling down", "the record and the printed titles name each one given")
+    group = parser.add_argument_group("scaling down", "the records and the printed titles name the options given here")
     group.add_argument("--quick", action="store_true", help="2 prompts, at most 64 new tokens, no warm-up")
-    group.add_argument("--max-new-tokens", type=_at_least(2), metavar="N", help="at most, of each completion")
-    group.add_argument("--warmup", type=_at_least(0), metavar="W", help="runs that do not count (default: 2)")
-    parser.add_argument("--repetitions", type=_at_least(1), default=1, metavar="R", help="of every run (default: 1)")
-    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="S", help="of the first prompt (default: 0)")
+    group.add_argument("--max-new-tokens", type=_at_least(2), metavar="N", help="most tokens of each completion")
+    group.add_argument("--warmup", type=_at_least(0), metavar="W", help="runs that are not counted (default: 2)")
+    parser.add_argument(
+        "--repetitions", type=_at_least(1), default=1, metavar="R", help="repetitions of every run (default: 1)"
+    )
+    parser.add_argument(
+        "--seed", type=_at_least(0), default=0, metavar="S", help="seed of the first prompt (default: 0)"
+    )
 
 
 def _add_temperatures(parser: argparse._ActionsContainer, default: Sequence[float]) -> None:
@@ -250,11 +286,11 @@ def _add_temperatures(parser: argparse._ActionsContainer, default: Sequence[floa
         type=_temperature,
         action="append",
         metavar="T",
-        help=f"may be repeated (default: {words})",
+        help=f"temperature of sampling; 0 is greedy; repeatable (default: {words})",
     )
 
 
-def _add_out(parser: argparse.ArgumentParser, what: str = "keep the measurement; `show` prints it again") -> None:
+def _add_out(parser: argparse.ArgumentParser, what: str = "file to save the measurement to; `show` prints it") -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.json", help=what)
 
 
@@ -266,32 +302,37 @@ def _add_prompts(parser: argparse.ArgumentParser, several: bool = False, paper: 
         action="append" if several or paper else "store",
         required=not paper,
         metavar="[DATA_SET=]FILE|NAME[:CONFIG]" if paper else "FILE|NAME[:CONFIG]",
-        help="a text or JSON Lines, in UTF-8; or a Hugging Face data set, by its hub name or folder"
-        + ("; for one of the paper's data sets, or for all; may be repeated" if paper else ""),
+        help="UTF-8 file of text or JSON Lines, or hub name or folder of a Hugging Face data set"
+        + ("; for one of the paper's data sets or for all" if paper else "")
+        + ("; repeatable" if several or paper else ""),
     )
     group.add_argument(
         "--prompts-format",
         default="auto",
         choices=["auto", "text", "jsonl"],
-        help="of a data set: text joins its rows, jsonl takes each as a prompt "
-        "(default: by the file's name; jsonl for a data set)",
+        help="format of the prompts: text cuts them from all lines or rows, jsonl takes each line or row as a prompt "
+        "(default: auto, by the file's name; jsonl for a data set)",
     )
-    group.add_argument("--split", default="test", metavar="NAME", help="of a data set (default: %(default)s)")
+    group.add_argument("--split", default="test", metavar="NAME", help="split of a data set (default: %(default)s)")
     group.add_argument(
-        "--field", metavar="NAME", help="where the prompt is: a name in a line of JSON, a column (default: found out)"
+        "--field",
+        metavar="NAME",
+        help="field of JSON Lines, or column of a data set, that has the prompt (default: detected)",
     )
     if not several and not paper:
-        help_line = "of the prompts in tables (default: the file's, without suffix)"
+        help_line = "name of the prompts in tables (default: the file's name without suffix)"
         group.add_argument("--name", metavar="NAME", help=help_line)
     count, length = (None, None) if paper else (10, 128)
     default = "the paper's" if paper else "%(default)s"
-    group.add_argument("--count", type=_at_least(1), default=count, metavar="N", help=f"prompts (default: {default})")
+    group.add_argument(
+        "--count", type=_at_least(1), default=count, metavar="N", help=f"number of prompts (default: {default})"
+    )
     group.add_argument(
         "--prompt-tokens",
         type=_at_least(1),
         default=length,
         metavar="N",
-        help=f"length of a text's prompts, and the longest of others (default: {default})",
+        help=f"tokens of each prompt from a text, and most tokens of other prompts (default: {default})",
     )
 
 
@@ -302,7 +343,7 @@ def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None
         type=_at_least(2),
         default=100,
         metavar="N",
-        help="tokens of each completion, whose end of sequence is ignored (default: %(default)s)",
+        help="tokens of each completion; the end of sequence is ignored (default: %(default)s)",
     )
     if measurement.takes_alternatives:
         group.add_argument(
@@ -312,7 +353,7 @@ def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None
             action="extend",
             required=True,
             metavar="NAME:set=value/value,...",
-            help="a policy and its settings, with alternatives; may be repeated",
+            help="policy with settings, which may have alternatives; repeatable",
         )
     elif measurement.takes_policies:
         group.add_argument(
@@ -321,7 +362,7 @@ def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None
             type=parse_method,
             action="append",
             metavar="NAME[:set=value,...]",
-            help=f"may be repeated (default: {measurement.default_policies})",
+            help=f"policy with settings; repeatable (default: {measurement.default_policies})",
         )
     if measurement.takes_baselines:
         group.add_argument(
@@ -329,8 +370,8 @@ def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None
             dest="baselines",
             action="append",
             choices=["transformers"] if measurement.takes_loads else [*BASELINES, "all"],
-            help="transformers' own generate(), in this process, at temperature 0; "
-            + ("the prompts of all clients in one batch" if measurement.takes_loads else "may be repeated")
+            help="transformers' generate() in this process, at temperature 0; "
+            + ("the prompts of all clients form one batch" if measurement.takes_loads else "repeatable")
             + " (default: none)",
         )
     if measurement.takes_baselines and not measurement.takes_loads:
@@ -340,7 +381,7 @@ def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None
             action="append",
             type=parse_server,
             metavar="NAME=URL",
-            help="a server of llama.cpp, or of OpenAI's /v1/completions, that has the same target; may be repeated",
+            help="llama.cpp server, or server of OpenAI's /v1/completions, with the same target; repeatable",
         )
     if measurement.takes_loads:
         group.add_argument(
@@ -348,42 +389,50 @@ def _add_runs(parser: argparse.ArgumentParser, measurement: Measurement) -> None
             dest="temperatures",
             type=lambda text: (_temperature(text),),
             metavar="T",
-            help="0 is greedy (default: 0)",
+            help="temperature of sampling; 0 is greedy (default: 0)",
         )
     else:
         _add_temperatures(group, measurement.temperatures)
     group.add_argument(
-        "--seed", type=_at_least(0), default=0, metavar="S", help="each prompt has a seed derived from it (default: 0)"
+        "--seed",
+        type=_at_least(0),
+        default=0,
+        metavar="S",
+        help="seed from which each prompt's is derived (default: 0)",
     )
     if measurement.takes_scheme:
         group.add_argument(
             "--scheme",
             default="gumbel",
             choices=SCHEMES,
-            help="how draft and target draw (default: %(default)s)",
+            help="sampling scheme of draft and target (default: %(default)s)",
         )
     if measurement.takes_repetitions:
         group.add_argument(
-            "--repetitions", type=_at_least(1), default=1, metavar="R", help="of every run (default: %(default)s)"
+            "--repetitions",
+            type=_at_least(1),
+            default=1,
+            metavar="R",
+            help="repetitions of every run (default: %(default)s)",
         )
         group.add_argument(
             "--warmup",
             type=_at_least(0),
             default=1,
             metavar="W",
-            help="before, and without counting: "
-            + ("every method W times" if measurement.takes_loads else "every method on the first W prompts")
+            help="uncounted runs before the measurement: every method "
+            + ("W times" if measurement.takes_loads else "on the first W prompts")
             + " (default: %(default)s)",
         )
 
 
 def _add_loads(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("loads", "--clients, --rate or both")
+    group = parser.add_argument_group("loads", "expected: --clients, --rate or both")
     group.add_argument(
         "--clients",
         type=_list_of(_at_least(1)),
         metavar="N,N,...",
-        help="closed loops: so many clients, each of which sends a prompt when its last completion has ended",
+        help="closed loops of this many clients; each sends a prompt when its previous completion has ended",
     )
     group.add_argument("--rounds", type=_at_least(1), metavar="R", help="prompts of each client (default: 2)")
     group.add_argument(
@@ -391,14 +440,14 @@ def _add_loads(parser: argparse.ArgumentParser) -> None:
         dest="rates",
         type=_list_of(_rate),
         metavar="R,R,...",
-        help="open loops: so many requests a second, at random times (a Poisson process, which --seed sets)",
+        help="open loops of this many requests per second, at the times of a Poisson process with --seed",
     )
-    group.add_argument("--requests", type=_at_least(1), metavar="N", help="of each open loop (default: 32)")
+    group.add_argument("--requests", type=_at_least(1), metavar="N", help="requests of each open loop (default: 32)")
     group.add_argument(
         "--max-sessions",
         type=_at_least(1),
         metavar="N",
-        help="completions at once, of services that are started here; more wait (default: theirs)",
+        help="most concurrent completions of the services that the command starts (default: the services')",
     )
 
 

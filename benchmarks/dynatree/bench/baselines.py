@@ -109,7 +109,7 @@ def _generate_batch(
             **options,
         )
     except ValueError as error:
-        raise SystemExit(f"transformers' generate() refuses: {first_line(error)}") from None
+        raise SystemExit(f"transformers' generate() refuses the request: {first_line(error)}") from None
     seconds = time.perf_counter() - arrivals.started
     return [Output(tuple(row), tuple(arrivals.entries), seconds) for row in output[:, longest:].tolist()]
 

@@ -146,7 +146,7 @@ def _check(options: argparse.Namespace) -> None:
     ]
     if options.server is not None and given:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
-        options.usage_error(f"{names}: only for services that are started here, not with --server")
+        options.usage_error(f"{names}: not allowed with --server, whose services already run")
     if options.server is not None and assisted and options.draft_model is None:
         options.usage_error("--baseline transformers-assisted with --server: expected --draft-model as well")
     if options.measurement == "load":
@@ -154,7 +154,7 @@ def _check(options: argparse.Namespace) -> None:
     if (options.baselines or options.servers) and 0 not in _temperatures(options):
         options.usage_error("--baseline: baselines decode at temperature 0 only; expected --temperature 0 as well")
     if options.out and options.out.exists() and options.prompts.exists() and options.out.samefile(options.prompts):
-        raise SystemExit(f"{options.out} holds the prompts; expected a file of its own for --out")
+        raise SystemExit(f"--out is {options.out}, which holds the prompts; expected another file")
     if options.server is None:
         _check_policies(getattr(options, "policies", None) or ())
 
@@ -163,9 +163,9 @@ def _check_loads(options: argparse.Namespace) -> None:
     if options.clients is None and options.rates is None:
         options.usage_error("expected --clients, --rate or both")
     if options.clients is None and options.rounds is not None:
-        options.usage_error("--rounds: only with --clients")
+        options.usage_error("--rounds requires --clients")
     if options.rates is None and options.requests is not None:
-        options.usage_error("--requests: only with --rate")
+        options.usage_error("--requests requires --rate")
     if options.clients is None and options.baselines:
         options.usage_error("--baseline: its batches are a closed loop; expected --clients as well")
 

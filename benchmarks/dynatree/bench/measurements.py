@@ -23,32 +23,34 @@ class Measurement:
 
 
 MEASUREMENTS = {
-    "compare": Measurement("policies against plain decoding", (0.0, 0.7), takes_policies=True, takes_baselines=True),
+    "compare": Measurement(
+        "compare policies with plain decoding", (0.0, 0.7), takes_policies=True, takes_baselines=True
+    ),
     "sweep": Measurement(
-        "tuning: every combination of settings of a policy, to find the fastest for a pair and a machine",
+        "measure every combination of a policy's settings, to find the fastest for a pair and a machine",
         (0.0,),
         takes_policies=True,
         takes_alternatives=True,
         takes_baselines=True,
     ),
-    "ablation": Measurement("what each component of DynaTree adds: its Tables 4 and 3", (0.0,)),
+    "ablation": Measurement("measure the contribution of each component of DynaTree (its Tables 3 and 4)", (0.0,)),
     "coupling": Measurement(
-        "tokens per round by sampling scheme: gumbel, independent, residual",
+        "measure tokens per round by sampling scheme: gumbel, independent, residual",
         (0.7, 1.0),
         takes_policies=True,
         default_policies="linear, fixed, dynatree and dyspec",
         takes_scheme=False,
     ),
     "load": Measurement(
-        "many clients at once: throughput, waiting and shared passes, by clients or by requests a second",
+        "measure throughput, waiting and shared passes under many clients or requests per second",
         (0.0,),
         takes_policies=True,
-        default_policies="the server's default; autoregressive is always there",
+        default_policies="the server's default; autoregressive is always measured",
         takes_baselines=True,
         takes_scheme=False,
         takes_loads=True,
     ),
     "ranks": Measurement(
-        "how often the target chooses the draft's first, second ... guess", (0.0,), takes_repetitions=False
+        "measure how often the target chooses the draft's first, second ... guess", (0.0,), takes_repetitions=False
     ),
 }

@@ -210,7 +210,7 @@ class Entries:
         if isinstance(value, list) and value:
             value = value[0]
         if not isinstance(value, str):
-            raise ValueError(f"{self.unit} {place}: {field} is no text, and no list that starts with one")
+            raise ValueError(f"{self.unit} {place}: {field} is neither a text nor a list that starts with one")
         return value
 
 

@@ -334,7 +334,7 @@ def check_writable(path: Path) -> None:
     """
     target = path if path.exists() else path.parent
     if path.is_dir() or not path.parent.is_dir() or not os.access(target, os.W_OK):
-        raise SystemExit(f"{path} cannot be written; expected a file in a folder that is there")
+        raise SystemExit(f"{path} cannot be written; expected a file in an existing folder")
 
 
 def save(report: Report, path: Path) -> None:
@@ -416,6 +416,6 @@ def _check_command(report: Report) -> None:
     if command == "costs" and "costs" not in report:
         raise ValueError("costs is missing")
     if command == "ranks" and not all("ranks" in run for run in runs):
-        raise ValueError("runs without ranks")
+        raise ValueError("the runs have no ranks")
     if command == "load" and not ("failures" in report and all("load" in run for run in runs)):
         raise ValueError("failures or a run's load is missing")

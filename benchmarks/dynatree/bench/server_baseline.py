@@ -29,7 +29,7 @@ def connect(label: str, url: str) -> Baseline:
         if models.ok:
             return _OpenAI(label, root, models.json()["data"][0]["id"])
     except (requests.RequestException, ValueError, LookupError) as error:
-        raise SystemExit(f"baseline {label}: {url} does not answer as a server of completions: {error}") from None
+        raise SystemExit(f"baseline {label}: {url} does not answer like a completions server: {error}") from None
     raise SystemExit(f"baseline {label}: {url} answers neither /props (llama.cpp) nor /v1/models (OpenAI)")
 
 

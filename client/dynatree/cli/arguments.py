@@ -15,7 +15,7 @@ def positive(text: str) -> int:
     """An argparse type: a whole number of at least 1."""
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is too small; expected at least 1")
     return number
 
 
@@ -37,7 +37,7 @@ def not_negative(text: str) -> int:
     """An argparse type: a whole number of at least 0."""
     number = int(text)
     if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
+        raise argparse.ArgumentTypeError(f"{text} is negative; expected at least 0")
     return number
 
 
@@ -77,9 +77,11 @@ class Keyed(argparse.Action):
 def add_channel_arguments(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
     """Add the options for the TLS certificates of a connection to a server; return their group."""
     group = parser.add_argument_group(title)
-    group.add_argument("--ca", metavar="FILE", help="authorities of the server's certificate, PEM: TLS")
-    group.add_argument("--cert", metavar="FILE", help="certificate chain that is shown to the server, PEM")
-    group.add_argument("--key", metavar="FILE", help="its private key, PEM")
+    group.add_argument(
+        "--ca", metavar="FILE", help="PEM file of the authorities that may sign the server's certificate; enables TLS"
+    )
+    group.add_argument("--cert", metavar="FILE", help="PEM file of the certificate chain to present to the server")
+    group.add_argument("--key", metavar="FILE", help="PEM file of the private key of --cert")
     return group
 
 
@@ -92,8 +94,7 @@ def add_policy_settings(parser: argparse._ActionsContainer) -> None:
         action=Keyed,
         default={},
         metavar="NAME=VALUE",
-        help="a setting of the policy, such as depth=8, root=single where it is a word, or widths=1,1,3 where it is a "
-        "list; may be repeated",
+        help="setting of the policy: a number (depth=8), a word (root=single) or a list (widths=1,1,3); repeatable",
     )
 
 
@@ -108,7 +109,7 @@ def _setting(text: str) -> tuple[str, Setting]:
         name = ""
     if not name:
         known = "a number, a word of small letters and hyphens, or numbers with commas between them"
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, where VALUE is {known}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE with {known}")
     return name, setting
 
 

@@ -35,23 +35,29 @@ LONG_TOKENS = (300, 2048)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dynatree audit`."""
-    for role, what in (("target", "whose output is checked"), ("draft", "that drafts")):
-        parser.add_argument(f"--{role}-model", required=True, metavar="embedded|PATH|HUB_ID", help=f"the model {what}")
+    for role, what in (("target", "large model, whose output is checked"), ("draft", "small model, which drafts")):
+        parser.add_argument(f"--{role}-model", required=True, metavar="embedded|PATH|HUB_ID", help=what)
     parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="one prompt a line, UTF-8 (default: a few of ours)"
+        "--prompts", type=Path, metavar="FILE", help="UTF-8 file of prompts, one per line (default: built-in prompts)"
     )
     parser.add_argument(
-        "--max-new-tokens", type=positive, default=128, metavar="N", help="of each (default: %(default)s)"
+        "--max-new-tokens",
+        type=positive,
+        default=128,
+        metavar="N",
+        help="number of tokens to compare for each prompt (default: %(default)s)",
     )
-    parser.add_argument("--policy", metavar="NAME", help="how trees are grown (default: the service's)")
+    parser.add_argument("--policy", metavar="NAME", help="policy that grows the trees (default: the service's)")
     add_policy_settings(parser)
     parser.add_argument(
         "--dtype",
         default="auto",
         choices=["auto", *DTYPES],
-        help="of both, for the services and transformers (default: the checkpoint's own)",
+        help="data type of both models, in the services and in transformers (default: the checkpoint's)",
     )
-    parser.add_argument("--device", type=device, default="auto", help="as for the services (default: a GPU if any)")
+    parser.add_argument(
+        "--device", type=device, default="auto", help="torch device; auto is a GPU if there is one (default: auto)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -81,7 +87,10 @@ def run(options: argparse.Namespace) -> int:
         for number, prompt_ids in enumerate(track(encoded, "prompts", disable=not sys.stdout.isatty()), start=1):
             count = min(options.max_new_tokens, reference.context - len(prompt_ids))
             if count < 1:
-                raise SystemExit(f"prompt {number} has {len(prompt_ids)} tokens, which fills the target's context")
+                raise SystemExit(
+                    f"prompt {number} has {len(prompt_ids)} tokens, "
+                    f"expected fewer than the target's context of {reference.context}"
+                )
             theirs = reference.generate(prompt_ids, count)
             ours = client.generate(
                 prompt_ids, max_new_tokens=count, policy=options.policy, policy_settings=options.policy_settings

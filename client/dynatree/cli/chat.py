@@ -20,15 +20,20 @@ EXAMPLE = 'dynatree chat --server localhost:50051 --system "Answer in one senten
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dynatree chat`."""
-    parser.add_argument("--system", metavar="TEXT", help="the system message that begins the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="system message that begins the conversation")
     parser.add_argument(
         "--max-new-tokens", type=int, metavar="N", help="most tokens of an answer (default: until the model ends it)"
     )
     parser.add_argument(
-        "--temperature", type=float, metavar="T", default=0.0, help="divides the logits; 0, the default, is greedy"
+        "--temperature", type=float, metavar="T", default=0.0, help="temperature of sampling; 0 is greedy (default: 0)"
     )
-    parser.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens of total probability P")
-    parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same answers (default: random)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="sample from the likeliest tokens whose total probability is P (default: all tokens)",
+    )
+    parser.add_argument("--seed", type=int, metavar="S", help="seed that determines the answers (default: random)")
     add_connection_arguments(parser)
 
 
@@ -48,7 +53,9 @@ def run(options: argparse.Namespace) -> int:
     with connected(options) as client:
         info = client.model_info()
         if not info.chat_template:
-            raise SystemExit(f"model {info.target.name} has no chat template; `dynatree generate` completes texts")
+            raise SystemExit(
+                f"model {info.target.name} has no chat template; use `dynatree generate` to complete a text"
+            )
         messages: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
         if not sys.stdin.isatty():
             for line in sys.stdin:

@@ -60,7 +60,8 @@ def check_serve(options: argparse.Namespace) -> None:
 
     if options.api_key and (options.grpc or options.token_file):
         raise StartupError(
-            "--api-key is for HTTP alone; expected --token-file FILE, whose tokens are API keys, without it"
+            "--api-key cannot be combined with --grpc or --token-file; "
+            "expected --token-file alone, whose tokens are API keys"
         )
     check_policy(options.policy, options.policy_settings)
     check_device("--device", options.device)
@@ -145,4 +146,4 @@ def _check_layer_cache(folder: Path | None) -> None:
         return
     nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise StartupError(f"--layer-cache is {folder}, where nothing can be written; expected another folder")
+        raise StartupError(f"--layer-cache is {folder}, which is not writable; expected a writable folder")

@@ -21,24 +21,24 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
         "--server",
         metavar="ADDR[,ADDR...]",
         default="localhost:50051",
-        help="host:port, unix:PATH or dns:///name:port; several take turns (default: %(default)s)",
+        help="draft service: host:port, unix:PATH or dns:///name:port; several are used in turn (default: %(default)s)",
     )
     group.add_argument(
         "--wait",
         type=_seconds,
         metavar="SECONDS",
-        help="wait so long for a server that is starting (default: fail where nobody listens)",
+        help="time to wait for a server that is starting (default: fail at once if no server listens)",
     )
-    group.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="give up after; default: never")
-    group.add_argument("--token-file", metavar="FILE", help="the token that is shown to the server, and nothing else")
+    group.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="time limit of a request (default: none)")
+    group.add_argument("--token-file", metavar="FILE", help="file that contains only the token to send to the server")
     group.add_argument(
-        "--insecure", action="store_true", help="show the token over a plain connection to another machine too"
+        "--insecure", action="store_true", help="send the token to other machines even over an unencrypted connection"
     )
     group.add_argument(
         "--no-resume",
         dest="resume",
         action="store_false",
-        help="fail when the server is lost, instead of going on at another one or when it is back",
+        help="fail if the server is lost, instead of resuming on another server or when it is back",
     )
 
 
@@ -77,10 +77,10 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
         try:
             token = Path(options.token_file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise SystemExit(f"cannot read {options.token_file}: {reason}") from None
         if len(token.split()) != 1:
-            raise SystemExit(f"{options.token_file} is not one token and nothing else")
+            raise SystemExit(f"{options.token_file} must contain exactly one token and nothing else")
     names = ("ca", "cert", "key", "insecure", "resume")
     return {"token": token, **{name: getattr(options, name) for name in names}}
 

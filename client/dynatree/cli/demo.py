@@ -19,37 +19,37 @@ EXAMPLE = 'dynatree demo --prompt "Once upon a time" --breakdown'
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dynatree demo`."""
-    parser.add_argument("--prompt", default=PROMPT, help="what is completed (default: %(default)r)")
+    parser.add_argument("--prompt", default=PROMPT, help="prompt to complete (default: %(default)r)")
     parser.add_argument(
         "--max-new-tokens",
         type=_at_least_two,
         default=128,
         metavar="N",
-        help="of the completion, at least 2 (default: %(default)s)",
+        help="number of tokens to generate, at least 2 (default: %(default)s)",
     )
-    for role, what in (("target", "whose output it is"), ("draft", "that drafts")):
+    for role, what in (("target", "large model, whose output is produced"), ("draft", "small model, which drafts")):
         parser.add_argument(
             f"--{role}-model",
             default="embedded",
             metavar="embedded|PATH|HUB_ID",
-            help=f"the model {what} (default: the shipped one)",
+            help=f"{what} (default: %(default)s, the bundled one)",
         )
-    parser.add_argument("--policy", metavar="NAME", help="how trees are grown (default: the service's)")
+    parser.add_argument("--policy", metavar="NAME", help="policy that grows the trees (default: the service's)")
     add_policy_settings(parser)
     parser.add_argument(
         "--dtype",
         default="auto",
         choices=["auto", *DTYPES],
-        help="as for the services (default: the checkpoint's own)",
+        help="data type of both models (default: the checkpoint's)",
     )
-    parser.add_argument("--breakdown", action="store_true", help="also show where a round's time goes")
+    parser.add_argument("--breakdown", action="store_true", help="also show the time of each part of a round")
 
 
 def _at_least_two(text: str) -> int:
     """An argparse type: a whole number of at least 2, since the prefill yields the first token without a round."""
     number = int(text)
     if number < 2:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 2")
+        raise argparse.ArgumentTypeError(f"{text} is too small; expected at least 2")
     return number
 
 

@@ -20,7 +20,7 @@ from dynatree.engine.model.files import described
 log = logging.getLogger(__name__)
 
 EXAMPLE = "dynatree draft --draft-model ~/models/llama-1b --verify gpu-host:50052 --verify-ca ca.pem"
-_WAY = "the way to the verify services"
+_WAY = "connection to the verify services"
 _QUOTAS = "quotas"
 
 
@@ -28,15 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dynatree draft`."""
     add_groups(parser, _WAY, _QUOTAS)
     group(parser, "model").add_argument(
-        "--draft-model", required=True, metavar="embedded|PATH|HUB_ID", help="the small model, which only guesses"
+        "--draft-model", required=True, metavar="embedded|PATH|HUB_ID", help="small model, which drafts"
     )
     group(parser, "network").add_argument(
         "--verify",
         required=True,
         type=network_addresses,
         metavar="ADDR[,ADDR...]",
-        help="the verify services, each of which serves some of the sessions: host:port, unix:PATH, or, for all that a "
-        "name stands for, dns:///name:port",
+        help="verify services, over which the sessions are distributed: host:port, unix:PATH, or dns:///name:port for "
+        "all addresses of a DNS name",
     )
     add_service_arguments(parser, default_port=50051)
     add_drafting_arguments(parser)
@@ -47,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=60.0,
         metavar="SECONDS",
-        help="how long to wait for the verify service at start (default: 60)",
+        help="time to wait for a verify service at start (default: %(default)g)",
     )
     for option, text in (
-        ("--verify-ca", "authorities of their certificates, PEM: connections are encrypted"),
-        ("--verify-cert", "certificate chain that is shown to them, PEM"),
-        ("--verify-key", "its private key, PEM"),
-        ("--verify-token-file", "the token that is shown to them, and nothing else"),
+        ("--verify-ca", "PEM file of the authorities that may sign their certificates; enables TLS"),
+        ("--verify-cert", "PEM file of the certificate chain to present to them"),
+        ("--verify-key", "PEM file of the private key of --verify-cert"),
+        ("--verify-token-file", "file that contains only the token to send to them"),
     ):
         way.add_argument(option, type=Path, metavar="FILE", help=text)
 
@@ -66,14 +66,14 @@ def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_POLICY,
         choices=policy_names(),
         metavar="NAME",
-        help=f"policy of requests that name none: {', '.join(policy_names())} (default: %(default)s)",
+        help=f"policy of requests that name no policy: {', '.join(policy_names())} (default: %(default)s)",
     )
     add_policy_settings(drafting)
     drafting.add_argument(
         "--draft-ahead",
         choices=["auto", "on", "off"],
         default="auto",
-        help="read on while the verify service works; auto: if it has a device of its own (default: auto)",
+        help="draft ahead while the target verifies; auto: if it has another device or layers on disk (default: auto)",
     )
 
 
@@ -84,14 +84,14 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=RESUME_SECONDS,
         metavar="SECONDS",
-        help="how long a completion whose verify service was lost waits for another one (default: %(default)g)",
+        help="how long a completion waits for a new verify service after losing its own (default: %(default)g)",
     )
     quotas = group(parser, _QUOTAS)
-    quotas.description = "of each principal; a request past one is refused"
+    quotas.description = "limits of each principal; requests beyond a limit are refused"
     for option, text in (
-        ("--principal-sessions", "completions at once"),
-        ("--principal-queue", "completions that may wait"),
-        ("--principal-tokens", "tokens a minute, of prompts and completions"),
+        ("--principal-sessions", "most concurrent completions"),
+        ("--principal-queue", "most waiting completions"),
+        ("--principal-tokens", "most tokens of prompts and completions per minute"),
     ):
         quotas.add_argument(option, type=positive, metavar="N", help=f"{text} (default: no limit)")
 

@@ -20,7 +20,7 @@ from dynatree.cli.service_arguments import (
 from dynatree.gateway.limits import MAX_HTTP_CONNECTIONS, Limits
 
 EXAMPLE = "dynatree gateway --server gpu-host:50051 --ca ca.pem --port 8000"
-_WAY = "the way to the draft service"
+_WAY = "connection to the draft service"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,14 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=network_addresses,
         default="localhost:50051",
         metavar="ADDR[,ADDR...]",
-        help="the draft service: host:port, unix:PATH or dns:///name:port; several take turns (default: %(default)s)",
+        help="draft service: host:port, unix:PATH or dns:///name:port; several are used in turn (default: %(default)s)",
     )
     channel = add_channel_arguments(parser, _WAY)
     channel.add_argument(
         "--no-resume",
         dest="resume",
         action="store_false",
-        help="fail when the draft service is lost, instead of going on at another one or when it is back",
+        help="fail if the draft service is lost, instead of resuming on another one or when it is back",
     )
     add_http_arguments(parser)
     add_operation_arguments(parser)
@@ -49,7 +49,7 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
     add_listen_arguments(parser, "127.0.0.1:8000", "--http", what="HTTP")
     network = group(parser, "network")
     network.add_argument(
-        "--timeout", type=some_seconds, metavar="SECONDS", help="the longest that a request may take; default: no limit"
+        "--timeout", type=some_seconds, metavar="SECONDS", help="time limit of a request (default: none)"
     )
     network.add_argument(
         "--served-model-name",
@@ -57,59 +57,63 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="what the model is called over HTTP, by one name or several; answers have the first (default: its own)",
+        help="names of the model over HTTP; responses contain the first one (default: the model's own name)",
     )
     network.add_argument(
         "--max-connections",
         type=positive,
         default=MAX_HTTP_CONNECTIONS,
         metavar="N",
-        help="HTTP connections at once; those that wait longest for a request give way to new ones "
+        help="most concurrent HTTP connections; beyond it, the connection idle for longest is closed "
         "(default: %(default)s, or fewer if the process may open fewer files)",
     )
     security = group(parser, "security")
-    security.description = "of HTTP; the certificate is read anew when it is replaced"
-    security.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain, PEM: HTTPS")
-    security.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM")
+    security.description = "security of HTTP; a replaced certificate is reloaded"
+    security.add_argument(
+        "--tls-cert", type=Path, metavar="FILE", help="PEM file of the gateway's certificate chain; enables HTTPS"
+    )
+    security.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM file of the private key of --tls-cert")
     security.add_argument(
         "--api-key",
         type=_key,
         metavar="KEY",
-        help="what requests must show as a bearer token; the process list shows it, unlike DYNATREE_API_KEY in the "
-        "environment",
+        help="bearer token that requests must send; the process list shows it, unlike the environment variable "
+        "DYNATREE_API_KEY",
     )
     security.add_argument(
         "--cors",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="let pages of this origin call, such as https://example.org, or of any with '*'; may be repeated",
+        help="allow requests from web pages of this origin, such as https://example.org; '*' allows all; repeatable",
     )
     security.add_argument(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="let requests call a gateway that listens on loopback by this name too, as behind a proxy that keeps the "
-        "Host header, or by any with '*'; may be repeated",
+        help="also accept this name in the Host header when listening on loopback, for example behind a proxy; '*' "
+        "accepts all; repeatable",
     )
     security.add_argument(
         "--insecure",
         action="store_true",
-        help="plain connections with other machines too; without it they need TLS",
+        help="allow unencrypted connections with other machines, which otherwise require TLS",
     )
 
 
 def _name(text: str) -> str:
     """An argparse type: the name of a model."""
     if not text.strip():
-        raise argparse.ArgumentTypeError("a model's name is empty")
+        raise argparse.ArgumentTypeError("the name is empty; expected at least one character")
     return text
 
 
 def _key(text: str) -> str:
     if not re.fullmatch(r"[!-~]{1,4096}", text):
-        raise argparse.ArgumentTypeError("expected 1 to 4096 printable ASCII characters without spaces")
+        raise argparse.ArgumentTypeError(
+            "the key is invalid; expected 1 to 4096 printable ASCII characters without spaces"
+        )
     return text
 
 

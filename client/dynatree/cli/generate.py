@@ -24,40 +24,51 @@ EXAMPLE = 'dynatree generate "The capital of France is" --max-new-tokens 16 --js
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dynatree generate`."""
-    parser.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input, as UTF-8")
+    parser.add_argument("prompt", metavar="PROMPT", help="prompt; - reads it from standard input, as UTF-8")
     parser.add_argument(
         "--max-new-tokens",
         type=int,
         metavar="N",
-        help="at most (default: until the end of sequence or the context limit)",
+        help="most tokens to generate (default: until the end of sequence or the context limit)",
     )
     parser.add_argument(
-        "--temperature", type=float, metavar="T", default=0.0, help="divides the logits; 0, the default, is greedy"
+        "--temperature", type=float, metavar="T", default=0.0, help="temperature of sampling; 0 is greedy (default: 0)"
     )
-    parser.add_argument("--top-k", type=int, metavar="K", default=0, help="keep the K likeliest tokens; 0: all")
-    parser.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens of total probability P")
     parser.add_argument(
-        "--min-p", type=float, metavar="P", default=0.0, help="keep tokens at least P times as likely as the likeliest"
+        "--top-k", type=int, metavar="K", default=0, help="sample from the K likeliest tokens (default: 0, all tokens)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="sample from the likeliest tokens whose total probability is P (default: all tokens)",
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        default=0.0,
+        help="sample from the tokens at least P times as likely as the likeliest one (default: %(default)g)",
     )
     parser.add_argument(
         "--repetition-penalty",
         type=float,
         metavar="R",
-        help="above 1: tokens that were there before get less likely (default: as the target's generation_config says)",
+        help="above 1 makes earlier tokens less likely (default: the value in the target's generation_config)",
     )
     parser.add_argument(
         "--frequency-penalty",
         type=float,
         metavar="F",
         default=0.0,
-        help="subtracted from a token's logit as often as the completion has the token; -2 to 2 (default: 0)",
+        help="subtract F from a token's logit for each time it occurs in the completion; -2 to 2 (default: 0)",
     )
     parser.add_argument(
         "--presence-penalty",
         type=float,
         metavar="F",
         default=0.0,
-        help="subtracted once from the logit of each token that the completion has; -2 to 2 (default: 0)",
+        help="subtract F from the logit of each token that occurs in the completion; -2 to 2 (default: 0)",
     )
     parser.add_argument(
         "--logit-bias",
@@ -65,29 +76,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=Keyed,
         default={},
         metavar="ID=VALUE",
-        help="add VALUE to the logit of this token id; may be repeated",
+        help="add VALUE to the logit of token ID; repeatable",
     )
     parser.add_argument(
         "--seed",
         type=int,
         metavar="S",
-        help="the same seed gives the same tokens, but for --scheme residual (default: random)",
+        help="seed that determines the tokens, except with --scheme residual (default: random)",
     )
     parser.add_argument(
         "--scheme",
         choices=SCHEMES,
         metavar="NAME",
-        help="how draft and target draw: gumbel (the default), independent or residual",
+        help="sampling scheme of draft and target: gumbel, independent or residual (default: gumbel)",
     )
     parser.add_argument(
         "--n",
         type=int,
         metavar="N",
         default=1,
-        help="how many completions; each has a seed of its own, derived from --seed",
+        help="number of completions, each with its own seed derived from --seed (default: %(default)s)",
     )
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="STR", help="end before this string; may be repeated"
+        "--stop", action="append", default=[], metavar="STR", help="end the completion before this string; repeatable"
     )
     parser.add_argument(
         "--stop-token-id",
@@ -96,34 +107,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ID",
-        help="end after this token id; may be repeated",
+        help="end the completion after this token; repeatable",
     )
-    parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of the sequence")
+    parser.add_argument("--ignore-eos", action="store_true", help="continue past the end of sequence")
     parser.add_argument(
-        "--special-tokens", action="store_true", help="the prompt may name special tokens, such as <|endoftext|>"
+        "--special-tokens",
+        action="store_true",
+        help="read special tokens in the prompt, such as <|endoftext|>, as tokens and not as text",
     )
-    parser.add_argument("--policy", metavar="NAME", help="how trees are grown; default: the service's")
+    parser.add_argument("--policy", metavar="NAME", help="policy that grows the trees (default: the service's)")
     add_policy_settings(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, with statistics, at the end")
-    parser.add_argument("--log-probs", action="store_true", help="with --json: print the tokens' log-probabilities too")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with statistics at the end")
+    parser.add_argument(
+        "--log-probs", action="store_true", help="with --json: also print the tokens' log-probabilities"
+    )
     parser.add_argument(
         "--top-log-probs",
         type=int,
         metavar="K",
         default=0,
-        help="with --json: print the K likeliest tokens in the place of each too, at most 20",
+        help="with --json: also print the K likeliest tokens at each position; at most 20 (default: 0)",
     )
     parser.add_argument(
         "--prompt-log-probs",
         action="store_true",
-        help="with --json: print the log-probabilities of the prompt's tokens too",
+        help="with --json: also print the log-probabilities of the prompt's tokens",
     )
     parser.add_argument(
         "--queue-position",
         action="store_true",
-        help="say on standard error how many requests are ahead while this waits",
+        help="while the request waits, print the number of requests ahead of it on standard error",
     )
-    parser.add_argument("--trace", metavar="FILE", help="write each round to FILE, as one JSON object a line")
+    parser.add_argument("--trace", metavar="FILE", help="write each round to FILE as one line of JSON")
     add_connection_arguments(parser)
     parser.set_defaults(usage_error=parser.error)
 

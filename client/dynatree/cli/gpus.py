@@ -21,9 +21,9 @@ def check_device(option: str, name: str) -> None:
         return
     count = _count()
     if int(index or 0) >= count:
-        here = "no GPU" if not count else f"{count} GPU{'s' * (count > 1)}, from cuda:0 on"
+        here = "only " + ", ".join(f"cuda:{each}" for each in range(count)) if count else "no GPU"
         raise StartupError(
-            f"{option} is {name}, and NVIDIA's driver finds {here} on this machine; expected auto or cpu"
+            f"{option} is {name}, but NVIDIA's driver finds {here} on this machine; expected auto or cpu"
         )
 
 

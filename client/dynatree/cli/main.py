@@ -20,14 +20,14 @@ from dynatree.cli.parser import Parser, environment_help, suggestion
 # Name -> help line, module.
 COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("serve the target model", "dynatree.cli.verify"),
-    "draft": ("serve the draft model, and the completions that clients ask for", "dynatree.cli.draft"),
-    "gateway": ("serve OpenAI's HTTP API, and a live page, in front of a draft service", "dynatree.cli.gateway"),
-    "serve": ("serve everything on this machine: both models, and the gateway", "dynatree.cli.serve"),
+    "draft": ("serve the draft model, and the completions that clients request", "dynatree.cli.draft"),
+    "gateway": ("serve OpenAI's HTTP API and a live page in front of a draft service", "dynatree.cli.gateway"),
+    "serve": ("serve both models and the gateway on this machine", "dynatree.cli.serve"),
     "generate": ("complete a prompt", "dynatree.cli.generate"),
-    "chat": ("talk with the model", "dynatree.cli.chat"),
-    "demo": ("run both services on the shipped models, and one completion", "dynatree.cli.demo"),
-    "audit": ("prove that the output equals transformers' own generate()", "dynatree.cli.audit"),
-    "trace": ("draw a trace as a page", "dynatree.cli.trace"),
+    "chat": ("chat with the model", "dynatree.cli.chat"),
+    "demo": ("run both services on the bundled models and show one completion", "dynatree.cli.demo"),
+    "audit": ("check that the output equals that of transformers' generate()", "dynatree.cli.audit"),
+    "trace": ("draw a trace as an HTML page", "dynatree.cli.trace"),
     "bench": ("measure and compare decoders", "dynatree.bench.arguments"),
 }
 
@@ -146,7 +146,7 @@ def _load(name: str | None) -> Command | None:
 def _parser(name: str | None, command: Command | None) -> tuple[Parser, Parser]:
     """Return the parser of the whole command line and that of the subcommand `name`, the only one with its options."""
     parser = own = Parser(
-        prog="dynatree", description="Lossless tree speculative decoding, as two services.", allow_abbrev=False
+        prog="dynatree", description="Lossless tree speculative decoding as two services.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"dynatree {_version()}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)

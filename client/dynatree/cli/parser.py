@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         """Exit with an error; if a variable gave the option, the message names the variable."""
         named = next((action for action in self._actions if message.startswith(f"argument {_title(action)}:")), None)
         if named is not None and self.environment is not None and (variable := _variable(named)) in self.environment:
-            message += f" (the environment has {variable})"
+            message += f" (set by the environment variable {variable})"
         super().error(message)
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
@@ -106,8 +106,8 @@ def suggestion(word: str, known: Collection[str]) -> str:
 def environment_help() -> str:
     """Return the paragraph about environment variables for a service's help."""
     return (
-        f"Every option can also be given in the environment, by {PREFIX} and its name: {PREFIX}MAX_SESSIONS=8. The\n"
-        "command line takes precedence. A switch is 1 or 0, and what may be repeated is separated by spaces."
+        f"Every option can also be set by an environment variable, {PREFIX} and its name: {PREFIX}MAX_SESSIONS=8. The\n"
+        "command line takes precedence. A switch is 1 or 0; the values of a repeatable option are separated by spaces."
     )
 
 

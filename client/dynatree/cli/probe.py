@@ -31,7 +31,7 @@ def failure(addresses: str, *, plain: bool) -> str:
             other = another_service(address) if plain else ""
             if not other:
                 return ""
-            reasons.append(f"{address}: this is {other}, and gRPC has one of its own")
+            reasons.append(f"{address}: it is {other}, not a gRPC port")
     return "; ".join(reasons)
 
 

@@ -47,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dynatree serve`."""
     add_groups(parser)
     model = group(parser, "model")
-    for role, what in (("target", "large model, whose text is produced"), ("draft", "small model, which only guesses")):
+    for role, what in (("target", "large model, whose output is produced"), ("draft", "small model, which drafts")):
         model.add_argument(
-            f"--{role}-model", required=True, metavar="embedded|PATH|HUB_ID", help=f"the {what}; embedded: shipped"
+            f"--{role}-model", required=True, metavar="embedded|PATH|HUB_ID", help=f"{what}; embedded: the bundled one"
         )
     add_hardware_arguments(parser)
     model.add_argument(
-        "--draft-device", type=device, metavar="DEVICE", help="device of the draft model, if it has one of its own"
+        "--draft-device", type=device, metavar="DEVICE", help="torch device of the draft model (default: --device)"
     )
     add_drafting_arguments(parser)
     add_memory_arguments(parser)
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grpc",
         type=network_address,
         metavar="ADDR",
-        help="where the draft service is served too, without TLS: host:port or unix:PATH (default: nowhere)",
+        help="additional gRPC address of the draft service, without TLS: host:port or unix:PATH (default: none)",
     )
     add_idle_argument(parser)
     add_request_arguments(parser)
@@ -73,13 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="lines principal:token; a request must show one of the tokens as its API key",
+        help="file of lines principal:token; requests must send one of the tokens as their API key",
     )
     add_operation_arguments(parser)
     add_telemetry_arguments(
         parser,
-        "answer GET /metrics of the draft service there, and of the verify service on the next port, for Prometheus; "
-        "the gateway answers where HTTP is served",
+        "serve Prometheus metrics of the draft service at /metrics on this address, and of the verify service on the "
+        "next port; the gateway serves its own on the HTTP address",
     )
 
 
@@ -176,14 +176,14 @@ class _Serving:
         while True:
             if self._loading and self._url and await asyncio.to_thread(self._pair.serves):
                 self._loading = False
-                log.info("HTTP serves on %s", self._url)
+                log.info("serving HTTP on %s", self._url)
                 if self._options.log_format == "text":
                     announce(_welcome(self._url, self._pair, self._options))
             if ended := self._pair.ended():
                 if self._pair.was_stopped(ended):  # Ctrl-C reaches the services too, and they may end first
                     await asyncio.sleep(self._options.grace + LOOK_SECONDS)
                 reason = await asyncio.to_thread(self._pair.reason, ended)
-                return reason if self._loading else f"{reason}; everything was stopped"
+                return reason if self._loading else f"{reason}; all services were stopped"
             await asyncio.sleep(LOOK_SECONDS)
 
 

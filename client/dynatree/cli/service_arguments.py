@@ -24,14 +24,14 @@ def seconds(text: str) -> float:
     """An argparse type: a finite, non-negative number of seconds, reduced to at most thirty years."""
     number = float(text)
     if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number of seconds of at least 0")
     return min(number, 1e9)  # a deadline a few times as far overflows in gRPC, which takes it as passed
 
 
 def some_seconds(text: str) -> float:
     """An argparse type: a number of seconds above 0, otherwise like `seconds`."""
     if (number := seconds(text)) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is no time at all")
+        raise argparse.ArgumentTypeError(f"{text} is too short; expected more than 0 seconds")
     return number
 
 
@@ -39,7 +39,7 @@ def context(text: str) -> int:
     """An argparse type: a context length of at least 2 tokens, one for the prompt and one for the completion."""
     number = int(text)
     if number < 2:
-        raise argparse.ArgumentTypeError(f"{text} tokens hold no prompt and completion; expected at least 2")
+        raise argparse.ArgumentTypeError(f"{text} tokens cannot hold a prompt and a completion; expected at least 2")
     return number
 
 
@@ -51,7 +51,9 @@ def fixed_rows(text: str) -> tuple[int, ...] | None:
         return ()
     numbers = tuple(sorted({int(each) for each in text.split(",")}))
     if numbers[0] < 1 or numbers[-1] > MAX_FIXED_ROWS:
-        raise argparse.ArgumentTypeError(f"{text}: expected numbers from 1 to {MAX_FIXED_ROWS}, auto or off")
+        raise argparse.ArgumentTypeError(
+            f"{text} is out of range; expected numbers from 1 to {MAX_FIXED_ROWS}, auto or off"
+        )
     return numbers
 
 
@@ -59,7 +61,7 @@ def tree_nodes(text: str) -> int:
     """An argparse type: the number of nodes of a tree."""
     number = positive(text)
     if number > MOST_TREE_NODES:
-        raise argparse.ArgumentTypeError(f"{text}: at most {MOST_TREE_NODES} nodes can be served")
+        raise argparse.ArgumentTypeError(f"{text} is too large; expected at most {MOST_TREE_NODES} nodes")
     return number
 
 
@@ -91,7 +93,7 @@ def port_number(text: str) -> int:
     """An argparse type: a port number."""
     number = not_negative(text)
     if number > 65535:
-        raise argparse.ArgumentTypeError(f"{text} is no port; expected 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text} is not a port; expected 0 to 65535")
     return number
 
 
@@ -101,7 +103,7 @@ port_number.__name__ = positive.__name__
 def metrics_address(text: str) -> str:
     """An argparse type: `host:port`."""
     if text.startswith("unix:"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no HOST:PORT")
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
     return network_address(text)
 
 
@@ -161,7 +163,7 @@ def add_listen_arguments(parser: argparse.ArgumentParser, default: str, *also: s
         type=network_address,
         default=default,
         metavar="ADDR",
-        help=f"where {what} is served: host:port or unix:PATH; port 0 takes a free one (default: %(default)s)",
+        help=f"{what} address: host:port or unix:PATH; port 0 takes a free port (default: %(default)s)",
     )
     host, _, port = default.rpartition(":")
     network.add_argument(
@@ -170,7 +172,7 @@ def add_listen_arguments(parser: argparse.ArgumentParser, default: str, *also: s
         action=_Host,
         default=argparse.SUPPRESS,
         metavar="HOST",
-        help=f"the host of --listen (default: {host})",
+        help=f"host of --listen (default: {host})",
     )
     network.add_argument(
         "--port",
@@ -179,7 +181,7 @@ def add_listen_arguments(parser: argparse.ArgumentParser, default: str, *also: s
         default=argparse.SUPPRESS,
         type=port_number,
         metavar="PORT",
-        help=f"the port of --listen (default: {port})",
+        help=f"port of --listen (default: {port})",
     )
 
 
@@ -193,13 +195,13 @@ def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options for running a model: device, number format, threads and fixed rows."""
     model = group(parser, "model")
     model.add_argument(
-        "--device", type=device, default="auto", help="torch device, or auto for a GPU if there is one (default: auto)"
+        "--device", type=device, default="auto", help="torch device; auto is a GPU if there is one (default: auto)"
     )
     model.add_argument(
         "--dtype",
         default="auto",
         choices=["auto", *DTYPES],
-        help="number format of the weights (default: the checkpoint's own)",
+        help="data type of the weights (default: auto, the checkpoint's)",
     )
     model.add_argument(
         "--weights",
@@ -212,15 +214,15 @@ def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=threads,
         metavar="N",
-        help="CPU threads of the model (default: torch's choice, of a draft the fewest that are as fast)",
+        help="CPU threads of the model (default: torch's choice; for a draft model, the fewest that are as fast)",
     )
     model.add_argument(
         "--fixed-rows",
         type=fixed_rows,
         default="auto",
         metavar="auto|off|N[,N]",
-        help="pad forward passes to so many rows, and capture them as CUDA graphs on a GPU; one number makes a "
-        "GPU's tokens independent of tree and batch (default: auto, on a GPU one number by its costs, on a CPU off)",
+        help="numbers of rows to pad forward passes to; on a GPU they are captured as CUDA graphs, and a single number "
+        "makes tokens independent of tree and batch (default: auto, one measured number on a GPU, off on a CPU)",
     )
 
 
@@ -231,21 +233,21 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-context",
         type=context,
         metavar="N",
-        help="longest prompt and completion together, in tokens (default, and at most: the model's own); past the "
-        "draft service's, requests go on to the verify service's in plain steps",
+        help="most tokens of a prompt and its completion together (default and maximum: the model's context length); "
+        "beyond the draft service's limit, completions continue without drafting",
     )
     memory.add_argument(
         "--kv-tokens",
         type=positive,
         metavar="N",
-        help="tokens whose keys and values are kept, over all sessions (default: what the sessions can need, as far "
-        "as the memory goes)",
+        help="size of the KV cache of all sessions, in tokens (default: the most that they can need, as far as memory "
+        "allows)",
     )
     memory.add_argument(
         "--prefix-cache",
         choices=["on", "off"],
         default="on",
-        help="reuse the keys and values of prompts that begin alike, of one principal (default: on)",
+        help="reuse the keys and values of common prompt prefixes, within each principal (default: on)",
     )
 
 
@@ -257,21 +259,21 @@ def add_batching_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=MAX_SESSIONS,
         metavar="N",
-        help="completions at once; more wait in the queue (default: %(default)s)",
+        help="most concurrent completions; further ones wait in the queue (default: %(default)s)",
     )
     batching.add_argument(
         "--queue",
         type=not_negative,
         default=MAX_QUEUED,
         metavar="N",
-        help="completions that may wait; one more is refused (default: %(default)s)",
+        help="most waiting completions; further ones are refused (default: %(default)s)",
     )
     batching.add_argument(
         "--max-tree-nodes",
         type=tree_nodes,
         default=MAX_TREE_NODES,
         metavar="N",
-        help="nodes of the largest tree; the lower of both services' numbers counts (default: %(default)s)",
+        help="most nodes of a tree; the smaller limit of the two services applies (default: %(default)s)",
     )
 
 
@@ -279,19 +281,23 @@ def add_operation_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options for the log and the shutdown of a service."""
     operation = group(parser, "operation")
     operation.add_argument(
-        "--grace", type=seconds, default=10.0, metavar="SECONDS", help="time for open calls at shutdown (default: 10)"
+        "--grace",
+        type=seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="time for open calls to finish at shutdown (default: %(default)g)",
     )
     operation.add_argument(
         "--log-format",
         choices=["text", "json"],
         default="text",
-        help="format of the lines on standard error (default: text)",
+        help="format of the log lines on standard error (default: text)",
     )
     operation.add_argument(
         "--log-level",
         choices=["debug", "info", "warning", "error"],
         default="info",
-        help="the least important lines that are written (default: info)",
+        help="lowest level that is logged (default: info)",
     )
 
 
@@ -300,7 +306,9 @@ def add_telemetry_arguments(parser: argparse.ArgumentParser, metrics: str) -> No
     operation = group(parser, "operation")
     operation.add_argument("--metrics", type=metrics_address, metavar="HOST:PORT", help=metrics)
     operation.add_argument(
-        "--traces", metavar="URL", help="send traces there over OTLP/HTTP, such as http://localhost:4318 (extra otel)"
+        "--traces",
+        metavar="URL",
+        help="OTLP/HTTP collector to send traces to, such as http://localhost:4318; needs the extra otel",
     )
 
 
@@ -311,7 +319,7 @@ def add_idle_argument(parser: argparse.ArgumentParser) -> None:
         type=some_seconds,
         default=IDLE_SECONDS,
         metavar="SECONDS",
-        help="how long a session may wait for a peer that sends or reads nothing (default: %(default)g)",
+        help="how long a session waits for a peer that sends or reads nothing (default: %(default)g)",
     )
 
 
@@ -323,29 +331,29 @@ def add_service_arguments(parser: argparse.ArgumentParser, default_port: int) ->
     add_listen_arguments(parser, f"localhost:{default_port}", what="gRPC")
     add_idle_argument(parser)
     add_operation_arguments(parser)
-    add_telemetry_arguments(parser, "answer GET /metrics there, for Prometheus")
+    add_telemetry_arguments(parser, "serve Prometheus metrics at /metrics on this address")
     add_security_arguments(parser)
 
 
 def add_security_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options for TLS, tokens and reflection."""
     security = group(parser, "security")
-    security.description = "certificates, keys and tokens are read anew when they are replaced"
+    security.description = "replaced certificates, keys and tokens are reloaded"
     for option, text in (
-        ("--tls-cert", "certificate chain of the service, PEM: connections are encrypted"),
-        ("--tls-key", "its private key, PEM"),
-        ("--client-ca", "authorities whose client certificates are demanded, PEM"),
-        ("--token-file", "lines principal:token; a call must show one of the tokens"),
+        ("--tls-cert", "PEM file of the service's certificate chain; enables TLS"),
+        ("--tls-key", "PEM file of the private key of --tls-cert"),
+        ("--client-ca", "PEM file of the authorities that may sign clients' certificates, which are then required"),
+        ("--token-file", "file of lines principal:token; calls must send one of the tokens"),
     ):
         security.add_argument(option, type=Path, metavar="FILE", help=text)
     security.add_argument(
         "--insecure",
         action="store_true",
-        help="plain connections with other machines too; without it they need TLS",
+        help="allow unencrypted connections with other machines, which otherwise require TLS",
     )
     security.add_argument(
         "--reflection",
         choices=["on", "off"],
         default="on",
-        help="describe the services to whoever asks, as grpcurl does (default: on)",
+        help="describe the services to any client over gRPC reflection, as grpcurl needs (default: on)",
     )

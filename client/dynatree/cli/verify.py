@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dynatree verify`."""
     add_groups(parser)
     group(parser, "model").add_argument(
-        "--target-model", required=True, metavar="embedded|PATH|HUB_ID", help="the large model, whose text is produced"
+        "--target-model", required=True, metavar="embedded|PATH|HUB_ID", help="large model, whose output is produced"
     )
     add_service_arguments(parser, default_port=50052)
     add_batch_argument(parser)
@@ -38,7 +38,7 @@ def add_batch_argument(parser: argparse.ArgumentParser) -> None:
         "--batch-rows",
         type=rows_or_auto,
         metavar="N|auto",
-        help="most tokens of one pass over the trees of all sessions; with fewer than --max-sessions they take turns "
+        help="most tokens of one pass over the trees of all sessions; below --max-sessions, sessions take turns "
         "(default: auto)",
     )
 
@@ -50,21 +50,22 @@ def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
         "--resident-layers",
         type=layers,
         metavar="N|auto|all",
-        help="layers that stay in memory; the others are fetched in every forward, from the disk or, to a GPU, "
-        "from the host's memory (default: auto, all that fit)",
+        help="number of layers that stay in memory; every forward pass reads the others from disk or, on a GPU, from "
+        "the host's memory (default: auto, as many as fit)",
     )
     memory.add_argument(
         "--layer-cache",
         type=folder,
         metavar="FOLDER",
-        help="where such layers are written once, laid out for this machine (default: the user's cache folder)",
+        help="folder to which the other layers are written once, laid out for this machine (default: the user's cache "
+        "folder)",
     )
     memory.add_argument(
         "--tensor-parallel",
         type=positive,
         default=1,
         metavar="N",
-        help="cut every layer over so many devices of this machine (default: %(default)s; extra parallel)",
+        help="number of local devices to split every layer over; needs the extra parallel (default: %(default)s)",
     )
 
 
@@ -79,7 +80,7 @@ def layers(text: str) -> int | None:
 def folder(text: str) -> Path:
     """An argparse type: a non-empty path; an unset shell variable would give an empty one."""
     if not text:
-        raise argparse.ArgumentTypeError("the path is empty")
+        raise argparse.ArgumentTypeError("the path is empty; expected a folder")
     return Path(text)
 
 

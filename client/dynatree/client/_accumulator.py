@@ -91,7 +91,7 @@ class Accumulator:
             RuntimeError: the stream has not been read to its end.
         """
         if self._completion is None:
-            raise RuntimeError("the stream has not been read to its end: there is no completion")
+            raise RuntimeError("the stream has not been read to its end, so there is no completion yet")
         return self._completion
 
     def _received(self) -> Iterator[Chunk]:
@@ -101,7 +101,7 @@ class Accumulator:
     def _add(self, response: draft_pb2.GenerateResponse) -> Chunk | None:
         """Store one message, and return its chunk; None if it adds nothing."""
         if response.index >= self._n:
-            raise self._wrong(f"completion {response.index} was not asked for")
+            raise self._wrong(f"completion {response.index} was not requested")
         if not response.HasField("queue_position"):  # a message about the queue is not progress
             lost = self._attempts.received()
             if lost is not None:

@@ -259,7 +259,7 @@ def _split(address: str) -> list[str]:
     for each in addresses or [address]:
         match = _ADDRESS.fullmatch(each) if isinstance(each, str) else None
         if not match or int(match[1] or 0) > _LAST_PORT:
-            raise ValueError(f"an address is host:port, unix:PATH or dns:///name:port, not {each!r}")
+            raise ValueError(f"{each!r} is not an address; expected host:port, unix:PATH or dns:///name:port")
     return addresses
 
 

@@ -140,7 +140,7 @@ def error_from_rpc(
     if code is grpc.StatusCode.UNAVAILABLE:
         details = f"{address}: {details}"
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        details = f"what answers at {address} is not a draft service: {details}"
+        details = f"the server at {address} is not a draft service: {details}"
     context_length, prompt_tokens = _trailing(error, "context-length"), _trailing(error, "prompt-tokens")
     kind = ContextLengthError if context_length and prompt_tokens else _ERROR_OF_CODE.get(code, ServerError)
     failure = kind(code, details, text=text, token_ids=token_ids)

@@ -179,7 +179,7 @@ def build_request(
         ("presence_penalty", presence_penalty, sampling.presence_penalty),
     ):
         if value and not sent:
-            _refuse(f"{name} {value!r} is too small to be told from 0")
+            _refuse(f"{name} {value!r} is too small; it rounds to 0")
     request = draft_pb2.GenerateRequest(
         max_new_tokens=None if max_new_tokens is None else _integer("max_new_tokens", max_new_tokens, _UINT32_MAX),
         sampling=sampling,

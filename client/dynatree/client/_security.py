@@ -21,10 +21,10 @@ def tls_credentials(
         OSError: a file cannot be read.
     """
     if (cert is None) != (key is None):
-        raise ValueError("cert and key go together: give both, or neither")
+        raise ValueError("cert and key must be given together, or not at all")
     if ca is None:
         if cert is not None:
-            raise ValueError("a certificate needs TLS: give ca, the authorities of the server's certificate")
+            raise ValueError("cert requires TLS; expected ca, the authorities of the server's certificate")
         return None
     roots = None if ca is True else Path(ca).read_bytes()
     pair = [Path(file).read_bytes() for file in (key, cert) if file is not None]
@@ -41,7 +41,7 @@ def token_metadata(token: str) -> tuple[str, str]:
     if not isinstance(token, str):
         raise TypeError(f"token must be a str, not {type(token).__name__}")
     if not token or not (token.isascii() and token.isprintable()) or " " in token:
-        raise ValueError("a token is printable ASCII characters without spaces")
+        raise ValueError("token must be printable ASCII characters without spaces")
     return "authorization", f"Bearer {token}"
 
 
@@ -54,7 +54,7 @@ def check_local(addresses: Iterable[str]) -> None:
     for address in addresses:
         if not _is_local(address):
             raise ValueError(
-                f"the token would cross the network to {address} in plain text: give ca for TLS, or insecure=True"
+                f"the token would cross the network to {address} in plain text; expected ca for TLS, or insecure=True"
             )
 
 

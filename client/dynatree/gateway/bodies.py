@@ -31,7 +31,7 @@ async def read_body(request: Request, model: type[Body], limits: Limits) -> Body
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a page of another origin cannot send this type without a CORS preflight
         raise ApiError(
-            415, f"the body is {kind or 'of no type'}; expected application/json", code="invalid_content_type"
+            415, f"the content type is {kind or 'missing'}, expected application/json", code="invalid_content_type"
         )
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limits.body_bytes:
@@ -43,7 +43,7 @@ async def read_body(request: Request, model: type[Body], limits: Limits) -> Body
     except ClientDisconnect:
         raise client_went() from None
     except TimeoutError:
-        message = f"the body came too slowly: {limits.body_seconds:g} s, and {limits.body_rate} bytes in each more"
+        message = f"the body arrived too slowly; expected {limits.body_rate} bytes/s after {limits.body_seconds:g} s"
         raise ApiError(408, message, code="request_timeout") from None
     if len(body) > LONG_BYTES:
         return await aside(lambda: _parsed(body, model))

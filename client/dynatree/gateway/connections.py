@@ -217,7 +217,7 @@ class Listener:
                 accepted, _ = await self._loop.sock_accept(self._socket)
             except OSError as error:
                 if error.errno in _NO_FILES:
-                    log.error("no more connections for now: %s", error.strerror)
+                    log.error("cannot accept connections for now: %s", error.strerror)
                     await asyncio.sleep(NO_FILES_SECONDS)
                 continue
             try:

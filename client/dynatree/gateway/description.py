@@ -191,17 +191,17 @@ class Version(_Object):
 
 
 _REASONS = {
-    400: "The request is wrong; the error names the field.",
-    401: "The API key is not the gateway's, or no token of the draft service.",
-    403: "The draft service does not let the key's owner do this.",
-    404: "The model is not served.",
-    408: "The body came too slowly.",
-    413: "The body is too long.",
+    400: "The request is invalid; the error names the field.",
+    401: "The API key is neither the gateway's nor a token of the draft service.",
+    403: "The draft service does not permit this to the key's owner.",
+    404: "The gateway does not serve this model.",
+    408: "The body arrived too slowly.",
+    413: "The body is too large.",
     415: "The body is not application/json.",
-    421: "The gateway listens on loopback, and the host that the request names is not its own.",
-    429: "There is no room, or the key's owner has had his share; Retry-After says when to try again.",
+    421: "The gateway listens on loopback, and the request names another host.",
+    429: "The service is busy, or the key's owner has reached a quota; Retry-After gives the time of the next attempt.",
     500: "A service failed.",
-    503: "The draft service, or every verify service behind it, is out of reach.",
+    503: "The draft service, or every verify service behind it, cannot be reached.",
     504: "The request took longer than the gateway's --timeout.",
 }
 _ASKED = (401, 403, 421, 500, 503, 504)
@@ -225,23 +225,23 @@ def description() -> dict[str, Any]:
         "paths": {
             "/v1/completions": {
                 "post": _operation(
-                    "Complete one prompt or several.", TextCompletion, _WORK, CompletionRequest, streams=True
+                    "Complete one or several prompts.", TextCompletion, _WORK, CompletionRequest, streams=True
                 )
             },
             "/v1/chat/completions": {
                 "post": _operation("Answer a chat.", ChatCompletion, _WORK, ChatRequest, streams=True)
             },
-            "/v1/models": {"get": _operation("The model that is served, and its policies.", ModelList, _ASKED)},
+            "/v1/models": {"get": _operation("List the served model and its policies.", ModelList, _ASKED)},
             "/v1/models/{model}": {
-                "get": {**_operation("The model of a name.", Model, (404, *_ASKED)), "parameters": [name]}
+                "get": {**_operation("Describe the model with this name.", Model, (404, *_ASKED)), "parameters": [name]}
             },
-            "/tokenize": {"post": _operation("The tokens of a prompt.", Tokens, _WORK, TokenizeRequest)},
-            "/detokenize": {"post": _operation("The text of tokens.", Text, _WORK, DetokenizeRequest)},
-            "/version": {"get": _operation("The gateway's version.", Version, ())},
-            "/health": {"get": _operation("Whether requests are served.", Health, (503,))},
+            "/tokenize": {"post": _operation("Tokenize a prompt.", Tokens, _WORK, TokenizeRequest)},
+            "/detokenize": {"post": _operation("Decode tokens to text.", Text, _WORK, DetokenizeRequest)},
+            "/version": {"get": _operation("Return the gateway's version.", Version, ())},
+            "/health": {"get": _operation("Check whether requests are served.", Health, (503,))},
             "/metrics": {
                 "get": {
-                    "summary": "What was counted, for Prometheus.",
+                    "summary": "Return metrics for Prometheus.",
                     "responses": {"200": {"description": "As asked.", "content": _content("text/plain")}},
                 }
             },

@@ -38,7 +38,7 @@ LONGEST_MESSAGE = 1000  # characters
 LONGEST_PARAM = 100
 _UNREACHABLE = "the draft service, or every verify service behind it, is out of reach; try again later"
 _ASK_FOR_KEY = {"WWW-Authenticate": "Bearer"}
-_NO_KEY = "no known API key; expected the header `Authorization: Bearer KEY`"
+_NO_KEY = "the request has no known API key; expected the header `Authorization: Bearer KEY`"
 # Messages that replace the service's own, which name an address or gRPC's metadata.
 _WORDS = {
     grpc.StatusCode.UNAVAILABLE: _UNREACHABLE,
@@ -132,9 +132,9 @@ def unauthorized() -> ApiError:
 
 def client_went() -> ApiError:
     """Return the error for a client that has disconnected; only logs and metrics see its status."""
-    return ApiError(CLIENT_WENT, "the client has gone", code="client_closed_request")
+    return ApiError(CLIENT_WENT, "the client has closed the connection", code="client_closed_request")
 
 
 def stopping() -> ApiError:
     """Return the error for a request that the gateway's shutdown cancels."""
-    return ApiError(503, "the gateway stops; try again", "server_error", code="service_unavailable")
+    return ApiError(503, "the gateway is stopping; try again later", "server_error", code="service_unavailable")

@@ -38,7 +38,7 @@ class Hosts:
             return
         name = _name(shown.decode("latin-1"))
         if name not in self._names and not _is_loopback(name):
-            message = f"{name[:_LONGEST]} is not a name of this gateway; --allow-host makes it one"
+            message = f"{name[:_LONGEST]} is not a name of this gateway; --allow-host adds names"
             raise ApiError(421, message, code="unknown_host")
 
 

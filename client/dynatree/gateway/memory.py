@@ -33,8 +33,8 @@ def check_answer(
     each = f"{new + max(echoed, default=0)} tokens" + (f" with {named} log-probabilities each" if named else "")
     raise ApiError(
         400,
-        f"the answer may have {len(prompts) * body.completions} choices of {each}, more than the gateway holds in "
-        "memory; ask for fewer prompts, choices (n), tokens (max_tokens) or logprobs at once",
+        f"the answer may have {len(prompts) * body.completions} choices of {each}, more than the gateway can hold "
+        "in memory; ask for fewer prompts, choices (n), tokens (max_tokens) or logprobs at once",
         param="n" if body.completions > 1 else body.fields.new_tokens,
         code="invalid_value",
     )

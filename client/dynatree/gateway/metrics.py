@@ -26,12 +26,16 @@ class GatewayMetrics:
         def histogram(name: str, text: str) -> Histogram:
             return Histogram(f"dynatree_gateway_{name}", text, ["route"], buckets=LATENCY_BUCKETS, registry=registry)
 
-        self.open = Gauge("dynatree_gateway_num_requests_running", "Requests that are answered.", registry=registry)
+        self.open = Gauge("dynatree_gateway_num_requests_running", "Open requests.", registry=registry)
         self._requests = Counter(
             "dynatree_gateway_requests", "Requests, by route and HTTP status.", ["route", "code"], registry=registry
         )
-        self._first = histogram("time_to_first_byte_seconds", "From a request's head to its answer's first byte.")
-        self._whole = histogram("e2e_request_latency_seconds", "From a request's head to its answer's last byte.")
+        self._first = histogram(
+            "time_to_first_byte_seconds", "Seconds from a request's head to its answer's first byte."
+        )
+        self._whole = histogram(
+            "e2e_request_latency_seconds", "Seconds from a request's head to its answer's last byte."
+        )
 
     def answered(self, route: str, status: int, times: Times) -> None:
         """Record a request that has ended."""

@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from dynatree.gateway.errors import ApiError
 from dynatree.gateway.limits import Limits
 
-_NO_MEMORY = (
-    "this request takes the most memory of those in work, and the gateway has no more; ask for less at once, or try "
-    "again later"
-)
+_NO_MEMORY = "the gateway has no memory left, and this request uses the most; ask for less at once, or try again later"
 DRIPPING_SECONDS = 1.0  # a request whose body takes longer to arrive may be ended to make room for another
 
 
@@ -104,8 +101,8 @@ class OpenRequests:
         reading = [(each.reading_since, each) for each in self._open if each.reading_since and not each.ended_by]
         since, oldest = min(reading, key=lambda each: each[0], default=(until, None))
         if oldest is None or since >= until:
-            raise _too_many("the gateway has too many requests in work; try again later")
-        oldest.end(ApiError(408, "the body came too slowly, and others wait", code="request_timeout"))
+            raise _too_many("the gateway has too many open requests; try again later")
+        oldest.end(ApiError(408, "the body arrived too slowly while other requests waited", code="request_timeout"))
 
 
 def _too_many(message: str) -> ApiError:

@@ -179,9 +179,11 @@ class CompletionRequest(CompletionOptions):
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens is 0, which needs echo: nothing would be answered")
+            raise ValueError(
+                "max_tokens is 0 without echo, which leaves nothing to return; expected at least 1, or echo"
+            )
         if self.best_of is not None and self.best_of != self.completions:
-            raise ValueError("best_of is not n: no completion is thrown away")
+            raise ValueError("best_of differs from n; expected the same number, since no completion is discarded")
         return self
 
     @property
@@ -279,8 +281,8 @@ class Template(Body):
     def _has_one_end(self) -> Self:
         if self.add_generation_prompt is not None and self.add_generation_prompt == self.continues:
             raise ValueError(
-                "of add_generation_prompt and continue_final_message one is to be true: either the assistant's next "
-                "turn begins, or the last message goes on"
+                "exactly one of add_generation_prompt and continue_final_message must be true: either the assistant's "
+                "next turn begins, or the last message continues"
             )
         return self
 
@@ -312,7 +314,7 @@ class ChatRequest(CompletionOptions, Template):
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs")
+            raise ValueError("top_logprobs requires logprobs")
         return self
 
     @property

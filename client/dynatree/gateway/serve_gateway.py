@@ -201,7 +201,7 @@ def _listen(address: str) -> tuple[socket.socket, str]:
             path = Path(address.removeprefix("unix:"))
             prepare_socket(path)
             if path.exists() and not path.is_socket():
-                raise StartupError(f"cannot listen on {address}: a file is there that is no socket")
+                raise StartupError(f"cannot listen on {address}: a file that is not a socket is in its place")
             path.unlink(missing_ok=True)  # left behind by a gateway that is gone
             listening = socket.socket(socket.AF_UNIX)
             listening.bind(str(path))

@@ -27,7 +27,7 @@ def check_device(name: str) -> None:
         here += [accelerator.type, *(f"{accelerator.type}:{each}" for each in range(torch.accelerator.device_count()))]
     if name not in here:
         raise StartupError(
-            f"--device is {name}, and the devices that torch {torch.__version__} finds here are: {', '.join(here)}"
+            f"--device is {name}, but torch {torch.__version__} finds only these devices: {', '.join(here)}"
         )
 
 

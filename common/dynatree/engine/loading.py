@@ -93,7 +93,7 @@ def load_engine(settings: ModelSettings, ranks: Ranks | None = None) -> Engine:
             check_computation(config, context_length, small_engine)
         check_cache(config, context_length)
     model, offloaded = _load_model(settings, name, config, ranks)
-    log.info("%s: loaded after %.1f s; its outputs and its speed are tried", name, time.monotonic() - begun)
+    log.info("%s: loaded after %.1f s; testing its outputs and its speed", name, time.monotonic() - begun)
     try:
         return _engine_of(settings, name, context_length, ranks, model, offloaded)
     except BaseException:
@@ -137,7 +137,7 @@ def _engine_of(
             use_huge_pages(weights_of(model), name)
         shape = record_kv_shape(model, context_length)
     if model.device.type == "cpu" and is_x86() and not native:
-        log.warning("kernels are torch's: none were compiled at installation, for which a C compiler is needed")
+        log.warning("using torch's kernels, because none were compiled at installation, which requires a C compiler")
     padded = model.device.type == "cpu" and not native and is_batch_invariant(model.dtype)
     budget = KVBudget(
         settings.sessions,
@@ -333,7 +333,7 @@ def _context_length(config: PretrainedConfig, settings: ModelSettings) -> int:
     """
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(length, int):
-        raise StartupError(f"the configuration of {config.model_type} names no max_position_embeddings")
+        raise StartupError(f"the configuration of {config.model_type} has no max_position_embeddings")
     return min(length, settings.max_context or length)
 
 

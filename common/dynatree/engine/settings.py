@@ -81,6 +81,6 @@ class ModelSettings:
         )
         for option, given in others:
             if given:
-                raise StartupError(f"--tensor-parallel and {option} do not go together")
+                raise StartupError(f"--tensor-parallel and {option} cannot be combined")
         if self.device not in ("auto", "cpu", "cuda"):
-            raise StartupError(f"--tensor-parallel takes the first devices of a machine, and --device is {self.device}")
+            raise StartupError(f"--tensor-parallel uses the first devices of a machine, but --device is {self.device}")

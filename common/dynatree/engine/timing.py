@@ -103,7 +103,7 @@ def choose_threads(engine: Engine) -> int:
         engine.arena.release(kv)
     chosen = next(count for count in counts if seconds[count] <= NEARLY * min(seconds.values()))
     torch.set_num_threads(chosen)
-    log.info("%s: %d of %d threads are as fast as any", engine.info.name, chosen, most)
+    log.info("%s: using %d of %d threads, the fewest that are as fast as any number", engine.info.name, chosen, most)
     return chosen
 
 

@@ -167,7 +167,7 @@ class Admission:
             ServiceBusyError: The queue is full, or the turn would come after the deadline.
         """
         if slots > self._slots:
-            raise OutOfRangeError(f"the request needs {slots} tokens of KV cache, and there are {self._slots} in all")
+            raise OutOfRangeError(f"the request needs {slots} tokens of KV cache, but the service has {self._slots}")
         displaced = self._displaced(principal, slots, seconds)
         turn = Turn(principal, slots, self._tokens.charge(principal, tokens))
         for each in displaced:
@@ -192,20 +192,21 @@ class Admission:
             expected = self._expected(ahead)
             if seconds is not None and expected > seconds:
                 raise ServiceBusyError(
-                    f"{ahead} requests are ahead, and a turn in {expected:.1f} s is after the deadline in "
-                    f"{seconds:.1f} s",
+                    f"{ahead} requests are ahead, and the expected wait of {expected:.1f} s exceeds the deadline "
+                    f"in {seconds:.1f} s",
                     retry_after=expected - seconds,
                 )
         waiting = self._waiting.count(principal)
         if self._quota.queue is not None and waiting >= self._quota.queue:
             raise QuotaError(
-                f"{waiting} requests of this principal wait, the most that may", retry_after=self._expected(0)
+                f"{waiting} requests of this principal are waiting, which is the limit", retry_after=self._expected(0)
             )
         displaced = self._waiting.displaced_by(principal, 1)
         if displaced is None:
             full = "every session" if self._running >= self._sessions else f"{self.usage:.0%} of the KV cache"
             raise ServiceBusyError(
-                f"{full} is in use and {self.waiting} requests wait, the most that may", retry_after=self._expected(0)
+                f"{full} is in use and {self.waiting} requests are waiting, which is the limit",
+                retry_after=self._expected(0),
             )
         return displaced
 
@@ -213,7 +214,8 @@ class Admission:
         """Remove a waiting request from the queue, and refuse it."""
         self._waiting.remove(turn)
         turn.refused = ServiceBusyError(
-            f"{self.waiting + 1} requests wait, the most that may; this one made room for a principal with fewer",
+            f"{self.waiting + 1} requests were waiting, which is the limit; "
+            "this one made room for a principal with fewer",
             retry_after=self._expected(0),
         )
         turn.changed.set()

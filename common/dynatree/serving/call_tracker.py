@@ -126,7 +126,7 @@ class CallTracker(grpc.aio.ServerInterceptor):
         handled = self._begin()
         try:
             if self._most is not None and len(self._open) > self._most:
-                raise ServiceBusyError(f"{self._most} calls are open, the most that may")
+                raise ServiceBusyError(f"{self._most} calls are open, which is the limit")
             yield
         finally:
             handled.set_result(None)
@@ -138,7 +138,7 @@ class CallTracker(grpc.aio.ServerInterceptor):
             yield
             return
         if self._standard[peer] >= MAX_STANDARD_CALLS:
-            raise ServiceBusyError(f"{MAX_STANDARD_CALLS} calls of health and reflection are open, the most that may")
+            raise ServiceBusyError(f"{MAX_STANDARD_CALLS} calls of health and reflection are open, which is the limit")
         self._standard[peer] += 1
         try:
             yield
@@ -177,7 +177,7 @@ class CallTracker(grpc.aio.ServerInterceptor):
         if is_poison(error):
             self.poisoned.set()
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the service's device has failed")
-        await context.abort(grpc.StatusCode.INTERNAL, "internal error; the service's log has it")
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the service's log")
 
 
 class Call:

@@ -20,7 +20,7 @@ def check_certificates(pair: tuple[Path, Path] | None, authorities: Path | None)
             context.load_cert_chain(certificate, key, password="")  # else it would prompt at the terminal
         except ssl.SSLError as error:
             raise ValueError(
-                f"{certificate.name} and {key.name} are no certificate with its unencrypted key: {error.reason}"
+                f"{certificate.name} and {key.name} are not a certificate and its unencrypted key: {error.reason}"
             ) from error
     if authorities is not None:
         try:

@@ -41,9 +41,9 @@ class ChannelSettings:
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
-            raise StartupError("a certificate and its key go together: expected both --verify-cert and --verify-key")
+            raise StartupError("a certificate requires its key; expected both --verify-cert and --verify-key")
         if self.certificate is not None and self.ca is None:
-            raise StartupError("a client's certificate needs TLS: expected --verify-ca")
+            raise StartupError("a client's certificate requires TLS; expected --verify-ca")
 
 
 PLAIN = ChannelSettings()
@@ -70,7 +70,7 @@ class Connector:
             token = settings.token
             self._token = Reloaded([token], partial(read_token, token), secrets=[token]) if token is not None else None
         except (OSError, ValueError) as error:
-            raise StartupError(f"the way to the verify services cannot be secured: {error}") from error
+            raise StartupError(f"the connection to the verify services cannot be secured: {error}") from error
 
     @property
     def generation(self) -> object:
@@ -87,7 +87,7 @@ class Connector:
             plain = self._settings.ca is None and not self._settings.insecure
             if plain and not is_local(address.removeprefix(DNS)):
                 raise StartupError(
-                    f"{address} is another machine, and the connection would not be encrypted; "
+                    f"{address} is on another machine, and the connection would not be encrypted; "
                     "expected --verify-ca, or --insecure where the network is private"
                 )
 

@@ -78,11 +78,11 @@ class Reloaded(Generic[T]):
                 try:
                     self._value = self._read()
                 except (OSError, ValueError) as error:
-                    self._tell(f"cannot be read anew, what was read before stays in force: {error}")
+                    self._tell(f"cannot be reloaded, so the previous contents stay in force: {error}")
                     return self._value
                 self._seen = seen
                 self._failure = ""
-                log.info("%s: read anew", self._names)
+                log.info("%s: reloaded", self._names)
                 self._warn()
             self._tell(self._wrong(self._value))
             return self._value
@@ -98,7 +98,7 @@ class Reloaded(Generic[T]):
         for path in self._secrets:
             with suppress(OSError):
                 if os.stat(path).st_mode & stat.S_IROTH:
-                    log.warning("%s is a secret, and every user of this machine may read it", path.name)
+                    log.warning("%s is a secret, but every user of this machine can read it", path.name)
 
     def _state(self) -> list[tuple[int, ...]]:
         """A fingerprint of the files' state; symbolic links are followed, since Kubernetes replaces links."""

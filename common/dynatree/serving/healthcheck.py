@@ -44,7 +44,7 @@ def failure(
             response = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
-                return f"it has no service named {service!r}"
+                return f"the server has no service named {service!r}"
             return f"{error.code().name}: {' '.join((error.details() or '').split())}"
     if response.status == health_pb2.HealthCheckResponse.SERVING:
         return None
@@ -65,7 +65,7 @@ def http_failure(url: str, timeout: float, ca: Path | None = None) -> str | None
     """
     parts = urlsplit(url)
     if not parts.hostname:
-        raise ValueError(f"{url} names no host")
+        raise ValueError(f"{url} has no host")
     connection = (
         HTTPSConnection(parts.hostname, parts.port, timeout=timeout, context=ssl.create_default_context(cafile=ca))
         if parts.scheme == "https"
@@ -82,16 +82,29 @@ def http_failure(url: str, timeout: float, ca: Path | None = None) -> str | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; its exit status."""
+    """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m dynatree.serving.healthcheck", description="Ask a service if it serves."
+        prog="python -m dynatree.serving.healthcheck", description="Check whether a service serves."
     )
-    parser.add_argument("address", metavar="ADDR", help="host:port or unix:PATH; of a gateway http[s]://host:port")
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="default: %(default)g")
-    parser.add_argument("--service", default="", metavar="NAME", help="whose health; liveness: of the process alone")
-    parser.add_argument("--ca", type=Path, metavar="FILE", help="authorities of the server's certificate, PEM: TLS")
-    parser.add_argument("--cert", type=Path, metavar="FILE", help="certificate chain that is shown, PEM")
-    parser.add_argument("--key", type=Path, metavar="FILE", help="its private key, PEM")
+    parser.add_argument(
+        "address", metavar="ADDR", help="service at host:port or unix:PATH, or gateway at http[s]://host:port"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=5.0, metavar="SECONDS", help="time limit (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--service", default="", metavar="NAME", help="gRPC service to check; liveness checks only the process"
+    )
+    parser.add_argument(
+        "--ca",
+        type=Path,
+        metavar="FILE",
+        help="PEM file of the authorities that may sign the server's certificate; enables TLS",
+    )
+    parser.add_argument(
+        "--cert", type=Path, metavar="FILE", help="PEM file of the certificate chain to present to the server"
+    )
+    parser.add_argument("--key", type=Path, metavar="FILE", help="PEM file of the private key of --cert")
     options = parser.parse_args(arguments)
     reason = _http_reason(parser, options) if "://" in options.address else _grpc_reason(parser, options)
     if reason is not None:
@@ -103,7 +116,7 @@ def _http_reason(parser: argparse.ArgumentParser, options: argparse.Namespace) -
     if urlsplit(options.address).scheme not in ("http", "https"):
         parser.error(f"{options.address}: expected host:port, unix:PATH, http://host:port or https://host:port")
     if options.service or options.cert or options.key:
-        parser.error("--service, --cert and --key are for gRPC")
+        parser.error("--service, --cert and --key apply only to gRPC")
     try:
         return http_failure(options.address, options.timeout, options.ca)
     except OSError as error:

@@ -39,7 +39,7 @@ def _check_socket(address: str) -> set[object]:
     path = Path(address.removeprefix("unix:"))
     prepare_socket(path)
     if path.exists() and not path.is_socket():
-        raise StartupError(f"cannot listen on {address}: a file is there that is no socket")
+        raise StartupError(f"cannot listen on {address}: a file that is not a socket is in its place")
     return {path.absolute()}
 
 

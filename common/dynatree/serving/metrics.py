@@ -46,7 +46,10 @@ def new_registry() -> CollectorRegistry:
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
     gauge(
-        registry, "reload_failed", "Certificates, keys and tokens that are not in force as they stand.", failed_reloads
+        registry,
+        "reload_failed",
+        "Certificate, key and token files whose current contents are not in force.",
+        failed_reloads,
     )
     return registry
 

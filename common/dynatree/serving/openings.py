@@ -45,9 +45,9 @@ class Openings:
                 return await context.read()
         except TimeoutError:
             if deadline in self._waiting:
-                raise IdleSessionError(f"no request came within {self._seconds:g} s of the call's headers") from None
+                raise IdleSessionError(f"no request arrived within {self._seconds:g} s of the call's headers") from None
             raise ServiceBusyError(
-                f"{self._most} later calls wait for their first message, the most that may"
+                f"{self._most} later calls are waiting for their first message, which is the limit"
             ) from None
         finally:
             self._waiting.pop(deadline, None)

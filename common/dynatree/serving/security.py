@@ -45,9 +45,9 @@ class SecuritySettings:
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
-            raise StartupError("a certificate and its key go together: expected both --tls-cert and --tls-key")
+            raise StartupError("a certificate requires its key; expected both --tls-cert and --tls-key")
         if self.client_ca is not None and self.certificate is None:
-            raise StartupError("--client-ca needs TLS: expected --tls-cert and --tls-key")
+            raise StartupError("--client-ca requires TLS; expected --tls-cert and --tls-key")
 
     @property
     def tls(self) -> bool:
@@ -127,7 +127,9 @@ class Authentication:
             shown = dict(context.invocation_metadata() or ()).get(AUTHORIZATION, "")
             principal = self._tokens.principal(shown) if isinstance(shown, str) else None
             if principal is None:
-                raise UnauthenticatedError("no known token; expected the metadata `authorization: Bearer TOKEN`")
+                raise UnauthenticatedError(
+                    "the call has no known token; expected the metadata `authorization: Bearer TOKEN`"
+                )
             return principal
         if self._certificates:
             return _certificate_name(context.auth_context())
@@ -145,8 +147,8 @@ def _certificate_name(shown: Mapping[str, Sequence[bytes]]) -> str:
         if names and is_principal(name := names[0].decode()):
             return name
     raise UnauthenticatedError(
-        f"the certificate names nobody; expected a common name, a URI or a DNS name of at most {MAX_PRINCIPAL_LENGTH} "
-        "printable characters"
+        f"the certificate has no usable name; expected a common name, a URI or a DNS name of at most "
+        f"{MAX_PRINCIPAL_LENGTH} printable characters"
     )
 
 

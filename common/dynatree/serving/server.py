@@ -97,7 +97,9 @@ class Server:
             else:
                 port = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
-            raise StartupError(f"cannot listen on {address}: the address is in use or not this machine's") from error
+            raise StartupError(
+                f"cannot listen on {address}: the address is in use or does not belong to this machine"
+            ) from error
         self.address = address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
         await self._server.start()
         self._started = True
@@ -132,7 +134,7 @@ class Server:
             await self.stop(0.0 if poisoned.is_set() else grace)
             log.info("stopped")
         if poisoned.is_set():
-            raise DeviceFailedError("the device has failed for good; the log has the error")
+            raise DeviceFailedError("the device has failed permanently; see the service's log")
 
     async def stop(self, grace: float) -> None:
         """Report NOT_SERVING, refuse new calls, and end open calls after `grace` seconds.

@@ -99,9 +99,9 @@ class Allowance:
         left, needed = self.left, min(needed, self._tokens)
         if needed <= left:
             return
-        held = f", and {self._held} are held for requests that are open" if self._held else ""
+        held = f", and {self._held} are reserved for open requests" if self._held else ""
         raise QuotaError(
-            f"the request needs {needed} tokens or more; of this principal's {self._tokens} tokens a minute "
+            f"the request needs at least {needed} tokens, but of this principal's {self._tokens} tokens per minute "
             f"{max(0, int(left))} are left{held}",
             retry_after=self._seconds_until(needed),
         )
@@ -116,8 +116,8 @@ class Allowance:
         covered = need.most <= self.left
         if not covered and any(not each.covered for each in self._open):
             raise QuotaError(
-                f"the request may use {need.most} tokens, and another that is open may already use all that is left "
-                f"of this principal's {self._tokens} tokens a minute; with fewer max_new_tokens it could begin",
+                f"the request may use {need.most} tokens, but another open request may already use all that are left "
+                f"of this principal's {self._tokens} tokens per minute; request fewer max_new_tokens",
                 retry_after=self._seconds_until(min(need.most, self._tokens)),
             )
         charge = Charge(self, min(need.most, int(self.left)), covered=covered)

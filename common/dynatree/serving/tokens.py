@@ -66,7 +66,7 @@ def read_token(path: Path) -> str:
     """
     token = path.read_text(encoding="utf-8").strip()
     if not token or not token.isprintable() or not token.isascii() or " " in token:
-        raise ValueError("expected one token of printable ASCII characters, and nothing else")
+        raise ValueError("the file must contain one token of printable ASCII characters and nothing else")
     return token
 
 
@@ -97,7 +97,7 @@ def _read(path: Path) -> _Lines:
         try:
             principal, token = _split(line.decode())
         except ValueError:
-            left_out.append(f"line {number} is not principal:token with a token of {LEAST_LENGTH} characters or more")
+            left_out.append(f"line {number} is not principal:token with a token of at least {LEAST_LENGTH} characters")
             continue
         digest = _digest(token)
         if owners.setdefault(digest, principal) != principal:
@@ -106,8 +106,8 @@ def _read(path: Path) -> _Lines:
         known.append((principal, digest))
     reasons = "; ".join(left_out[:NAMED_LINES]) + "; ..." * (len(left_out) > NAMED_LINES)
     if not known:
-        return _Lines((), f"admits nobody: {reasons or 'expected lines principal:token, and found none'}")
-    return _Lines(tuple(known), f"has lines that are left out: {reasons}" if left_out else "")
+        return _Lines((), f"admits nobody: {reasons or 'it has no lines principal:token'}")
+    return _Lines(tuple(known), f"has lines that are ignored: {reasons}" if left_out else "")
 
 
 def _split(line: str) -> tuple[str, str]:

@@ -26,4 +26,4 @@ def prepare_socket(path: Path) -> None:
             probe.connect(str(path))
         except OSError:
             return  # left behind by a stopped server; gRPC replaces it
-    raise StartupError(f"cannot listen on unix:{path}: another server answers there")
+    raise StartupError(f"cannot listen on unix:{path}: another server listens there")

@@ -28,34 +28,40 @@ class DraftMetrics:
             "Share of KV slots that sessions hold, 0 to 1.",
             lambda: admission.usage,
         )
-        gauge(registry, "verify_replicas", "Verify services that are known.", lambda: len(replicas.all))
+        gauge(registry, "verify_replicas", "Known verify services.", lambda: len(replicas.all))
         gauge(
             registry,
             "verify_replicas_ready",
             "Verify services that serve.",
             lambda: sum(replica.ready for replica in replicas.all),
         )
-        self._success = counter("request_success", "Completions, by why they ended.", "finished_reason")
-        self._failure = counter("request_failure", "Requests that failed, by gRPC status code.", "code")
+        self._success = counter("request_success", "Completions, by finish reason.", "finished_reason")
+        self._failure = counter("request_failure", "Failed requests, by gRPC status code.", "code")
         self._prompt = counter("prompt_tokens", "Prompt tokens of completions.")
         self._cached = counter("cached_prompt_tokens", "Prompt tokens that the target had cached.")
         self._generated = counter("generation_tokens", "New tokens of completions.")
         self._rounds = counter("spec_decode_num_drafts", "Trees sent.")
         self._drafted = counter("spec_decode_num_draft_tokens", "Nodes drafted.")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Nodes accepted.")
-        self._trimmed = counter("spec_decode_num_trimmed_tokens", "Nodes drafted, but not verified.")
-        self._positions = counter("spec_decode_num_accepted_tokens_per_pos", "Nodes accepted by depth - 1.", "position")
-        self._reached = counter("spec_decode_num_drafts_per_pos", "Trees that reached depth - 1.", "position")
-        self._parts = counter("round_seconds", "Seconds of rounds, by where they went.", "part")
-        self._first = histogram("time_to_first_token_seconds", "From arrival to the first token.")
-        self._each = histogram(
-            "inter_token_latency_seconds", "Seconds for each token after the first, a completion's mean.", TOKEN_BUCKETS
+        self._trimmed = counter("spec_decode_num_trimmed_tokens", "Drafted nodes that were not verified.")
+        self._positions = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted nodes, by depth - 1.", "position"
         )
-        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.")
-        self._queue = histogram("request_queue_time_seconds", "Waiting for a session.")
-        self._nodes = histogram("nodes_per_round", "Nodes of trees, a completion's mean.", ROW_BUCKETS)
-        self._resumes = counter("resumes", "Sessions that went on at another verify service.")
-        self._resume_seconds = histogram("resume_seconds", "From losses to the next token, a completion's sum.")
+        self._reached = counter(
+            "spec_decode_num_drafts_per_pos", "Trees that reached a depth, by depth - 1.", "position"
+        )
+        self._parts = counter("round_seconds", "Seconds of rounds, by part.", "part")
+        self._first = histogram("time_to_first_token_seconds", "Seconds from arrival to the first token.")
+        self._each = histogram(
+            "inter_token_latency_seconds", "Mean seconds of a completion's tokens after the first.", TOKEN_BUCKETS
+        )
+        self._whole = histogram("e2e_request_latency_seconds", "Seconds from arrival to the last token.")
+        self._queue = histogram("request_queue_time_seconds", "Seconds of waiting for a session.")
+        self._nodes = histogram("nodes_per_round", "Mean nodes of a completion's trees.", ROW_BUCKETS)
+        self._resumes = counter("resumes", "Sessions that were resumed at another verify service.")
+        self._resume_seconds = histogram(
+            "resume_seconds", "Seconds from losses to the next token, summed over a completion."
+        )
 
     def completed(self, completion: Completed) -> None:
         """Count a completion that has ended."""

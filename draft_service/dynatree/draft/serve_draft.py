@@ -109,8 +109,8 @@ async def start_draft(
     draft, target = engine.info, replicas.target.info
     if draft.context_length < target.context_length:
         log.warning(
-            "the draft's context of %d tokens is shorter than the target's of %d: beyond it, completions go on without "
-            "drafting",
+            "the draft's context of %d tokens is shorter than the target's of %d: beyond it, completions continue "
+            "without drafting",
             draft.context_length,
             target.context_length,
         )

@@ -181,7 +181,9 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         """Return the text of tokens."""
         target = self._backend.replicas.target.info
         if len(request.token_ids) > target.context_length:
-            raise OutOfRangeError(f"there are {len(request.token_ids)} token_ids; at most {target.context_length} fit")
+            raise OutOfRangeError(
+                f"the request has {len(request.token_ids)} token_ids, expected at most {target.context_length}"
+            )
         token_ids = tuple(request.token_ids)
         check_token_ids(token_ids, target.vocab_size, "token_ids")
         decode = partial(self._encoder.decoded, token_ids)
@@ -334,7 +336,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                     continue
                 yield generation
                 return
-        raise PeerFailedError("the verify service changes its target all the time")
+        raise PeerFailedError("the verify service keeps changing its target")
 
     def _request(self, asked: _Asked, index: int, target: Target, span: Span = NO_SPAN) -> GenerationRequest:
         """Build the request of completion `index`, checked as far as the draft side can.
@@ -373,7 +375,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         )
         if len(request.begun_ids) > request.limit:
             raise OutOfRangeError(
-                f"resume has {len(received.token_ids)} tokens; at most {request.limit - len(prompt_ids)} are to be made"
+                f"resume has {len(received.token_ids)} tokens, expected at most {request.limit - len(prompt_ids)}"
             )
         return request
 
@@ -507,7 +509,7 @@ def _received(message: draft_pb2.GenerateRequest, count: int, context_length: in
     if resume.index >= count:
         raise InvalidArgumentError(f"resume.index is {resume.index}, expected a number below n, {count}")
     if resume.round > context_length:
-        raise OutOfRangeError(f"resume.round is {resume.round}, and a context of {context_length} has fewer rounds")
+        raise OutOfRangeError(f"resume.round is {resume.round}, expected at most {context_length}, the context")
     if len(resume.token_ids) > context_length:
         raise OutOfRangeError(f"resume has {len(resume.token_ids)} tokens, more than the context of {context_length}")
     return resume.index, Received(tuple(resume.token_ids), resume.characters, resume.round)

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DraftServiceStub(object):
-    """The service that clients call: it drafts with the small model and has the verify service check.
+    """The service that clients call. It drafts with the small model, and the verify service checks its drafts.
     """
 
     def __init__(self, channel):
@@ -63,7 +63,7 @@ class DraftServiceStub(object):
 
 
 class DraftServiceServicer(object):
-    """The service that clients call: it drafts with the small model and has the verify service check.
+    """The service that clients call. It drafts with the small model, and the verify service checks its drafts.
     """
 
     def Generate(self, request, context):
@@ -74,7 +74,7 @@ class DraftServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """Names both models, and the policies.
+        """Describes both models, and lists the policies.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,14 +88,14 @@ class DraftServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """The tokens of a prompt, as Generate makes them.
+        """Tokenizes a prompt as Generate does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """The text of tokens, the names of special tokens included.
+        """Decodes tokens to text, including the names of special tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +138,7 @@ def add_DraftServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DraftService(object):
-    """The service that clients call: it drafts with the small model and has the verify service check.
+    """The service that clients call. It drafts with the small model, and the verify service checks its drafts.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class VerifyServiceStub(object):
-    """Runs the target model.
+    """The service that runs the target model.
     """
 
     def __init__(self, channel):
@@ -48,19 +48,20 @@ class VerifyServiceStub(object):
 
 
 class VerifyServiceServicer(object):
-    """Runs the target model.
+    """The service that runs the target model.
     """
 
     def Verify(self, request_iterator, context):
-        """One stream is one session. The first request opens it, and each later request is one tree; every request is
-        answered by exactly one response before the next may be sent. The session ends with its stream.
+        """Runs one session over one stream. The first request opens the session, and each later request is one tree. The
+        service answers every request with exactly one response, which the client awaits before the next request. The
+        session ends with its stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """Names the model.
+        """Describes the model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +89,7 @@ def add_VerifyServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VerifyService(object):
-    """Runs the target model.
+    """The service that runs the target model.
     """
 
     @staticmethod

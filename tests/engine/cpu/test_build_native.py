@@ -1,4 +1,4 @@
-"""What compiling the kernels at installation leaves behind, by the hook that hatchling runs."""
+"""Tests which files hatchling's build hook leaves when it compiles the kernels."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.support.kernel_builds import compiled
 from tests.support.paths import ROOT
 
 BUILD = "kernels_avx2.so"
-# What stands for gcc: it notes its arguments beside itself, and writes what links gcc's OpenMP.
+# A stand-in for gcc: it writes its arguments beside itself, and an output that links gcc's OpenMP.
 COMPILER = (
     '#!/bin/sh\nprintf "%s\\n" "$@" > "$0.arguments"\nwhile [ "$1" != -o ]; do shift; done\necho {output} > "$2"\n'
 )
 
 
 class Project:
-    """A tree with the kernels' sources and an old build, and what building a wheel of it says."""
+    """A source tree with the kernels' sources and an old build, and the warnings of building its wheel."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -37,7 +37,7 @@ class Project:
         (self.folder / BUILD).write_bytes(b"an old one")
 
     def compiler(self, name: str, output: str = "libgomp.so.1", status: int = 0) -> Path:
-        """A compiler in a file of this name."""
+        """Write a compiler to a file of this name."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(COMPILER.format(output=output) + f"exit {status}\n")
@@ -48,7 +48,7 @@ class Project:
         self.warnings.append(text)
 
     def built(self) -> set[str]:
-        """The names of the builds in the wheel."""
+        """Build a wheel; return the names of the compiled files in it."""
         data: dict[str, Any] = {"artifacts": []}
         hook = self.hook.NativeHook(str(self.root), {}, None, None, str(self.root), "wheel", self)
         hook.initialize("standard", data)
@@ -57,7 +57,7 @@ class Project:
         return names
 
     def left(self) -> set[str]:
-        """The files in the tree that no source is."""
+        """Return the files in the tree that are not sources."""
         return {path.name for path in self.folder.iterdir() if path.name not in os.listdir(native.FOLDER)} | {
             path.name for path in self.folder.glob("*.so")
         }
@@ -105,13 +105,13 @@ def test_gcc_is_preferred_to_cc_which_may_be_clang(project: Project, monkeypatch
 def test_another_openmp_than_torchs_is_not_taken(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", str(project.compiler("clang", "libomp.so.5")))
     assert project.built() == project.left() == set()
-    assert all("another OpenMP" in warning for warning in project.warnings)
+    assert all("does not link libgomp" in warning for warning in project.warnings)
 
 
 @pytest.mark.parametrize("compiler", ["/bin/false", "/no/such/gcc", "half"])
 def test_a_compiler_that_fails_leaves_nothing(compiler: str, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     if compiler == "half":
-        compiler = str(project.compiler("gcc", status=1))  # after it has begun to write
+        compiler = str(project.compiler("gcc", status=1))  # it fails after it has begun to write
     monkeypatch.setenv("CC", compiler)
     assert project.built() == project.left() == set()
     assert len(project.warnings) == len(every_build())
@@ -126,7 +126,7 @@ def test_without_kernels_those_of_before_are_removed(project: Project, monkeypat
 def test_a_tree_that_is_read_only_is_a_warning(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", str(project.compiler("gcc")))
 
-    def refused(self: Path, missing_ok: bool = False) -> None:  # as root, whom no permission stops, a folder is not
+    def refused(self: Path, missing_ok: bool = False) -> None:  # root gets this where a folder is in the way
         raise PermissionError(f"Permission denied: {self}")
 
     monkeypatch.setattr(Path, "unlink", refused)

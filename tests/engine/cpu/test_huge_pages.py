@@ -1,4 +1,4 @@
-"""Weights in huge pages: moved there where the kernel can, and the log says what was got."""
+"""Tests that weights are moved into huge pages if the kernel supports them, and that the log reports the result."""
 
 import logging
 import mmap

@@ -1,4 +1,4 @@
-"""Which kernels are used: the best build for this CPU, or torch's, on torch's threads."""
+"""Tests which kernels are used: the best build for this CPU, or torch's; they run on torch's threads."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ FOLDER = native.FOLDER
 
 @pytest.fixture(name="folder")
 def folder_fixture(monkeypatch, tmp_path):
-    """A folder without builds in place of theirs."""
+    """A folder without builds in place of the package's."""
     (tmp_path / "builds.json").write_bytes((FOLDER / "builds.json").read_bytes())
     monkeypatch.setattr(native, "FOLDER", tmp_path)
     native.kernels.cache_clear()
@@ -85,7 +85,7 @@ def test_without_compiled_kernels_a_model_is_served_by_torchs(folder, tmp_path, 
     engine = load_engine(ModelSettings(str(path), sessions=1))
     assert isinstance(engine.runner, EagerRunner)
     assert not any(isinstance(layer, NativeLinear) for layer in engine.model.modules())
-    assert "kernels are torch's" in caplog.text
+    assert "using torch's kernels" in caplog.text
 
 
 @compiled
@@ -100,7 +100,7 @@ def test_every_linear_layer_is_native_and_most_families_have_a_program(architect
 
 @compiled
 def test_the_kernels_run_on_torchs_threads(tmp_path):
-    """A second OpenMP beside torch's would keep a second team of threads busy on the same cores."""
+    """With a second OpenMP library, a second team of threads would keep the same cores busy."""
     engine = load_engine(ModelSettings(str(save_random_model(tmp_path / "model", "llama", seed=1)), sessions=1))
     engine.forward([Segment(KVRange(0, 3), 0, [1, 2, 3], range(3))])
     with open("/proc/self/maps") as mapped:

@@ -1,4 +1,4 @@
-"""The attention kernel: against float64, of the same bits whatever is computed beside it, and torch's in its place."""
+"""Tests the attention kernel against float64, for equal bits in any company, and torch's attention as its fallback."""
 
 import itertools
 import math
@@ -20,14 +20,14 @@ ERRORS = {torch.float32: 3e-6, torch.bfloat16: 0.02, torch.float16: 0.003}
 
 
 def random_mask(rows, generator, beyond=0):
-    """Every row sees itself and some of the others; `beyond` more columns before them."""
+    """Return a mask in which every row sees itself and some other rows, after `beyond` more columns."""
     mask = torch.rand(rows, rows + beyond, generator=generator) < 0.4
     mask[:, beyond:] |= torch.eye(rows, dtype=torch.bool)
     return mask
 
 
 def new_tensors(generator, tokens, heads, kv_heads, dim, dtype):
-    """Query, key and value as a model gives them: heads first, over memory in which tokens come first."""
+    """Return query, key and value as a model gives them: heads first, over memory in which tokens come first."""
     return [
         torch.randn(tokens, count, dim, generator=generator).to(dtype).transpose(0, 1)
         for count in (heads, kv_heads, kv_heads)
@@ -35,7 +35,7 @@ def new_tensors(generator, tokens, heads, kv_heads, dim, dtype):
 
 
 def exact(segments, arena, layer, query, scale):
-    """In float64, of what the arena holds once the new keys and values are stored."""
+    """Compute attention in float64 from the arena with the new keys and values."""
     first, outputs = 0, []
     group = query.shape[0] // arena.shape.kv_heads
     for segment in segments:
@@ -84,7 +84,7 @@ def test_every_query_attends_to_what_its_mask_shows(build, dtype, heads, kv_head
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_query_has_the_same_bits_whatever_is_computed_beside_it(build, dtype):
-    """A chain's nodes, as single steps, in one segment, and beside other sessions; a prompt in any pieces."""
+    """A chain is computed as single steps, in one segment, and beside other sessions; a prompt in any pieces."""
     generator = torch.Generator().manual_seed(1)
     heads, kv_heads, dim, length = 4, 2, 80, 150
     arena = KVArena(KVShape(1, kv_heads, dim), 800, dtype, torch.device("cpu"))
@@ -109,7 +109,7 @@ def test_a_query_has_the_same_bits_whatever_is_computed_beside_it(build, dtype):
     for cuts in [(1,), (100,), (149,), (64, 128), (63, 65), tuple(range(1, length))]:
         assert torch.equal(read(*cuts), whole), cuts
         assert torch.equal(read(*cuts, crowd=True), whole), cuts
-    # the last five as a path through a tree: siblings stand behind, which nobody on the path sees
+    # the last five as a path of a tree whose siblings, invisible to the path, come after it
     read(145)
     tokens = [*range(145, 150), 3, 4]
     mask = torch.eye(7, dtype=torch.bool)
@@ -155,7 +155,7 @@ def test_a_model_says_the_same_by_either_attention(tmp_path, dtype, monkeypatch)
 @pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_hidden_slots_between_those_that_a_query_sees_change_no_bit(dtype):
-    """A chain among hidden siblings: wherever its slots lie, odd or even, it has the bits that it has alone."""
+    """A chain among hidden siblings has the bits that it has alone, whether its slots are odd or even."""
     generator = torch.Generator().manual_seed(7)
     heads, dim, prefix, length = 32, 80, 61, 24
     shape = KVShape(1, heads, dim)
@@ -164,7 +164,7 @@ def test_hidden_slots_between_those_that_a_query_sees_change_no_bit(dtype):
     held = torch.randn(2, heads, prefix, dim, generator=generator).to(dtype)
     for kv in (one, other):
         arena.slots(kv, prefix)[0].copy_(held)
-    for _ in range(150):  # one token in 400 had other bits where pairs of slots were added in another order
+    for _ in range(150):  # one token in 400 had other bits when pairs of slots were summed in another order
         tensors = new_tensors(generator, 2 * length, heads, heads, dim, dtype)
         places = torch.randperm(2 * length, generator=generator)[:length].sort().values
         chain = [each[:, places] for each in tensors]

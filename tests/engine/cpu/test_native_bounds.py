@@ -1,4 +1,4 @@
-"""What the kernels are given is checked before they run: they read and write where they are told."""
+"""Tests that arguments are checked before the kernels, which read and write unchecked addresses, run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(name="calls", autouse=True)
 def calls_fixture(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that were called, none of which runs."""
+    """The names of the kernels that were called; none runs."""
     called: list[str] = []
     for module in (native_attention, native_linear):
         monkeypatch.setattr(module, "call", lambda function, *_: called.append(function))
@@ -56,9 +56,7 @@ def calls_fixture(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 )
 @pytest.mark.parametrize("rows_apart", [False, True])
 def test_a_tensor_that_lies_otherwise_has_no_address(tensor: torch.Tensor, rows_apart: bool) -> None:
-    with pytest.raises(
-        ValueError, match=r"a kernel is given .* and takes torch.float32 \[3, 4\] side by side on the CPU"
-    ):
+    with pytest.raises(ValueError, match=r"a tensor is .* expected contiguous torch.float32 \[3, 4\] on the CPU"):
         address(tensor, torch.float32, 3, 4, rows_apart=rows_apart)
 
 
@@ -70,10 +68,10 @@ def test_rows_may_lie_apart_where_the_kernel_is_told_so() -> None:
 
 
 def test_only_what_was_checked_has_an_address() -> None:
-    """Every module that gives the kernels something takes its address in one place."""
+    """All modules take the addresses that they give to the kernels by one function."""
     [folder] = map(Path, engine_package.__path__)
     asking = {path.name for path in folder.rglob("*.py") if re.search(r"\.data_ptr\(", path.read_text())}
-    assert asking == {"native.py", "huge_pages.py"}  # the second asks the kernel of the operating system
+    assert asking == {"native.py", "huge_pages.py"}  # huge_pages.py calls the operating system's kernel
     calling = {path.name for path in folder.rglob("*.py") if re.search(r"\bcall\(\"dynatree_", path.read_text())}
     assert calling == {"native_attention.py", "native_linear.py", "native_runner.py"}
 
@@ -98,20 +96,20 @@ MASK = torch.ones(3, 3, dtype=torch.bool)
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (_segment(start=18), IndexError),  # its range has 20 slots
+        (_segment(start=18), IndexError),  # the range has 20 slots
         (_segment(start=-1), IndexError),
         (_segment(kv=KVRange(-1, 20)), IndexError),
-        (_segment(kv=KVRange(98, 20)), IndexError),  # the arena has 100
+        (_segment(kv=KVRange(98, 20)), IndexError),  # the arena has 100 slots
         (_segment(token_ids=[0] * 21), IndexError),
-        (_segment(token_ids=[0] * 4), ValueError),  # more than there are queries
+        (_segment(token_ids=[0] * 4), ValueError),  # there are only 3 queries
         (_segment(mask=MASK.float()), ValueError),
         (_segment(mask=MASK.to(torch.uint8)), ValueError),
         (_segment(mask=MASK[:2]), ValueError),
         (_segment(mask=MASK[0]), ValueError),
-        (_segment(mask=torch.ones(3, 4, dtype=torch.bool)), ValueError),  # slots 0 to 3
+        (_segment(mask=torch.ones(3, 4, dtype=torch.bool)), ValueError),  # the mask covers more than slots 0 to 2
         (_segment(mask=torch.ones(3, 3, dtype=torch.bool, device="meta")), ValueError),
         (_changed("query", 4, TOKENS - 1, DIM), ValueError),
-        (_changed("query", 3, TOKENS, DIM), ValueError),  # no multiple of the heads of keys
+        (_changed("query", 3, TOKENS, DIM), ValueError),  # 3 is not a multiple of the number of key heads
         (_changed("query", 4, TOKENS, DIM - 1), ValueError),
         (_changed("key", KV_HEADS, TOKENS - 1, DIM), ValueError),
         (_changed("key", 1, TOKENS, DIM), ValueError),
@@ -150,7 +148,7 @@ def test_a_linear_layer_takes_rows_and_weights_of_its_sizes(calls: list[str], dt
     layer = NativeLinear(torch.zeros(70, 6, dtype=dtype), torch.zeros(70))
     layer(torch.zeros(2, 3, 6))
     for rows in (torch.zeros(2, 5), torch.zeros(8), torch.zeros(2, 6, device="meta")):
-        with pytest.raises(ValueError, match="a kernel is given"):
+        with pytest.raises(ValueError, match="a tensor is"):
             layer(rows)
     for weight, bias, features, inputs in (
         (layer.weight, layer.bias, 130, 6),
@@ -160,7 +158,7 @@ def test_a_linear_layer_takes_rows_and_weights_of_its_sizes(calls: list[str], dt
         (layer.weight, layer.bias[:70], 70, 6),
         (layer.weight, layer.bias.double(), 70, 6),
     ):
-        with pytest.raises(ValueError, match="a kernel is given"):
+        with pytest.raises(ValueError, match="a tensor is"):
             NativeLinear.bound(weight, bias, features, inputs)
     assert calls == ["dynatree_linear"]
 
@@ -188,7 +186,7 @@ def runner_fixture(tmp_path_factory: pytest.TempPathFactory) -> NativeRunner:
 )
 def test_a_program_takes_the_arena_of_its_model(runner: NativeRunner, shape: KVShape, dtype: torch.dtype) -> None:
     NativeRunner(runner._program, KVArena(KVShape(3, 2, 16), 9, torch.float32, CPU))
-    with pytest.raises(ValueError, match="a kernel is given"):
+    with pytest.raises(ValueError, match="a tensor is"):
         NativeRunner(runner._program, KVArena(shape, 9, dtype, CPU))
 
 
@@ -196,9 +194,9 @@ def test_a_program_takes_the_arena_of_its_model(runner: NativeRunner, shape: KVS
 @pytest.mark.parametrize(
     ("turned", "dtype", "message"),
     [
-        (16, torch.float64, "a kernel is given"),
-        (18, torch.float32, "18 that turn"),
-        (15, torch.float32, "15 that turn"),
+        (16, torch.float64, "a tensor is"),
+        (18, torch.float32, "embedding has 18 dimensions"),
+        (15, torch.float32, "embedding has 15 dimensions"),
     ],
 )
 def test_positions_turn_no_more_than_a_head(
@@ -243,7 +241,7 @@ def test_a_forward_takes_tokens_positions_and_slots_that_there_are(
 @compiled
 @pytest.mark.long
 def test_sanitizers_see_nothing() -> None:
-    """Of the best build for this CPU; `make sanitize` runs all of them, on more shapes."""
+    """Only the best build for this CPU runs here; `make sanitize` runs all builds, on more shapes."""
     command = [sys.executable, "-m", "tests.campaigns.sanitized_kernels", "--builds=1", "--cases=60"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""A model's program: what transformers' modules compute, in every variant, and of the same bits in any company."""
+"""Tests that a model's program computes what transformers' modules compute, with equal bits in any company."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def load(folder, dtype="float32"):
 
 
 def check_logits(folder, tolerance=1e-4):
-    """Of a prompt in two pieces, against transformers' own attention and modules."""
+    """Check a prompt in two pieces against transformers' own attention and modules."""
     engine = load(folder)
     kv = KVRange(0, 150)
     got = [
@@ -118,7 +118,7 @@ def test_a_token_has_the_same_bits_in_any_company(family, dtype, tmp_path):
     ],
 )
 def test_builds_without_pairs_give_equal_bits(family, changes, dtype, tmp_path, monkeypatch):
-    """AVX2's vectors are half as wide; replicas on both kinds of CPU give the same tokens."""
+    """AVX2's vectors are half as wide, yet replicas on both kinds of CPU give the same tokens."""
     engine = load(save_random_model(tmp_path / "model", family, seed=7, **changes), dtype)
     mask = torch.eye(30, dtype=torch.bool)
     outputs = []
@@ -134,7 +134,7 @@ def test_builds_without_pairs_give_equal_bits(family, changes, dtype, tmp_path, 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="this CPU has no pairs of bfloat16")
 def test_targets_of_equal_bits_have_one_fingerprint(tmp_path, monkeypatch):
-    """Of three builds, torch's kernels, and a family whose small operations are torch's."""
+    """Compared are three builds, torch's kernels, and a family whose small operations are torch's."""
     paths = {name: save_random_model(tmp_path / name, name, seed=1) for name in ("llama", "gpt2")}
 
     def told(build, family, dtype):

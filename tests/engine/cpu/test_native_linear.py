@@ -1,4 +1,4 @@
-"""The kernel of linear layers: against float64, and of the same bits whatever rows are computed beside a row."""
+"""Tests the kernel of linear layers against float64, and for equal bits of a row in any company."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.support.kernel_builds import compiled
 
 pytestmark = compiled
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ERRORS = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of the largest number
+ERRORS = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # relative to the largest number
 
 
 def random_layer(inputs, features, dtype, bias):

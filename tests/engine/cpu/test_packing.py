@@ -1,4 +1,4 @@
-"""Weights blocked for the CPU, where there are no kernels of our own, give what the checkpoint's own layers give."""
+"""Tests that weights packed for CPUs without the project's kernels give the results of the checkpoint's layers."""
 
 import platform
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.support.model_zoo import ARCHITECTURES, save_random_model
 
 PROMPT = list(range(100, 140))
 
-# Asked of torch, not of can_pack: were that to say no where it should not, these tests would fail and not be skipped.
+# The condition asks torch, not can_pack: if can_pack were wrong, these tests would fail and not be skipped.
 needs_bfloat16_kernels = pytest.mark.skipif(
     "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="this processor has no blocked bfloat16 kernels"
 )
@@ -108,7 +108,7 @@ def test_a_layer_of_half_precision_is_the_layer(rows: int, bias: bool, dtype: to
 @needs_x86
 @pytest.mark.parametrize("largest", [2.0**-60, 1.0, 255 / 128 * 2.0**15, 2.0**60])
 def test_bfloat16_weights_keep_every_bit(largest: float) -> None:
-    """One row of each unit vector reads the weights back."""
+    """Multiplying by each unit vector reads the weights back."""
     torch.manual_seed(1)
     exponents = torch.randint(-30, 1, (192, 320)).float()
     weight = (torch.rand(192, 320) - 0.5).sign() * (1 + torch.randint(0, 128, (192, 320)) / 128) / 2 * 2.0**exponents
@@ -154,7 +154,7 @@ def check_layer(ours: nn.Module, layer: nn.Linear, rows: int) -> None:
 
 @needs_x86
 def test_small_float32_layers_keep_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embedded draft's are all small, the embedded target's are not."""
+    """All layers of the embedded draft are small; those of the embedded target are not."""
     monkeypatch.setattr(loading, "is_native", lambda device, dtype: False)
     kinds = []
     for path in (embedded.draft_path(), embedded.target_path()):

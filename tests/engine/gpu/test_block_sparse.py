@@ -1,4 +1,4 @@
-"""Block-sparse attention, in Triton's interpreter: against float64, and without the blocks that no query sees.
+"""Tests block-sparse attention in Triton's interpreter against float64, and that invisible blocks are skipped.
 
 The interpreter multiplies the bits of bfloat16 as integers, so float16 stands for the 16-bit types here.
 """
@@ -28,11 +28,11 @@ BLOCKS = st.sampled_from(block_sparse.BLOCKS)
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """The kernel as Triton's interpreter runs it, also where triton was imported without `TRITON_INTERPRET`.
+    """The kernel in Triton's interpreter, even if triton was imported without `TRITON_INTERPRET`.
 
-    Triton looks at the variable when it decorates a function, its own library's as well, and torch or transformers may
-    have imported it long before. What the interpreter leaves changed in `triton.language` would break later kernels of
-    this process that are compiled, so it is put back.
+    Triton reads the variable when it decorates a function, also in its own library, and torch or transformers may have
+    imported it earlier. The fixture restores `triton.language`, because the interpreter's changes would break kernels
+    that this process compiles later.
     """
     needs_triton()
     from triton import language
@@ -55,7 +55,7 @@ def interpreted(monkeypatch):
 
 
 def tree_mask(rows, order, seed=0):
-    """A random tree's mask, with its rows and columns in an order."""
+    """Return the mask of a random tree, with rows and columns in a given order."""
     chance = random.Random(seed)
     parents = tuple(chance.randrange(-1, node) for node in range(rows - 1))
     tree = TokenTree(tuple(range(rows - 1)), parents)
@@ -75,7 +75,7 @@ def random_tensors(heads, kv_heads, rows, length, head_dim, dtype=torch.float32)
 
 
 def exact(query, keys, values, mask, scale=None):
-    """In float64: `[rows, heads, head_dim]`; zeros where a row sees nothing."""
+    """Compute attention in float64: `[rows, heads, head_dim]`, zeros for a row that sees nothing."""
     query, keys, values = query.double(), keys.double(), values.double()
     group = query.shape[0] // keys.shape[0]
     seen = torch.nn.functional.pad(mask, (keys.shape[1] - mask.shape[1], 0), value=True)
@@ -107,11 +107,11 @@ def test_sizes_need_be_no_multiples_of_the_block(interpreted, block, rows, prefi
 
 @pytest.mark.parametrize("prefix", [0, 5])
 def test_any_mask_will_do(interpreted, prefix):
-    """More columns than rows, rows that see nothing of it, and a scale of one's own."""
+    """The mask has more columns than rows and rows that see nothing, and the scale is not the default."""
     mask = torch.rand(40, 75, generator=torch.Generator().manual_seed(2)) < 0.2
     mask[3] = False
     mask[16:32] = False  # a whole tile
-    mask[35, :64] = False  # sees its first key late
+    mask[35, :64] = False  # this row sees its first key late
     tensors = random_tensors(2, 1, 40, prefix + 75, 64)
     assert_exact(*tensors, mask, 16, scale=0.3)
     if not prefix:
@@ -119,7 +119,7 @@ def test_any_mask_will_do(interpreted, prefix):
 
 
 def test_in_16_bits_sums_are_in_32(interpreted):
-    """Equal values come out as they are, since the rounding of a thousand weights' sums does not add up."""
+    """Equal values are returned exactly, because rounding errors of sums over a thousand weights do not accumulate."""
     rows, prefix = 20, 1004
     query, keys, values = random_tensors(1, 1, rows, prefix + rows, 80, torch.float16)
     mask = tree_mask(rows, "random")
@@ -134,7 +134,7 @@ def test_large_scores_do_not_overflow(interpreted):
 
 
 def test_heads_may_lie_over_memory_in_which_tokens_come_first(interpreted):
-    """As a model gives queries; and keys as one range of a larger arena."""
+    """A model gives such queries; such keys are one range of a larger arena."""
     rows, prefix = 33, 20
     query, keys, values = random_tensors(4, 2, rows, prefix + rows, 64)
     arena = torch.full((2, 2, 200, 64), math.nan)
@@ -148,7 +148,7 @@ def test_heads_may_lie_over_memory_in_which_tokens_come_first(interpreted):
 
 
 def test_a_block_without_a_visible_pair_is_not_read(interpreted):
-    """NaN in every block that a tile's queries do not see reaches none of them, and it would if the block were read."""
+    """Blocks that a tile's queries do not see hold NaN, which would spread if a block were read."""
     rows, block, prefix = 90, 16, 11
     mask = tree_mask(rows, "depth_first")
     blocks = BlockMask.of(mask, block)
@@ -170,7 +170,7 @@ def test_a_block_without_a_visible_pair_is_not_read(interpreted):
         torch.testing.assert_close(got.double(), expected[own], rtol=0, atol=2e-6)
         if len(visited) < tiles:
             assert block_sparse_attention(query, *poisoned, every)[own].isnan().all()
-    assert skipped > tiles * (tiles - 1) // 2  # more than a causal mask leaves out
+    assert skipped > tiles * (tiles - 1) // 2  # more than a causal mask skips
 
 
 @st.composite
@@ -199,7 +199,7 @@ def test_a_chain_visits_the_blocks_of_a_causal_mask():
 
 
 def test_depth_first_order_has_the_fewest_blocks():
-    """DySpec appendix C: of 512 rows in blocks of 32, 135.5 as the tree grew and 52.8 in depth-first order."""
+    """DySpec's appendix C counts, for 512 rows in blocks of 32, 135.5 blocks in growth order and 52.8 depth-first."""
     counts = {order: int(visible_blocks(tree_mask(512, order), 32).sum()) for order in ORDERS}
     assert counts["depth_first"] < 60 < 100 < counts["breadth_first"] < counts["random"]
 

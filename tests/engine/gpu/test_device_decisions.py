@@ -1,6 +1,6 @@
-"""What the device decides equals what the host decides: choices, acceptance, slots, and levels of drafts' trees.
+"""Tests that the device decides as the host does: choices, acceptance, slots, and levels of drafts' trees.
 
-Here the device is a CPU. What a GPU adds, graphs and its own bits, `benchmarks/gpu/session.sh` runs.
+Here the device is a CPU. `benchmarks/gpu/session.sh` tests graphs and bits on a GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SAMPLINGS = [Sampling(), Sampling(temperature=0.7, seed=2**64 - 3)]
 
 @given(random_trees(max_nodes=31), st.data())
 def test_acceptance_on_the_device_is_that_of_the_host(tree: TokenTree, data: st.DataObject) -> None:
-    """Choices are often tokens of the tree, so that paths of every length occur."""
+    """Choices are often tokens of the tree, so that accepted paths of every length occur."""
     choice = st.sampled_from(tree.token_ids) | st.integers(2, 9) if len(tree) else st.integers(2, 9)
     choices = data.draw(st.lists(choice, min_size=len(tree) + 1, max_size=len(tree) + 1))
     padding = data.draw(st.integers(0, 4))
@@ -102,7 +102,7 @@ def load(model: Path, rows: tuple[int, ...], *, chooses_tokens: bool = True) -> 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 def test_a_pass_that_the_device_decides_is_that_of_the_host(folder: Path, sampling: Sampling) -> None:
-    """Verdicts, and keys and values behind them; beside a session whose options the host alone knows."""
+    """Verdicts, keys and values are equal, also beside a session whose options only the host supports."""
     generator = random.Random(5)
     engines = [load(folder / "target", rows) for rows in ((), (ROWS,))]
     verifiers = [Verifier(engine, 64) for engine in engines]
@@ -120,7 +120,7 @@ def test_a_pass_that_the_device_decides_is_that_of_the_host(folder: Path, sampli
     for _ in range(4):
         parts = []
         for place, session in enumerate(sessions[0]):
-            # a chain of the truth, as far as one step ahead knows it, beside guesses
+            # a chain of the true tokens, as far as one step ahead knows them, beside guesses
             following = _following(verifiers[0], session, generator.randrange(4))
             parts.append(_around(following, generator))
             lengths.add(len(following))
@@ -143,7 +143,7 @@ def test_a_pass_that_the_device_decides_is_that_of_the_host(folder: Path, sampli
 
 
 def _following(verifier: Verifier, session: Any, count: int) -> list[int]:
-    """The session's next tokens, by plain decoding of a copy of it."""
+    """Return the session's next tokens, by plain decoding of a copy."""
     copy = verifier.open(session.request)
     verdicts_of(verifier.run([Part(copy, prompt_tokens=copy.unread)])[0])
     while copy.length < session.length + count:
@@ -154,7 +154,7 @@ def _following(verifier: Verifier, session: Any, count: int) -> list[int]:
 
 
 def _around(path: list[int], generator: random.Random) -> TokenTree:
-    """A tree with this path from the root, and others beside it, before and behind."""
+    """Return a tree with this path from the root, and other branches before and after it."""
     token_ids, parents, last = [], [], -1
     for token in path:
         guess = generator.randrange(2, 2048)
@@ -171,7 +171,7 @@ def _around(path: list[int], generator: random.Random) -> TokenTree:
 
 
 def test_the_trial_of_equal_bits_tells_who_gives_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that promise them do; a forward that lets the last bit go by a token's row does not."""
+    """Kernels with equal bits pass the trial; a forward pass whose last bit depends on a token's row does not."""
     engine = load(folder / "target", ())
     if not engine.batch_invariant:
         pytest.skip("this CPU has no kernels of the project's that give equal bits")
@@ -211,7 +211,7 @@ def test_trees_over_levels_that_were_read_together_are_the_same(
 ) -> None:
     generator = random.Random(3)
     loop = generator.choices(range(2, 2048), k=6)
-    prompt = loop * 4  # so that n-grams are found
+    prompt = loop * 4  # so that n-grams occur
     drafters = [Drafter(EngineDraftModel(engine), 256) for engine in drafts]
     sessions = [drafter.open(prompt, sampling, 2000) for drafter in drafters]
     policies = [create_policy(policy, {}) for _ in drafters]
@@ -223,7 +223,7 @@ def test_trees_over_levels_that_were_read_together_are_the_same(
         ]
         trees = [each.tree for each in grown]
         forwards = [total + each.draft_forwards for total, each in zip(forwards, grown, strict=True)]
-        if policy != "throughput":  # it goes by the clock
+        if policy != "throughput":  # its trees depend on time
             assert trees[1].token_ids == trees[0].token_ids
             assert trees[1].parents == trees[0].parents
             assert trees[1].log_probs == pytest.approx(trees[0].log_probs, abs=1e-3)
@@ -250,7 +250,7 @@ def test_growth_on_the_device_is_that_of_the_host(
     sampling: Sampling,
     vocab_size: int,
 ) -> None:
-    """Any tree of any depth and breadth, below whatever path of the tree before it was committed."""
+    """Trees have any depth and breadth, and grow after any committed path of the previous tree."""
     policy = create_policy("fixed", {**shape, "tau": 0, "max_nodes": 60})
     drafters = [Drafter(EngineDraftModel(engine), 64) for engine in loaded]
     sessions = [drafter.open(prompt, sampling, vocab_size, limit=150) for drafter in drafters]
@@ -268,7 +268,7 @@ def test_growth_on_the_device_is_that_of_the_host(
 
 
 def test_several_sessions_levels_are_read_in_one_call(drafts: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with a context, a root and options of its own; the trees are those of a session alone."""
+    """Each session has its own context, root and options, and gets the same trees as alone."""
     generator = random.Random(8)
     policy = create_policy("fixed", {})
     drafter = Drafter(EngineDraftModel(drafts[1]), 256)
@@ -276,7 +276,7 @@ def test_several_sessions_levels_are_read_in_one_call(drafts: list[Engine], monk
     calls = _count(monkeypatch, Levels, "read")
 
     def opened(place: int) -> DraftSession:
-        """A session whose prompt is read, and behind it two tokens that are not."""
+        """Open a session whose prompt is read, followed by two unread tokens."""
         session = drafter.open(prompts[place], Sampling(temperature=place * 0.5, seed=place), 2048 - place, limit=150)
         drafter.read(session, policy)
         drafter.commit(session, [5, 6])
@@ -306,7 +306,7 @@ def _finished(drafter: Drafter, growing: Any, spent: Any) -> TokenTree:
 
 
 def _count(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[None]:
-    """A list that grows by one with each call of a method."""
+    """Return a list that grows by one with each call of a method."""
     calls: list[None] = []
     original = getattr(owner, name)
 
@@ -318,11 +318,11 @@ def _count(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[None
     return calls
 
 
-# What a graph may hold
+# Operations that a graph may contain
 
 
 class Recorded(TorchDispatchMode):
-    """Every operation's name, and the shapes and the places in `buffers` of what it takes."""
+    """Records every operation's name, and the shapes of its arguments and their places in `buffers`."""
 
     def __init__(self, buffers: list[Tensor]) -> None:
         super().__init__()
@@ -330,7 +330,7 @@ class Recorded(TorchDispatchMode):
         self.operations: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record, then go on."""
+        """Record the operation, then run it."""
         self.operations.append((str(func), *map(self._told, args)))
         return func(*args, **(kwargs or {}))
 
@@ -343,7 +343,7 @@ class Recorded(TorchDispatchMode):
 
 @contextmanager
 def recorded(engine: Engine) -> Iterator[list[tuple[Any, ...]]]:
-    """The operations of what runs meanwhile."""
+    """Record the operations that run within the context."""
     forward = engine.decider.forwards[0]  # type: ignore[union-attr]
     buffers = [
         forward.buffers.token_ids,
@@ -357,7 +357,7 @@ def recorded(engine: Engine) -> Iterator[list[tuple[Any, ...]]]:
 
 
 def test_two_rounds_have_equal_operations_on_equal_buffers_and_one_copy_each_way(folder: Path) -> None:
-    """Rounds of other sessions, lengths and trees: what a graph captured of one is what it replays of the other."""
+    """Graphs are captured in one round and replayed in rounds of other sessions, lengths and trees."""
     engine = load(folder / "target", (ROWS,))
     verifier = Verifier(engine, 64)
     rounds = []
@@ -370,7 +370,7 @@ def test_two_rounds_have_equal_operations_on_equal_buffers_and_one_copy_each_way
         up = [place for place in copies if operations[place][2][2] == 1]
         down = [place for place in copies if operations[place][1][2] == 3]
         assert (len(up), len(down)) == (1, 1)
-        rounds.append(operations[up[0] : down[0] + 1])  # before, the host alone works
+        rounds.append(operations[up[0] : down[0] + 1])  # the operations before are the host's
     assert len(rounds[0]) > 100
     assert rounds[0] == rounds[1]
     waits = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.lift_fresh.default", "aten.is_nonzero"}
@@ -386,7 +386,7 @@ def test_a_draft_reads_all_levels_with_one_copy_each_way(drafts: list[Engine], m
     tree = drafter.grow(session, policy, 2, 64).tree
     sent = _count(monkeypatch, Staging, "send")
     with Recorded([]) as mode:
-        # the second branch, whose slots move, and a token that nobody guessed
+        # the second branch, whose slots move, and a token that was not drafted
         drafter.commit(session, [tree.token_ids[1], 7 if 7 not in tree.token_ids else 8])
         drafter.grow(session, policy, 2, 64)
     names = [each[0] for each in mode.operations]
@@ -398,7 +398,7 @@ def test_a_draft_reads_all_levels_with_one_copy_each_way(drafts: list[Engine], m
 
 @torch.inference_mode()
 def test_forwards_decisions_and_levels_run_without_numbers(folder: Path) -> None:
-    """On meta tensors, which have none: whatever asked for one, and made the host wait for the device, would raise."""
+    """Meta tensors have no numbers, so an operation that made the host wait for the device would raise."""
     config = AutoConfig.from_pretrained(folder / "target")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)

@@ -1,4 +1,4 @@
-"""Noise drawn by the GPU's kernel, in Triton's interpreter: numpy's bits, and the noise of `gumbel`."""
+"""Tests the GPU kernel's noise in Triton's interpreter: numpy's bits, and the noise of `gumbel`."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ from dynatree.engine.sampling.noise_kernels import noise_of, random_words  # noq
 
 SEEDS = (0, 1, 2**63, 2**64 - 1)
 POSITIONS = (0, 1, 2047, 2**31 - 1)
-# The interpreter of Triton 3.9 keeps an argument between the two in 32 bits, and takes it for one of 64.
+# Triton 3.9's interpreter passes integers between the two ranges in 32 bits, and reads them as 64 bits.
 INTEGERS = st.integers(0, 2**31 - 1) | st.integers(2**32, 2**63 - 1)
 BOTH = [(seed, position) for seed in SEEDS for position in POSITIONS]
 
@@ -43,13 +43,13 @@ def noise_kernel(out, words):
 
 
 def parameters(rows, dtype=torch.int64):
-    """Seeds and positions as the kernel takes them."""
+    """Return seeds and positions as the kernel takes them."""
     seeds, positions = zip(*rows, strict=True)
     return torch.tensor([seed_bits(seed) for seed in seeds]), torch.tensor(positions, dtype=dtype)
 
 
 def drawn(rows, vocab_size, stream=Stream.CHOICE, dtype=torch.int64):
-    """The kernel's noise for rows of (seed, position)."""
+    """Return the kernel's noise for rows of (seed, position)."""
     out = torch.full((len(rows), vocab_size), torch.nan)
     by_triton(out, *parameters(rows, dtype), stream)
     return out
@@ -161,7 +161,7 @@ def test_other_tensors_are_refused(changed, message):
 
 @pytest.mark.long
 def test_services_start_without_triton():
-    """It is not installed everywhere."""
+    """Triton is not installed everywhere."""
     code = "import sys; sys.modules['triton'] = None; import dynatree.verify.serve_verify, dynatree.draft.serve_draft"
     subprocess.run([sys.executable, "-c", code], check=True)
 

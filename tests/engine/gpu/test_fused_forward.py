@@ -1,4 +1,4 @@
-"""Forwards by fused kernels, in Triton's interpreter, against transformers' modules."""
+"""Tests forward passes with fused kernels, in Triton's interpreter, against transformers' modules."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def model_fixture(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 @torch.inference_mode()
 def test_logits_are_those_of_the_modules(model: Any) -> None:
-    for each in model.parameters():  # norms and biases too
+    for each in model.parameters():  # also of norms and biases
         each += 0.1 * torch.randn(each.shape, generator=torch.Generator().manual_seed(each.numel()))
     assert can_fuse(model)
     tokens = torch.tensor([[5, 9, 1000, 7, 7, 2]])

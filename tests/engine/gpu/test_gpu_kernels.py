@@ -1,4 +1,4 @@
-"""The GPU's kernels compile, without a GPU, for the GPUs that they are for."""
+"""Tests that the GPU kernels compile, without a GPU, for all supported GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.support.kernel_builds import needs_triton
 from tests.support.paths import ROOT
 
-LEAST_SHARED = 99 * 1024  # bytes that a program may have on GPUs for desktops (compute capability 8.6 and 8.9)
+LEAST_SHARED = 99 * 1024  # shared memory of a program on desktop GPUs (compute capability 8.6 and 8.9), in bytes
 
 
 @pytest.fixture(scope="module", name="compiled", params=[80, 90], ids=["sm_80", "sm_90"])
@@ -31,7 +31,7 @@ def compiled_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
 
 @pytest.mark.long
 def test_both_launches_of_tree_attention_multiply_alike(compiled: dict[str, Any]) -> None:
-    """By the same instruction, and no product is fused with a sum in one and not in the other."""
+    """Both use the same instructions, and the same products are fused with sums."""
     for name, launches in compiled["attention"].items():
         assert launches["own"]["products"] == launches["shared"]["products"], name
         assert len(launches["own"]["products"]) == (0 if name.startswith("fp32") else 1), name

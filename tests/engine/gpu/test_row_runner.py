@@ -1,4 +1,4 @@
-"""Forwards of fixed rows, as CUDA graphs replay them, give what forwards of the segments' own sizes give."""
+"""Tests that forward passes of fixed rows, as in CUDA graphs, equal those of the segments' own sizes."""
 
 import random
 
@@ -27,7 +27,7 @@ def engines(request, tmp_path_factory):
 
 def random_tree(generator, nodes):
     parents = tuple(generator.randrange(-1, node) for node in range(nodes))
-    tokens = generator.sample(range(2, 2048), nodes)  # no two siblings alike
+    tokens = generator.sample(range(2, 2048), nodes)  # siblings differ
     return TokenTree(tuple(tokens), parents)
 
 
@@ -54,7 +54,7 @@ def test_trees_of_every_size_give_the_same_logits_and_slots(engines):
 
 @torch.inference_mode()
 def test_a_mask_may_reach_back_before_the_segment(engines):
-    """A level of the draft's tree sees some of the nodes that were read before it, and not others."""
+    """A level of the draft's tree sees some of the nodes that were read before it."""
     prompt = list(range(50, 62))
     above = TokenTree((7, 8, 9), (-1, -1, 0))
     mask = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 0, 0, 1]], dtype=torch.bool)  # a child of node 2, and one of node 1

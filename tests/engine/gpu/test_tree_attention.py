@@ -1,4 +1,4 @@
-"""Tree attention's kernels, in Triton's interpreter, and torch's operations in their place, against float64."""
+"""Tests the tree attention kernels in Triton's interpreter, and their fallback in torch, against float64."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tree_segment(kv: KVRange, root: int, parents: list[int]) -> Segment:
 
 
 def visible(segment: Segment, row: int) -> list[int]:
-    """The slots of the range that a token sees, by the definition."""
+    """Return the slots of the range that a token sees, by the definition."""
     if segment.mask is None:
         return list(range(segment.start + row + 1))
     before = segment.stop - segment.mask.shape[1]
@@ -69,7 +69,7 @@ def tensors(heads: int, kv_heads: int, rows: int, dim: int, dtype: torch.dtype) 
 
 
 def in_float64(query: Tensor, layer: Tensor, segments: list[Segment], scale: float) -> Tensor:
-    """`[rows, heads, dim]` of the segments' rows, from the stored keys and values."""
+    """Compute attention in float64 from the stored keys and values: `[rows, heads, dim]` for the segments' rows."""
     group = query.shape[0] // layer.shape[1]
     outputs = []
     row = 0
@@ -96,9 +96,9 @@ def bushy(nodes: int, seed: int) -> list[int]:
     ("heads", "kv_heads", "dim"), [(2, 2, 64), (2, 2, 80), (2, 1, 128), (7, 1, 64), (6, 2, 80)], ids=str
 )
 def test_rows_of_several_sessions_see_what_their_masks_show(way: Way, heads: int, kv_heads: int, dim: int) -> None:
-    """Ragged: a tree in the third block of keys, one with no whole block before it, a plain step, a piece of prompt.
+    """A tree in the third block of keys, a tree before the first whole block, a plain step and a piece of prompt.
 
-    All other slots hold NaN, so one that is read shows.
+    All other slots hold NaN, which would spread if one were read.
     """
     segments = [
         tree_segment(KVRange(30, 200), 150, bushy(8, seed=1)),
@@ -145,7 +145,7 @@ def test_sixteen_bits_differ_by_their_rounding(way: Way, dtype: torch.dtype) -> 
 
 
 def test_many_blocks_in_several_splits(way: Way) -> None:
-    """A path that goes over a block's end, and over a split's."""
+    """A path crosses the end of a block and of a split."""
     segments = [tree_segment(KVRange(10, LONGEST), 510, chain(5))]
     sizes = RowSizes(6, tile_rows(1, 1), 1)
     buffers = filled(sizes, segments)
@@ -169,15 +169,15 @@ def test_numbers_that_are_none_are_stored_as_zeros(way: Way) -> None:
 
 
 def test_a_token_has_equal_bits_in_a_tree_and_alone() -> None:
-    """Blocks that are shared in a plain step are gathered in a tree, and stand elsewhere; the sums are the same.
+    """Blocks that are contiguous in a plain step are gathered in a tree from other places, with the same sums.
 
-    The interpreter shows that the same numbers are summed in the same order; a GPU's own bits, its own run shows.
+    The interpreter shows that the same numbers are summed in the same order; equal bits on a GPU need a run there.
     """
     root, nodes = 60, 9
     kv = KVRange(0, 300)
     query, key, value = tensors(2, 2, 2 * nodes + 1, 64, torch.bfloat16)
     prefix = torch.randn((2, 2, SLOTS + 1, 64), generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
-    # the chain stands behind another branch: rows 0 and nodes + 1 to 2 * nodes
+    # the chain comes after another branch, in rows 0 and nodes + 1 to 2 * nodes
     tree = tree_segment(kv, root, [*chain(nodes), -1, *range(nodes, 2 * nodes - 1)])
     in_tree = triton_kernels(query, key, value, prefix.clone(), filled(RowSizes(20, 16, 1), [tree]).plan, 0.1)
     rows = [0, *range(nodes + 1, 2 * nodes + 1)]

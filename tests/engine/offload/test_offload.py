@@ -1,4 +1,4 @@
-"""Layers that are offloaded from the disk give what layers in memory give, and what goes wrong is said."""
+"""Tests that layers offloaded to disk give the results of layers in memory, and that failures are reported."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def model_fixture(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_offloaded_layers_have_the_bits_of_layers_in_memory(
     model: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a prompt, a tree and a plain step behind it, with none, some and nearly all layers in memory.
+    """A prompt, a tree and a plain step are computed with no, some and nearly all layers in memory.
 
-    Some from the disk, and some from memory, which is how a GPU has them.
+    Offloaded layers come from the disk, or from the host's memory as for a GPU.
     """
     whole = load(model, tmp_path / "cache", LAYERS, dtype=dtype)
     for resident, from_memory in ((0, False), (2, False), (1, True), (LAYERS - 1, False)):
@@ -140,7 +140,7 @@ def test_a_folder_that_was_not_finished_is_written_anew(llama: Path, tmp_path: P
 
 
 def test_a_service_that_is_ended_while_it_writes_leaves_nothing_half_written(llama: Path, tmp_path: Path) -> None:
-    """As a container is, whose first process has no handlers but its own."""
+    """Like the first process of a container, the service has only its own signal handlers."""
     code = (
         "import os, signal, sys; from pathlib import Path\n"
         "from dynatree.cli import interrupts; interrupts.end_at_once()\n"
@@ -161,7 +161,7 @@ def test_a_service_that_is_ended_while_it_writes_leaves_nothing_half_written(lla
 
 @pytest.mark.long
 def test_services_that_start_at_once_write_a_cache_once(llama: Path, tmp_path: Path) -> None:
-    """In processes of their own; all then serve what was written."""
+    """The services are separate processes, and all serve the written layers."""
     code = (
         "import sys; from pathlib import Path; from dynatree.engine.loading import load_engine\n"
         "from dynatree.engine.settings import ModelSettings\n"
@@ -221,7 +221,7 @@ def _change(path: Path) -> None:
 
 
 def _exchange(path: Path, size: int) -> None:
-    """Exchange two neighbours of so many bytes, in the middle of a file."""
+    """Exchange two adjacent pieces of `size` bytes in the middle of a file."""
     content = path.read_bytes()
     middle = len(content) // 2 // size * size
     one, other = content[middle - size : middle], content[middle : middle + size]
@@ -230,7 +230,7 @@ def _exchange(path: Path, size: int) -> None:
 
 
 def _renumber(path: Path) -> None:
-    """A table that can be read, and names another place of a tensor."""
+    """Write a readable table with a wrong place of a tensor."""
     table = json.loads(path.read_text())
     next(iter(table["layers"][1]["places"].values()))[0] += 64
     path.write_text(json.dumps(table))
@@ -247,7 +247,7 @@ PAGES = 3
     st.integers(0, PAGES * layer_file.PAGE * 8 - 1),
 )
 def test_whatever_is_changed_or_moved_changes_the_sum(seed: bytes, unit: str, one: int, other: int) -> None:
-    """Of pages that differ in little, which sums of words or of pages would not tell apart."""
+    """The pages differ so little that sums over words or pages could not distinguish them."""
     content = bytearray(PAGES * layer_file.PAGE)
     for place, byte in enumerate(seed):
         content[place * 4099 % len(content)] = byte
@@ -296,18 +296,18 @@ def test_a_lock_is_no_link_and_a_cache_nobody_elses(
 
 
 def test_a_written_cache_is_read_without_its_lock(llama: Path, tmp_path: Path) -> None:
-    """As on a file system that is read-only."""
+    """The file system may be read-only."""
     source_of(load(llama, tmp_path / "cache", 0)).close()
     [lock] = (tmp_path / "cache").glob("*.lock")
     lock.unlink()
-    lock.mkdir()  # cannot be opened, by root neither
+    lock.mkdir()  # not even root can open it
     source_of(load(llama, tmp_path / "cache", 0)).close()
 
 
 def test_a_start_that_fails_leaves_a_written_cache_alone(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another service may be reading it."""
+    """Another service may be reading the cache."""
     source_of(load(llama, tmp_path / "cache", 0)).close()
     before = sorted((tmp_path / "cache").glob("*/*"))
 
@@ -322,7 +322,7 @@ def test_a_start_that_fails_leaves_a_written_cache_alone(
 
 
 def test_another_checkpoint_of_equal_size_and_time_is_not_taken_for_the_first(llama: Path, tmp_path: Path) -> None:
-    """As copies and images make them, which keep times or have one time for all files."""
+    """Copies and images preserve times, or give all files the same time."""
     source_of(load(llama, tmp_path / "cache", 0)).close()
     path = llama / "model.safetensors"
     before, tensors = path.stat(), load_file(path)
@@ -356,12 +356,12 @@ def test_a_disk_that_fills_meanwhile_leaves_nothing_behind(
 
 
 def test_what_cannot_be_offloaded_is_refused(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=r"--device is meta, and the devices that torch .* finds here are: cpu"):
+    with pytest.raises(StartupError, match=r"--device is meta, but torch .* finds only these devices: cpu"):
         load(llama, tmp_path / "cache", 0, device="meta")
     config = json.loads((llama / "config.json").read_text())
     (llama / "model.safetensors").rename(llama / "weights.bin")
     (llama / "config.json").write_text(json.dumps(config))
-    with pytest.raises(StartupError, match="layers are offloaded from safetensors files, and it has none"):
+    with pytest.raises(StartupError, match="has no safetensors files, the only format that is read"):
         load(llama, tmp_path / "cache", 0)
 
 
@@ -381,7 +381,7 @@ def test_as_many_layers_stay_as_fit(llama: Path, tmp_path: Path, monkeypatch: py
 def test_what_fits_is_known_by_the_dtype_that_is_served(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not by the files' size: a checkpoint of float32 takes half as much in bfloat16."""
+    """The file size does not matter: a float32 checkpoint takes half the memory in bfloat16."""
     size = (llama / "model.safetensors").stat().st_size
     monkeypatch.setattr(choice, "free_memory", lambda device: int(0.75 * size / choice.WHOLE_SHARE))
     assert load(llama, tmp_path / "none", None, dtype="bfloat16").source is None
@@ -391,7 +391,7 @@ def test_what_fits_is_known_by_the_dtype_that_is_served(
 
 @pytest.mark.parametrize("resident", [pytest.param("0", marks=pytest.mark.long), "None"])
 def test_a_model_of_the_hub_is_offloaded_as_a_folder_is(llama: Path, tmp_path: Path, resident: str) -> None:
-    """From the hub client's own cache, in a process of its own, which reads where that is at import."""
+    """The hub client reads its cache folder from the environment at import, so a separate process is needed."""
     hub = tmp_path / "hub" / "models--someone--model"
     (hub / "refs").mkdir(parents=True)
     (hub / "refs" / "main").write_text("1" * 40)
@@ -419,7 +419,7 @@ def test_a_model_of_the_hub_is_offloaded_as_a_folder_is(llama: Path, tmp_path: P
 
 
 def test_room_is_left_for_the_keys_and_values_of_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A service that chooses its layers itself starts, whatever the context."""
+    """A service that chooses the number of resident layers itself starts with any context."""
     model = save_random_model(tmp_path / "model", "llama", 4, num_hidden_layers=12)
     weights = (model / "model.safetensors").stat().st_size
     free = int(0.95 * weights / choice.WHOLE_SHARE)
@@ -445,7 +445,7 @@ def test_nothing_goes_on_reading_when_a_service_cannot_start(llama: Path, tmp_pa
 
 
 def test_what_a_sweep_costs_is_known_at_the_start(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of reading, up to the rows at which computing takes longer; none of it is read for that."""
+    """The cost is the time of reading, up to the number of rows at which computing takes longer; it is not measured."""
     engine = load(llama, tmp_path / "cache", 1)
     source = source_of(engine)
     assert engine.info.streamed_bytes == source.bytes
@@ -467,7 +467,7 @@ def test_what_a_sweep_costs_is_known_at_the_start(llama: Path, tmp_path: Path, m
     source.close()
 
 
-# The source
+# The source of layers
 
 
 @pytest.fixture(name="files")
@@ -533,7 +533,7 @@ def test_a_forward_that_was_broken_off_may_begin_anew(source: LayerSource, files
         for layer in range(last + 1):
             source.wait(layer)
             assert held(source, files, layer)
-            if layer < last:  # the last one fails while it computes
+            if layer < last:  # the last layer fails while it computes
                 source.release(layer)
     for layer in range(5):
         source.wait(layer)
@@ -561,7 +561,7 @@ def test_a_file_that_goes_bad_fails_the_forward_and_is_tried_again(files: list[L
 
 
 def test_nothing_writes_to_a_slot_behind_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other pieces of a layer, one of which failed, could else be written over what is read for the next try."""
+    """When one piece of a layer has failed, the others must not overwrite the slot during the next attempt."""
     for module in (layer_file, disk_layers):
         monkeypatch.setattr(module, "PIECE", 4096)
     file = write_layer(tmp_path / "0.bin", {"a": torch.arange(5000, dtype=torch.int32)})
@@ -586,7 +586,7 @@ def test_nothing_writes_to_a_slot_behind_a_failure(tmp_path: Path, monkeypatch: 
 
 
 def test_a_file_that_changes_fails_the_forward(disk: DiskLayers, files: list[LayerFile]) -> None:
-    """A disk that returns other bytes must give no other token."""
+    """Changed bytes from the disk must not change a token."""
     data = files[3].path.read_bytes()
     files[3].path.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
     with pytest.raises(OffloadError, match=r"3.bin of the layer cache is not what was written"):
@@ -599,7 +599,7 @@ def test_a_file_that_changes_fails_the_forward(disk: DiskLayers, files: list[Lay
 def test_a_piece_that_fails_once_is_read_once_more(
     files: list[LayerFile], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ahead: bool
 ) -> None:
-    """Also one that has failed before a forward waits for it."""
+    """The failure may also come before a forward pass waits for the piece."""
     failures = [OSError(5, "Input/output error")]
     read = disk_layers._read_piece
 
@@ -613,12 +613,12 @@ def test_a_piece_that_fails_once_is_read_once_more(
     if ahead:
         wait_until(lambda: source._error is not None)
     _sweep(source)
-    assert re.search("read once more: .*/0.bin of the layer cache cannot be read: Input/output error", caplog.text)
+    assert re.search("reading again after an error: .*0.bin of the layer cache cannot be read: Input", caplog.text)
     source.close()
 
 
 def test_an_interpreter_that_ends_leaves_nobody_waiting(files: list[LayerFile]) -> None:
-    """It starts no threads any more; what waits for a layer must hear so, or the process would stay."""
+    """Such an interpreter starts no threads, so waiting threads must get an error, or the process would not end."""
     source = DiskLayers(files, 2)
     source.wait(1)
     source._pool.shutdown()
@@ -630,7 +630,7 @@ def test_an_interpreter_that_ends_leaves_nobody_waiting(files: list[LayerFile]) 
 @pytest.mark.long
 @pytest.mark.parametrize("missing", [False, True])
 def test_a_service_whose_layer_goes_bad_ends(tmp_path: Path, missing: bool) -> None:
-    """One that answered every completion with an error would draw them all. After a start they go on."""
+    """A service that answered every completion with an error would attract them all; after a restart they succeed."""
     target, cache = embedded.target_path(), tmp_path / "cache"
     verifying = ("verify", "--target-model", str(target), "--resident-layers", "1", "--layer-cache", str(cache))
     with service(tmp_path, "verify", *verifying) as (verify, process, log):
@@ -678,5 +678,5 @@ def test_a_slow_disk_is_waited_for_and_said(
     threading.Timer(0.3, gate.set).start()
     source.wait(0)
     assert held(source, files, 0)
-    assert "0.bin of the layer cache has been awaited" in caplog.text
+    assert "0.bin of the layer cache has taken" in caplog.text
     source.close()

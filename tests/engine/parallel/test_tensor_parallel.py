@@ -1,4 +1,4 @@
-"""A target over two ranks on this machine gives one process's tokens, and ends with a line when a rank dies."""
+"""Tests that a target over two ranks gives one process's tokens, and ends with a log line when a rank dies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.model_zoo import save_noisy_copy, save_random_model
 from tests.support.processes import is_running, wait_until
 
 FAMILIES = {"gpt_neox": {}, "llama": {}, "qwen2": {"num_key_value_heads": 2}}
-PROMPTS = int(os.environ.get("DYNATREE_PROMPTS", "3"))  # of each policy; 20 take minutes
+PROMPTS = int(os.environ.get("DYNATREE_PROMPTS", "3"))  # prompts of each policy; 20 take minutes
 EX_SOFTWARE = 70
 Started = tuple[str, Forked, Path]
 
@@ -35,7 +35,7 @@ def service(folder: Path, name: str, *arguments: str) -> AbstractContextManager[
 
 
 def children(process: Forked) -> list[int]:
-    """The processes that follow."""
+    """Return the processes of the followers."""
     listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
     return [int(each) for each in listed.split()]
 
@@ -43,7 +43,7 @@ def children(process: Forked) -> list[int]:
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, family: str) -> None:
-    """All policies, in float32; and nothing is left when it ends."""
+    """The test runs all policies in float32, and checks that nothing is left at the end."""
     target = save_random_model(tmp_path / "target", family, seed=1, **FAMILIES[family])
     draft = save_noisy_copy(tmp_path / "draft", target, seed=2)
     generator = random.Random(4)
@@ -87,7 +87,7 @@ def test_a_rank_that_dies_ends_the_service_with_a_line(tmp_path: Path) -> None:
 def test_followers_end_with_the_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delay: float | None, number: signal.Signals
 ) -> None:
-    """Whenever that is: so many seconds after they were started, before they have met; or once all serve (None)."""
+    """The service ends some seconds after the start, before the ranks have met; or once all serve (None)."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     target = save_random_model(tmp_path / "target", "llama", seed=1)
     arguments = ("verify", "--target-model", str(target), "--tensor-parallel", "2", "--threads", "1")
@@ -148,7 +148,7 @@ forward()
 
 
 def run_forwards(tmp_path: Path, then: str) -> subprocess.CompletedProcess[str]:
-    """A process that leads two ranks, with a fault."""
+    """Run a process that leads two ranks, with a fault."""
     target = save_random_model(tmp_path / "target", "llama", seed=1)
     command = [sys.executable, "-c", FORWARDS + then, str(target)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -156,7 +156,7 @@ def run_forwards(tmp_path: Path, then: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.long
 def test_ranks_that_are_out_of_step_compute_nothing_more(tmp_path: Path) -> None:
-    """The next forward's sums would be added to those of the one that failed on one rank."""
+    """Otherwise the next forward pass would be summed with the one that failed on one rank."""
     done = run_forwards(tmp_path, FAILING)
     assert done.stdout.splitlines() == ["the ranks of the model are no longer in step: MemoryError"] * 4, done
 
@@ -166,17 +166,17 @@ def test_a_rank_that_stands_still_ends_the_process_with_a_line(tmp_path: Path) -
     done = run_forwards(tmp_path, STANDING_STILL)
     assert done.returncode == EX_SOFTWARE
     lines = done.stderr.splitlines()
-    assert "a forward has taken 2 s; a rank of the model may stand still" in lines
-    assert "a rank of the model stands still for 4 s, so the service ends" in lines
+    assert "a forward pass has taken 2 s; a rank of the model may hang" in lines
+    assert "a rank of the model has hung for 4 s, so the service ends" in lines
     assert not is_running(int(done.stdout))
 
 
 @pytest.mark.parametrize(
     ("family", "size", "message"),
     [
-        ("gpt2", 2, "transformers has no plan to cut gpt2 models over several devices"),
-        ("llama", 3, "4 heads and 2 key heads cannot be cut over 3 devices"),
-        ("qwen2", 2, "4 heads and 1 key heads cannot be cut over 2 devices"),
+        ("gpt2", 2, "transformers has no plan to split gpt2 models over several devices"),
+        ("llama", 3, "4 heads and 2 key heads cannot be split over 3 devices"),
+        ("qwen2", 2, "4 heads and 1 key heads cannot be split over 2 devices"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path, family: str, size: int, message: str) -> None:
@@ -187,7 +187,7 @@ def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path, family: str, size
 
 @pytest.mark.long
 def test_ctrl_c_lets_a_completion_end_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal sends it to the whole process group."""
+    """A terminal sends the signal to the whole process group."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     target = save_random_model(tmp_path / "target", "llama", seed=1)
     draft = save_noisy_copy(tmp_path / "draft", target, seed=2)
@@ -208,16 +208,16 @@ def test_ctrl_c_lets_a_completion_end_and_leaves_nothing(tmp_path: Path, monkeyp
 
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_random_model(tmp_path / "model", "llama", seed=1)
-    with pytest.raises(StartupError, match="--tensor-parallel and --fixed-rows do not go together"):
+    with pytest.raises(StartupError, match="--tensor-parallel and --fixed-rows cannot be combined"):
         load_engine(ModelSettings(str(model), tensor_parallel=2, fixed_rows=(32,)))
-    with pytest.raises(StartupError, match="first devices of a machine, and --device is cuda:1"):
+    with pytest.raises(StartupError, match="first devices of a machine, but --device is cuda:1"):
         load_engine(ModelSettings(str(model), tensor_parallel=2, device="cuda:1"))
     with pytest.raises(StartupError, match="there is no model at"):
         load_engine(ModelSettings(str(tmp_path / "nope"), tensor_parallel=2))
     for layers in (0, 1):
-        with pytest.raises(StartupError, match="--tensor-parallel and --resident-layers do not go together"):
+        with pytest.raises(StartupError, match="--tensor-parallel and --resident-layers cannot be combined"):
             load_engine(ModelSettings(str(model), tensor_parallel=2, resident_layers=layers))
-    with pytest.raises(StartupError, match="--tensor-parallel and --layer-cache do not go together"):
+    with pytest.raises(StartupError, match="--tensor-parallel and --layer-cache cannot be combined"):
         load_engine(ModelSettings(str(model), tensor_parallel=2, layer_cache=tmp_path))
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(StartupError, match=r"pip install 'dynatree\[parallel\]'"):

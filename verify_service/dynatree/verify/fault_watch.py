@@ -52,5 +52,5 @@ class FaultWatch:
         in_a_row, self._in_a_row = self._in_a_row, 0
         if await self._sound():
             return results
-        failed = DeviceFailedError(f"{in_a_row} choices in a row had numbers that are not finite, and so had a trial")
+        failed = DeviceFailedError(f"{in_a_row} choices in a row had logits that are not finite, and so had a trial")
         return [failed if isinstance(each, NotFiniteError) else each for each in results]

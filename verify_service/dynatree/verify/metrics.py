@@ -16,7 +16,7 @@ class VerifyMetrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"dynatree_{name}", text, buckets=buckets, registry=registry)
 
-        gauge(registry, "num_requests_running", "Sessions that are open.", lambda: admission.running)
+        gauge(registry, "num_requests_running", "Open sessions.", lambda: admission.running)
         gauge(registry, "num_requests_waiting", "Sessions in the queue.", lambda: admission.waiting)
         gauge(
             registry,
@@ -25,16 +25,18 @@ class VerifyMetrics:
             lambda: admission.usage,
         )
         self._last: PassStatistics | None = None
-        gauge(registry, "row_price", "Tokens that a further row of the last pass is worth.", self._row_price)
+        gauge(registry, "row_price", "Value of a further row of the last pass, in tokens.", self._row_price)
         self._rows = histogram("pass_rows", "Rows of a pass: roots, nodes and prompt tokens.", ROW_BUCKETS)
         self._sessions = histogram("pass_sessions", "Sessions in a pass.", ROW_BUCKETS)
-        self._seconds = histogram("pass_seconds", "The forward of a pass.", LATENCY_BUCKETS)
-        self._hold = histogram("pass_hold_seconds", "How long a pass was held back for more trees.", TOKEN_BUCKETS)
-        self._trimmed = Counter("dynatree_trimmed_nodes", "Nodes that were sent, but not verified.", registry=registry)
+        self._seconds = histogram("pass_seconds", "Seconds of a pass's forward pass.", LATENCY_BUCKETS)
+        self._hold = histogram(
+            "pass_hold_seconds", "Seconds that a pass was delayed to wait for more trees.", TOKEN_BUCKETS
+        )
+        self._trimmed = Counter("dynatree_trimmed_nodes", "Nodes that were sent but not verified.", registry=registry)
         self._committed = Counter("dynatree_committed_tokens", "Tokens committed.", registry=registry)
         self._not_finite = Counter(
             "dynatree_not_finite_choices",
-            "Tokens that were not chosen, since the target's numbers were NaN or infinite.",
+            "Tokens that were not chosen, because the target's logits were NaN or infinite.",
             registry=registry,
         )
         self._cached = Counter("dynatree_cached_prompt_tokens", "Prompt tokens that were cached.", registry=registry)

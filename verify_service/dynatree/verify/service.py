@@ -140,7 +140,9 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         """
         arrived, _ = await asyncio.wait([following], timeout=self._idle_seconds)
         if not arrived:
-            raise IdleSessionError(f"no tree came for {self._idle_seconds:g} s, the longest that a session may be idle")
+            raise IdleSessionError(
+                f"no tree arrived for {self._idle_seconds:g} s, which is the limit for an idle session"
+            )
         return following.result()[0]
 
     def _check_open(self, message: verify_pb2.VerifyRequest, caller: str | None) -> SessionRequest:
@@ -160,7 +162,9 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         if message.open.principal and not is_principal(message.open.principal):
             raise InvalidArgumentError(f"a principal has at most {MAX_PRINCIPAL_LENGTH} characters, all printable")
         if message.open.round > target.context_length:
-            raise OutOfRangeError(f"round is {message.open.round}, more than a context of {target.context_length} has")
+            raise OutOfRangeError(
+                f"round is {message.open.round}, expected at most {target.context_length}, the context"
+            )
         request = open_session_from_pb(
             message.open, default_seed=secrets.randbits(63), default_penalty=target.repetition_penalty
         )
@@ -170,7 +174,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
 
     def _check_tree(self, session: Session, request: verify_pb2.VerifyRequest) -> TokenTree:
         if request.WhichOneof("request") != "tree":
-            raise InvalidArgumentError("a session that is open takes trees; expected the field `tree`")
+            raise InvalidArgumentError("the session is already open; expected the field `tree`")
         session.check_place(request.tree.round, request.tree.base_length)
         tree = tree_from_pb(
             request.tree,
@@ -219,7 +223,9 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if following.done() and following.result()[0] is not None:
-                raise RoundInFlightError("a request came before the round was answered; expected one round at a time")
+                raise RoundInFlightError(
+                    "a request arrived before the previous round was answered; expected one round at a time"
+                )
             return self._commit(session, tree, await verifying, arrival)
         finally:
             verifying.cancel()  # passes skip cancelled jobs

@@ -65,7 +65,7 @@ class SessionRequest:
         limit = token_limit(prompt_tokens, decoding.max_new_tokens, target)
         if decoding.prompt_log_probs and request.generated:
             raise InvalidArgumentError(
-                f"generated is {request.generated}, and a session that goes on has no prompt_log_probs"
+                f"generated is {request.generated}, but a resumed session has no prompt_log_probs"
             )
         check_log_probs(decoding.top_log_probs, prompt_tokens if decoding.prompt_log_probs else 0)
         if len(request.prompt_ids) > limit:

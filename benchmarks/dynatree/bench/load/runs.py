@@ -81,7 +81,7 @@ class LoadBench:
         if case.method.policy is not None:
             return self.runner.run(drive(self.service, case, load, repetition, self.settings))
         if self.batch is None or not isinstance(load, ClosedLoop):
-            raise ValueError(f"{case.method.label} has no batch under {load}")
+            raise ValueError(f"{case.method.label} cannot run as a batch under {load}")
         return list(_in_batches(self.batch, self.service.prompts, load, repetition, self.settings.max_new_tokens))
 
 

@@ -167,7 +167,7 @@ def _there(plan: argparse.Namespace) -> Report | None:
     report, told = load(plan.out), plan.recorded["paper"]
     kept = report["options"].get("paper", {})
     if any(kept.get(name) != told[name] for name in ("models", "text")):
-        raise SystemExit(f"{plan.out} is a record of other models or another text; name another folder with --out")
+        raise SystemExit(f"{plan.out} is a record of other models or another text; expected another folder for --out")
     sizes = {**report["options"], "count": report["prompts"]["count"]}
     large = all(sizes[name] >= getattr(plan, name) for name in ("count", "max_new_tokens", "warmup", "repetitions"))
     same = sizes["prompt_tokens"] == plan.prompt_tokens and sizes["seed"] == plan.seed

@@ -42,7 +42,9 @@ class Machine:
         for curve in (self.verify, self.draft):
             rows = [point[0] for point in curve]
             if not rows or rows != sorted(set(rows)) or min(rows) < 1 or min(seconds for _, seconds in curve) <= 0:
-                raise ValueError(f"machine {self.name} has a curve that is no list of rows, rising, and seconds")
+                raise ValueError(
+                    f"machine {self.name} has a curve that is not a list of increasing rows and their seconds"
+                )
 
     @property
     def plain_seconds(self) -> float:
@@ -80,7 +82,7 @@ def load_machines(path: Path) -> list[Machine]:
     except OSError as error:
         raise SystemExit(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"{path} is no file of machines: {error}") from None
+        raise SystemExit(f"{path} is not a file of machines: {error}") from None
 
 
 def to_json(machines: Sequence[Machine]) -> str:

@@ -86,10 +86,16 @@ def _commit(reports: Sequence[Report]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the file; the machine replaces an earlier one of the same name."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("machines", type=Path, metavar="FILE", help="of machines; made if it is not there")
-    parser.add_argument("--name", required=True)
-    parser.add_argument("--costs", type=Path, required=True, help="what `dynatree bench costs` saved")
-    parser.add_argument("--compare", type=Path, nargs="+", required=True, help="runs of plain decoding and `linear`")
+    parser.add_argument("machines", type=Path, metavar="FILE", help="file of machines; created if missing")
+    parser.add_argument("--name", required=True, help="name of the machine")
+    parser.add_argument("--costs", type=Path, required=True, help="measurement of `dynatree bench costs`")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="`dynatree bench compare` measurements of plain decoding and `linear`",
+    )
     options = parser.parse_args(arguments)
     made = machine(options.name, load(options.costs), [load(path) for path in options.compare])
     kept = load_machines(options.machines) if options.machines.exists() else []

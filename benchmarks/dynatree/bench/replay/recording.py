@@ -172,7 +172,7 @@ def load(path: Path) -> Recording:
     except OSError as error:
         raise SystemExit(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # archive, compression, NumPy and JSON errors have a dozen types between them
-        raise SystemExit(f"{path} is no recording of dynatree bench record: {error}") from None
+        raise SystemExit(f"{path} is not a recording of dynatree bench record: {error}") from None
 
 
 def _describe(run: RecordedRun) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def _runs(described: Sequence[dict[str, Any]], arrays: dict[str, Ints]) -> list[
             *((place - back, token) for place, (back, token) in enumerate(zip(steps, edges, strict=True), on_path)),
         ]
         if not all(-1 <= parent < place for place, (parent, _) in enumerate(places)):
-            raise ValueError("a node stands before its parent")
+            raise ValueError("a node comes before its parent")
         runs.append(
             RecordedRun(
                 text=run["text"],
@@ -227,7 +227,7 @@ class _Slices:
 
     def __init__(self, values: Any, sizes: Sequence[int]) -> None:
         if sum(sizes) != len(values):
-            raise ValueError(f"an array has {len(values)} entries, its runs {sum(sizes)}")
+            raise ValueError(f"an array has {len(values)} entries, expected {sum(sizes)} for its runs")
         self._values = values
         self._ends = [0, *np.cumsum(sizes, dtype=int).tolist()]
 

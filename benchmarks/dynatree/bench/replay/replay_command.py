@@ -172,4 +172,4 @@ def check_methods(methods: Sequence[Method]) -> None:
         except InvalidArgumentError as error:
             raise SystemExit(f"--policy {method.label}: {error}") from None
         if policy.drawing != DEFAULT_DRAWING:
-            raise SystemExit(f"--policy {method.label}: a recording has no draws, and one temperature of the draft's")
+            raise SystemExit(f"--policy {method.label}: a recording contains no draws and only one draft temperature")

@@ -180,12 +180,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Widen the embedded pair to Pythia's shapes.",
         allow_abbrev=False,
     )
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("shape", choices=SHAPES, help="shape of the model to write")
     parser.add_argument("out", type=Path, help="folder that receives the model")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32", "float16"],
+        default="bfloat16",
+        help="data type of the weights (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
     if options.out.exists() and not (options.out.is_dir() and not any(options.out.iterdir())):
-        parser.error(f"{options.out} is there already; expected a new folder, or an empty one")
+        parser.error(f"{options.out} already exists; expected a new or empty folder")
     try:
         grow(SHAPES[options.shape], options.out, getattr(torch, options.dtype))
     except (OSError, SafetensorError) as error:

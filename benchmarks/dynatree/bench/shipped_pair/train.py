@@ -331,17 +331,20 @@ def save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Any:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the three stages."""
     parser = argparse.ArgumentParser(description="Train the embedded pair from plain-text books.")
-    parser.add_argument("books", nargs="+", type=Path, help="training text, UTF-8")
-    parser.add_argument("--validation", type=Path, required=True, help="the book held out for validation")
+    parser.add_argument("books", nargs="+", type=Path, help="UTF-8 file of training text")
+    parser.add_argument("--validation", type=Path, required=True, help="UTF-8 file of the book held out for validation")
     parser.add_argument(
-        "--prompts", type=Path, required=True, help="other text, which the target continues to show how it loops"
+        "--prompts", type=Path, required=True, help="UTF-8 file of prompts from which the target generates looping text"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder that receives target/ and draft/")
-    parser.add_argument("--target-steps", type=int, default=4800)
-    parser.add_argument("--target-tokens-per-step", type=int, default=4096)
-    parser.add_argument("--draft-steps", type=int, default=7000)
-    parser.add_argument("--loop-steps", type=int, default=1200)
-    parser.add_argument("--draft-tokens-per-step", type=int, default=2048)
+    for option, default, text in (
+        ("--target-steps", 4800, "training steps of the target"),
+        ("--target-tokens-per-step", 4096, "tokens of one training step of the target"),
+        ("--draft-steps", 7000, "training steps of the draft"),
+        ("--loop-steps", 1200, "further training steps of the draft on looping text"),
+        ("--draft-tokens-per-step", 2048, "tokens of one training step of the draft"),
+    ):
+        parser.add_argument(option, type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)")
     options = parser.parse_args(arguments)
 
     texts = [read_book(path) for path in options.books]

@@ -11,9 +11,9 @@ EXAMPLE = "dynatree trace rounds.jsonl --html rounds.html"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dynatree trace`."""
-    parser.add_argument("file", metavar="FILE", type=Path, help="the trace: one JSON object per line and round")
+    parser.add_argument("file", metavar="FILE", type=Path, help="trace: one line of JSON per round")
     parser.add_argument(
-        "--html", metavar="OUT", type=Path, required=True, help="the page to write; it works without a network"
+        "--html", metavar="OUT", type=Path, required=True, help="HTML page to write; it needs no network"
     )
 
 
@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     """
     page = trace_page(options.file.name, read_rounds(options.file))
     if options.html.exists() and options.html.samefile(options.file):
-        raise SystemExit(f"{options.html} is the trace itself; the page needs a file of its own")
+        raise SystemExit(f"--html is {options.html}, the trace itself; expected another file")
     try:
         options.html.write_text(page, encoding="utf-8", newline="\n")
     except OSError as error:

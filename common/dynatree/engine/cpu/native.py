@@ -70,7 +70,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
         getattr(library, function).argtypes = arguments
     library.dynatree_sources.restype = ctypes.c_uint32
     if library.dynatree_sources() != checksum():
-        raise OSError("it was built of other sources; install again")
+        raise OSError("it was built from other sources; install the package again")
     return library
 
 
@@ -99,7 +99,7 @@ def call(function: str, *arguments: object) -> None:
     library = kernels()
     assert library is not None, "is_native() says whether there is one"
     if getattr(library, function)(*arguments):
-        raise MemoryError("there is no memory for a forward")
+        raise MemoryError("the kernel's working memory cannot be allocated")
 
 
 def address(tensor: Tensor, dtype: torch.dtype, *shape: int, rows_apart: bool = False) -> int:
@@ -118,8 +118,8 @@ def address(tensor: Tensor, dtype: torch.dtype, *shape: int, rows_apart: bool = 
     side_by_side = tensor.stride(-1) == 1 or tensor.shape[-1] == 1 if rows_apart else tensor.is_contiguous()
     if not (fits and side_by_side and tensor.dtype == dtype and tensor.device.type == "cpu"):
         raise ValueError(
-            f"a kernel is given {tensor.dtype} {list(tensor.shape)} of strides {list(tensor.stride())} on "
-            f"{tensor.device}, and takes {dtype} {list(shape)} side by side on the CPU"
+            f"a tensor is {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}, "
+            f"expected contiguous {dtype} {list(shape)} on the CPU"
         )
     return tensor.data_ptr()
 

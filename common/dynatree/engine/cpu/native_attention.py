@@ -75,9 +75,11 @@ def structures_of(segments: Sequence[Segment], arena: KVArena) -> tuple[ctypes.A
     first = 0
     for each, structure in zip(segments, structures, strict=True):
         if each.start < 0 or each.stop > each.kv.size:
-            raise IndexError(f"slots {each.start} to {each.stop} are not in a range of {each.kv.size}")
+            raise IndexError(f"slots {each.start} to {each.stop} are outside a range of {each.kv.size} slots")
         if each.kv.start < 0 or each.kv.start + each.stop > arena.size:
-            raise IndexError(f"a range at slot {each.kv.start} is not in an arena of {arena.size}")
+            raise IndexError(
+                f"slots {each.kv.start} to {each.kv.start + each.stop} are outside an arena of {arena.size} slots"
+            )
         structure.first, structure.tokens = first, len(each.token_ids)
         structure.base, structure.start = each.kv.start, each.start
         if each.mask is not None:
@@ -116,7 +118,7 @@ class NativeBatch:
         kv_heads, dim = self._arena.shape.kv_heads, self._arena.shape.head_dim
         query, key, value = (lying(each, dtype) for each in (query, key, value))
         if heads % kv_heads:
-            raise ValueError(f"{heads} heads of queries are no multiple of {kv_heads} of keys")
+            raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key heads")
         output = torch.empty(tokens, heads, dim, dtype=dtype)
         slots = self._arena.layer(layer)
         to, shape = self._layer, self._shape

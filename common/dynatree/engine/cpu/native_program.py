@@ -275,6 +275,8 @@ def _check_places(writer: _Writer, shape: Shape) -> None:
         for place, heads in places:
             row, stop = writer.widths[place.buffer], place.offset + (heads - 1) * place.head + shape.dim
             if place.token != row or stop > row:
-                raise ValueError(f"{heads} heads of {shape.dim} numbers end at {stop} of a row of {row}")
+                raise ValueError(f"{heads} heads of {shape.dim} dimensions end at {stop}, outside a row of {row}")
         if writer.widths[each.target] != shape.heads * shape.dim:
-            raise ValueError(f"{shape.heads} heads of {shape.dim} numbers fill no row of {writer.widths[each.target]}")
+            raise ValueError(
+                f"{shape.heads} heads of {shape.dim} dimensions do not fill a row of {writer.widths[each.target]}"
+            )

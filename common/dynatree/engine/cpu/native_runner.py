@@ -98,7 +98,7 @@ class NativeRunner:
             positions.extend(segment.positions)
             wanted = range(size) if segment.keep is None else segment.keep
             if wanted and not 0 <= min(wanted) <= max(wanted) < size:
-                raise IndexError(f"logits are wanted of a token that is not in [0, {size})")
+                raise IndexError(f"keep has an index that is not in [0, {size})")
             keep.extend(first + index for index in wanted)
             kept.append(len(wanted))
         count = len(tokens)
@@ -149,6 +149,7 @@ class NativeRunner:
         turned = both[0].shape[-1]
         self._call.cosines, self._call.sines = (address(each, self._program.dtype, size, turned) for each in both)
         if turned % 2 or turned > self._program.shape.dim:
-            raise ValueError(f"a head of {self._program.shape.dim} numbers has {turned} that turn")
+            most = self._program.shape.dim
+            raise ValueError(f"the rotary embedding has {turned} dimensions, expected an even number of at most {most}")
         self._call.rotary_size = turned
         self._cosines, self._sines = both

@@ -64,12 +64,12 @@ def with_default_rows(engine: Engine, sessions: int, longest: int) -> Engine:
     for count in reversed(cheap):
         tried = with_fixed_rows(engine, (count,), sessions, longest)
         if tried.batch_invariant:
-            log.info("%s: forwards of %d rows, which give equal bits (%s)", engine.info.name, count, measured)
+            log.info("%s: forward passes have %d rows and are batch-invariant (%s)", engine.info.name, count, measured)
             return tried
         fixed = fixed or tried
     assert fixed is not None, "the fewest rows cost what they cost"
     log.warning(
-        "%s: a token's bits depend on what is beside it in a forward of %d rows, and of fewer (%s)",
+        "%s: forward passes of %d rows, and of fewer, are not batch-invariant (%s)",
         engine.info.name,
         cheap[-1],
         measured,

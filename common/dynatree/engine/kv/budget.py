@@ -47,18 +47,18 @@ class KVBudget:
             if slots < self.session_slots:
                 raise StartupError(
                     f"the KV cache of one session takes {_gib(self.session_slots * self.slot_bytes)} "
-                    f"({self.session_slots} slots of {self.slot_bytes} bytes), and {_gib(slots * self.slot_bytes)} of "
-                    f"the {_gib(free or 0)} that are free may go to it; lower --max-context"
+                    f"({self.session_slots} slots of {self.slot_bytes} bytes), but only "
+                    f"{_gib(slots * self.slot_bytes)} of the free {_gib(free or 0)} may be used; lower --max-context"
                 )
             return slots
         if asked < self.session_slots:
             raise StartupError(
-                f"--kv-tokens is {asked}, and one session can need {self.session_slots} (the context and a tree); "
-                f"expected as many at least, or a lower --max-context"
+                f"--kv-tokens is {asked}, but one session can need {self.session_slots} (the context and a tree); "
+                f"expected at least {self.session_slots}, or a lower --max-context"
             )
         if free is not None and asked * self.slot_bytes > free:
             raise StartupError(
-                f"--kv-tokens {asked} takes {_gib(asked * self.slot_bytes)} ({self.slot_bytes} bytes each), and "
+                f"--kv-tokens {asked} takes {_gib(asked * self.slot_bytes)} ({self.slot_bytes} bytes each), but only "
                 f"{_gib(free)} are free; expected at most {free // self.slot_bytes}"
             )
         return asked

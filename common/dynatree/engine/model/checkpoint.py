@@ -75,8 +75,8 @@ class Checkpoint:
         missing = [name for name in names if name not in self._files]
         if missing:
             raise StartupError(
-                f"model {self.name}: its layers cannot be offloaded, because its checkpoint does not hold "
-                f"{missing[0]} as the model has it"
+                f"model {self.name}: its layers cannot be offloaded, because its checkpoint does not contain "
+                f"{missing[0]} in the form that the model uses"
             )
         found = {}
         for path in sorted({self._files[name][0] for name in names}):
@@ -107,7 +107,7 @@ def files_of(folder: Path, name: str) -> dict[str, str]:
         with safe_open(folder / _SINGLE, "pt") as file:
             return dict.fromkeys(file.keys(), _SINGLE)
     except (OSError, KeyError, ValueError) as error:
-        raise StartupError(f"model {name} has no safetensors files, which are the only ones read") from error
+        raise StartupError(f"model {name} has no safetensors files, the only format that is read") from error
 
 
 def _samples(path: Path) -> Iterator[bytes]:

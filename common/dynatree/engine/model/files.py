@@ -45,7 +45,7 @@ def check_model(model: str) -> None:
     if model == embedded.NAME:
         return
     if not model.strip():
-        raise StartupError(f"the model has no name; {_EXPECTED}, or a name on the hub")
+        raise StartupError(f"the name of the model is empty; {_EXPECTED}, or a name on the hub")
     check_path(model)
     if model.endswith(GGUF) and Path(model).is_file():
         read_header(Path(model))
@@ -96,7 +96,7 @@ def _check_config(folder: Path) -> None:
         reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
         raise StartupError(f"the config.json of model {folder.name} cannot be read: {reason}") from None
     if not isinstance(config, dict) or not config.get("model_type"):
-        raise StartupError(f"the config.json of model {folder.name} names no model_type")
+        raise StartupError(f"the config.json of model {folder.name} has no model_type")
 
 
 def _check_weights(folder: Path) -> None:
@@ -147,7 +147,7 @@ def _check_hub_name(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError:
-        raise StartupError(f"there is no model at {name!r}, and no name on the hub looks like this") from None
+        raise StartupError(f"there is no model at {name!r}, and it is not a valid name on the hub") from None
     missing = f"there is no model at {name}, nor is it in the local cache"
     cached = _cached(name) is not None
     reason: Any = "HF_HUB_OFFLINE is set"
@@ -156,7 +156,7 @@ def _check_hub_name(name: str) -> None:
             get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
             return
         except GatedRepoError:
-            raise StartupError(f"the hub lends model {name} only to those whose HF_TOKEN it knows") from None
+            raise StartupError(f"model {name} on the hub requires access; expected an HF_TOKEN that has it") from None
         except HfHubHTTPError as error:
             status = error.response.status_code
             if status in (401, 404) and not cached:

@@ -79,7 +79,7 @@ class GenerationDefaults:
         if refused:
             raise StartupError(
                 f"its generation_config sets {', '.join(refused)}, which changes the tokens of generate() and which "
-                "DynaTree does not compute; without it in generation_config.json the model can be served"
+                "DynaTree does not compute; remove it from generation_config.json to serve the model"
             )
         ids = config.eos_token_id
         penalty = 1.0 if config.repetition_penalty is None else config.repetition_penalty

@@ -40,7 +40,7 @@ def offloaded_model(settings: ModelSettings, config: PretrainedConfig, device: s
     asked, folder, where = settings.resident_layers, Path(settings.model), torch.device(device)
     if where.type not in ("cpu", "cuda"):
         if asked is not None:
-            raise StartupError(f"layers are offloaded to a CPU or a CUDA GPU, and the device is {device}")
+            raise StartupError(f"layers can be offloaded on a CPU or a CUDA GPU, but the device is {device}")
         return None
     named = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     dtype = named or getattr(config, "dtype", None) or torch.float32
@@ -60,7 +60,7 @@ def offloaded_model(settings: ModelSettings, config: PretrainedConfig, device: s
     if cache is None:
         _check_host((plan.layers - resident) * plan.layer_bytes)
         if settings.fixed_rows:
-            raise StartupError("on a GPU, --fixed-rows and offloaded layers do not go together")
+            raise StartupError("on a GPU, --fixed-rows cannot be combined with offloaded layers")
     source = cache or "the host's memory"
     log.info(
         "%s: %d of %d layers stay in memory, the others are offloaded from %s", name, resident, plan.layers, source
@@ -91,7 +91,7 @@ def _check_host(needed: int) -> None:
     free = free_memory(torch.device("cpu"))
     if free is not None and needed > free:
         raise StartupError(
-            f"the layers that the GPU has no room for take {needed / 1e9:.1f} GB of the host's memory, and "
+            f"the layers that do not fit on the GPU take {needed / 1e9:.1f} GB of the host's memory, but only "
             f"{free / 1e9:.1f} GB are free"
         )
 

@@ -91,7 +91,7 @@ class DiskLayers(LayerSource):
                     self._restart(layer)
                 elif not self._changed.wait(_SLOW):
                     waited += _SLOW
-                    log.warning("%s has been awaited for %.0f s: the disk is slow", named(file.path), waited)
+                    log.warning("reading %s has taken %.0f s; the disk is slow", named(file.path), waited)
 
     def release(self, layer: int) -> None:
         """Free the slot of a computed layer for the next read."""
@@ -133,7 +133,7 @@ class DiskLayers(LayerSource):
 
     def _restart(self, layer: int) -> None:
         if self._error is not None:
-            log.warning("read once more: %s", self._error)
+            log.warning("reading again after an error: %s", self._error)
         self._held = [None] * len(self._held)
         self._next = layer
         self._error = None

@@ -154,7 +154,7 @@ def _check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed + _SPARE:
         raise StartupError(
-            f"the layer cache needs {(needed + _SPARE) / 1e9:.2f} GB, of which {_SPARE / 1e9:.2f} GB stay free, and "
+            f"the layer cache needs {(needed + _SPARE) / 1e9:.2f} GB, of which {_SPARE / 1e9:.2f} GB stay free, but "
             f"its disk has {free / 1e9:.2f} GB left; expected another --layer-cache, or --resident-layers all"
         )
 
@@ -172,7 +172,7 @@ def _read_table(folder: Path) -> list[CachedLayer]:
         table = json.loads((folder / _TABLE).read_text())
         rows = table["layers"]
         if table["sum"] != _sum_of(rows):
-            raise ValueError("it is not what was written")
+            raise ValueError("it differs from the table that was written")
         cached = []
         for layer, row in enumerate(rows):
             places = {
@@ -187,7 +187,7 @@ def _read_table(folder: Path) -> list[CachedLayer]:
         size = each.file.path.stat().st_size if each.file.path.exists() else 0
         if size != each.file.size:
             raise StartupError(
-                f"{named(each.file.path)} has {size} bytes, and {each.file.size} were written; {remedy(each.file.path)}"
+                f"{named(each.file.path)} has {size} bytes, expected {each.file.size}; {remedy(each.file.path)}"
             )
     return cached
 

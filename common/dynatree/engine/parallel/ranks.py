@@ -105,7 +105,7 @@ class Ranks:
             while (began := self._began) is None or time.monotonic() - began < limit:
                 if began is not None and began != told and time.monotonic() - began > slow:
                     told = began
-                    log.warning("a forward has taken %g s; a rank of the model may stand still", slow)
+                    log.warning("a forward pass has taken %g s; a rank of the model may hang", slow)
                 time.sleep(min(1.0, limit / 4))
             on_standstill()
 
@@ -187,7 +187,7 @@ def end_process(rank: int, status: int) -> None:
 def end_standstill(followers: Followers) -> None:
     """End the service when a forward pass does not end, without waiting for the calls that depend on it."""
     # log before the forward pass fails, because torch blocks standard error while it shows an exception
-    log.critical("a rank of the model stands still for %g s, so the service ends", STANDSTILL_SECONDS)
+    log.critical("a rank of the model has hung for %g s, so the service ends", STANDSTILL_SECONDS)
     followers.end()
     os._exit(EX_SOFTWARE)
 
@@ -199,9 +199,9 @@ def check_plan(model_type: str, plan: object, heads: int, kv_heads: int, size: i
         StartupError: The family has no tensor-parallel plan, or `size` does not divide its heads.
     """
     if not plan:
-        raise StartupError(f"transformers has no plan to cut {model_type} models over several devices")
+        raise StartupError(f"transformers has no plan to split {model_type} models over several devices")
     if heads % size or kv_heads % size:
         raise StartupError(
-            f"{heads} heads and {kv_heads} key heads cannot be cut over {size} devices; expected a number that divides "
-            f"both"
+            f"{heads} heads and {kv_heads} key heads cannot be split over {size} devices; expected a number that "
+            "divides both"
         )

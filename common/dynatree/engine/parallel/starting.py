@@ -42,11 +42,11 @@ def started_ranks(settings: ModelSettings, name: str) -> Ranks:
         check_plan(config.model_type, plan, heads, getattr(config, "num_key_value_heads", None) or heads, size)
     devices = torch.cuda.device_count() if settings.device in ("auto", "cuda") and torch.cuda.is_available() else None
     if devices is not None and devices < size:
-        raise StartupError(f"--tensor-parallel is {size}, and this machine has {devices} GPUs")
+        raise StartupError(f"--tensor-parallel is {size}, but this machine has {devices} GPUs")
     threads = settings.threads or max(torch.get_num_threads() // size, 1)
     torch.set_num_threads(threads)
     where = "GPUs" if devices is not None else f"processes of {threads} threads"
-    log.info("%s: every layer is cut over %d %s", name, size, where)
+    log.info("%s: every layer is split over %d %s", name, size, where)
     followers = Followers(size, replace(settings, threads=threads), end_process)
     atexit.register(followers.end)
     ranks = Ranks(0, size, followers.store)

@@ -32,4 +32,4 @@ def explained(name: str, config: PretrainedConfig) -> Iterator[None]:
                 check_family(config)
                 raise
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        raise StartupError(f"model {name} cannot be served: its forward failed: {first_line(error)}") from error
+        raise StartupError(f"model {name} cannot be served: its forward pass failed: {first_line(error)}") from error

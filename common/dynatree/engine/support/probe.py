@@ -152,8 +152,8 @@ def plain_logits(model: PreTrainedModel, prefixes: Prefixes, implementation: str
 def _check(model: PreTrainedModel, error: float, allowed: float) -> None:
     if not error <= allowed:
         raise StartupError(
-            f"{model.config.model_type} gives other logits under tree attention than by itself "
-            f"(difference {error:.2g}, at most {allowed:.2g} is rounding)"
+            f"{model.config.model_type} gives different logits under tree attention "
+            f"(difference {error:.2g}; rounding explains at most {allowed:.2g})"
         )
 
 

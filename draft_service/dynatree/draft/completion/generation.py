@@ -422,4 +422,4 @@ class Generation:
 
 def _log_failure(reading: asyncio.Future[None]) -> None:
     if not reading.cancelled() and (error := reading.exception()):
-        log.warning("reading ahead failed", exc_info=error)
+        log.warning("drafting ahead failed", exc_info=error)

@@ -42,8 +42,8 @@ class BestGuesses:
             node = node.children[token]
         if self._places >= PLACES and self._right < LEAST_SHARE * self._places:
             log.warning(
-                "the draft model's best guess was the target's token in %d of %d places: drafting with it gains "
-                "nothing; take another draft model, or the policy ngram, which needs none",
+                "the draft model's best guess was the target's token at %d of %d positions, so drafting with it gains "
+                "nothing; use another draft model, or the policy ngram, which needs none",
                 self._right,
                 self._places,
             )

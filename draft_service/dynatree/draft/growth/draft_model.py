@@ -95,7 +95,7 @@ class EngineDraftModel:
         """Warn once if the draft model proposes nothing, since the completions stay correct but become slow."""
         if not self._warned and any(not tree.node(node).proposals for node in nodes):
             self._warned = True
-            log.warning("the draft model's numbers are not finite (NaN or infinity); no tokens are drafted by such")
+            log.warning("the draft model's logits are not finite (NaN or infinity); no tokens are drafted from them")
 
     def _reads_below(self, expansion: Expansion) -> bool:
         """Whether levels below an expansion's root may be read with it."""

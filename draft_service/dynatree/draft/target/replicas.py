@@ -143,7 +143,7 @@ class Replicas:
             like = next((info for info in infos if info.fingerprint == fingerprint), None)
             if infos and like is None:
                 raise FailedPreconditionError(
-                    f"the completion began on a target with fingerprint {fingerprint[:12]}, and goes on only there; "
+                    f"the completion began on a target with fingerprint {fingerprint[:12]} and continues only there; "
                     f"the verify services that are ready have {infos[0]}, {infos[0].fingerprint[:12]}"
                 )
         replica = self.choose(like, needed=needed) or self.choose(like)
@@ -170,7 +170,7 @@ class Replicas:
             if other.ready and other.target and other.address != address and not other.target.info.same_tokens(info):
                 known = other.target.info
                 log.warning(
-                    "%s has %s, and %s has %s, which give other tokens; no completion goes on from one at the other",
+                    "%s has %s, and %s has %s, which give different tokens; completions do not move between them",
                     *(address, info, other.address, known),
                 )
                 break

@@ -177,7 +177,7 @@ class TargetSession:
                 commit = await self._patiently(self._stream.verify(tree, last), self._patience.stuck)
                 self._replica.observe(time.monotonic() - sent)
             else:
-                commit = await self._resumed(PeerUnavailableError("the verify service stops"), tree, last, sent)
+                commit = await self._resumed(PeerUnavailableError("the verify service is stopping"), tree, last, sent)
         except (PeerUnavailableError, PeerFailedError) as failure:
             commit = await self._resumed(failure, tree, last, sent)
         self._committed.extend(commit.token_ids)
@@ -197,7 +197,7 @@ class TargetSession:
         elapsed = time.monotonic() - sent
         self.resumes += 1
         self.resume_seconds += elapsed
-        log.info("a completion goes on at %s after %.2f s, with %d tokens", self._replica.address, elapsed, generated)
+        log.info("a completion continues at %s after %.2f s, with %d tokens", self._replica.address, elapsed, generated)
         return replace(
             opened.commit,
             drafted=len(tree),
@@ -239,7 +239,9 @@ class TargetSession:
         others = [each.target.info for each in self._replicas.all if each.ready and each.target]
         none = self._like is not None and not any(each.same_tokens(self._like) for each in others)
         if others and none and isinstance(failure, PeerUnavailableError):
-            raise PeerUnavailableError(f"{failure}; another one is ready, and gives other tokens: {others[0]}")
+            raise PeerUnavailableError(
+                f"{failure}; another verify service is ready, but gives different tokens: {others[0]}"
+            )
         raise failure
 
     def _other(self, avoid: Collection[Replica]) -> Replica | None:
@@ -260,7 +262,7 @@ class TargetSession:
         assert self._like is not None
         if not target.info.same_tokens(self._like):
             if self._request.generated:
-                raise PeerUnavailableError("the verify service has another target by now")
+                raise PeerUnavailableError("the verify service now has another target")
             raise TargetChangedError
         self.max_tree_nodes = opened.max_tree_nodes
         return opened

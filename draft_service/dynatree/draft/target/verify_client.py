@@ -86,7 +86,7 @@ class VerifyClient:
             if error.code() in PASSING or was_dropped(error.code(), error.details()):
                 raise PeerUnavailableError("the verify service is out of reach") from error
             if error.code() == grpc.StatusCode.UNIMPLEMENTED:
-                reason = f"the service at {self.address} is no verify service of DynaTree"
+                reason = f"the service at {self.address} is not a verify service of DynaTree"
             else:
                 reason = f"the verify service at {self.address} refused: {error.details()}"
             raise FailedPreconditionError(reason) from error
@@ -192,7 +192,7 @@ class VerifySession:
     def _check_length(self, commit: Commit, length: int) -> None:
         if commit.base_length != length + len(commit.token_ids):
             raise PeerFailedError(
-                f"the verify service committed {len(commit.token_ids)} tokens to {length}, and says that there are "
+                f"the verify service committed {len(commit.token_ids)} tokens after {length}, but reports a length of "
                 f"{commit.base_length}"
             )
 

@@ -96,6 +96,6 @@ class TokenizerThread:
 
     def _busy(self) -> ServiceBusyError:
         return ServiceBusyError(
-            f"prompts of {self._most_bytes / 2**20:g} MiB wait to be made tokens of, the most that may",
+            f"prompts of {self._most_bytes / 2**20:g} MiB are waiting to be tokenized, which is the limit",
             retry_after=RETRY_SECONDS,
         )

@@ -1,34 +1,33 @@
 /* Attention of a few queries over long contexts on a CPU: see `native_attention.py`.
  *
- * A task is one head of one segment's keys. Keys are taken in tiles of TILE slots. A tile is transposed, so that a
- * vector's lanes are keys, and blocks of ROWS queries meet it. The scores of a chunk of queries are kept until all keys
- * were read; then their weights meet the values, tile by tile.
+ * A task computes one key-value head of one segment. Keys are read in tiles of TILE slots. A tile is transposed, so
+ * that each lane of a vector is one key, and multiplied with blocks of ROWS queries. The scores of a chunk of queries
+ * are kept until all keys are read. Then their softmax weights are multiplied with the values, tile by tile.
  *
- * Every sum has one order: scores over the dimensions, weights and values over the slots. A slot that is not seen adds
- * an exact zero. So a query's result has the same bits whatever else is computed, and wherever the slots that it sees
- * lie. (An online softmax has not: where a tile brings a higher score, what was summed up before is rounded once more.)
+ * Every sum has one order: scores over the dimensions, weights and values over the slots. A masked slot adds an exact
+ * zero. So a query's result has the same bits whatever else is computed, and wherever its visible slots lie. An online
+ * softmax would not have this property: when a tile has a higher score, it rounds the earlier sums again.
  *
- * Built for AVX2, for AVX-512, and for AVX-512 with bfloat16, whose instructions multiply pairs of numbers.
+ * There are builds for AVX2, AVX-512, and AVX-512 with bfloat16, whose instructions multiply pairs of numbers.
  */
 #include <stdlib.h>
 
 #include "kernels.h"
 
-#define ROWS 4  /* queries of a block */
-#define TILE 64 /* slots; a multiple of ACROSS * LANES */
-#define LOWEST -1e30f
-#define WEIGHTS (64 * 1024) /* of a chunk of queries */
+#define ROWS 4              /* queries of a block */
+#define TILE 64             /* slots of a tile; a multiple of ACROSS * LANES */
+#define LOWEST -1e30f       /* score of a masked slot */
+#define WEIGHTS (64 * 1024) /* most scores of a chunk of queries, unless it is a single block */
 
-/* A thread's memory for a chunk of queries; wide is dim, filled up to whole vectors, and slots likewise to whole tiles.
- * With pairs two 16-bit numbers take a float's place. */
+/* A thread's working memory for a chunk of queries. `wide` is dim rounded up to whole vectors; `slots` is the number of
+ * slots rounded up to whole tiles. A pair of bfloat16 numbers takes the place of one float. */
 struct scratch {
-    float *keys;    /* [dim, TILE]; of pairs [dim / 2, TILE] */
-    float *values;  /* [TILE, wide]; of pairs [TILE / 2, wide] */
-    float *queries; /* [chunk, dim], scaled; of pairs [chunk, dim / 2], not scaled */
-    float *weights; /* [chunk, slots]: scores, then weights; of pairs [chunk, slots / 2] in the same places */
+    float *keys;    /* [dim, TILE]; pairs: [dim / 2, TILE] */
+    float *values;  /* [TILE, wide]; pairs: [TILE / 2, wide] */
+    float *queries; /* [chunk, dim], scaled; pairs: [chunk, dim / 2], rows of dim floats, unscaled */
+    float *weights; /* [chunk, slots]: scores, then softmax weights; pairs: [chunk, slots / 2], rows of slots floats */
     float *sums;    /* [chunk, wide]: weights @ values so far */
-    double
-        *totals; /* [chunk]: sums of weights; beside a heavy weight a float would lose what many light ones add up to */
+    double *totals; /* [chunk]: sums of weights. Beside a large weight, a float would lose many small ones. */
     int64_t slots;
 };
 
@@ -61,7 +60,7 @@ struct scratch {
         x[i] = low(a, b), x[i + step] = high(a, b); \
     }
 
-/* LANES x LANES numbers of 32 bits, in place: ever larger blocks change sides. */
+/* Transpose LANES x LANES numbers of 32 bits in place, by exchanging ever larger off-diagonal blocks. */
 INLINE void transpose(vec *x){SWAP(1, LOW1, HIGH1) SWAP(2, LOW2, HIGH2) SWAP(4, LOW4, HIGH4)
 #if LANES == 16
                                   SWAP(8, LOW8, HIGH8)
@@ -78,7 +77,7 @@ INLINE float greatest(vec x) {
 #endif
 }
 
-/* sums[rows][count vectors] += left[rows][steps] @ right[steps][count vectors], at these strides. */
+/* sums[rows][count vectors] += left[rows][steps] @ right[steps][count vectors]; left_row, right_step: strides. */
 INLINE void accumulate(vec (*sums)[ACROSS + 1], const float *left, int64_t left_row, const float *right,
                        int64_t right_step, int64_t steps, int rows, int count, int paired) {
     for (int64_t step = 0; step < steps; step++) {
@@ -91,9 +90,9 @@ INLINE void accumulate(vec (*sums)[ACROSS + 1], const float *left, int64_t left_
     }
 }
 
-/* Queries and a tile */
+/* Queries and tiles */
 
-/* Scores of `rows` queries for a tile of keys; LOWEST for slots that a query does not see. */
+/* Compute the scores of `rows` queries for a tile of keys; LOWEST for slots that a query does not see. */
 INLINE void score(const struct scratch *s, int64_t row, int64_t tile, int64_t dim, float scale, const uint8_t *visible,
                   int rows, int paired) {
     int64_t steps = paired ? dim / 2 : dim;
@@ -116,8 +115,8 @@ INLINE void score(const struct scratch *s, int64_t row, int64_t tile, int64_t di
     }
 }
 
-/* Scores of `rows` queries for `count` slots, whole tiles, become weights relative to each one's highest score. Their
- * total is summed up slot by slot: a slot that is not seen adds an exact zero, wherever it lies. */
+/* Replace each of `rows` queries' scores for `count` slots, a multiple of TILE, by exp(score - the query's highest).
+ * Their total is summed slot by slot; a masked slot adds an exact zero, wherever it lies. */
 INLINE void weigh(const struct scratch *s, int64_t row, int64_t count, int rows, int paired) {
     double totals[ROWS] = {0};
     for (int r = 0; r < rows; r++) {
@@ -149,7 +148,7 @@ INLINE void weigh(const struct scratch *s, int64_t row, int64_t count, int rows,
 #endif
 }
 
-/* sums[rows] += weights @ values, `count` vectors of it from dimension `at` on. */
+/* sums[rows] += weights @ values of a tile, for `count` vectors from dimension `at` on. */
 INLINE void gather(const struct scratch *s, int64_t row, int64_t tile, int64_t wide, int64_t at, int keys, int rows,
                    int count, int paired) {
     vec sums[ROWS][ACROSS + 1];
@@ -161,6 +160,7 @@ INLINE void gather(const struct scratch *s, int64_t row, int64_t tile, int64_t w
         EACH(c, count) *(vec *)(s->sums + (row + r) * wide + at + c * LANES) = sums[r][c];
 }
 
+/* sums[rows] += weights @ values of a tile, for all dimensions. */
 INLINE void gather_all(const struct scratch *s, int64_t row, int64_t tile, int64_t wide, int keys, int rows,
                        int paired) {
     int64_t vectors = wide / LANES, parts = (vectors + ACROSS) / (ACROSS + 1);
@@ -178,10 +178,10 @@ INLINE void gather_all(const struct scratch *s, int64_t row, int64_t tile, int64
     }
 }
 
-/* The arena */
+/* Reading and writing the arena */
 
-/* Copy a head's new keys or values into its slots. What is not finite becomes 0, since 0 times it, the weight of a slot
- * that is not seen, is none; its token is told. */
+/* Copy a head's new keys or values into its slots. A number that is not finite becomes 0, and its token is marked: the
+ * weight 0 of a masked slot times such a number would be NaN. */
 static void put(char *to, const char *from, int64_t token, int64_t tokens, int64_t dim, int64_t dtype,
                 uint8_t *faulty) {
     for (int64_t t = 0; t < tokens; t++) {
@@ -205,23 +205,23 @@ static void put(char *to, const char *from, int64_t token, int64_t tokens, int64
             }
             found = any;
         }
-        if (found) __atomic_store_n(faulty + t, 1, __ATOMIC_RELAXED); /* the same by every head's thread */
+        if (found) __atomic_store_n(faulty + t, 1, __ATOMIC_RELAXED); /* threads of several heads may mark a token */
     }
 }
 
-/* What is read after a tile, and asked for meanwhile: the next tile of keys or values. */
+/* Keys or values that are read after a tile, and prefetched while the tile is read. */
 struct ahead {
     const char *from;
     int64_t slots;
 };
 
-/* Ask for slots `first` to `stop` of what comes next. */
+/* Prefetch slots `first` to `stop`, each of `bytes` bytes. */
 INLINE void ask(const struct ahead *ahead, int64_t first, int64_t stop, int64_t bytes) {
     stop = stop < ahead->slots ? stop : ahead->slots;
     for (int64_t at = first * bytes; at < stop * bytes; at += 64) _mm_prefetch(ahead->from + at, _MM_HINT_T1);
 }
 
-/* The keys of a tile, transposed; zeros past the last one. */
+/* Read the keys of a tile, transposed, with zeros past the last key. */
 INLINE void read_keys(float *to, const char *keys, int64_t dim, int count, int64_t dtype, const struct ahead *ahead) {
     int64_t size = size_of(dtype), whole = dim / LANES * LANES;
     for (int k = 0; k < TILE; k += LANES) {
@@ -238,6 +238,7 @@ INLINE void read_keys(float *to, const char *keys, int64_t dim, int count, int64
     }
 }
 
+/* Read the values of a tile, each padded with zeros to `wide`. */
 INLINE void read_values(float *to, const char *values, int64_t dim, int64_t wide, int count, int64_t dtype,
                         const struct ahead *ahead) {
     int64_t size = size_of(dtype), whole = dim / LANES * LANES;
@@ -251,8 +252,8 @@ INLINE void read_values(float *to, const char *values, int64_t dim, int64_t wide
 }
 
 #ifdef __AVX512BF16__
-/* Likewise in pairs: of neighbouring dimensions of a key, and of neighbouring slots' values. The instruction adds the
- * product of the upper halves first (Intel's manual, VDPBF16PS), so the slot that comes first lies there. */
+/* The same in pairs: two adjacent dimensions of a key, or the values of two adjacent slots. VDPBF16PS adds the product
+ * of the upper halves first (Intel's manual), so the upper half holds the earlier slot. */
 INLINE void read_key_pairs(float *to, const char *keys, int64_t dim, int count, const struct ahead *ahead) {
     int64_t pairs = dim / 2;
     for (int k = 0; k < TILE; k += LANES) {
@@ -285,10 +286,10 @@ INLINE void read_value_pairs(float *to, const char *values, int64_t dim, int64_t
 }
 #endif
 
-/* Which slots of a tile a token sees: bytes. */
+/* Write to visible[TILE] 1 for each slot of a tile that a token sees, and 0 for the others. */
 INLINE void look(uint8_t *visible, const struct segment *segment, int64_t token, int64_t tile, int count) {
     int64_t stop = segment->start + segment->tokens;
-    int64_t before = segment->mask ? stop - segment->columns : segment->start + token + 1; /* slots that it sees */
+    int64_t before = segment->mask ? stop - segment->columns : segment->start + token + 1; /* all of them are visible */
     memset(visible, 0, TILE);
     if (before > tile) memset(visible, 1, before - tile < count ? before - tile : count);
     if (segment->mask)
@@ -296,7 +297,7 @@ INLINE void look(uint8_t *visible, const struct segment *segment, int64_t token,
             visible[slot - tile] = segment->mask[token * segment->columns + slot - before];
 }
 
-/* Turn a head's new vectors by their positions, in place. */
+/* Apply the rotary embedding to a head's new vectors, in place. */
 static void rotate(char *vectors, int64_t token, const struct rotary *rotary, int64_t first, int64_t tokens,
                    int64_t dtype) {
     int64_t half = rotary->size / 2, size = size_of(dtype);
@@ -314,20 +315,21 @@ static void rotate(char *vectors, int64_t token, const struct rotary *rotary, in
     }
 }
 
-/* What comes after the tile that begins at slot `tile`: the rest of its tensor, or the first tile of what is read then.
- */
+/* The slots to prefetch during the tile that begins at slot `tile`: the rest of its tensor, or `then` at its end. */
 INLINE struct ahead after(const char *from, int64_t tile, int64_t stop, int64_t bytes, struct ahead then) {
     if (tile + TILE >= stop) return then;
     return (struct ahead){from + (tile + TILE) * bytes, stop - tile - TILE};
 }
 
-/* How many of some queries are computed together, and the one past the last slot that they see. */
+/* Number of queries of the block that begins at `row`. */
 INLINE int together(int64_t row, int64_t rows) { return rows - row < ROWS ? rows - row : ROWS; }
+
+/* One past the last slot that a query up to `last_row` may see. */
 INLINE int64_t reach(const struct segment *segment, int64_t last_row, int64_t group) {
     return segment->start + (segment->mask ? segment->tokens : last_row / group + 1);
 }
 
-/* A chunk of one head's queries, `rows` from row `first` on: scores for all keys, weights, then all values. */
+/* Attention of `rows` queries of one head from row `first` on: the scores of all keys, the weights, then all values. */
 INLINE void attend_chunk(const struct layer *l, const struct shape *shape, const struct segment *segment, int64_t head,
                          int64_t first, int64_t rows, const char *keys, const char *values, struct ahead then,
                          struct scratch *s, int64_t dtype, int paired) {
@@ -354,7 +356,7 @@ INLINE void attend_chunk(const struct layer *l, const struct shape *shape, const
         if (!paired) read_keys(s->keys, keys + tile * dim * size, dim, count, dtype, &ahead);
         for (int64_t r = 0; r < rows; r += ROWS) {
             int many = together(r, rows);
-            if (reach(segment, first + r + many - 1, group) <= tile) continue; /* none sees any of it */
+            if (reach(segment, first + r + many - 1, group) <= tile) continue; /* no query sees this tile */
             for (int i = 0; i < many; i++) look(visible + i * TILE, segment, (first + r + i) / group, tile, count);
             if (many == ROWS)
                 score(s, r, tile, dim, shape->scale, visible, ROWS, paired);
@@ -395,14 +397,14 @@ INLINE void attend_chunk(const struct layer *l, const struct shape *shape, const
     }
 }
 
-/* Queries of a chunk: their weights stay in a core's second cache. */
+/* Number of queries of a chunk, whose weights stay in a core's L2 cache. */
 INLINE int64_t chunk_of(int64_t rows, int64_t slots) {
     int64_t chunk = slots ? WEIGHTS / slots / ROWS * ROWS : 0;
     chunk = chunk < ROWS ? ROWS : chunk;
     return rows < chunk ? rows : chunk;
 }
 
-/* One head: store its new keys and values, then attend. The query heads of one head of keys are further rows. */
+/* One key-value head: store its new keys and values, then attend. Rows are the queries of all its query heads. */
 INLINE void attend(const struct layer *l, const struct shape *shape, const struct rotary *rotary,
                    const struct segment *segment, int64_t head, struct scratch *s, int64_t dtype, int paired) {
     int64_t dim = shape->dim, size = size_of(dtype), group = shape->heads / shape->kv_heads;
@@ -422,8 +424,8 @@ INLINE void attend(const struct layer *l, const struct shape *shape, const struc
     s->slots = (segment->start + segment->tokens + TILE - 1) / TILE * TILE;
     int64_t chunk = chunk_of(rows, s->slots);
     for (int64_t first = 0; first < rows; first += chunk) {
-        struct ahead then = {keys,
-                             s->slots}; /* for the next chunk, and at last for this thread's next head, as it seems */
+        /* the keys for the next chunk; after the last chunk, the keys of the head that this thread likely takes next */
+        struct ahead then = {keys, s->slots};
         if (first + chunk >= rows) then.from += omp_get_num_threads() * l->arena_head * size;
         if (first + chunk >= rows && head + omp_get_num_threads() >= shape->kv_heads) then.slots = 0;
         attend_chunk(l, shape, segment, head, first, rows - first < chunk ? rows - first : chunk, keys, values, then, s,
@@ -431,13 +433,14 @@ INLINE void attend(const struct layer *l, const struct shape *shape, const struc
     }
 }
 
+/* Take `count` floats of the memory at `*at`, in whole cache lines. */
 static float *part(char **at, int64_t count) {
     float *here = (float *)*at;
     *at += (count * sizeof(float) + 63) / 64 * 64;
     return here;
 }
 
-/* The largest chunk of any segment, and the most weights of one. */
+/* The most queries and the most weights of a chunk of any segment. */
 INLINE void most(const struct shape *shape, const struct segment *segments, int64_t count, int64_t *chunk,
                  int64_t *weights) {
     *chunk = *weights = 0;
@@ -452,8 +455,8 @@ INLINE void most(const struct shape *shape, const struct segment *segments, int6
 int64_t attention_floats(const struct shape *shape, const struct segment *segments, int64_t count) {
     int64_t dim = shape->dim, wide = (dim + LANES - 1) / LANES * LANES, chunk, weights;
     most(shape, segments, count, &chunk, &weights);
-    return (dim + wide) * TILE + weights + chunk * (dim + wide + 2) +
-           6 * 16; /* each part begins at a line of 64 bytes */
+    /* each of the six parts begins at a cache line of 16 floats */
+    return (dim + wide) * TILE + weights + chunk * (dim + wide + 2) + 6 * 16;
 }
 
 void attention_tasks(const struct layer *layer, const struct shape *shape, const struct rotary *rotary,
@@ -484,7 +487,7 @@ void attention_tasks(const struct layer *layer, const struct shape *shape, const
     }
 }
 
-/* One layer's attention of all segments, on OpenMP's threads. Returns 0, or -1 where there is no memory. */
+/* Compute one layer's attention of all segments on OpenMP's threads. Return 0, or -1 if memory cannot be allocated. */
 int dynatree_attention(const struct layer *layer, const struct shape *shape, const struct segment *segments,
                        int64_t count) {
     int64_t bytes = (attention_floats(shape, segments, count) * sizeof(float) + 63) / 64 * 64, next = 0;

@@ -1,8 +1,7 @@
-/* A model's forward as one call: see `native_program.py` and `native_runner.py`.
+/* A model's forward pass in one call: see `native_program.py` and `native_runner.py`.
  *
- * A program is a list of operations over buffers [n, width]. All threads go through it together, with a barrier after
- * every operation. Before a barrier each thread asks for the beginning of its next weights, so that memory is busy
- * while the threads wait.
+ * A program is a list of operations over buffers [n, width]. All threads execute it together, with a barrier after
+ * every operation. Before a barrier, each thread prefetches its next weights, so that it reads memory while it waits.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -11,20 +10,21 @@
 
 enum kind { EMBED, NORM, LINEAR, ATTEND };
 
-/* Where a head's vectors begin in a buffer, in elements. */
+/* Place of the heads' vectors in a buffer, in elements: head h of token t begins at offset + h * head + t * token. */
 struct place {
     int64_t buffer, offset, head, token;
 };
 
 struct operation {
     int64_t kind;
-    int64_t from, to, other; /* buffers; from the first NORM that is `last` on they have `kept` rows */
-    /* NORM: LayerNorm (Ba et al. 2016), or RMSNorm (Zhang and Sennrich 2019) where it is not centered */
-    const char *scale, *shift; /* [width]; shift may be NULL. Of EMBED: the table [vocabulary, width] */
+    int64_t from, to, other; /* indices of buffers; other < 0: none */
+    /* NORM: LayerNorm (Ba et al. 2016) if centered, otherwise RMSNorm (Zhang and Sennrich 2019). `last`: only the rows
+     * whose logits are requested are normalized; all later operations compute `kept` rows. */
+    const char *scale, *shift; /* NORM: [width], shift may be NULL. EMBED: scale is the table [vocabulary, width] */
     int64_t width, centered, last;
     float epsilon;
-    struct linear linear;
-    /* ATTEND; the output goes to `to` */
+    struct linear linear; /* LINEAR */
+    /* ATTEND */
     struct place query, key, value;
     int64_t layer;
 };
@@ -38,17 +38,17 @@ struct program {
 struct call {
     int64_t n, kept;
     const int64_t *tokens; /* [n] */
-    const int64_t *keep;   /* [kept]: rows whose logits are wanted */
+    const int64_t *keep;   /* [kept]: rows whose logits are requested */
     char *const *buffers;
     struct rotary rotary;
     const struct segment *segments;
     int64_t segment_count;
     char *arena;                                   /* [layers, 2, kv_heads, slots, dim] */
     int64_t arena_layer, arena_values, arena_head; /* strides in elements */
-    uint8_t *faulty;                               /* [n], as of struct layer */
+    uint8_t *faulty;                               /* [n], see struct layer */
 };
 
-#define SUMS 16 /* partial sums of a norm: as many on every build, so that all give the same bits */
+#define SUMS 16 /* partial sums of a norm; the same number in every build, so that all builds give the same bits */
 
 INLINE float total(const vec *sums) {
     float sum = 0.0f;
@@ -136,18 +136,18 @@ static void attend_tasks(const struct operation *o, const struct call *c, const 
     attention_tasks(&layer, shape, &c->rotary, c->segments, c->segment_count, memory, next);
 }
 
-/* Whether the operation before prepared the same rows for a layer of the same kind, as for queries, keys and values. */
+/* Whether the previous operation prepared the same rows in the same way, as for queries, keys and values. */
 INLINE int prepared(const struct operation *operations, int64_t i) {
     if (!i || operations[i - 1].kind != LINEAR || operations[i - 1].from != operations[i].from) return 0;
     return operations[i - 1].to != operations[i].from &&
            linear_prepares_alike(&operations[i - 1].linear, &operations[i].linear);
 }
 
-/* Which sources a build is of: `native.py` takes none of other sources, whose structures may differ. */
+/* Checksum of the sources. `native.py` refuses a build of other sources, since its structures may differ. */
 uint32_t dynatree_sources(void) { return SOURCES; }
 
-/* One forward, on OpenMP's threads. Returns 0, or -1 where there is no memory; the buffers and the arena's new slots
- * then hold anything. */
+/* Run a forward pass on OpenMP's threads. Return 0, or -1 if memory cannot be allocated; then the contents of the
+ * buffers and of the arena's new slots are undefined. */
 int dynatree_forward(const struct program *p, const struct call *c) {
     int64_t floats = attention_floats(&p->shape, c->segments, c->segment_count), shared_floats = 0;
     int64_t most = c->n > c->kept ? c->n : c->kept;

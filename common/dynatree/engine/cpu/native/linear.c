@@ -1,20 +1,21 @@
-/* Linear layers over few rows and many: see `native_linear.py`.
+/* Linear layers over any number of rows: see `native_linear.py`.
  *
- * A task is one panel of PANEL features, whose lanes are features. Its inputs are taken in blocks that stay in the
- * nearest cache: a block meets all rows, up to ROWS at a time, while the next block comes from memory.
+ * A task computes one panel of PANEL output features; each lane of a vector is one feature. The panel's weights are
+ * read in blocks of inputs that fit the L1 cache. A block is multiplied with all rows, up to ROWS at a time, while the
+ * next block is prefetched.
  *
- * Every sum has one order: over the inputs, from the first to the last, in one lane. So a row's result has the same
- * bits whatever other rows are computed beside it.
+ * Every sum has one order: over the inputs, from first to last, in one lane. So a row's result has the same bits
+ * whatever other rows are computed with it.
  */
 #include <stdlib.h>
 
 #include "linear.h"
 
-#define BEGINNING (64 * 1024)
+#define BEGINNING (64 * 1024) /* most bytes that `linear_prefetch` prefetches */
 
 int64_t linear_floats(void) { return CHUNK * PANEL + BLOCK / 2; }
 
-/* Rows of 16 bits are widened once, except where pairs are multiplied as they are. */
+/* Whether rows are converted from 16 bits to float32; an instruction for pairs of bfloat16 takes them unconverted. */
 INLINE int widened(const struct linear *l) {
     return !l->weights.bits && (l->dtype == FLOAT16 || (l->dtype == BFLOAT16 && !PAIRED));
 }
@@ -47,11 +48,12 @@ void linear_prefetch(const struct linear *l) {
         _mm_prefetch(l->weight + thread * panel + at, _MM_HINT_T1);
 }
 
-/* sums[rows][vectors] += left[rows][inputs] @ right[inputs][vectors]; `lines` of `ahead` at each step. */
+/* sums[rows][vectors] += left[rows][inputs] @ right[inputs][vectors]. Each step prefetches `lines` cache lines, which
+ * begin at `ahead`. */
 INLINE void meet(float *sums, const char *left, int64_t left_row, const char *right, int64_t inputs, int rows,
                  int vectors, int64_t dtype, const char *ahead, int lines) {
     const int pairs = dtype == BFLOAT16, paired = pairs && PAIRED;
-    const int halves = pairs && !paired ? 2 : 1; /* of a pair, the first number is the lower half of 32 bits */
+    const int halves = pairs && !paired ? 2 : 1; /* the first number of a pair is the lower half of 32 bits */
     const int64_t steps = pairs ? inputs / 2 : inputs, stride = PANEL * (dtype == FLOAT16 ? 2 : 4);
     vec s[ROWS][PANEL / LANES];
     EACH(r, rows)
@@ -76,7 +78,7 @@ INLINE void meet(float *sums, const char *left, int64_t left_row, const char *ri
         EACH(c, vectors) *(vec *)(sums + r * PANEL + c * LANES) = s[r][c];
 }
 
-/* A block of a panel and some rows, part by part; returns what is to be asked for next. */
+/* Multiply a block of a panel with up to ROWS rows, part by part. Return the address to prefetch next. */
 INLINE const char *meet_all(float *sums, const char *left, int64_t left_row, const char *right, int64_t inputs,
                             int rows, int64_t dtype, const char *ahead, int lines) {
     int64_t steps = dtype == BFLOAT16 ? inputs / 2 : inputs;
@@ -91,7 +93,7 @@ INLINE const char *meet_all(float *sums, const char *left, int64_t left_row, con
     return ahead;
 }
 
-/* A block of pairs as [inputs, PANEL] floats. */
+/* Convert a block of bfloat16 weights [inputs / 2, PANEL, 2] to float32 [inputs, PANEL]. */
 INLINE void widen(float *to, const char *right, int64_t inputs) {
     for (int64_t i = 0; i < inputs; i += 2) {
         EACH(v, PANEL / LANES) {
@@ -104,7 +106,7 @@ INLINE void widen(float *to, const char *right, int64_t inputs) {
 
 INLINE vec magnitude(vec x) { return (vec)((ivec)x & 0x7fffffff); }
 
-/* 1 - erf(x) for x >= 0, to within 1.2e-7 of it (Press et al., Numerical Recipes, section 6.2). */
+/* 1 - erf(x) for x >= 0, with a relative error of at most 1.2e-7 (Press et al., Numerical Recipes, section 6.2). */
 INLINE vec erfc_of(vec x) {
     static const float terms[] = {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f,
                                   0.09678418f,  0.37409196f, 1.00002368f,  -1.26551223f};
@@ -130,13 +132,13 @@ INLINE vec activated(vec x, int64_t activation) {
     return x;
 }
 
-/* A row's sums become its numbers. */
+/* Add the bias to a row's sums, apply the activation, combine with `other`, and store the result. */
 INLINE void finish(const struct linear *l, int64_t panel, const float *sums, const char *other, char *output,
                    int64_t row, int64_t dtype) {
     int64_t first = panel * PANEL, size = size_of(dtype), place = (row * l->features + first) * size;
     for (int64_t c = 0; c < PANEL && first + c < l->features; c += LANES) {
         int64_t left = l->features - first - c, count = left < LANES ? left : LANES;
-        char buffer[4 * LANES] = {0}; /* where a vector would reach beyond the row */
+        char buffer[4 * LANES] = {0}; /* used if a vector would extend beyond the row */
         vec x = *(const vec *)(sums + c);
         if (l->bias) x += load(l->bias + (first + c) * size, dtype);
         x = activated(x, l->activation);
@@ -155,16 +157,17 @@ INLINE void finish(const struct linear *l, int64_t panel, const float *sums, con
     }
 }
 
+/* Compute one panel of the output for all rows. */
 INLINE void compute(const struct linear *l, int64_t panel, const char *left, int64_t count, const char *other,
                     char *output, float *sums, int64_t dtype) {
     const int64_t width = PANEL * size_of(dtype); /* bytes of one input's weights */
     const int64_t left_size = dtype == BFLOAT16 && PAIRED ? 2 : 4, left_row = l->inputs * left_size;
     const char *weight = l->weight + panel * l->inputs * width;
-    float *wide = sums + PANEL * CHUNK; /* a block's weights, where they are widened */
+    float *wide = sums + PANEL * CHUNK; /* a block of weights converted to float32 */
     for (int64_t first = 0; first < count; first += CHUNK) {
         int64_t rows = count - first < CHUNK ? count - first : CHUNK, groups = (rows + ROWS - 1) / ROWS;
         int streaming = groups == 1 && across(rows) * LANES == PANEL; /* the panel is read once, from end to end */
-        int widening = LANES < 16 && dtype == BFLOAT16 && groups > 3; /* many rows are worth it */
+        int widening = LANES < 16 && dtype == BFLOAT16 && groups > 3; /* pays off over many rows */
         int64_t block = streaming ? l->inputs : BLOCK / width / 2 * 2;
         memset(sums, 0, rows * PANEL * sizeof(float));
         for (int64_t input = 0; input < l->inputs; input += block) {
@@ -174,7 +177,7 @@ INLINE void compute(const struct linear *l, int64_t panel, const char *left, int
             for (int64_t group = 0, row = 0, many; group < groups; group++, row += many) {
                 float *to = sums + row * PANEL;
                 const char *from = left + (first + row) * left_row + input * left_size;
-                /* the groups share what is asked for in advance; later chunks find the panel in a cache */
+                /* The groups of rows share the prefetching. Later chunks find the panel in a cache. */
                 int lines = first ? 0 : groups > 3 ? group < 4 : groups == 3 ? 1 + !group : 4 / groups;
                 if (dtype == FLOAT16 || widening) lines = (lines + 1) / 2;
                 many = (rows - row) / (groups - group);
@@ -191,7 +194,7 @@ INLINE void compute(const struct linear *l, int64_t panel, const char *left, int
     }
 }
 
-/* As compute, of weights of 8 or 4 bits. */
+/* Do the same as `compute`, for weights of 8 or 4 bits. */
 INLINE void compute_quantized(const struct linear *l, int64_t panel, const char *quantized, int64_t count,
                               const char *other, char *output, float *sums, int64_t dtype) {
     for (int64_t first = 0; first < count; first += CHUNK) {
@@ -206,12 +209,12 @@ void linear_tasks(const struct linear *l, const char *rows, int64_t count, const
                   float *memory, const float *shared, int64_t *next) {
     int64_t panels = (l->features + PANEL - 1) / PANEL;
     const char *left = widened(l) || l->weights.bits ? (const char *)shared : rows;
-#define COMPUTE(with)                                                       \
-    if (l->dtype == FLOAT32)                                                \
-        with(l, panel, left, count, other, output, memory, FLOAT32);        \
-    else if (l->dtype == BFLOAT16)                                          \
-        with(l, panel, left, count, other, output, memory, BFLOAT16);       \
-    else                                                                    \
+#define COMPUTE(with)                                                 \
+    if (l->dtype == FLOAT32)                                          \
+        with(l, panel, left, count, other, output, memory, FLOAT32);  \
+    else if (l->dtype == BFLOAT16)                                    \
+        with(l, panel, left, count, other, output, memory, BFLOAT16); \
+    else                                                              \
         with(l, panel, left, count, other, output, memory, FLOAT16)
     TASKS(panel, panels, next) {
         if (l->weights.bits) {
@@ -222,7 +225,7 @@ void linear_tasks(const struct linear *l, const char *rows, int64_t count, const
     }
 }
 
-/* One linear layer, on OpenMP's threads. Returns 0, or -1 where there is no memory. */
+/* Compute one linear layer on OpenMP's threads. Return 0, or -1 if memory cannot be allocated. */
 int dynatree_linear(const struct linear *linear, const char *rows, int64_t count, char *output) {
     int64_t next = 0, shared_bytes = linear_shared_floats(linear, count) * sizeof(float);
     float *shared = shared_bytes ? malloc(shared_bytes) : NULL;

@@ -49,7 +49,8 @@ INLINE void quantize_block(const struct linear *l, const char *from, int64_t inp
         most = (ivec)choose(bits > most, (vec)bits, (vec)most);
     }
     int32_t largest = 0;
-    EACH(i, LANES) if (most[i] > largest) largest = most[i];
+    EACH(i, LANES)
+        if (most[i] > largest) largest = most[i];
     float magnitude, inverse = 0.0f;
     memcpy(&magnitude, &largest, sizeof magnitude);
     if (largest >= 0x7f800000)

@@ -1,4 +1,4 @@
-/* Vectors of numbers, for AVX2, for AVX-512, and for AVX-512 with bfloat16. */
+/* Vector types and operations for AVX2, AVX-512, and AVX-512 with bfloat16. */
 #ifndef DYNATREE_VECTORS_H
 #define DYNATREE_VECTORS_H
 
@@ -8,13 +8,13 @@
 
 #if defined(__AVX512F__)
 #define LANES 16
-#define ACROSS 4 /* vectors that a block of rows has in registers */
+#define ACROSS 4 /* vectors of each row of a block that are kept in registers */
 #else
 #define LANES 8
 #define ACROSS 2
 #endif
 
-/* A loop over a few numbers that the compiler knows, unrolled. */
+/* Unrolled loop with a small `count` that is known at compile time. */
 #define EACH(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
 #define INLINE static inline __attribute__((always_inline))
 
@@ -23,7 +23,7 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 
 enum dtype { FLOAT32, BFLOAT16, FLOAT16 };
 
-/* Whether products of bfloat16 are summed in pairs. */
+/* 1 if an instruction adds the products of two pairs of bfloat16 numbers. */
 #ifdef __AVX512BF16__
 #define PAIRED 1
 #else
@@ -34,8 +34,8 @@ INLINE int64_t size_of(int64_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
 INLINE vec splat(float x) { return x - (vec){0}; }
 
-/* a * b + c, rounded once. Written out: left to the compiler, builds would differ, as in a loop that one of them makes
- * vectors of. */
+/* a * b + c, rounded once. It is explicit because compilers decide differently for each build, for example where only
+ * one build vectorizes a loop, and results would differ. */
 INLINE float fused_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 INLINE vec fused(vec a, vec b, vec c) {
 #if LANES == 16
@@ -66,7 +66,7 @@ INLINE float load_one(const void *from, int64_t dtype) {
     return x;
 }
 
-/* Rounds to the nearest, ties to even. */
+/* Store a number, rounded to nearest, ties to even. */
 INLINE void store_one(void *to, float x, int64_t dtype) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -78,7 +78,7 @@ INLINE void store_one(void *to, float x, int64_t dtype) {
         *(uint16_t *)to = x == x ? (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : 0x7fc0;
 }
 
-/* A vector, each number rounded to the nearest, ties to even. */
+/* Store a vector, each number rounded to nearest, ties to even. */
 INLINE void store(void *to, vec x, int64_t dtype) {
     ivec bits = (ivec)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     if (dtype == BFLOAT16) bits = (rounded & (ivec)(x == x)) | (0x7fc0 & (ivec)(x != x));
@@ -96,11 +96,11 @@ INLINE void store(void *to, vec x, int64_t dtype) {
 
 INLINE vec choose(ivec which, vec yes, vec no) { return (vec)(((ivec)yes & which) | ((ivec)no & ~which)); }
 
-/* exp(x) for x <= 0, to within two units in the last place; 0 where it is below the smallest normal number. */
+/* exp(x) for x <= 0, with an error of at most two units in the last place; 0 below the smallest normal number. */
 INLINE vec exponential(vec x) {
-    vec power = x * 1.44269504f; /* of two */
+    vec power = x * 1.44269504f; /* exponent to base 2 */
     vec kept = choose(power > -126.0f, power, splat(-126.0f));
-    vec shifted = kept + 12582912.0f; /* 1.5 * 2^23: the sum is rounded to a whole number */
+    vec shifted = kept + 12582912.0f; /* 1.5 * 2^23; the sum is rounded to an integer */
     ivec whole = (ivec)shifted - (ivec)splat(12582912.0f);
     vec rest = kept - (shifted - 12582912.0f); /* in [-0.5, 0.5] */
     vec sum = splat(1.5353362e-4f);
@@ -113,14 +113,15 @@ INLINE vec exponential(vec x) {
     return choose(power > -126.0f, (vec)((ivec)sum + (whole << 23)), splat(0.0f));
 }
 
-/* `paired`: two products of bfloat16 in every lane. */
+/* sum + a * b. If `paired`, each lane of a and b holds two bfloat16 numbers, and both products are added. */
 INLINE vec multiplied(vec sum, vec a, vec b, int paired) {
 #ifdef __AVX512BF16__
     if (paired) return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
     (void)paired;
 #endif
-    return sum + a * b; /* rounded once, by -ffp-contract=fast; gcc keeps more of these sums in AVX2's registers */
+    /* -ffp-contract=fast fuses this into one rounding; with `fused`, gcc keeps fewer sums in AVX2's registers. */
+    return sum + a * b;
 }
 
 #endif
