@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import socket
 import ssl
@@ -118,6 +119,44 @@ def test_every_phase_of_a_connection_has_a_deadline(embedded_services: EmbeddedS
                 assert ends[name].result(SECONDS).startswith(begin), name
 
     served_here(embedded_services.draft_address, act, SHORT)
+
+
+def test_a_socket_that_accepts_nothing_is_asked_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also at an error that is not among those known; the loop serves the open connections meanwhile."""
+    errors = [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EPERM, "Operation not permitted")]
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def short(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    async def run() -> None:
+        asked_again = asyncio.Event()
+
+        async def accept(self: Any, listening: socket.socket) -> Any:
+            if errors:
+                raise errors.pop()
+            asked_again.set()
+            await asyncio.Event().wait()
+
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(type(loop), "sock_accept", accept)
+        monkeypatch.setattr(asyncio, "sleep", short)
+        with socket.socket() as listening:
+            listener = connections.Listener(listening, asyncio.Protocol, [], Limits(), None)
+            await asyncio.wait_for(asked_again.wait(), SECONDS)
+            listener.close()
+            await listener.wait_closed()
+
+    asyncio.run(run())
+    assert pauses.count(connections.ACCEPT_AGAIN_SECONDS) == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "no more connections for now: Operation not permitted",
+        "no more connections for now: Too many open files",
+    ]
 
 
 def test_a_handshake_has_a_deadline(embedded_services: EmbeddedServices, tmp_path: Path) -> None:

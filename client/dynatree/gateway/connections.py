@@ -7,7 +7,6 @@ too many connections, those that have waited longest for their client are closed
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 import ssl
@@ -24,11 +23,10 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0  # between two checks of the deadlines
 ROOM_SECONDS = 0.05  # between two attempts to make room, while every connection has a request in work
-NO_FILES_SECONDS = 1.0  # before the next accept, after one that failed for want of file descriptors or memory
+ACCEPT_AGAIN_SECONDS = 1.0  # before the next accept, after one that failed, mostly for want of file descriptors
 FREE_CHUNKS = 256  # allowed in any body, plus one for every `BYTES_A_CHUNK`: a short chunk costs as much as a long one
 BYTES_A_CHUNK = 64
 GIVE_WAY = 32  # making room closes 1 / GIVE_WAY of all connections, so that scans of all connections are rare
-_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Phase(Enum):
@@ -215,10 +213,12 @@ class Listener:
         while True:
             try:
                 accepted, _ = await self._loop.sock_accept(self._socket)
+            except ConnectionAbortedError:  # the client has gone
+                await asyncio.sleep(0)
+                continue
             except OSError as error:
-                if error.errno in _NO_FILES:
-                    log.error("no more connections for now: %s", error.strerror)
-                    await asyncio.sleep(NO_FILES_SECONDS)
+                log.error("no more connections for now: %s", error.strerror)
+                await asyncio.sleep(ACCEPT_AGAIN_SECONDS)
                 continue
             try:
                 while len(self._connections) + len(self._opening) >= self._most and not self._make_room():
