@@ -318,7 +318,9 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=32, help="a quarter of them over HTTP (default: 32)")
     parser.add_argument("--cancelled", type=float, default=0.3, help="share of completions (default: 0.3)")
     parser.add_argument("--kill-every", type=float, default=20.0, metavar="SECONDS", help="0: never")
-    parser.add_argument("--growth", type=float, default=GROWTH, help="of memory, that is no leak (default: 0.01)")
+    parser.add_argument(
+        "--growth", type=float, default=GROWTH, help="of memory, that is no leak (default: 0.01); inf: any"
+    )
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), help=f"of {len(PROMPTS)} (default: all)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, secured_cluster(Path(folder)) as cluster:
