@@ -8,6 +8,7 @@ import json
 import socket
 import ssl
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -172,6 +173,32 @@ def test_a_handshake_has_a_deadline(embedded_services: EmbeddedServices, tmp_pat
                 assert answered(encrypted) == b""
 
     served_here(embedded_services.draft_address, act, SHORT, SecuritySettings(pair.certificate, pair.key))
+
+
+def test_a_tls_connection_takes_little_memory_until_its_client_speaks(tmp_path: Path) -> None:
+    pair, count = Authority(tmp_path).pair("gateway"), 32
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pair.certificate, pair.key)
+
+    async def run() -> float:
+        with ExitStack() as stack:
+            listening = stack.enter_context(socket.create_server(("localhost", 0), backlog=count))
+            listening.setblocking(False)
+            listener = connections.Listener(listening, asyncio.Protocol, [], Limits(), context)
+            tracemalloc.start()
+            stack.callback(tracemalloc.stop)
+            for _ in range(count):
+                stack.enter_context(socket.create_connection(listening.getsockname()))
+            while len(listener._opening) < count:
+                await asyncio.sleep(0)
+            for _ in range(5):  # the last handshake begins
+                await asyncio.sleep(0)
+            held, _ = tracemalloc.get_traced_memory()
+            listener.close()
+            await listener.wait_closed()
+            return held / count
+
+    assert asyncio.run(run()) < 64 * 1024
 
 
 @pytest.mark.parametrize("ends", [False, True])

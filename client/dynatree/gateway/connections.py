@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 import ssl
+from asyncio import sslproto
 from collections.abc import Callable, Collection
 from enum import Enum, auto
 from typing import Any
@@ -26,6 +27,7 @@ ROOM_SECONDS = 0.05  # between two attempts to make room, while every connection
 ACCEPT_AGAIN_SECONDS = 1.0  # before the next accept, after one that failed, mostly for want of file descriptors
 FREE_CHUNKS = 256  # allowed in any body, plus one for every `BYTES_A_CHUNK`: a short chunk costs as much as a long one
 BYTES_A_CHUNK = 64
+TLS_RECORD = 16 * 1024  # most bytes of one record (RFC 8446, section 5.1)
 GIVE_WAY = 32  # making room closes 1 / GIVE_WAY of all connections, so that scans of all connections are rare
 
 
@@ -188,6 +190,8 @@ class Listener:
         self._limits = limits
         self._most = limits.most_connections
         self._tls = tls
+        # asyncio's read buffer of a TLS connection has 256 KiB, and is often freed only by a full garbage collection
+        sslproto.SSLProtocol.max_size = TLS_RECORD
         self._opening: dict[asyncio.Task[None], float] = {}  # TLS handshakes in progress -> when each began
         self._loop = asyncio.get_running_loop()
         self._tasks = [self._loop.create_task(self._accept()), self._loop.create_task(self._watch())]
