@@ -194,6 +194,7 @@ class Report:
     peaks: dict[str, Held]
     after: dict[str, Held]
     ended: list[str]
+    least_speed: float = SPEED
 
     @property
     def failures(self) -> list[str]:
@@ -223,7 +224,7 @@ class Report:
         return found + [f"{name} has ended" for name in self.ended]
 
     def _slow(self) -> list[tuple[str, tuple[float, float]]]:
-        return [(way, both) for way, both in self.speeds.items() if both[1] < SPEED * both[0]]
+        return [(way, both) for way, both in self.speeds.items() if both[1] < self.least_speed * both[0]]
 
     def show(self) -> None:
         """Print the tables."""
@@ -287,7 +288,9 @@ def _table(rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
-def run_site(site: Site, seconds: float, names: Sequence[str], *, shared: bool = False) -> Report:
+def run_site(
+    site: Site, seconds: float, names: Sequence[str], *, shared: bool = False, least_speed: float = SPEED
+) -> Report:
     """Attack a site and report the results.
 
     Args:
@@ -295,6 +298,7 @@ def run_site(site: Site, seconds: float, names: Sequence[str], *, shared: bool =
         seconds: Duration of hostile traffic.
         names: Parts of the names of the kinds to use; without names, all kinds.
         shared: Whether the machine does other work; speed is then counted in tokens per CPU second of the services.
+        least_speed: Least relative speed of the well-behaved clients beside hostile traffic.
     """
     spawn = multiprocessing.get_context("spawn")
     processes = []
@@ -403,6 +407,7 @@ def run_site(site: Site, seconds: float, names: Sequence[str], *, shared: bool =
         peaks,
         after,
         [name for name, process in site.processes.items() if process.poll() is not None],
+        least_speed,
     )
 
 
@@ -417,6 +422,13 @@ def main() -> int:
     parser.add_argument(
         "--shared", action="store_true", help="measure speed by CPU seconds, because the machine does other work"
     )
+    parser.add_argument(
+        "--speed",
+        type=float,
+        default=SPEED,
+        metavar="RATIO",
+        help="least ratio of the clients' speed beside hostile traffic and without it; 0 means any (default: %(default)g)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the tables as JSON")
     options = parser.parse_args()
     sites = options.sites.split(",")
@@ -424,7 +436,8 @@ def main() -> int:
     for name in sites:
         with tempfile.TemporaryDirectory() as folder, running_site(name, Path(folder)) as site:
             names = [each for each in options.kinds.split(",") if each]
-            reports.append(run_site(site, 60 * options.minutes / len(sites), names, shared=options.shared))
+            seconds = 60 * options.minutes / len(sites)
+            reports.append(run_site(site, seconds, names, shared=options.shared, least_speed=options.speed))
             reports[-1].show()
     if options.json:
         options.json.write_text(json.dumps([report.to_json() for report in reports]) + "\n")

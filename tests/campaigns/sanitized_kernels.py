@@ -139,7 +139,7 @@ def run(library: Path, cases: int, seed: int) -> None:
 
     import torch
 
-    from dynatree.engine.cpu import native
+    from dynatree.engine.cpu import native, native_runner
     from dynatree.engine.kv import arena
 
     loaded = ctypes.CDLL(str(library))
@@ -149,6 +149,8 @@ def run(library: Path, cases: int, seed: int) -> None:
     torch.cpu._is_amx_tile_supported = lambda: False  # with AMX, oneDNN would multiply in 16 bits
     # an arena's memory is a mapping without red zones around it, so allocate it normally
     arena._zeros = lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
+    # a forward's buffers lie side by side in one allocation
+    native_runner.NativeRunner._lay_out = lay_out_apart  # type: ignore[method-assign]
     runners = {key: runner_of(*key) for key in (("llama", "float32"), ("gpt_neox", "bfloat16"), ("llama", "float16"))}
     kinds: Sequence[Callable[[random.Random], Any]] = (
         attend,
@@ -265,6 +267,15 @@ def runner_of(family: str, dtype: str) -> Any:
     assert program is not None, "its family has a program"
     memory = KVArena(KVShape(2, kv_heads, dim), 400, kind, torch.device("cpu"))
     return NativeRunner(program, memory), memory
+
+
+def lay_out_apart(runner: Any, count: int) -> None:
+    """Allocate each buffer of `count` tokens by itself, so that a red zone follows its last number."""
+    import torch
+
+    program = runner._program
+    runner._memory = [torch.empty(count * width, dtype=program.dtype) for width in program.widths[:-1]]
+    runner._buffers[: len(runner._memory)] = [each.data_ptr() for each in runner._memory]
 
 
 def forward(chooser: random.Random, runner: Any, memory: Any) -> None:

@@ -327,7 +327,10 @@ def main() -> int:
         help="interval of kills; 0 means never (default: %(default)g)",
     )
     parser.add_argument(
-        "--growth", type=float, default=GROWTH, help="relative growth of memory that is no leak (default: %(default)g)"
+        "--growth",
+        type=float,
+        default=GROWTH,
+        help="relative growth of memory that is no leak; inf means any (default: %(default)g)",
     )
     parser.add_argument(
         "--prompts", type=int, default=len(PROMPTS), help=f"number of prompts, at most {len(PROMPTS)} (default: all)"

@@ -3,7 +3,7 @@
 import pytest
 
 from dynatree.common.decoding import Decoding
-from dynatree.common.errors import FailedPreconditionError
+from dynatree.common.errors import FailedPreconditionError, InvalidArgumentError
 from dynatree.common.messages import Commit, FinishReason, OpenSession, SessionOpened, VerifyTimings
 from dynatree.common.model_info import ForwardCost, ModelInfo, check_same_tokenizer
 from dynatree.common.sampling import Sampling
@@ -14,6 +14,7 @@ from dynatree.common.wire import (
     open_session_to_pb,
     session_opened_from_pb,
     session_opened_to_pb,
+    top_log_probs_from_pb,
 )
 from dynatree.v1 import tree_pb2, verify_pb2
 
@@ -70,3 +71,10 @@ def test_log_probabilities_come_back_as_they_went():
     opened = SessionOpened(INFO, 256, 3, commit, prompt_log_probs=(-2.0, -0.5), prompt_top_log_probs=places[::-1])
     returned = verify_pb2.SessionOpened.FromString(session_opened_to_pb(opened).SerializeToString())
     assert session_opened_from_pb(returned) == opened
+
+
+@pytest.mark.parametrize(("tokens", "log_probs", "places"), [(2, 1, 1), (2, 2, 0), (3, 3, 2), (1, 1, 2)])
+def test_likeliest_tokens_that_do_not_fit_their_positions_are_malformed(tokens, log_probs, places):
+    message = tree_pb2.TopLogProbs(token_ids=[5] * tokens, log_probs=[-1.0] * log_probs)
+    with pytest.raises(InvalidArgumentError, match=f"{tokens} token_ids and {log_probs} log_probs .* at {places} pos"):
+        top_log_probs_from_pb(message, places)

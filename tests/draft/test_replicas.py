@@ -304,3 +304,69 @@ def test_a_connection_that_breaks_while_it_is_closed_is_no_fault(monkeypatch: py
     run("a:1", lambda: {"a:1": FakeService()}, work)
     gc.collect()
     assert unseen == []
+
+
+def test_an_error_of_one_look_up_does_not_end_the_look_ups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RESOLVE_SECONDS", 0.02)
+    errors = [RuntimeError("can't start new thread"), UnicodeError("label empty or too long")]
+    found = ["10.0.0.1"]
+
+    async def resolve(self: Any, host: str, port: int, **_: Any) -> list[Any]:
+        if len(found) == 2 and errors:
+            raise errors.pop()
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in found]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolve)
+
+    async def work(replicas: Replicas) -> None:
+        found.append("10.0.0.2")
+        await settled(lambda: len(replicas.all) == 2)
+
+    addresses = ("10.0.0.1:50052", "10.0.0.2:50052")
+    run("dns:///verify:50052", lambda: {address: FakeService() for address in addresses}, work)
+
+
+def test_a_reconnection_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All services are reached with the new certificates, although no channel could be opened at first."""
+    monkeypatch.setattr(module, "RESOLVE_SECONDS", 0.02)
+    generations: list[object] = ["old"]
+    monkeypatch.setattr(Connector, "generation", property(lambda _: generations[-1]))
+    opened: list[str] = []
+
+    class Counted(FakeClient):
+        def __init__(self, address: str, connector: Connector, server_name: str | None = None) -> None:
+            super().__init__(address, connector, server_name)
+            if len(generations) == 2:
+                opened.append(address)
+                if len(opened) == 1:
+                    raise RuntimeError("no channel can be opened")
+
+    monkeypatch.setattr(module, "VerifyClient", Counted)
+
+    async def work(replicas: Replicas) -> None:
+        generations.append("new")
+        await settled(lambda: opened == ["a:1", "a:1", "b:1"])
+        await settled(lambda: all(each.ready for each in replicas.all))
+
+    run("a:1,b:1", lambda: {"a:1": FakeService(), "b:1": FakeService()}, work)
+
+
+def test_a_follower_is_told_to_the_end_although_the_next_change_has_come() -> None:
+    """The event loop alone does not keep a task from the garbage collector."""
+    ended: list[bool] = []
+
+    async def tell(ready: bool) -> None:
+        try:
+            await asyncio.get_running_loop().create_future()  # known to this task only
+        finally:
+            ended.append(ready)
+
+    async def work(replicas: Replicas) -> None:
+        replicas.follow(tell)
+        await asyncio.sleep(0)
+        replicas.follow(tell)
+        await asyncio.sleep(0)
+        gc.collect()
+        assert ended == []
+
+    run("a:1", lambda: {"a:1": FakeService()}, work)

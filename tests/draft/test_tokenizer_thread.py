@@ -139,6 +139,27 @@ def test_what_a_call_raises_is_its_callers_alone() -> None:
     run(scenario())
 
 
+def test_a_call_for_which_no_thread_can_be_started_lets_the_next_one_run() -> None:
+    async def scenario() -> None:
+        tokenizer = SlowTokenizer(thread := TokenizerThread())
+        first, failing, last = (tokenizer.ask("a", name) for name in ("first", "failing", "last"))
+        await settle()
+        submit = thread._executor.submit
+
+        def submit_later(*_: object) -> None:
+            thread._executor.submit = submit  # type: ignore[method-assign]
+            raise RuntimeError("can't start new thread")
+
+        thread._executor.submit = submit_later  # type: ignore[method-assign, assignment]
+        await tokenizer.end(first)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            await failing
+        await tokenizer.end(last)
+        assert tokenizer.begun == ["first", "last"]
+
+    run(scenario())
+
+
 @dataclass(eq=False)
 class Text:
     """A waiting caller."""

@@ -15,23 +15,28 @@ TIMINGS = VerifyTimings(0.1, 0.0, 0.0, 0.1)
 
 
 class ScriptedCall:
-    """A stream that answers every request with one commit."""
+    """A stream that answers every request with one message."""
 
-    def __init__(self, commit):
-        self._commit = commit
+    def __init__(self, response):
+        self._response = response
 
     async def write(self, request):
         pass
 
     async def read(self):
-        return verify_pb2.VerifyResponse(commit=commit_to_pb(self._commit))
+        return self._response
 
 
 def verified(commit):
+    """The commit that the draft service reads from the message of `commit`."""
+    return answered(verify_pb2.VerifyResponse(commit=commit_to_pb(commit)))
+
+
+def answered(response):
     last = Commit(
         next_round=4, base_length=20, token_ids=(7,), accepted_nodes=(), drafted=0, tree_depth=0, timings=TIMINGS
     )
-    return asyncio.run(VerifySession(ScriptedCall(commit), "somewhere").verify(TokenTree(), last))
+    return asyncio.run(VerifySession(ScriptedCall(response), "somewhere").verify(TokenTree(), last))
 
 
 def test_a_commit_goes_on_where_the_last_one_ended():
@@ -43,3 +48,10 @@ def test_a_commit_that_does_not_go_on_where_the_last_one_ended(base_length):
     """Tokens between the two commits would be lost unnoticed."""
     with pytest.raises(PeerFailedError, match=f"committed 2 tokens after 20, but reports a length of {base_length}"):
         verified(Commit(5, base_length, (8, 9), (0,), 1, 1, TIMINGS))
+
+
+def test_a_malformed_answer_is_the_verify_services_fault():
+    commit = commit_to_pb(Commit(5, 22, (8, 9), (0,), 1, 1, TIMINGS, log_probs=(-1.0, -2.0)))
+    commit.top_log_probs.token_ids.extend([8, 9])
+    with pytest.raises(PeerFailedError, match="malformed answer: 2 token_ids and 0 log_probs"):
+        answered(verify_pb2.VerifyResponse(commit=commit))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import socket
 import ssl
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -120,6 +122,44 @@ def test_every_phase_of_a_connection_has_a_deadline(embedded_services: EmbeddedS
     served_here(embedded_services.draft_address, act, SHORT)
 
 
+def test_a_socket_that_accepts_nothing_is_asked_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also at an error that is not among those known; the loop serves the open connections meanwhile."""
+    errors = [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EPERM, "Operation not permitted")]
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def short(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    async def run() -> None:
+        asked_again = asyncio.Event()
+
+        async def accept(self: Any, listening: socket.socket) -> Any:
+            if errors:
+                raise errors.pop()
+            asked_again.set()
+            await asyncio.Event().wait()
+
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(type(loop), "sock_accept", accept)
+        monkeypatch.setattr(asyncio, "sleep", short)
+        with socket.socket() as listening:
+            listener = connections.Listener(listening, asyncio.Protocol, [], Limits(), None)
+            await asyncio.wait_for(asked_again.wait(), SECONDS)
+            listener.close()
+            await listener.wait_closed()
+
+    asyncio.run(run())
+    assert pauses.count(connections.ACCEPT_AGAIN_SECONDS) == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "no more connections for now: Operation not permitted",
+        "no more connections for now: Too many open files",
+    ]
+
+
 def test_a_handshake_has_a_deadline(embedded_services: EmbeddedServices, tmp_path: Path) -> None:
     pair = Authority(tmp_path).pair("gateway")
 
@@ -133,6 +173,32 @@ def test_a_handshake_has_a_deadline(embedded_services: EmbeddedServices, tmp_pat
                 assert answered(encrypted) == b""
 
     served_here(embedded_services.draft_address, act, SHORT, SecuritySettings(pair.certificate, pair.key))
+
+
+def test_a_tls_connection_takes_little_memory_until_its_client_speaks(tmp_path: Path) -> None:
+    pair, count = Authority(tmp_path).pair("gateway"), 32
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pair.certificate, pair.key)
+
+    async def run() -> float:
+        with ExitStack() as stack:
+            listening = stack.enter_context(socket.create_server(("localhost", 0), backlog=count))
+            listening.setblocking(False)
+            listener = connections.Listener(listening, asyncio.Protocol, [], Limits(), context)
+            tracemalloc.start()
+            stack.callback(tracemalloc.stop)
+            for _ in range(count):
+                stack.enter_context(socket.create_connection(listening.getsockname()))
+            while len(listener._opening) < count:
+                await asyncio.sleep(0)
+            for _ in range(5):  # the last handshake begins
+                await asyncio.sleep(0)
+            held, _ = tracemalloc.get_traced_memory()
+            listener.close()
+            await listener.wait_closed()
+            return held / count
+
+    assert asyncio.run(run()) < 64 * 1024
 
 
 @pytest.mark.parametrize("ends", [False, True])

@@ -89,6 +89,26 @@ def test_alerts_watch_metrics_that_there_are(metrics: set[str]) -> None:
     assert asked <= metrics, asked - metrics
 
 
+def test_every_alert_is_tested_where_it_fires_and_where_it_does_not() -> None:
+    folder = ROOT / "deploy" / "prometheus"
+    [group] = yaml.safe_load((folder / "alerts.yaml").read_text())["groups"]
+    cases = [
+        case
+        for test in yaml.safe_load((folder / "alerts_test.yaml").read_text())["tests"]
+        for case in test["alert_rule_test"]
+    ]
+    alerts = {rule["alert"] for rule in group["rules"]}
+    for fires in (True, False):
+        assert {case["alertname"] for case in cases if bool(case.get("exp_alerts")) is fires} == alerts
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_alerts_fire_where_they_should_and_nowhere_else() -> None:
+    command = ["promtool", "test", "rules", str(ROOT / "deploy" / "prometheus" / "alerts_test.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_guide_lists_every_metric(metrics: set[str]) -> None:
     guide = (ROOT / "docs" / "guides" / "operate.md").read_text()
     listed = set(re.findall(r"^\| `(dynatree_\w+)`", guide, re.MULTILINE))

@@ -8,15 +8,18 @@ import logging
 import random
 import socket
 import struct
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from cryptography import x509
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,12 +27,12 @@ from dynatree.common.errors import IdleSessionError, InvalidArgumentError, Servi
 from dynatree.common.logs import configure_logging
 from dynatree.draft.service import _principal
 from dynatree.serving import call_tracker, server
-from dynatree.serving.call_tracker import MAX_STANDARD_CALLS
 from dynatree.serving.grpc_options import MAX_MESSAGE_BYTES, PRINCIPAL, server_options
 from dynatree.serving.openings import Openings
 from dynatree.serving.principals import joint
 from dynatree.serving.security import LOCAL, SecuritySettings
 from dynatree.serving.server import Server
+from dynatree.serving.standard_calls import StandardCalls
 from tests.campaigns import hostile_frames
 from tests.support.certificates import Authority
 
@@ -199,29 +202,94 @@ def test_a_message_that_comes_too_late() -> None:
         asyncio.run(run())
 
 
-def test_a_connection_has_so_many_calls_of_health() -> None:
-    """Calls on another connection, and calls of other methods, are served."""
+# Calls of health and reflection
 
-    async def run() -> tuple[list[int], grpc.StatusCode]:
-        async with serving() as address:
-            request = health_pb2.HealthCheckRequest()
-            async with grpc.aio.insecure_channel(address) as one, grpc.aio.insecure_channel(address) as other:
-                # channels with equal options share a connection
-                watch = health_pb2_grpc.HealthStub(one).Watch
-                watching = [watch(request) for _ in range(MAX_STANDARD_CALLS)]
-                states = [(await call.read()).status for call in watching]
-                refused = await watch(request).code()
-                unary = other.unary_unary(METHOD.format("Unary"))
-                assert await unary(b"x") == b"None"
-                for call in watching:
-                    call.cancel()
-            async with grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as another:
-                await health_pb2_grpc.HealthStub(another).Check(request)
-            return states, refused
 
-    states, refused = asyncio.run(run())
-    assert states == [health_pb2.HealthCheckResponse.SERVING] * MAX_STANDARD_CALLS
-    assert refused is grpc.StatusCode.RESOURCE_EXHAUSTED
+@settings(deadline=None)
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=40), st.integers(1, 6))
+def test_a_connection_with_its_share_of_the_standard_calls_keeps_them(callers: list[str], most: int) -> None:
+    """At one call too many, the newest of the connection with the most calls is ended; it may be the new one."""
+
+    async def run() -> None:
+        standard = StandardCalls(most)
+        calls: list[tuple[str, asyncio.Task[None]]] = []
+
+        async def call(connection: str) -> None:
+            async with standard.counted(connection):
+                await asyncio.Event().wait()
+
+        for caller in callers:
+            before = Counter(each for each, task in calls if not task.done())
+            calls.append((caller, asyncio.ensure_future(call(caller))))
+            for _ in range(6):
+                await asyncio.sleep(0)
+            after = Counter(each for each, task in calls if not task.done())
+            assert after.total() == min(most, before.total() + 1)
+            before[caller] += 1
+            [*losers] = before - after
+            assert len(losers) == (before.total() > most)
+            assert all(before[each] == max(before.values()) for each in losers)
+            assert all(each == caller for each in losers if before[caller] == before[each]), "no call is ended in vain"
+        for connection in "abc":
+            own = [task.done() for each, task in calls if each == connection]
+            assert own == sorted(own), "an older call is ended before a newer one"
+        for _, task in calls:
+            if task.done():
+                with pytest.raises(ServiceBusyError, match=f"{most} calls of health and reflection are open"):
+                    task.result()
+            task.cancel()
+        await asyncio.wait([task for _, task in calls])
+        assert len(standard._open) == 0
+
+    asyncio.run(run())
+
+
+def test_one_connection_has_at_most_all_standard_calls() -> None:
+    async def run() -> list[bool]:
+        standard = StandardCalls()
+
+        async def call() -> None:
+            async with standard.counted("a"):
+                await asyncio.Event().wait()
+
+        calls = [asyncio.ensure_future(call()) for _ in range(1030)]
+        await asyncio.sleep(0)
+        return [each.done() and isinstance(each.exception(), ServiceBusyError) for each in calls]
+
+    assert asyncio.run(run()) == [False] * 1024 + [True] * 6
+
+
+@pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Watch", REFLECTION])
+def test_the_calls_of_one_connection_leave_room_for_others(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setattr(call_tracker, "StandardCalls", partial(StandardCalls, 4))
+    own_connection = [("grpc.use_local_subchannel_pool", 1)]
+    request = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
+    if method != REFLECTION:
+        request = b""  # the health of the server
+
+    async def run() -> list[grpc.StatusCode]:
+        async with (
+            serving() as address,
+            grpc.aio.insecure_channel(address, own_connection) as greedy,
+            grpc.aio.insecure_channel(address, own_connection) as modest,
+        ):
+            held = []
+            for _ in range(4):
+                held.append(greedy.stream_stream(method)())
+                await held[-1].write(request)
+                assert await held[-1].read()
+            watching = modest.stream_stream(method)()
+            await watching.write(request)
+            assert await watching.read()
+            codes = [await held[-1].code()]  # makes room
+            more = greedy.stream_stream(method)()
+            await more.write(request)
+            codes.append(await more.code())
+            assert await greedy.unary_unary(METHOD.format("Unary"))(b"x") == b"None"
+            assert not any(call.done() for call in [watching, *held[:3]])
+            return codes
+
+    assert asyncio.run(run()) == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
 
 
 # Connections
@@ -417,13 +485,9 @@ async def principal_of(folder: Path, name: str, made: dict[str, Any]) -> str | N
         return None
 
 
-names = st.text(st.sampled_from("ab/%2F"), max_size=6)
-
-
-@settings(deadline=None)
-@given(names, names, names, names)
-def test_two_pairs_of_caller_and_principal_have_two_names(one: str, his: str, other: str, hers: str) -> None:
-    assert (joint(one, his) == joint(other, hers)) == ((one, his) == (other, hers))
+def test_two_pairs_of_caller_and_principal_have_two_names() -> None:
+    names = ["%2F", "%252F", *("".join(word) for size in range(4) for word in product("a/%", repeat=size))]
+    assert len({joint(caller, principal) for caller in names for principal in names}) == len(names) ** 2
     assert joint("draft", "team-a") == "draft/team-a"
 
 

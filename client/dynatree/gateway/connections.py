@@ -7,10 +7,10 @@ too many connections, those that have waited longest for their client are closed
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 import ssl
+from asyncio import sslproto
 from collections.abc import Callable, Collection
 from enum import Enum, auto
 from typing import Any
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0  # between two checks of the deadlines
 ROOM_SECONDS = 0.05  # between two attempts to make room, while every connection has a request in work
-NO_FILES_SECONDS = 1.0  # before the next accept, after one that failed for want of file descriptors or memory
+ACCEPT_AGAIN_SECONDS = 1.0  # before the next accept, after one that failed, mostly for want of file descriptors
 FREE_CHUNKS = 256  # allowed in any body, plus one for every `BYTES_A_CHUNK`: a short chunk costs as much as a long one
 BYTES_A_CHUNK = 64
+TLS_RECORD = 16 * 1024  # most bytes of one record (RFC 8446, section 5.1)
 GIVE_WAY = 32  # making room closes 1 / GIVE_WAY of all connections, so that scans of all connections are rare
-_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Phase(Enum):
@@ -190,6 +190,8 @@ class Listener:
         self._limits = limits
         self._most = limits.most_connections
         self._tls = tls
+        # asyncio's read buffer of a TLS connection has 256 KiB, and is often freed only by a full garbage collection
+        sslproto.SSLProtocol.max_size = TLS_RECORD
         self._opening: dict[asyncio.Task[None], float] = {}  # TLS handshakes in progress -> when each began
         self._loop = asyncio.get_running_loop()
         self._tasks = [self._loop.create_task(self._accept()), self._loop.create_task(self._watch())]
@@ -215,10 +217,12 @@ class Listener:
         while True:
             try:
                 accepted, _ = await self._loop.sock_accept(self._socket)
+            except ConnectionAbortedError:  # the client has gone
+                await asyncio.sleep(0)
+                continue
             except OSError as error:
-                if error.errno in _NO_FILES:
-                    log.error("cannot accept connections for now: %s", error.strerror)
-                    await asyncio.sleep(NO_FILES_SECONDS)
+                log.error("cannot accept connections for now: %s", error.strerror)
+                await asyncio.sleep(ACCEPT_AGAIN_SECONDS)
                 continue
             try:
                 while len(self._connections) + len(self._opening) >= self._most and not self._make_room():

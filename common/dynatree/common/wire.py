@@ -140,7 +140,11 @@ def session_opened_to_pb(opened: SessionOpened) -> verify_pb2.SessionOpened:
 
 
 def session_opened_from_pb(message: verify_pb2.SessionOpened) -> SessionOpened:
-    """The answer to a request for a session, from its message."""
+    """The answer to a request for a session, from its message.
+
+    Raises:
+        InvalidArgumentError: The likeliest tokens do not fit the positions.
+    """
     return SessionOpened(
         target=model_info_from_pb(message.target),
         max_tree_nodes=message.max_tree_nodes,
@@ -255,7 +259,11 @@ def commit_to_pb(commit: Commit) -> verify_pb2.Commit:
 
 
 def commit_from_pb(message: verify_pb2.Commit) -> Commit:
-    """A commit from its message."""
+    """A commit from its message.
+
+    Raises:
+        InvalidArgumentError: The likeliest tokens do not fit the positions.
+    """
     timings, shared = message.timings, message.pass_statistics
     return Commit(
         next_round=message.next_round,
@@ -297,9 +305,18 @@ def top_log_probs_to_pb(top: TopLogProbs) -> tree_pb2.TopLogProbs | None:
 
 
 def top_log_probs_from_pb(message: tree_pb2.TopLogProbs, places: int) -> TopLogProbs:
-    """The likeliest tokens of `places` positions from their message."""
+    """The likeliest tokens of `places` positions from their message.
+
+    Raises:
+        InvalidArgumentError: The positions do not all have the same number of tokens, each with a log-probability.
+    """
+    count = len(message.token_ids) // places if places else 0  # per position
+    if not len(message.token_ids) == len(message.log_probs) == places * count:
+        raise InvalidArgumentError(
+            f"{len(message.token_ids)} token_ids and {len(message.log_probs)} log_probs of top_log_probs at {places} "
+            "positions do not fit together"
+        )
     named = tuple(zip(message.token_ids, message.log_probs, strict=True))
-    count = len(named) // places if places else 0  # per position
     return tuple(named[place * count : (place + 1) * count] for place in range(places)) if count else ()
 
 

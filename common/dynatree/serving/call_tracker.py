@@ -7,9 +7,8 @@ import inspect
 import logging
 import re
 import uuid
-from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -29,12 +28,12 @@ from dynatree.common.limits import IDLE_SECONDS
 from dynatree.serving.grpc_options import CONTEXT_LENGTH, PROMPT_TOKENS, QUEUE, QUOTA, REFUSED, REQUEST_ID, RETRY_AFTER
 from dynatree.serving.openings import FIRST_MESSAGE_SECONDS, Openings
 from dynatree.serving.security import LOCAL, Authentication
+from dynatree.serving.standard_calls import StandardCalls
 
 log = logging.getLogger(__name__)
 
 Metadata = tuple[tuple[str, str], ...]
 LONGEST_DETAILS = 1000  # characters; errors quote the caller's input
-MAX_STANDARD_CALLS = 128  # open health and reflection calls per connection, which may be a proxy's
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
@@ -66,7 +65,7 @@ class CallTracker(grpc.aio.ServerInterceptor):
         self._most = most
         self._authentication = authentication or Authentication(LOCAL)
         self._openings = Openings(min(idle_seconds, FIRST_MESSAGE_SECONDS))
-        self._standard: Counter[str] = Counter()  # calls of health and reflection, by connection
+        self._standard = StandardCalls()
         # task of each call, which ends when the status is sent -> future that is done when the call's handler is
         self._open: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
         self._ending = False
@@ -111,7 +110,7 @@ class CallTracker(grpc.aio.ServerInterceptor):
                 if own:
                     call.principal = self._authentication.principal(context)
                 call.first = await self._openings.first(context)
-                with self._counted() if own else self._counted_standard(context.peer()):
+                async with self._counted() if own else self._standard.counted(context.peer()):
                     await _answer(handler, call)
                 return
             except (Exception, asyncio.CancelledError) as error:
@@ -120,8 +119,8 @@ class CallTracker(grpc.aio.ServerInterceptor):
 
         return mapped
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def _counted(self) -> AsyncGenerator[None]:
         """Count the current call among the open calls, and refuse it above the limit."""
         handled = self._begin()
         try:
@@ -130,22 +129,6 @@ class CallTracker(grpc.aio.ServerInterceptor):
             yield
         finally:
             handled.set_result(None)
-
-    @contextmanager
-    def _counted_standard(self, peer: str) -> Iterator[None]:
-        """Count a health or reflection call of a connection; such calls need no token and may last forever."""
-        if peer.startswith("unix:"):  # all connections of a Unix socket share one peer name
-            yield
-            return
-        if self._standard[peer] >= MAX_STANDARD_CALLS:
-            raise ServiceBusyError(f"{MAX_STANDARD_CALLS} calls of health and reflection are open, which is the limit")
-        self._standard[peer] += 1
-        try:
-            yield
-        finally:
-            self._standard[peer] -= 1
-            if not self._standard[peer]:
-                del self._standard[peer]
 
     def _begin(self) -> asyncio.Future[None]:
         """Register the current task, which is gRPC's own and ends when the status is sent."""

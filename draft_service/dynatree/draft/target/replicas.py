@@ -50,7 +50,7 @@ class Replicas:
         self._waiting: set[asyncio.Future[None]] = set()
         self._last: Target | None = None
         self._follower: Callable[[bool], Awaitable[None]] | None = None
-        self._telling: asyncio.Future[None] | None = None
+        self._telling: set[asyncio.Future[None]] = set()  # the event loop keeps only weak references
 
     @property
     def all(self) -> tuple[Replica, ...]:
@@ -181,18 +181,24 @@ class Replicas:
             if not waiting.done():
                 waiting.set_result(None)
         if self._follower is not None:
-            self._telling = asyncio.ensure_future(self._follower(self.ready))
+            telling = asyncio.ensure_future(self._follower(self.ready))
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
 
     async def _keep_resolving(self) -> None:
         """Resolve DNS names again and again, and reconnect when certificates were replaced."""
         generation = self._connector.generation
         while True:
             await asyncio.sleep(RESOLVE_SECONDS)
-            await self._resolve()
-            if self._connector.generation != generation:
-                generation = self._connector.generation
-                for replica in self._replicas.values():
-                    replica.reconnect()
+            try:
+                await self._resolve()
+                current = self._connector.generation
+                if current != generation:
+                    for replica in self._replicas.values():
+                        replica.reconnect()
+                    generation = current
+            except Exception:  # the next attempt may succeed, for example when threads can be started again
+                log.exception("looking for verify services at %s failed", self._described)
 
     async def _resolve(self) -> None:
         """Resolve the addresses, add new services, and remove services that are gone and have no session."""
@@ -225,8 +231,8 @@ async def _resolved(address: str) -> list[str]:
     host, _, port = address.removeprefix(DNS).rpartition(":")
     try:
         infos = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        log.warning("%s: %s", host, error.strerror or error)
+    except (OSError, UnicodeError) as error:  # UnicodeError: it is not a host name
+        log.warning("%s: %s", host, getattr(error, "strerror", None) or error)
         return []
     hosts = dict.fromkeys(str(info[4][0]) for info in infos)
     return [f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in hosts]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -38,6 +38,8 @@ from dynatree.v1 import verify_pb2, verify_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+M = TypeVar("M")
+T = TypeVar("T")
 _REQUEST = re.compile(r" \(request [\w.:-]+\)$")
 LAST_WORD_SECONDS = 1.0  # timeout for the final status of a session
 # If a verify service rejects the opening of a session, the client's request is at fault and the code is passed on. If
@@ -156,11 +158,11 @@ class VerifySession:
 
         Raises:
             PeerUnavailableError: The service is out of reach.
-            PeerFailedError: The service failed, or its commit does not continue the prompt.
+            PeerFailedError: The service failed, or its answer is malformed or does not continue the prompt.
             ServiceError: The service refused the request.
         """
         response = await self._exchange(verify_pb2.VerifyRequest(open=open_session_to_pb(request)), opening=True)
-        opened = session_opened_from_pb(response.opened)
+        opened = _decoded(session_opened_from_pb, response.opened)
         self._check_length(opened.commit, len(request.prompt_ids))
         return opened
 
@@ -169,12 +171,12 @@ class VerifySession:
 
         Raises:
             PeerUnavailableError: The service is out of reach.
-            PeerFailedError: The service failed, or its commit does not continue the last one.
+            PeerFailedError: The service failed, or its answer is malformed or does not continue the last commit.
             DeadlineExceededError: The deadline has passed.
         """
         message = tree_to_pb(tree, round_=last.next_round, base_length=last.base_length)
         response = await self._exchange(verify_pb2.VerifyRequest(tree=message))
-        commit = commit_from_pb(response.commit)
+        commit = _decoded(commit_from_pb, response.commit)
         self._check_length(commit, last.base_length)
         return commit
 
@@ -219,6 +221,14 @@ class VerifySession:
         if not isinstance(error, ServiceBusyError):
             log.info("the verify service at %s ended a session with %s: %s", self._address, code.name, details)
         return error
+
+
+def _decoded(decode: Callable[[M], T], message: M) -> T:
+    """Decode an answer of the verify service, which is at fault if that fails."""
+    try:
+        return decode(message)
+    except InvalidArgumentError as error:
+        raise PeerFailedError(f"the verify service sent a malformed answer: {error}") from error
 
 
 def translated(code: grpc.StatusCode, details: str | None, metadata: Any = (), opening: bool = False) -> ServiceError:

@@ -61,7 +61,11 @@ class TokenizerThread:
             with suppress(RuntimeError):  # the loop is closed: the service has stopped
                 loop.call_soon_threadsafe(self._next)
 
-        running = self._executor.submit(call)
+        try:
+            running = self._executor.submit(call)
+        except Exception:  # RuntimeError: no thread can be started
+            self._next()
+            raise
         running.add_done_callback(ended)
         return await asyncio.wrap_future(running)
 
