@@ -28,18 +28,16 @@ class ScriptedCall:
 
 
 def verified(commit):
-    last = Commit(
-        next_round=4, base_length=20, token_ids=(7,), accepted_nodes=(), drafted=0, tree_depth=0, timings=TIMINGS
-    )
+    last = Commit(next_round=4, base_length=20, token_ids=(7,), accepted_nodes=(), timings=TIMINGS)
     return asyncio.run(VerifySession(ScriptedCall(commit), "somewhere").verify(TokenTree(), last))
 
 
 def test_a_commit_goes_on_where_the_last_one_ended():
-    assert verified(Commit(5, 22, (8, 9), (0,), 1, 1, TIMINGS)).token_ids == (8, 9)
+    assert verified(Commit(5, 22, (8, 9), (0,), TIMINGS)).token_ids == (8, 9)
 
 
 @pytest.mark.parametrize("base_length", [21, 24])
 def test_a_commit_that_does_not_go_on_where_the_last_one_ended(base_length):
     """Tokens in between would be lost without anybody's knowing."""
     with pytest.raises(PeerFailedError, match=f"committed 2 tokens to 20, and says that there are {base_length}"):
-        verified(Commit(5, base_length, (8, 9), (0,), 1, 1, TIMINGS))
+        verified(Commit(5, base_length, (8, 9), (0,), TIMINGS))
