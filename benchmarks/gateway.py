@@ -15,13 +15,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 from urllib.parse import urlsplit
 
 from dynatree.bench.environment import environment
-from dynatree.cli.service_pair import Arrangement, service_pair
+from dynatree.cli.serve import pair_settings
+from dynatree.cli.service_pair import service_pair
 from dynatree.client import Client
 
 START_SECONDS = 600.0
@@ -89,20 +91,16 @@ def main() -> int:
     parser.add_argument("--policy", default="throughput")
     parser.add_argument("--target-model", default="embedded")
     parser.add_argument("--draft-model", default="embedded")
-    parser.add_argument("--draft-options", default="--threads 1", help="further options of the draft service")
+    parser.add_argument("--draft-threads", type=int, default=1, help="threads of the draft service")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     text = options.prompts.read_text(encoding="utf-8")
     step = len(text) // (options.count + 1)
     prompts = [text[step * number :][: options.prompt_characters] for number in range(1, options.count + 1)]
-    arrangement = Arrangement(draft=options.draft_options.split())
+    verify, draft = pair_settings(options.target_model, options.draft_model, prefix_cache="off")
+    draft = replace(draft, model=replace(draft.model, threads=options.draft_threads))
     runs = []
-    with (
-        service_pair(
-            options.target_model, options.draft_model, ["--prefix-cache", "off"], START_SECONDS, arrangement
-        ) as pair,
-        gateway(pair.address) as connection,
-    ):
+    with service_pair(verify, draft, START_SECONDS) as pair, gateway(pair.address) as connection:
         for turn, prompt in enumerate([prompts[0], *prompts]):  # the first is for warmth
             times = {}
             for way in ("grpc", "http") if turn % 2 else ("http", "grpc"):

@@ -17,6 +17,7 @@ from dynatree.bench import plots
 from dynatree.bench.figures import Cell, cells
 from dynatree.bench.methods import PLAIN
 from dynatree.bench.report import cost_curve
+from dynatree.cli.serve import pair_settings
 from dynatree.cli.service_pair import service_pair
 from dynatree.client import RoundTrace
 
@@ -50,7 +51,7 @@ def streamed() -> Figure:
 
 def traced_round() -> tuple[str, RoundTrace]:
     """The round, of a tree that branches, of which the longest path was accepted; and the end of the text before it."""
-    with service_pair("embedded", "embedded") as pair:
+    with service_pair(*pair_settings("embedded", "embedded")) as pair:
         settings = {"depth": 4.0, "breadth": 3.0, "tau": 0.04}
         completion = pair.client.generate(
             PROMPT, max_new_tokens=120, ignore_eos=True, policy="fixed", policy_settings=settings, trace=True

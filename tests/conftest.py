@@ -21,10 +21,13 @@ from xdist.scheduler import LoadFileScheduling
 os.environ.setdefault("TRITON_INTERPRET", "1")  # run kernels on the CPU; read when triton is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for the hub; read when transformers is imported
 
+from dynatree import embedded
 from dynatree.bench import command as bench
 from dynatree.cli import service_pair
 from dynatree.client import Client
+from dynatree.draft.settings import DraftSettings
 from dynatree.serving import healthcheck
+from dynatree.verify.settings import VerifySettings
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -118,8 +121,8 @@ def shared_pair(embedded_services: EmbeddedServices, monkeypatch: pytest.MonkeyP
     """Let commands in this process use the session's services instead of starting a pair."""
 
     @contextmanager
-    def shared(target_model: str, draft_model: str, *_: object) -> Iterator[service_pair.ServicePair]:
-        assert (target_model, draft_model) == ("embedded", "embedded")
+    def shared(verify: VerifySettings, draft: DraftSettings) -> Iterator[service_pair.ServicePair]:
+        assert (verify.model.model, draft.model.model) == (str(embedded.target_path()), str(embedded.draft_path()))
         with Client(embedded_services.draft_address) as client:
             yield service_pair.ServicePair(
                 client,

@@ -120,8 +120,8 @@ class OrderedTree:
             "random": chance.sample(rows, len(rows)),
             "grown": list(rows),
             "breadth_first": sorted(rows, key=depths.__getitem__),
-            "depth_first": [0, *(node + 1 for node in depth_first(tree)[1])],
-            "heavy_path": [0, *(node + 1 for node in depth_first(heavy)[1])],
+            "depth_first": [0, *(node + 1 for node in depth_first(tree, tokens))],
+            "heavy_path": [0, *(node + 1 for node in depth_first(heavy, tokens))],
         }
         return cls(ancestor_mask(parents), orders, depths)
 

@@ -24,7 +24,7 @@ from dynatree.verify.accept import Verdict
 from dynatree.verify.pass_costs import PassCosts
 from dynatree.verify.scheduler import Scheduler
 from dynatree.verify.session import Session, SessionRequest
-from dynatree.verify.verifier import Part, Timings, verdicts_of
+from dynatree.verify.verifier import Part, verdicts_of
 
 PROMPT_ROWS = 512  # of a pass, as the verify service reads prompts
 GREEDY = Sampling()
@@ -128,7 +128,7 @@ def complete(
             [answer] = verdicts_of(results)
             assert answer is not None, "a tree is always decided"
             verdict = answer
-            last = _round(growth, verifying, verdict, timings, answered - sent, answered - sent)
+            last = _round(growth, verifying, verdict, timings, answered - sent)
             rounds.append((len(growth.tree), sent - started, answered - sent))
         seconds = time.perf_counter() - began
     finally:
@@ -149,24 +149,18 @@ def _round(
     growth: Growth,
     session: Session,
     verdict: Verdict,
-    timings: Timings,
-    worked: float,
+    timings: VerifyTimings,
     exchange: float,
-    shared: PassStatistics | None = None,
-    trimmed: int = 0,
 ) -> Round:
-    """What the policy learns; `worked` are the seconds of the target's own work and waits."""
+    """What the policy learns of a round alone, which took `exchange` seconds."""
     commit = Commit(
         next_round=session.round,
         base_length=session.length,
         token_ids=verdict.token_ids,
         accepted_nodes=verdict.accepted,
-        drafted=len(growth.tree),
-        tree_depth=growth.tree.depth,
-        timings=VerifyTimings(timings.forward, timings.accept, timings.commit, worked),
+        timings=replace(timings, total=exchange),
         finish_reason=verdict.finish_reason,
-        shared=shared or PassStatistics(rows=1 + len(growth.tree)),
-        trimmed=trimmed,
+        shared=PassStatistics(rows=1 + len(growth.tree)),
     )
     return Round(growth, commit, exchange)
 
@@ -236,7 +230,7 @@ class _Together:
             draft_thread.held(opening, pair.drafter.close) as drafting,
             verify_thread.held(partial(pair.verifier.open, request), pair.verifier.close) as verifying,
         ):
-            done = await self._scheduler.read(verifying)
+            commit = await self._scheduler.read(verifying)
             await self._growth.run(lambda: pair.drafter.reading(drafting, policy))
             last: Round | None = None
 
@@ -249,14 +243,13 @@ class _Together:
                 growth = yield from pair.drafter.growing(drafting, policy, verifying.remaining - 1, MAX_TREE_NODES)
                 return replace(growth, commit_seconds=commit_seconds)
 
-            while done.verdict.finish_reason is None:
-                growth = await self._growth.run(partial(grow, done.verdict.token_ids, last))
+            while commit.finish_reason is None:
+                growth = await self._growth.run(partial(grow, commit.token_ids, last))
                 sent = time.perf_counter()
-                done = await self._scheduler.verify(verifying, growth.tree)
+                commit = await self._scheduler.verify(verifying, growth.tree)
                 exchange = time.perf_counter() - sent
-                last = _round(
-                    growth, verifying, done.verdict, done.timings, exchange, exchange, done.shared, done.trimmed
-                )
+                commit = replace(commit, timings=replace(commit.timings, total=exchange))
+                last = Round(growth, commit, exchange)
             self._scheduler.forget(verifying)
             policy.end()
         return tuple(verifying.committed[len(prompt) :])

@@ -78,6 +78,7 @@ def services(context: Context) -> Measured:
     from dynatree.bench.decoding import Decoders
     from dynatree.bench.methods import PLAIN as PLAIN_METHOD
     from dynatree.bench.methods import Case, parse_method
+    from dynatree.cli.serve import pair_settings
     from dynatree.cli.service_pair import service_pair
 
     context.models.free()
@@ -85,10 +86,10 @@ def services(context: Context) -> Measured:
     given = [prompt for _, prompt in prompts(context.sizes.equality_prompts)]
     target, draft = map(str, context.models.folders)
     rows = context.sizes.fixed_rows
-    flags = ["--max-sessions", "2", "--fixed-rows", ",".join(map(str, rows)) if rows else "auto"]
+    settings = pair_settings(target, draft, max_sessions=2, fixed_rows=tuple(rows) if rows else None)
     figures: dict[str, Any] = {"new_tokens": context.sizes.equality_tokens}
     differing, says = 0, []
-    with service_pair(target, draft, flags) as pair:
+    with service_pair(*settings) as pair:
         decoders = Decoders(pair.address)
         for name, method in (("plain", PLAIN_METHOD), ("default", parse_method(DEFAULT.policy))):
             case = Case(method, 0.0, None)

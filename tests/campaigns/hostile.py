@@ -427,7 +427,7 @@ def main() -> int:
         type=float,
         default=SPEED,
         metavar="RATIO",
-        help="least ratio of the clients' speed beside hostile traffic and without it; 0 means any (default: %(default)g)",
+        help="least ratio of the clients' speed beside hostile traffic; 0 means any (default: %(default)g)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the tables as JSON")
     options = parser.parse_args()

@@ -20,11 +20,11 @@ import pytest
 
 from dynatree.bench import methods
 from dynatree.bench.arguments import MEASUREMENTS
-from dynatree.cli import serve
 from dynatree.cli.arguments import SCHEMES
 from dynatree.cli.imports import without_collection
 from dynatree.cli.main import COMMANDS, main
-from dynatree.cli.parser import Parser, with_commands, without_options
+from dynatree.cli.parser import Parser, with_commands
+from dynatree.cli.settings import serve_settings
 from dynatree.client import SamplingScheme
 from dynatree.common.limits import ALL_LAYERS
 from dynatree.v1 import tree_pb2
@@ -617,17 +617,13 @@ def test_serve_passes_on_what_the_services_take(parsed: Callable[..., argparse.N
         ),
         *("--kv-tokens", "99", "--prefix-cache", "off", "--threads", "1", "--insecure"),
     )
-    both = serve._told(options, serve._BOTH)
-    verify = parsed("verify", "--target-model", "embedded", *both, *serve._verify_options(options))
-    draft = parsed("draft", "--draft-model", "embedded", "--verify", "h:1", *both, *serve._draft_options(options))
+    verify, draft = serve_settings(options)
     for each in (verify, draft):
-        assert (each.fixed_rows, each.kv_tokens, each.prefix_cache, each.threads) == ((), 99, "off", 1)
-    assert (verify.resident_layers, verify.metrics) == (ALL_LAYERS, "h:8")
-    assert (draft.policy_settings, draft.metrics, draft.insecure) == ({"depth": 3.0, "root": "single"}, "h:7", True)
-
-
-def test_services_that_a_command_starts_see_none_of_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert without_options({"DYNATREE_PORT": "1", "PATH": "x"}) == {"PATH": "x"}
+        model = each.model
+        assert (model.fixed_rows, model.kv_tokens, model.threads, each.limits.prefix_cache) == ((), 99, 1, False)
+        each.operation.security.check_plain(each.operation.metrics)
+    assert (verify.model.resident_layers, verify.operation.metrics) == (ALL_LAYERS, "h:8")
+    assert (draft.policy.settings, draft.operation.metrics) == ({"depth": 3.0, "root": "single"}, "h:7")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -13,7 +13,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from dynatree.cli.main import main
-from dynatree.cli.service_pair import Arrangement, service_pair, starting_pair
+from dynatree.cli.serve import pair_settings
+from dynatree.cli.service_pair import service_pair, starting_pair
 from dynatree.client import Client, DynaTreeError, ServerUnavailableError
 from dynatree.serving import healthcheck
 from tests.support.forked import Forked
@@ -494,8 +495,7 @@ def test_a_service_is_not_interrupted_before_it_can_heed_it(monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", interrupted)
     heed_interrupts()
-    arrangement = Arrangement(shown=True)
-    with starting_pair("embedded", "embedded", (), 60, arrangement) as pair:
+    with starting_pair(*pair_settings("embedded", "embedded"), shown=True) as pair:
         wait_until(lambda: all(not is_running(process) for process in (pair.draft_process, pair.verify_process)))
         assert pair.was_stopped(pair.ended())
         assert [child.process.wait() for child in pair._children.values()] == [130, 130]
@@ -524,7 +524,8 @@ def test_a_signal_that_comes_while_a_service_starts_leaves_none_behind(monkeypat
                 signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    with pytest.raises(SystemExit) as stopped, service_pair("embedded", "embedded"):
+    settings = pair_settings("embedded", "embedded")
+    with pytest.raises(SystemExit) as stopped, service_pair(*settings):
         pytest.fail("nothing may run")
     assert stopped.value.code == 128 + signal.SIGTERM
     assert len(started) == 2

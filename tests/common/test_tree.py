@@ -99,7 +99,8 @@ def test_a_tree_survives_the_wire(tree):
 def test_depth_first_is_the_same_tree_with_likeliest_children_next(tree, rated, generator):
     if rated:
         tree = replace(tree, log_probs=tuple(-generator.random() for _ in range(len(tree))))
-    laid_out, order = depth_first(tree)
+    order = depth_first(tree, range(len(tree)))
+    laid_out = tree.take(order)
     assert laid_out == TokenTree(laid_out.token_ids, laid_out.parents, laid_out.log_probs), "which validates"
     assert sorted(order) == list(range(len(tree)))
     for place, node in enumerate(order):
@@ -119,7 +120,8 @@ def test_depth_first_keeps_the_order_of_draws():
     tree = TokenTree(
         (7, 8, 9, 8), (-1, -1, 0, 2), (-1.6, -0.7, -1.2, -0.7), (drawn_from, drawn_from, None, drawn_from, None)
     )
-    laid_out, order = depth_first(tree)
+    order = depth_first(tree, range(4))
+    laid_out = tree.take(order)
     assert order == (0, 2, 3, 1)
     assert laid_out == TokenTree(
         (7, 9, 8, 8), (-1, 0, 1, -1), (-1.6, -1.2, -0.7, -0.7), (drawn_from, drawn_from, drawn_from, None, None)

@@ -1,5 +1,7 @@
 """Tests that domain values survive the conversion to messages and back."""
 
+from dataclasses import replace
+
 import pytest
 
 from dynatree.common.decoding import Decoding
@@ -54,21 +56,21 @@ def test_log_probabilities_come_back_as_they_went():
     decoding = Decoding(Sampling(seed=3), 4, log_probs=True, top_log_probs=2, prompt_log_probs=True)
     request = OpenSession((5, 6, 7), decoding, INFO)
     message = verify_pb2.OpenSession.FromString(open_session_to_pb(request).SerializeToString())
-    assert open_session_from_pb(message, default_seed=0) == request
+    sent = {name: getattr(INFO, name) for name in ("name", "tokenizer_fingerprint", "device_id")}
+    draft = model_info_from_pb(tree_pb2.ModelInfo(**sent))
+    assert open_session_from_pb(message, default_seed=0) == replace(request, draft=draft)
     places = ((5, -0.5), (6, -1.0)), ((7, -0.25), (5, -2.0))
     commit = Commit(
         next_round=0,
         base_length=5,
         token_ids=(6, 7),
         accepted_nodes=(),
-        drafted=0,
-        tree_depth=0,
         timings=VerifyTimings(0.0, 0.0, 0.0, total=0.0),
         finish_reason=FinishReason.LENGTH,
         log_probs=(-1.0, -0.25),
         top_log_probs=places,
     )
-    opened = SessionOpened(INFO, 256, 3, commit, prompt_log_probs=(-2.0, -0.5), prompt_top_log_probs=places[::-1])
+    opened = SessionOpened(INFO, 256, commit, prompt_log_probs=(-2.0, -0.5), prompt_top_log_probs=places[::-1])
     returned = verify_pb2.SessionOpened.FromString(session_opened_to_pb(opened).SerializeToString())
     assert session_opened_from_pb(returned) == opened
 

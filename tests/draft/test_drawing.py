@@ -188,7 +188,7 @@ def test_repeated_draws_are_one_node_and_travel_with_the_tree():
     assert [each and each.draws for each in sent.candidates] == [(0, 1, 0, 0, 2), (0,), None, None, None]
     message = tree_pb2.TokenTree.FromString(tree_to_pb(sent, round_=0, base_length=1).SerializeToString())
     assert tree_from_pb(message, max_nodes=4, max_depth=2, vocab_size=10).candidates == sent.candidates
-    laid_out, _ = depth_first(sent)
+    laid_out = sent.take(depth_first(sent, range(4)))
     assert laid_out.token_ids == (5, 7, 4, 6)
     assert [each and each.draws for each in laid_out.candidates] == [(0, 1, 0, 0, 2), (0,), None, None, None]
     # draws after a node that is not sent are not sent either

@@ -8,7 +8,7 @@ from dynatree.draft.growth.round import Growth, Round
 
 
 def a_round(*timings, ahead=0.0):
-    commit = Commit(1, 5, (7,), (), drafted=0, tree_depth=0, timings=VerifyTimings(*timings))
+    commit = Commit(1, 5, (7,), (), timings=VerifyTimings(*timings))
     growth = Growth(TokenTree(), 0.3, 0.2, draft_forwards=2, commit_seconds=0.05)
     return Round(growth, commit, exchange_seconds=1.0, ahead_seconds=ahead)
 

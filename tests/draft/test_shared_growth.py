@@ -86,7 +86,7 @@ def test_a_draft_forward_is_as_dear_to_each_as_it_is_long_whoever_shares_it(grow
         )
 
     drafter._model.seconds = 0.005
-    commit = Commit(1, 5, (7,), (), drafted=4, tree_depth=4, timings=VerifyTimings(0.1, 0.0, 0.0, 0.1))
+    commit = Commit(1, 5, (7,), (), timings=VerifyTimings(0.1, 0.0, 0.0, 0.1))
     for each in asyncio.run(scenario()):
         costs.observe(cost_of(Round(each, commit, exchange_seconds=0.1)))
         assert each.forward_seconds == pytest.approx(each.draft_forwards * 0.005 / sessions)

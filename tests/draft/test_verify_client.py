@@ -33,25 +33,23 @@ def verified(commit):
 
 
 def answered(response):
-    last = Commit(
-        next_round=4, base_length=20, token_ids=(7,), accepted_nodes=(), drafted=0, tree_depth=0, timings=TIMINGS
-    )
+    last = Commit(next_round=4, base_length=20, token_ids=(7,), accepted_nodes=(), timings=TIMINGS)
     return asyncio.run(VerifySession(ScriptedCall(response), "somewhere").verify(TokenTree(), last))
 
 
 def test_a_commit_goes_on_where_the_last_one_ended():
-    assert verified(Commit(5, 22, (8, 9), (0,), 1, 1, TIMINGS)).token_ids == (8, 9)
+    assert verified(Commit(5, 22, (8, 9), (0,), TIMINGS)).token_ids == (8, 9)
 
 
 @pytest.mark.parametrize("base_length", [21, 24])
 def test_a_commit_that_does_not_go_on_where_the_last_one_ended(base_length):
     """Tokens between the two commits would be lost unnoticed."""
     with pytest.raises(PeerFailedError, match=f"committed 2 tokens after 20, but reports a length of {base_length}"):
-        verified(Commit(5, base_length, (8, 9), (0,), 1, 1, TIMINGS))
+        verified(Commit(5, base_length, (8, 9), (0,), TIMINGS))
 
 
 def test_a_malformed_answer_is_the_verify_services_fault():
-    commit = commit_to_pb(Commit(5, 22, (8, 9), (0,), 1, 1, TIMINGS, log_probs=(-1.0, -2.0)))
+    commit = commit_to_pb(Commit(5, 22, (8, 9), (0,), TIMINGS, log_probs=(-1.0, -2.0)))
     commit.top_log_probs.token_ids.extend([8, 9])
     with pytest.raises(PeerFailedError, match="malformed answer: 2 token_ids and 0 log_probs"):
         answered(verify_pb2.VerifyResponse(commit=commit))

@@ -27,11 +27,11 @@ class Forked:
     """
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
-        from dynatree.cli.main import _MODEL_ENVIRONMENT
+        from dynatree.cli.main import MODEL_ENVIRONMENT
 
         log.touch()
         self.log = log
-        with patch.dict(os.environ, _MODEL_ENVIRONMENT):  # libraries read these when they are loaded
+        with patch.dict(os.environ, MODEL_ENVIRONMENT):  # libraries read these when they are loaded
             ensure_running()
         self._process = _CONTEXT.Process(target=_run, args=(tuple(arguments), dict(os.environ), log))
         self._process.start()

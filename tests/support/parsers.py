@@ -155,7 +155,7 @@ def _verify_seed() -> bytes:
 def _answer_seed() -> bytes:
     commit = verify_pb2.Commit(next_round=1, base_length=3, token_ids=[5, 6], log_probs=[-1.0, -2.0], finish_reason=1)
     commit.top_log_probs.SetInParent()
-    opened = verify_pb2.SessionOpened(max_tree_nodes=5, context_length=9, seed=3, commit=commit)
+    opened = verify_pb2.SessionOpened(max_tree_nodes=5, commit=commit)
     opened.target.name = "a"
     return verify_pb2.VerifyResponse(opened=opened).SerializeToString()
 

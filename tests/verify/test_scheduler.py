@@ -9,6 +9,7 @@ import pytest
 
 from dynatree.bench.replay.virtual_time import run_in_virtual_time
 from dynatree.common.decoding import Decoding
+from dynatree.common.messages import VerifyTimings
 from dynatree.common.model_info import ForwardCost
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
@@ -20,7 +21,6 @@ from dynatree.verify.pass_plan import admit, path_probs
 from dynatree.verify.prompt_budget import STRETCH
 from dynatree.verify.scheduler import Scheduler
 from dynatree.verify.session import Session, SessionRequest
-from dynatree.verify.verifier import Timings
 
 STEEP = PassCosts([ForwardCost(1, 0.1), ForwardCost(8, 0.1), ForwardCost(256, 2.58)])  # 10 ms a row from the ninth on
 
@@ -133,11 +133,11 @@ class Target:
             if part.session.unread:
                 verdicts.append(None)
                 continue
-            accepted = () if part.session in self.wrong else tuple(range(len(part.tree)))
+            accepted = () if part.session in self.wrong else tuple(part.nodes)
             verdict = Verdict(accepted, (*(part.tree.token_ids[node] for node in accepted), 7))
             part.session.commit(verdict.token_ids, finished=False)
             verdicts.append(verdict)
-        return verdicts, Timings(0.1, 0.0, 0.0)
+        return verdicts, VerifyTimings(0.1, 0.0, 0.0)
 
 
 def session_of(prompt_tokens):
@@ -349,7 +349,7 @@ def test_each_pays_for_what_the_pass_took_longer_because_of_it():
         chain = TokenTree(tuple(range(20)), (ROOT, *range(19)), (-0.001,) * 20)
         trees = [chain, TokenTree(), TokenTree()]
         answers = await asyncio.gather(*map(scheduler.verify, sessions, trees))
-        paid = [answer.attributed_seconds for answer in answers]
+        paid = [answer.timings.attributed for answer in answers]
         assert sum(paid) == pytest.approx(answers[0].timings.forward)
         assert paid[1] == paid[2] > 0
         # 23 rows: without the chain, two would be as cheap as eight; without a root there would be one row less

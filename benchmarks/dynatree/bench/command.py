@@ -34,6 +34,7 @@ from dynatree.bench.record import (
     save,
 )
 from dynatree.bench.runs import RunSettings, admitted, measure, plan, warm_up
+from dynatree.cli.serve import pair_settings
 from dynatree.cli.service_pair import service_pair
 from dynatree.client import Client, ModelInfo, ServiceInfo
 
@@ -198,11 +199,10 @@ def _environment(options: argparse.Namespace) -> Environment:
 @contextmanager
 def _services(options: argparse.Namespace) -> Iterator[Services]:
     if options.server is None:
-        flags = [] if options.measurement == "load" else ["--max-sessions", "2"]
-        for name in SERVICE_OPTIONS[1:]:
-            if getattr(options, name, None) is not None:
-                flags += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-        with service_pair(options.target_model, options.draft_model or EMBEDDED, flags) as pair:
+        given = {} if options.measurement == "load" else {"max_sessions": 2}
+        given |= {name: getattr(options, name) for name in SERVICE_OPTIONS[1:] if getattr(options, name, None)}
+        settings = pair_settings(options.target_model, options.draft_model or EMBEDDED, **given)
+        with service_pair(*settings) as pair:
             yield Services(pair.client, pair.address, pair.draft_process, pair.verify_process)
         return
     try:

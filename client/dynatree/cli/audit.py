@@ -74,11 +74,13 @@ def run(options: argparse.Namespace) -> int:
     from rich.progress import track
 
     from dynatree.cli.reference import Reference
+    from dynatree.cli.serve import pair_settings
     from dynatree.cli.service_pair import service_pair
 
-    flags = ["--dtype", options.dtype, "--device", options.device, "--max-sessions", "1"]
+    models = options.target_model, options.draft_model
+    settings = pair_settings(*models, dtype=options.dtype, device=options.device, max_sessions=1)
     tokens = 0
-    with service_pair(options.target_model, options.draft_model, flags) as pair:
+    with service_pair(*settings) as pair:
         client = pair.client
         reference = Reference(options.target_model, client.model_info().target.dtype, client.model_info().target.device)
         encoded = [reference.encode(prompt) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Checks of a command's parsed options, the cheapest first.
+"""Checks of a command's options and of the services' settings, the cheapest first.
 
 No check needs torch; loading the model finds the remaining errors. Every function raises `StartupError`.
 """
@@ -27,36 +27,34 @@ if TYPE_CHECKING:
     from dynatree.verify.settings import VerifySettings
 
 
-def check_verify(options: argparse.Namespace) -> VerifySettings:
-    """Check the options of `dynatree verify`, and return its settings."""
-    from dynatree.cli.settings import verify_settings
-
-    settings = verify_settings(options)
-    _check_layer_cache(options.layer_cache)
-    _check_operation(settings.operation, options.device)
-    check_model(options.target_model)
-    return settings
+def check_verify(settings: VerifySettings) -> None:
+    """Check the settings of `dynatree verify`."""
+    _check_layer_cache(settings.model.layer_cache)
+    check_device("--device", settings.model.device)
+    _check_operation(settings.operation)
+    check_free(*_addresses(settings.operation))
+    check_model(settings.model.model)
 
 
-def check_draft(options: argparse.Namespace) -> DraftSettings:
-    """Check the options of `dynatree draft`, and return its settings."""
-    from dynatree.cli.settings import draft_settings
+def check_draft(settings: DraftSettings) -> None:
+    """Check the settings of `dynatree draft`."""
     from dynatree.serving.channel import Connector
 
-    check_policy(options.policy, options.policy_settings)
-    settings = draft_settings(options)
-    Connector(settings.verify.channel).check(split_addresses(options.verify))
-    _check_operation(settings.operation, options.device)
-    if options.verify_ca is None:
-        check_grpc(options.verify, "a verify service")
-    check_model(options.draft_model)
-    return settings
+    services = settings.verify
+    check_policy(settings.policy.name, settings.policy.settings)
+    Connector(services.channel).check(split_addresses(services.addresses))
+    check_device("--device", settings.model.device)
+    _check_operation(settings.operation)
+    check_free(*_addresses(settings.operation))
+    if services.channel.ca is None:
+        check_grpc(services.addresses, "a verify service")
+    check_model(settings.model.model)
 
 
-def check_serve(options: argparse.Namespace) -> None:
-    """Check the options of `dynatree serve`."""
-    from dynatree.cli.settings import target_settings
-    from dynatree.serving.security import Authentication, SecuritySettings
+def check_serve(options: argparse.Namespace) -> tuple[VerifySettings, DraftSettings]:
+    """Check the options of `dynatree serve`, and return the settings of its services."""
+    from dynatree.cli.settings import serve_settings
+    from dynatree.serving.security import SecuritySettings
 
     if options.api_key and (options.grpc or options.token_file):
         raise StartupError(
@@ -67,29 +65,16 @@ def check_serve(options: argparse.Namespace) -> None:
     check_device("--device", options.device)
     if options.draft_device is not None:
         check_device("--draft-device", options.draft_device)
-    target_settings(options)
+    verify, draft = serve_settings(options)
     _check_layer_cache(options.layer_cache)
     http = SecuritySettings(options.tls_cert, options.tls_key, insecure=options.insecure)
     http.check_plain(options.listen)
-    if options.grpc is not None:
-        SecuritySettings(insecure=options.insecure).check_plain(options.grpc)
     http.server_credentials()
-    Authentication(SecuritySettings(tokens=options.token_file))
-    addresses = [options.listen, *([options.grpc] if options.grpc is not None else [])]
-    if options.metrics is not None:
-        for address in (options.metrics, next_port(options.metrics)):
-            SecuritySettings(insecure=options.insecure).check_plain(address)
-            addresses.append(address)
-    if options.traces is not None:
-        _check_traces(options.traces)
-    check_free(*addresses)
+    _check_operation(draft.operation)
+    _check_operation(verify.operation)
+    check_free(options.listen, *_addresses(draft.operation), *_addresses(verify.operation))
     check_pair(options.target_model, options.draft_model)
-
-
-def next_port(address: str) -> str:
-    """Return the address with the next port; port 0, which takes a free port, stays 0."""
-    host, _, port = address.rpartition(":")
-    return f"{host}:{int(port) + 1 if int(port) else 0}"
+    return verify, draft
 
 
 def check_pair(target: str, draft: str) -> None:
@@ -117,19 +102,21 @@ def check_grpc(addresses: str, expected: str) -> None:
             raise StartupError(f"{address} is {other}; expected the gRPC port of {expected}")
 
 
-def _check_operation(operation: OperationSettings, device: str) -> None:
-    """Check the options that both services share: device, listening addresses, TLS, tokens and telemetry."""
+def _addresses(operation: OperationSettings) -> Sequence[str]:
+    """Return the addresses at which a service listens, without one that is not known yet."""
+    return [each for each in (operation.address, operation.metrics) if each]
+
+
+def _check_operation(operation: OperationSettings) -> None:
+    """Check the settings that both services share: listening addresses, TLS, tokens and telemetry."""
     from dynatree.serving.security import Authentication
 
-    check_device("--device", device)
-    addresses: Sequence[str] = [each for each in (operation.address, operation.metrics) if each is not None]
-    for address in addresses:
+    for address in _addresses(operation):
         operation.security.check_plain(address)
     operation.security.server_credentials()
     Authentication(operation.security)
     if operation.traces is not None:
         _check_traces(operation.traces)
-    check_free(*addresses)
 
 
 def _check_traces(url: str) -> None:

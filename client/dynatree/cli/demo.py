@@ -65,11 +65,13 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from dynatree.cli.demo_tables import breakdown, summary
+    from dynatree.cli.serve import pair_settings
     from dynatree.cli.service_pair import service_pair
 
     console = Console(highlight=False)
-    flags = ["--dtype", options.dtype, "--prefix-cache", "off"]  # the prompt is completed several times
-    with service_pair(options.target_model, options.draft_model, flags) as pair:
+    models = options.target_model, options.draft_model
+    settings = pair_settings(*models, dtype=options.dtype, prefix_cache="off")  # the prompt is completed several times
+    with service_pair(*settings) as pair:
         client = pair.client
         info = client.model_info()
         console.print(f"target {info.target.name}, draft {info.draft.name}, on {info.target.device}\n", markup=False)

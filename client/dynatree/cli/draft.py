@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dynatree import embedded
 from dynatree.cli.arguments import add_policy_settings, positive
 from dynatree.cli.checks import check_draft
 from dynatree.cli.imports import without_collection
@@ -16,6 +16,9 @@ from dynatree.common.limits import RESUME_SECONDS
 from dynatree.common.logs import configure_logging
 from dynatree.draft.policies import DEFAULT_POLICY, policy_names
 from dynatree.engine.model.files import described
+
+if TYPE_CHECKING:
+    from dynatree.draft.settings import DraftSettings
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +105,20 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         StartupError: The command line is wrong, as found before the model loads.
     """
-    settings = check_draft(options)
-    configure_logging(options.log_format, options.log_level)
-    log.info("loading %s", described(options.draft_model, embedded.draft_path()))  # torch's import also takes seconds
+    from dynatree.cli.settings import draft_settings
+
+    return serve(draft_settings(options))
+
+
+def serve(settings: DraftSettings) -> int:
+    """Check the settings, and serve until a signal; return the exit status.
+
+    Raises:
+        StartupError: The settings are wrong, as found before the model loads.
+    """
+    check_draft(settings)
+    configure_logging(settings.operation.log_format, settings.operation.log_level)
+    log.info("loading %s", described(settings.model.model))  # torch's import also takes seconds
 
     with without_collection():
         from dynatree.draft.serve_draft import run

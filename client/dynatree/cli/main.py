@@ -10,7 +10,7 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Protocol, cast
 
@@ -40,7 +40,7 @@ _EXTRAS = {"gateway": "gateway", "serve": "serve,gateway"}
 # The commands that run models as the services do; not `bench compare`, whose baselines run without these settings.
 _RUN_MODELS = (("verify",), ("draft",), ("bench", "costs"))
 # Environment variables that these commands set before torch loads, unless the user has set them.
-_MODEL_ENVIRONMENT = {
+MODEL_ENVIRONMENT = {
     # Weights in huge pages are read faster.
     "THP_MEM_ALLOC_ENABLE": "1",
     # How long OpenMP's idle threads spin before they sleep. This bridges the pauses within a forward pass; the default
@@ -70,17 +70,32 @@ class Command(Protocol):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`, by default the process's own, and return the exit status.
+    """Run the command line `argv`, by default the process's own, and return the exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    name = words[0] if words and words[0] in COMMANDS else None
+    return finished(name, lambda: _run(name, words))
+
+
+def finished(name: str | None, work: Callable[[], int]) -> int:
+    """Do the work of the command `name`, and return the exit status; an error is printed as one line.
 
     0 is success, 1 a failure, 2 a wrong command line, 130 an interrupt, 141 a closed output pipe.
     """
     try:
-        status = _run(sys.argv[1:] if argv is None else argv)
+        status = work()
         sys.stdout.flush()
     except SystemExit as exit_:
         status = _exit_status(exit_)
     except _expected_errors() as error:
         status = _fail(str(error))
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing == "dynatree":  # a bug in this package, not a missing extra
+            raise
+        extra = _EXTRAS.get(name or "", "serve")
+        packages = "HTTP" if extra == "gateway" else "serving"
+        needs = f"dynatree {name} needs the {packages} packages (no module {missing})"
+        status = _fail(f"{needs}: pip install 'dynatree[{extra}]'")
     except KeyboardInterrupt:
         status = _INTERRUPTED
     except BrokenPipeError:
@@ -102,32 +117,21 @@ def _expected_errors() -> tuple[type[Exception], ...]:
     return tuple(getattr(sys.modules[module], name) for module, name in homes if module in sys.modules)
 
 
-def _run(argv: Sequence[str]) -> int:
+def _run(name: str | None, argv: Sequence[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:
         _complete(os.environ.get("COMP_LINE", ""))
-    name = argv[0] if argv and argv[0] in COMMANDS else None
     if any(tuple(argv[: len(words)]) == words for words in _RUN_MODELS):
-        for variable, value in _MODEL_ENVIRONMENT.items():
+        for variable, value in MODEL_ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
     if name is None and argv and not argv[0].startswith("-"):
         hint = suggestion(argv[0], COMMANDS)
         _parser(None, None)[0].error(f"there is no command {argv[0]!r}{hint or '; dynatree --help lists them'}")
-    try:
-        command = _load(name)
-        parser, own = _parser(name, command)
-        options, unknown = parser.parse_known_args(argv)
-        if unknown:
-            own.refuse(unknown)
-        return command.run(options) if command else 0
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing == "dynatree":  # a bug in this package, not a missing extra
-            raise
-        extra = _EXTRAS.get(name or "", "serve")
-        words = (
-            f"dynatree {name} needs the {'HTTP' if extra == 'gateway' else 'serving'} packages (no module {missing})"
-        )
-        raise SystemExit(f"{words}: pip install 'dynatree[{extra}]'") from None
+    command = _load(name)
+    parser, own = _parser(name, command)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        own.refuse(unknown)
+    return command.run(options) if command else 0
 
 
 def _complete(line: str) -> None:

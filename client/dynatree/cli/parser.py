@@ -117,11 +117,6 @@ def group(parser: argparse.ArgumentParser, title: str, description: str | None =
     return found or parser.add_argument_group(title, description)
 
 
-def without_options(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables for options, for services that a command starts with its options."""
-    return {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
-
-
 def _variable(action: argparse.Action) -> str:
     name = next((each for each in action.option_strings if each.startswith("--")), "")
     return PREFIX + name.removeprefix("--").replace("-", "_").upper()

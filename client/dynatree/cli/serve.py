@@ -8,12 +8,11 @@ import json
 import logging
 import shlex
 import signal
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dynatree.cli.arguments import device
-from dynatree.cli.checks import check_serve, next_port
+from dynatree.cli.checks import check_serve
 from dynatree.cli.draft import add_drafting_arguments, add_request_arguments
 from dynatree.cli.gateway import add_http_arguments
 from dynatree.cli.parser import group
@@ -28,17 +27,18 @@ from dynatree.cli.service_arguments import (
     network_address,
 )
 from dynatree.cli.verify import add_batch_argument, add_placement_arguments
-from dynatree.common.limits import ALL_LAYERS
 from dynatree.gateway.limits import Limits
 
 if TYPE_CHECKING:
     from dynatree.cli.service_pair import ServicePair
+    from dynatree.draft.settings import DraftSettings
     from dynatree.gateway.serve_gateway import GatewaySettings
+    from dynatree.serving.operation import OperationSettings
+    from dynatree.verify.settings import VerifySettings
 
 log = logging.getLogger("dynatree serve")
 
 EXAMPLE = "dynatree serve --target-model ~/models/llama-8b --draft-model ~/models/llama-1b --port 8000"
-START_SECONDS = 3600.0  # for both models to load; an offloaded target is first written to the layer cache
 LOOK_SECONDS = 0.5  # between two checks that the services run
 _CURL_PROMPT = "Once upon a time"
 
@@ -83,6 +83,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def pair_settings(target_model: str, draft_model: str, **options: Any) -> tuple[VerifySettings, DraftSettings]:
+    """Return the settings of both services for these models, with the options of `dynatree serve` by their names."""
+    from dynatree.cli.settings import serve_settings
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    parsed = parser.parse_args(["--target-model", target_model, "--draft-model", draft_model])
+    return serve_settings(argparse.Namespace(**vars(parsed) | options))
+
+
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal or until a service ends; return the exit status.
 
@@ -90,18 +100,16 @@ def run(options: argparse.Namespace) -> int:
         SystemExit: A service did not start, or has ended.
         StartupError: The command line is wrong, as found before the models load.
     """
-    check_serve(options)
+    verify, draft = check_serve(options)
 
-    from dynatree.cli.service_pair import Arrangement, starting_pair
+    from dynatree.cli.service_pair import starting_pair
     from dynatree.common.logs import configure_logging
     from dynatree.gateway.serve_gateway import GatewaySettings
     from dynatree.serving.security import SecuritySettings
 
     configure_logging(options.log_format, options.log_level)
-    arrangement = Arrangement(options.grpc, _verify_options(options), _draft_options(options), shown=True)
     security = SecuritySettings(options.tls_cert, options.tls_key, insecure=options.insecure)
-    told = _told(options, _BOTH)
-    with starting_pair(options.target_model, options.draft_model, told, START_SECONDS, arrangement) as pair:
+    with starting_pair(verify, draft, shown=True) as pair:
         settings = GatewaySettings(
             pair.address,
             options.listen,
@@ -114,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
             options.allow_host,
             Limits(connections=options.max_connections),
         )
-        return asyncio.run(_Serving(settings, pair, options).run())
+        return asyncio.run(_Serving(settings, draft.operation, pair).run())
 
 
 class _Serving:
@@ -122,14 +130,14 @@ class _Serving:
 
     Args:
         settings: Settings of the gateway.
+        draft: Operational settings of the draft service; its address is empty if it listens on a private socket.
         pair: The services, which may still be starting.
-        options: The parsed options.
     """
 
-    def __init__(self, settings: GatewaySettings, pair: ServicePair, options: argparse.Namespace) -> None:
+    def __init__(self, settings: GatewaySettings, draft: OperationSettings, pair: ServicePair) -> None:
         self._settings = settings
+        self._draft = draft
         self._pair = pair
-        self._options = options
         self._loading = True
         self._url = ""
         self._stopped_by: int | None = None  # a signal that arrived before the gateway handled signals
@@ -161,7 +169,7 @@ class _Serving:
 
     def _opened(self, url: str) -> None:
         self._url = url
-        log.setLevel(self._options.log_level.upper())
+        log.setLevel(self._draft.log_level.upper())
         log.info("HTTP is open on %s; the models are loading", url)
         if self._stopped_by is not None:
             signal.raise_signal(self._stopped_by)
@@ -177,77 +185,29 @@ class _Serving:
             if self._loading and self._url and await asyncio.to_thread(self._pair.serves):
                 self._loading = False
                 log.info("serving HTTP on %s", self._url)
-                if self._options.log_format == "text":
-                    announce(_welcome(self._url, self._pair, self._options))
+                if self._draft.log_format == "text":
+                    tokens = self._draft.security.tokens is not None or self._settings.api_key is not None
+                    announce(_welcome(self._url, self._draft.address, tokens=tokens))
             if ended := self._pair.ended():
                 if self._pair.was_stopped(ended):  # Ctrl-C reaches the services too, and they may end first
-                    await asyncio.sleep(self._options.grace + LOOK_SECONDS)
+                    await asyncio.sleep(self._draft.grace + LOOK_SECONDS)
                 reason = await asyncio.to_thread(self._pair.reason, ended)
                 return reason if self._loading else f"{reason}; all services were stopped"
             await asyncio.sleep(LOOK_SECONDS)
 
 
-# Options that are passed on to the services: to both, to the verify service, to the draft service.
-_BOTH = (
-    *("device", "dtype", "weights", "threads", "fixed_rows", "max_context", "kv_tokens", "prefix_cache"),
-    *("max_sessions", "queue", "max_tree_nodes", "idle_timeout", "grace", "log_format", "log_level", "traces"),
-)
-_VERIFY = ("resident_layers", "layer_cache", "tensor_parallel", "batch_rows")
-_DRAFT = (
-    *("policy", "draft_ahead", "resume_timeout", "token_file"),
-    *("principal_sessions", "principal_queue", "principal_tokens"),
-)
-
-
-def _told(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """Return the options as arguments for a service, without those that are None."""
-    given = {name: getattr(options, name) for name in names}
-    return [
-        word
-        for name, value in given.items()
-        if value is not None
-        for word in (f"--{name.replace('_', '-')}", _text(value, name))
-    ]
-
-
-def _text(value: object, name: str) -> str:
-    if name == "resident_layers" and value == ALL_LAYERS:
-        return "all"
-    if isinstance(value, tuple):
-        return ",".join(map(str, value)) or "off"
-    return str(value)
-
-
-def _verify_options(options: argparse.Namespace) -> list[str]:
-    """Return the arguments for the verify service alone."""
-    told = _told(options, _VERIFY)
-    return told if options.metrics is None else [*told, "--metrics", next_port(options.metrics)]
-
-
-def _draft_options(options: argparse.Namespace) -> list[str]:
-    """Return the arguments for the draft service alone."""
-    told = _told(options, _DRAFT)
-    for name, value in options.policy_settings.items():
-        told += ["--set", f"{name}={_text(value, name)}"]
-    if options.draft_device is not None:
-        told += ["--device", options.draft_device]
-    if options.metrics is not None:
-        told += ["--metrics", options.metrics]
-    return [*told, "--insecure"] if options.insecure else told
-
-
-def _welcome(url: str, pair: ServicePair, options: argparse.Namespace) -> str:
+def _welcome(url: str, grpc: str, *, tokens: bool) -> str:
     """Return the message with the addresses, and with a command line to try them."""
     lines = ["", f"  HTTP   {url}/v1, and a live page at {url}/"]
-    if options.grpc is not None:
-        lines.append(f"  gRPC   {options.grpc}")
+    if grpc:
+        lines.append(f"  gRPC   {grpc}")
     body = json.dumps({"prompt": _CURL_PROMPT, "max_tokens": 32, "temperature": 0})
     words = ["curl", f"{url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
     if url.startswith("unix:"):
         path = url.removeprefix("unix:")
         lines = ["", f"  HTTP   unix:{path}"]
         words[1:2] = ["--unix-socket", path, "http://localhost/v1/completions"]
-    if options.token_file is not None or options.api_key is not None:
+    if tokens:
         words += ["-H", "Authorization: Bearer TOKEN"]
     lines += [f"  Try    {shlex.join(words)}", "  Stop   Ctrl-C", ""]
     return "\n".join(lines)

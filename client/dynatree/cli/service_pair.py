@@ -4,51 +4,35 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from dynatree import embedded
 from dynatree.cli import interrupts
-from dynatree.cli.main import main
-from dynatree.cli.parser import without_options
+from dynatree.cli.main import COMMANDS, MODEL_ENVIRONMENT, finished
 from dynatree.client import AuthenticationError, Client, ServerUnavailableError
 from dynatree.engine.model.files import described
+
+if TYPE_CHECKING:
+    from dynatree.draft.settings import DraftSettings
+    from dynatree.verify.settings import VerifySettings
 
 STOP_SECONDS = 15.0
 _ERROR = b"dynatree: error: "
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT)  # exit statuses, without and with a handler
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """Options for running the two services.
-
-    Attributes:
-        address: Listening address of the draft service; None means a private socket.
-        verify: Options of the verify service alone.
-        draft: Options of the draft service alone.
-        shown: Whether the services' logs are copied to standard error.
-    """
-
-    address: str | None = None
-    verify: Sequence[str] = ()
-    draft: Sequence[str] = ()
-    shown: bool = False
-
-
-AS_USUAL = Arrangement()
 
 
 @dataclass(frozen=True)
@@ -86,34 +70,23 @@ class ServicePair:
 
 
 @contextmanager
-def service_pair(
-    target_model: str,
-    draft_model: str,
-    options: Sequence[str] = (),
-    start_timeout: float = 300.0,
-    arrangement: Arrangement = AS_USUAL,
-) -> Iterator[ServicePair]:
+def service_pair(verify: VerifySettings, draft: DraftSettings, start_timeout: float = 300.0) -> Iterator[ServicePair]:
     """Run a verify and a draft service within the context, and wait until they are ready.
 
     Args:
-        target_model: Value of `dynatree verify --target-model`.
-        draft_model: Value of `dynatree draft --draft-model`.
-        options: Further options of both services.
+        verify: Settings of the verify service, whose address is replaced by a private socket.
+        draft: Settings of the draft service; an empty address is replaced too.
         start_timeout: Seconds within which both services must be ready.
-        arrangement: Address of the draft service, and options of each service alone.
 
     Raises:
         SystemExit: A service did not start; the message has the last line that it printed.
     """
     from rich.console import Console
 
-    targets, drafts = (
-        described(target_model, embedded.target_path()),
-        described(draft_model, embedded.draft_path()),
-    )
-    with starting_pair(target_model, draft_model, options, start_timeout, arrangement) as pair:
+    loading = f"loading {described(verify.model.model)}, and {described(draft.model.model)}"
+    with starting_pair(verify, draft) as pair:
         until = time.monotonic() + start_timeout
-        with Console(stderr=True).status(f"loading {targets}, and {drafts}"):  # on a terminal
+        with Console(stderr=True).status(loading):  # on a terminal
             while not pair.serves():
                 if ended := pair.ended():
                     if pair.was_stopped(ended):  # Ctrl-C reaches the services too, and they may end first
@@ -125,28 +98,25 @@ def service_pair(
 
 
 @contextmanager
-def starting_pair(
-    target_model: str, draft_model: str, options: Sequence[str], start_timeout: float, arrangement: Arrangement
-) -> Iterator[ServicePair]:
-    """Run both services like `service_pair`, but do not wait until they are ready."""
+def starting_pair(verify: VerifySettings, draft: DraftSettings, shown: bool = False) -> Iterator[ServicePair]:
+    """Run both services like `service_pair`, but do not wait until they are ready.
+
+    `shown` says whether their logs are copied to standard error.
+    """
     interrupts.raise_interrupts()
     with ExitStack() as stack:
         stack.enter_context(_orderly_termination())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynatree-")))  # made with mode 0700
-        verify, draft = f"unix:{folder}/verify.sock", arrangement.address or f"unix:{folder}/draft.sock"
-        timeout = ["--verify-timeout", str(start_timeout)]
-        commands = {
-            "verify": ["--target-model", target_model, "--listen", verify, *options, *arrangement.verify],
-            "draft": [
-                *("--draft-model", draft_model, "--verify", verify, "--listen", draft, *timeout),
-                *(*options, *arrangement.draft),
-            ],
-        }
+        between, address = f"unix:{folder}/verify.sock", draft.operation.address or f"unix:{folder}/draft.sock"
+        verify = replace(verify, operation=replace(verify.operation, address=between))
+        services = replace(draft.verify, addresses=between)
+        draft = replace(draft, verify=services, operation=replace(draft.operation, address=address))
         children = {
-            name: stack.enter_context(_child(folder, name, args, arrangement.shown)) for name, args in commands.items()
+            name: stack.enter_context(_child(folder, name, settings, shown))
+            for name, settings in (("verify", verify), ("draft", draft))
         }
-        client = stack.enter_context(Client(draft, connect_timeout=1.0))
-        yield ServicePair(client, children["draft"].process.pid, children["verify"].process.pid, draft, children)
+        client = stack.enter_context(Client(address, connect_timeout=1.0))
+        yield ServicePair(client, children["draft"].process.pid, children["verify"].process.pid, address, children)
 
 
 @contextmanager
@@ -203,20 +173,22 @@ class _Child:
 
 
 @contextmanager
-def _child(folder: Path, name: str, arguments: Sequence[str], shown: bool) -> Iterator[_Child]:
+def _child(folder: Path, name: str, settings: VerifySettings | DraftSettings, shown: bool) -> Iterator[_Child]:
     log = folder / f"{name}.log"
     # No preexec_fn: between fork and exec, gRPC's fork handlers can break the child of a process that has channels.
-    command = [sys.executable, "-m", "dynatree.cli.service_pair", str(os.getpid()), name, *arguments]
+    command = [sys.executable, "-m", "dynatree.cli.service_pair", str(os.getpid()), name]
+    command.append(settings.model.model)  # shown by `ps`
     child: _Child | None = None
     try:
         with log.open("wb") as output, _held_back(signal.SIGINT, signal.SIGTERM):
             into = subprocess.PIPE if shown else output
-            environment = without_options(os.environ)
+            environment = {**MODEL_ENVIRONMENT, **os.environ}
             with interrupts.blocked():
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=into, env=environment
-                )
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=into, env=environment)
             child = _Child(process, log)
+            assert process.stdin is not None
+            with suppress(BrokenPipeError), process.stdin as words:  # the child may have been interrupted
+                pickle.dump(settings, words)
             if shown:
                 child.shown = threading.Thread(target=child.show, name=f"{name}-log", daemon=True)
                 child.shown.start()
@@ -264,4 +236,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 if __name__ == "__main__":
     _end_with_parent(int(sys.argv[1]))
-    sys.exit(main(sys.argv[2:]))
+    service = sys.argv[2]
+    sys.exit(finished(service, lambda: import_module(COMMANDS[service][1]).serve(pickle.load(sys.stdin.buffer))))

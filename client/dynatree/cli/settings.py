@@ -1,8 +1,12 @@
-"""Builds the services' settings from parsed options; contradictory options raise `StartupError`."""
+"""Builds the services' settings from parsed options; contradictory options raise `StartupError`.
+
+Services that `dynatree serve` starts get their missing addresses, which are empty here, from `service_pair`.
+"""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +14,18 @@ from dynatree import embedded
 from dynatree.draft.settings import DefaultPolicy, DraftLimits, DraftSettings, VerifyServices
 from dynatree.engine.settings import ModelSettings
 from dynatree.serving.admission import Quota
-from dynatree.serving.channel import ChannelSettings
+from dynatree.serving.channel import PLAIN, ChannelSettings
 from dynatree.serving.operation import OperationSettings
 from dynatree.serving.security import SecuritySettings
 from dynatree.verify.settings import AUTO_ROWS, VerifyLimits, VerifySettings
 
+SERVE_SECONDS = 3600.0  # for both models of `serve` to load; an offloaded target is first written to the layer cache
 _AHEAD = {"auto": None, "on": True, "off": False}
 
 
 def verify_settings(options: argparse.Namespace) -> VerifySettings:
     """Return the settings of `dynatree verify`."""
-    limits = VerifyLimits(
-        sessions=options.max_sessions,
-        queue=options.queue,
-        max_tree_nodes=options.max_tree_nodes,
-        batch_rows=options.batch_rows or AUTO_ROWS,
-        idle_seconds=options.idle_timeout,
-        prefix_cache=options.prefix_cache == "on",
-    )
-    model = target_settings(
-        options,
-        sessions=options.max_sessions,
-        speculative_slots=limits.max_tree_nodes,
-        measured_rows=limits.batch_rows,
-    )
-    return VerifySettings(model, limits, _operation(options))
+    return _verify(options, _listening(options))
 
 
 def draft_settings(options: argparse.Namespace) -> DraftSettings:
@@ -46,6 +37,48 @@ def draft_settings(options: argparse.Namespace) -> DraftSettings:
         token=options.verify_token_file,
         insecure=options.insecure,
     )
+    services = VerifyServices(options.verify, channel, options.verify_timeout, _AHEAD[options.draft_ahead])
+    return _draft(options, options.device, services, _listening(options))
+
+
+def serve_settings(options: argparse.Namespace) -> tuple[VerifySettings, DraftSettings]:
+    """Return the settings of both services of `dynatree serve`."""
+    security = SecuritySettings(insecure=options.insecure)
+    metrics = None if options.metrics is None else _next_port(options.metrics)
+    verify = _operation(options, address="", security=security, metrics=metrics)
+    security = replace(security, tokens=options.token_file)
+    draft = _operation(options, address=options.grpc or "", security=security, metrics=options.metrics)
+    services = VerifyServices("", PLAIN, SERVE_SECONDS, _AHEAD[options.draft_ahead])
+    return _verify(options, verify), _draft(options, options.draft_device or options.device, services, draft)
+
+
+def _verify(options: argparse.Namespace, operation: OperationSettings) -> VerifySettings:
+    limits = VerifyLimits(
+        sessions=options.max_sessions,
+        queue=options.queue,
+        max_tree_nodes=options.max_tree_nodes,
+        batch_rows=options.batch_rows or AUTO_ROWS,
+        idle_seconds=options.idle_timeout,
+        prefix_cache=options.prefix_cache == "on",
+    )
+    model = _model(
+        options,
+        options.target_model,
+        embedded.target_path(),
+        device=options.device,
+        sessions=options.max_sessions,
+        speculative_slots=limits.max_tree_nodes,
+        measured_rows=limits.batch_rows,
+        resident_layers=options.resident_layers,
+        layer_cache=options.layer_cache,
+        tensor_parallel=options.tensor_parallel,
+    )
+    return VerifySettings(model, limits, operation)
+
+
+def _draft(
+    options: argparse.Namespace, device: str, services: VerifyServices, operation: OperationSettings
+) -> DraftSettings:
     limits = DraftLimits(
         sessions=options.max_sessions,
         queue=options.queue,
@@ -59,33 +92,19 @@ def draft_settings(options: argparse.Namespace) -> DraftSettings:
         options,
         options.draft_model,
         embedded.draft_path(),
+        device=device,
         sessions=options.max_sessions,
         speculative_slots=2 * options.max_tree_nodes,
         chooses_tokens=False,
     )
-    verify = VerifyServices(options.verify, channel, options.verify_timeout, _AHEAD[options.draft_ahead])
     policy = DefaultPolicy(options.policy, options.policy_settings)
-    return DraftSettings(model, verify, policy, limits, _operation(options))
-
-
-def target_settings(options: argparse.Namespace, **others: Any) -> ModelSettings:
-    """Return the settings of the target model; `others` are those that depend on the service's limits."""
-    return _model(
-        options,
-        options.target_model,
-        embedded.target_path(),
-        resident_layers=options.resident_layers,
-        layer_cache=options.layer_cache,
-        tensor_parallel=options.tensor_parallel,
-        **others,
-    )
+    return DraftSettings(model, services, policy, limits, operation)
 
 
 def _model(options: argparse.Namespace, model: str, embedded_path: Path, **others: Any) -> ModelSettings:
     """Return the settings of a model; the name "embedded" means the shipped model at `embedded_path`."""
     return ModelSettings(
         model=str(embedded_path) if model == embedded.NAME else model,
-        device=options.device,
         dtype=options.dtype,
         weights=options.weights,
         kv_tokens=options.kv_tokens,
@@ -96,7 +115,7 @@ def _model(options: argparse.Namespace, model: str, embedded_path: Path, **other
     )
 
 
-def _operation(options: argparse.Namespace) -> OperationSettings:
+def _listening(options: argparse.Namespace) -> OperationSettings:
     security = SecuritySettings(
         certificate=options.tls_cert,
         key=options.tls_key,
@@ -105,4 +124,15 @@ def _operation(options: argparse.Namespace) -> OperationSettings:
         insecure=options.insecure,
         reflection=options.reflection == "on",
     )
-    return OperationSettings(options.listen, options.grace, security, options.metrics, options.traces)
+    return _operation(options, address=options.listen, security=security, metrics=options.metrics)
+
+
+def _operation(options: argparse.Namespace, **others: Any) -> OperationSettings:
+    names = ("grace", "traces", "log_format", "log_level")
+    return OperationSettings(**{name: getattr(options, name) for name in names}, **others)
+
+
+def _next_port(address: str) -> str:
+    """Return the address with the next port; port 0, which takes a free port, stays 0."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + 1 if int(port) else 0}"

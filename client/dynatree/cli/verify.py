@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dynatree import embedded
 from dynatree.cli.arguments import not_negative, positive
 from dynatree.cli.checks import check_verify
 from dynatree.cli.imports import without_collection
@@ -15,6 +15,9 @@ from dynatree.cli.service_arguments import add_groups, add_service_arguments
 from dynatree.common.limits import ALL_LAYERS
 from dynatree.common.logs import configure_logging
 from dynatree.engine.model.files import described
+
+if TYPE_CHECKING:
+    from dynatree.verify.settings import VerifySettings
 
 log = logging.getLogger(__name__)
 
@@ -98,9 +101,20 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         StartupError: The command line is wrong, as found before the model loads.
     """
-    settings = check_verify(options)
-    configure_logging(options.log_format, options.log_level)
-    log.info("loading %s", described(options.target_model, embedded.target_path()))  # torch's import also takes seconds
+    from dynatree.cli.settings import verify_settings
+
+    return serve(verify_settings(options))
+
+
+def serve(settings: VerifySettings) -> int:
+    """Check the settings, and serve until a signal; return the exit status.
+
+    Raises:
+        StartupError: The settings are wrong, as found before the model loads.
+    """
+    check_verify(settings)
+    configure_logging(settings.operation.log_format, settings.operation.log_level)
+    log.info("loading %s", described(settings.model.model))  # torch's import also takes seconds
 
     with without_collection():
         from dynatree.verify.serve_verify import run

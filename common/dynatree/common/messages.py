@@ -16,7 +16,6 @@ class FinishReason(Enum):
 
     STOP = "stop"  # an end-of-sequence token or a stop string
     LENGTH = "length"  # max_new_tokens or the context limit
-    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class OpenSession:
     Attributes:
         prompt_ids: The whole prompt. After a lost session, it ends with the tokens that the session generated.
         decoding: Decoding options; `max_new_tokens` includes the tokens of a lost session.
-        draft: The draft model.
+        draft: The draft model; only its name, tokenizer fingerprint and device id are sent.
         principal: Principal of the request: it decides the queue turn and which cached prompts may be reused.
         generated: Number of trailing `prompt_ids` that a lost session generated.
         round: Number of trees that the lost session sent.
@@ -52,16 +51,20 @@ class OpenSession:
 
 @dataclass(frozen=True)
 class VerifyTimings:
-    """Seconds that the verify service spent on one request; `total` also includes validation and waiting.
+    """Seconds that the verify service spent on one request.
 
-    `forward` is the time of the whole forward pass, which several sessions may share. `attributed` is this session's
-    part of it, proportional to the seconds that the pass would save without the session.
+    Attributes:
+        forward: Time of the whole forward pass, which several sessions may share.
+        accept: Time of acceptance, and of the preparation before the forward pass.
+        commit: Time of the sessions' commits.
+        total: Time from the request's arrival to its answer, validation and waiting included.
+        attributed: This session's part of `forward`, proportional to the seconds that the pass would save without it.
     """
 
     forward: float
     accept: float
     commit: float
-    total: float
+    total: float = 0.0
     attributed: float = 0.0
 
 
@@ -74,8 +77,6 @@ class Commit:
         base_length: Committed tokens after this commit, prompt included.
         token_ids: The accepted path, then the target's own choice after it.
         accepted_nodes: The path's nodes in the tree, from the root down.
-        drafted: Nodes of the tree.
-        tree_depth: The depth of its deepest node; 0 for an empty tree.
         timings: Seconds spent on the request.
         finish_reason: Set on the session's last commit.
         log_probs: One log-probability per entry of `token_ids`, if the request asked for them.
@@ -89,8 +90,6 @@ class Commit:
     base_length: int
     token_ids: tuple[int, ...]
     accepted_nodes: tuple[int, ...]
-    drafted: int
-    tree_depth: int
     timings: VerifyTimings
     finish_reason: FinishReason | None = None
     log_probs: tuple[float, ...] = ()
@@ -107,9 +106,7 @@ class SessionOpened:
     Attributes:
         target: The target model, as its service describes it.
         max_tree_nodes: Largest number of nodes in a tree that the session accepts.
-        seed: The seed in force; 0 for greedy decoding.
         commit: The commit of the first token.
-        replica_id: Opaque identifier of the process that serves the session.
         queue_seconds: Seconds that the request waited for a free session.
         cached_tokens: Prompt tokens whose keys and values were cached.
         prompt_log_probs: One log-probability per prompt token except the first, if requested.
@@ -118,9 +115,7 @@ class SessionOpened:
 
     target: ModelInfo
     max_tree_nodes: int
-    seed: int
     commit: Commit
-    replica_id: str = ""
     queue_seconds: float = 0.0
     cached_tokens: int = 0
     prompt_log_probs: tuple[float, ...] = ()

@@ -154,6 +154,8 @@ class TokenTree:
             nodes: Node indices, each after its parent. For a tree with `candidates`, all nodes must be given, and
                 siblings must keep their order.
         """
+        if list(nodes) == list(range(len(self))):
+            return self
         place = {node: place for place, node in enumerate((ROOT, *nodes), start=ROOT)}
         taken = object.__new__(TokenTree)
         for name, value in (

@@ -26,7 +26,6 @@ from dynatree.v1 import draft_pb2, tree_pb2, verify_pb2
 _FINISH_REASONS = {
     FinishReason.STOP: tree_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: tree_pb2.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: tree_pb2.FINISH_REASON_CANCELLED,
 }
 
 
@@ -95,9 +94,12 @@ def _values(message: Message, record: type[Any]) -> dict[str, Any]:
 def open_session_to_pb(request: OpenSession) -> verify_pb2.OpenSession:
     """The message that opens a session."""
     decoding = {each.name: getattr(request.decoding, each.name) for each in fields(Decoding)}
+    draft = request.draft
     return verify_pb2.OpenSession(
         prompt_ids=request.prompt_ids,
-        draft=model_info_to_pb(request.draft),
+        draft=tree_pb2.ModelInfo(
+            name=draft.name, tokenizer_fingerprint=draft.tokenizer_fingerprint, device_id=draft.device_id
+        ),
         principal=request.principal,
         generated=request.generated,
         round=request.round,
@@ -127,11 +129,8 @@ def session_opened_to_pb(opened: SessionOpened) -> verify_pb2.SessionOpened:
     """The message that answers a request for a session."""
     return verify_pb2.SessionOpened(
         max_tree_nodes=opened.max_tree_nodes,
-        context_length=opened.target.context_length,
         commit=commit_to_pb(opened.commit),
-        seed=opened.seed,
         target=model_info_to_pb(opened.target),
-        replica_id=opened.replica_id,
         queue_seconds=opened.queue_seconds,
         cached_tokens=opened.cached_tokens,
         prompt_log_probs=opened.prompt_log_probs,
@@ -148,9 +147,7 @@ def session_opened_from_pb(message: verify_pb2.SessionOpened) -> SessionOpened:
     return SessionOpened(
         target=model_info_from_pb(message.target),
         max_tree_nodes=message.max_tree_nodes,
-        seed=message.seed,
         commit=commit_from_pb(message.commit),
-        replica_id=message.replica_id,
         queue_seconds=message.queue_seconds,
         cached_tokens=message.cached_tokens,
         prompt_log_probs=tuple(message.prompt_log_probs),
@@ -231,12 +228,7 @@ def commit_to_pb(commit: Commit) -> verify_pb2.Commit:
         base_length=commit.base_length,
         token_ids=commit.token_ids,
         accepted_nodes=commit.accepted_nodes,
-        acceptance=verify_pb2.AcceptanceStatistics(
-            drafted=commit.drafted,
-            accepted=len(commit.accepted_nodes),
-            tree_depth=commit.tree_depth,
-            trimmed=commit.trimmed,
-        ),
+        acceptance=verify_pb2.AcceptanceStatistics(trimmed=commit.trimmed),
         timings=verify_pb2.VerifyTimings(
             forward_seconds=commit.timings.forward,
             accept_seconds=commit.timings.accept,
@@ -270,8 +262,6 @@ def commit_from_pb(message: verify_pb2.Commit) -> Commit:
         base_length=message.base_length,
         token_ids=tuple(message.token_ids),
         accepted_nodes=tuple(message.accepted_nodes),
-        drafted=message.acceptance.drafted,
-        tree_depth=message.acceptance.tree_depth,
         timings=VerifyTimings(
             forward=timings.forward_seconds,
             accept=timings.accept_seconds,

@@ -1,4 +1,4 @@
-"""Operational settings of a service: listening address, security, metrics, and traces."""
+"""Operational settings of a service: listening address, security, metrics, traces, and the log."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class OperationSettings:
         security: Security settings of the server.
         metrics: Address of the Prometheus endpoint, `host:port`; None means no endpoint.
         traces: URL of the trace collector; None means no traces.
+        log_format: Format of the log's lines, "text" or "json".
+        log_level: Level of the least important lines in the log.
     """
 
     address: str
@@ -30,6 +32,8 @@ class OperationSettings:
     security: SecuritySettings = LOCAL
     metrics: str | None = None
     traces: str | None = None
+    log_format: str = "text"
+    log_level: str = "info"
 
 
 @dataclass

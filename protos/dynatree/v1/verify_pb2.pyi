@@ -62,28 +62,22 @@ class VerifyResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
-    __slots__ = ("max_tree_nodes", "context_length", "commit", "seed", "target", "replica_id", "queue_seconds", "cached_tokens", "prompt_log_probs", "prompt_top_log_probs")
+    __slots__ = ("max_tree_nodes", "commit", "target", "queue_seconds", "cached_tokens", "prompt_log_probs", "prompt_top_log_probs")
     MAX_TREE_NODES_FIELD_NUMBER: _ClassVar[int]
-    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
-    SEED_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
-    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOP_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     max_tree_nodes: int
-    context_length: int
     commit: Commit
-    seed: int
     target: _tree_pb2.ModelInfo
-    replica_id: str
     queue_seconds: float
     cached_tokens: int
     prompt_log_probs: _containers.RepeatedScalarFieldContainer[float]
     prompt_top_log_probs: _tree_pb2.TopLogProbs
-    def __init__(self, max_tree_nodes: _Optional[int] = ..., context_length: _Optional[int] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., seed: _Optional[int] = ..., target: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., replica_id: _Optional[str] = ..., queue_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., prompt_log_probs: _Optional[_Iterable[float]] = ..., prompt_top_log_probs: _Optional[_Union[_tree_pb2.TopLogProbs, _Mapping]] = ...) -> None: ...
+    def __init__(self, max_tree_nodes: _Optional[int] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., target: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., queue_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., prompt_log_probs: _Optional[_Iterable[float]] = ..., prompt_top_log_probs: _Optional[_Union[_tree_pb2.TopLogProbs, _Mapping]] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("next_round", "base_length", "token_ids", "accepted_nodes", "acceptance", "timings", "finish_reason", "log_probs", "pass_statistics", "top_log_probs")
@@ -126,16 +120,10 @@ class PassStatistics(_message.Message):
     def __init__(self, sessions: _Optional[int] = ..., rows: _Optional[int] = ..., row_price: _Optional[float] = ..., hold_seconds: _Optional[float] = ..., open_sessions: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ...) -> None: ...
 
 class AcceptanceStatistics(_message.Message):
-    __slots__ = ("drafted", "accepted", "tree_depth", "trimmed")
-    DRAFTED_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    TREE_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("trimmed",)
     TRIMMED_FIELD_NUMBER: _ClassVar[int]
-    drafted: int
-    accepted: int
-    tree_depth: int
     trimmed: int
-    def __init__(self, drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., tree_depth: _Optional[int] = ..., trimmed: _Optional[int] = ...) -> None: ...
+    def __init__(self, trimmed: _Optional[int] = ...) -> None: ...
 
 class VerifyTimings(_message.Message):
     __slots__ = ("forward_seconds", "accept_seconds", "commit_seconds", "total_seconds", "attributed_seconds")

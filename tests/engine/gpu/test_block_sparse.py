@@ -62,7 +62,7 @@ def tree_mask(rows, order, seed=0):
     depths = [0, *tree.depths]
     places = {
         "random": chance.sample(range(rows), rows),
-        "depth_first": [0, *(node + 1 for node in depth_first(tree)[1])],
+        "depth_first": [0, *(node + 1 for node in depth_first(tree, range(rows - 1)))],
         "breadth_first": sorted(range(rows), key=depths.__getitem__),
     }[order]
     return ancestor_mask(parents)[places][:, places]

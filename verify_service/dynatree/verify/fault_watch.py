@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from dynatree.common.errors import DeviceFailedError, NotFiniteError
+from dynatree.common.messages import VerifyTimings
 from dynatree.verify.accept import Verdict
 from dynatree.verify.scheduler import PassRunner
-from dynatree.verify.verifier import Part, Result, Timings
+from dynatree.verify.verifier import Part, Result
 
 MOST_FAULTS = 5  # consecutive failed choices after which the device is tried
 
@@ -32,7 +33,7 @@ class FaultWatch:
     def over(self, run: PassRunner) -> PassRunner:
         """Wrap a pass runner, so that the results of its passes are inspected."""
 
-        async def watched(parts: Sequence[Part]) -> tuple[Sequence[Result], Timings]:
+        async def watched(parts: Sequence[Part]) -> tuple[Sequence[Result], VerifyTimings]:
             results, timings = await run(parts)
             return await self.judged(results), timings
 

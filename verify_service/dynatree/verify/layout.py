@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dynatree.common.tree import ROOT, TokenTree
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.forward.tree_mask import ancestor_mask
 from dynatree.verify.session import Session
 
 
-def depth_first(tree: TokenTree) -> tuple[TokenTree, tuple[int, ...]]:
-    """The same tree in depth-first order, and for each of its nodes the index of that node in `tree`.
+def depth_first(tree: TokenTree, nodes: Iterable[int]) -> tuple[int, ...]:
+    """The given nodes of a tree, ascending and with their parents, in depth-first order.
 
     A node's likeliest child follows it directly, so the keys of the likeliest path are placed as in plain decoding:
     in low precision, the sums of attention depend on the slots of the keys. Children that were drawn keep their order.
     """
     below: dict[int, list[int]] = {}
-    for node, parent in enumerate(tree.parents):
-        below.setdefault(parent, []).append(node)
+    for node in nodes:
+        below.setdefault(tree.parents[node], []).append(node)
     if tree.log_probs and not tree.candidates:
         for siblings in below.values():
             siblings.sort(key=lambda node: -tree.log_probs[node])
@@ -25,7 +27,7 @@ def depth_first(tree: TokenTree) -> tuple[TokenTree, tuple[int, ...]]:
     while pending:
         order.append(pending.pop())
         pending += below.get(order[-1], [])[::-1]
-    return (tree if order == list(range(len(tree))) else tree.take(order)), tuple(order)
+    return tuple(order)
 
 
 def prompt_segment(session: Session, tokens: int) -> Segment:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
+from dynatree.common.messages import Commit, VerifyTimings
 from dynatree.common.pass_statistics import PassStatistics
 from dynatree.common.tree import TokenTree
 from dynatree.verify.accept import Verdict
@@ -21,7 +22,7 @@ from dynatree.verify.pass_plan import admit, is_whole
 from dynatree.verify.prompt_budget import PromptBudget
 from dynatree.verify.session import Session
 from dynatree.verify.track_record import TrackRecord
-from dynatree.verify.verifier import Part, Result, Timings
+from dynatree.verify.verifier import NO_TREE, Part, Result
 
 RATE_FADE = 0.9  # factor applied to past passes in the service rate, once per pass
 PROMPT_ROWS = 512  # prompt rows in a pass while no session streams, and most rows of one prompt in any pass
@@ -31,18 +32,7 @@ HOLD_SHARE = 0.5  # longest wait for trees about to arrive, in plain steps
 
 
 # Runs a pass off the event loop: `Verifier.run` on the model thread.
-PassRunner = Callable[[Sequence[Part]], Awaitable[tuple[Sequence[Result], Timings]]]
-
-
-@dataclass(frozen=True)
-class Done:
-    """The outcome of a pass for one session."""
-
-    verdict: Verdict
-    timings: Timings
-    attributed_seconds: float
-    trimmed: int
-    shared: PassStatistics
+PassRunner = Callable[[Sequence[Part]], Awaitable[tuple[Sequence[Result], VerifyTimings]]]
 
 
 @dataclass(eq=False)
@@ -51,28 +41,22 @@ class _Job:
 
     session: Session
     tree: TokenTree | None
-    future: asyncio.Future[Done]
-    kept: Sequence[int] = ()  # nodes of the tree that are in the pass
+    future: asyncio.Future[Commit]
     turn: int = 0  # prompt tokens read since the prompt's turn began
 
     @property
     def rows(self) -> int:
         return 1 if self.tree is None else 1 + len(self.tree)
 
-    @property
-    def trimmed(self) -> int:
-        return 0 if self.tree is None else len(self.tree) - len(self.kept)
-
     def fail(self, error: Exception) -> None:
         """Set `error` on the future, unless it is already done."""
         if not self.future.done():
             self.future.set_exception(error)
 
-    def settle(self, verdict: Verdict, timings: Timings, share: float, shared: PassStatistics) -> None:
-        """Resolve the future; accepted nodes get the indices that they have in the session's own tree."""
+    def settle(self, commit: Commit) -> None:
+        """Set the commit on the future, unless it is already done."""
         if not self.future.done():
-            accepted = tuple(self.kept[node] for node in verdict.accepted)
-            self.future.set_result(Done(replace(verdict, accepted=accepted), timings, share, self.trimmed, shared))
+            self.future.set_result(commit)
 
 
 @dataclass
@@ -96,6 +80,8 @@ class ServiceRate:
 @dataclass
 class Scheduler:
     """Gathers the trees and prompts of sessions into passes; runs on the event loop, one pass at a time.
+
+    It does not know when requests arrived, so `timings.total` of its commits is 0.
 
     Attributes:
         run_pass: Function that runs a pass.
@@ -121,13 +107,13 @@ class Scheduler:
     def __post_init__(self) -> None:
         self._budget = PromptBudget(self.costs, self.max_rows)
 
-    async def read(self, session: Session) -> Done:
+    async def read(self, session: Session) -> Commit:
         """Prefill the rest of a session's prompt, and commit its first token."""
         self._paces[session] = Pace()
         self._records[session] = TrackRecord()
         return await self._wait(self._prompts, _Job(session, None, _future()))
 
-    async def verify(self, session: Session, tree: TokenTree) -> Done:
+    async def verify(self, session: Session, tree: TokenTree) -> Commit:
         """Verify a session's tree, or those of its nodes that are worth their rows."""
         self._paces[session].came(_now())
         return await self._wait(self._trees, _Job(session, tree, _future()))
@@ -137,7 +123,7 @@ class Scheduler:
         self._paces.pop(session, None)
         self._records.pop(session, None)
 
-    async def _wait(self, queue: list[_Job], job: _Job) -> Done:
+    async def _wait(self, queue: list[_Job], job: _Job) -> Commit:
         queue.append(job)
         self._came.set()
         if self._loop is None:
@@ -202,7 +188,7 @@ class Scheduler:
     def _take(self) -> tuple[list[_Job], list[Part], float]:
         """The jobs of the next pass, the part of each in it, and the price of a row."""
         jobs = self._next_jobs()
-        trees = [job.tree or TokenTree() for job in jobs]
+        trees = [job.tree or NO_TREE for job in jobs]
         alone = len(self._paces) == 1
         if alone or not jobs:
             kept, price = [tuple(range(len(tree))) for tree in trees], 0.0
@@ -215,10 +201,7 @@ class Scheduler:
             if self._prompts:
                 admitted = admit(trees, worths, rate, self.costs, self._budget.tree_rows(longest, len(jobs)))
             kept, price = list(admitted.nodes), admitted.price
-        parts = []
-        for job, tree, nodes in zip(jobs, trees, kept, strict=True):
-            job.kept = nodes
-            parts.append(Part(job.session, tree if len(nodes) == len(tree) else tree.take(nodes)))
+        parts = [Part(job.session, tree, nodes) for job, tree, nodes in zip(jobs, trees, kept, strict=True)]
         pieces = self._pieces(sum(part.rows for part in parts), longest, len(parts))
         del self._prompts[: len(pieces)]
         for job, tokens in pieces:
@@ -305,10 +288,10 @@ class Scheduler:
                 if pace is not None:
                     pace.answer(now, 1 if part.prompt_tokens else part.rows)
                     if job.tree is not None and not is_whole(job.tree):
-                        self._records[job.session].observe(part.tree, len(result.accepted))
+                        self._records[job.session].observe(part.tree, part.nodes, len(result.accepted))
                     if result.finish_reason is not None:
                         self.forget(job.session)
-                job.settle(result, timings, timings.forward * share, shared)
+                job.settle(_commit(part, result, replace(timings, attributed=timings.forward * share), shared))
         self._put_back(unread)
         self._observe(parts, results, rows, timings, began, now)
         self._ended = now
@@ -338,7 +321,7 @@ class Scheduler:
         parts: Sequence[Part],
         results: Sequence[Result],
         rows: int,
-        timings: Timings,
+        timings: VerifyTimings,
         began: float,
         now: float,
     ) -> None:
@@ -361,7 +344,22 @@ class Scheduler:
                 await self._pass([job], [part], 0.0, 0.0)
 
 
-def _future() -> asyncio.Future[Done]:
+def _commit(part: Part, verdict: Verdict, timings: VerifyTimings, shared: PassStatistics) -> Commit:
+    return Commit(
+        next_round=part.session.round,
+        base_length=part.session.length,
+        token_ids=verdict.token_ids,
+        accepted_nodes=verdict.accepted,
+        timings=timings,
+        finish_reason=verdict.finish_reason,
+        log_probs=verdict.log_probs,
+        top_log_probs=verdict.top_log_probs,
+        trimmed=part.trimmed,
+        shared=shared,
+    )
+
+
+def _future() -> asyncio.Future[Commit]:
     return asyncio.get_running_loop().create_future()
 
 

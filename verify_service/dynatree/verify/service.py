@@ -33,7 +33,7 @@ from dynatree.serving.principals import is_principal, joint
 from dynatree.serving.tracing import OFF, Span, Tracing
 from dynatree.v1 import verify_pb2, verify_pb2_grpc
 from dynatree.verify.metrics import VerifyMetrics
-from dynatree.verify.scheduler import Done, Scheduler
+from dynatree.verify.scheduler import Scheduler
 from dynatree.verify.session import Session, SessionRequest
 from dynatree.verify.verifier import Verifier
 
@@ -74,7 +74,6 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         self._tracing = tracing
         self._idle_seconds = idle_seconds
         self._cores = SharedCores(ShortWaits())
-        self._replica_id = secrets.token_hex(8)
 
     async def GetModelInfo(  # noqa: N802
         self, request: verify_pb2.VerifyServiceGetModelInfoRequest, context: Context
@@ -112,11 +111,14 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         self, session: Session, queue_seconds: float, context: Context, arrival: float, span: Span
     ) -> None:
         with span.child("read prompt", tokens=session.unread):
-            done = await self._scheduler.read(session)
+            commit = await self._scheduler.read(session)
         self._metrics.cached(session.cached)
-        commit = self._commit(session, TokenTree(), done, arrival)
-        opened = replace(
-            self._opened(session.request, commit, queue_seconds, session.cached),
+        opened = SessionOpened(
+            target=self._verifier.target,
+            max_tree_nodes=self._verifier.max_tree_nodes,
+            commit=self._answered(commit, arrival),
+            queue_seconds=queue_seconds,
+            cached_tokens=session.cached,
             prompt_log_probs=session.prompt_log_probs,
             prompt_top_log_probs=session.prompt_top_log_probs,
         )
@@ -185,25 +187,11 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         session.check_distributions(tree)
         return tree
 
-    def _opened(
-        self, request: SessionRequest, commit: Commit, queue_seconds: float = 0.0, cached_tokens: int = 0
-    ) -> SessionOpened:
-        sampling = request.decoding.sampling
-        return SessionOpened(
-            target=self._verifier.target,
-            max_tree_nodes=self._verifier.max_tree_nodes,
-            seed=0 if sampling.greedy else sampling.seed,
-            commit=commit,
-            replica_id=self._replica_id,
-            queue_seconds=queue_seconds,
-            cached_tokens=cached_tokens,
-        )
-
     def _over(self, request: SessionRequest, arrival: float) -> SessionOpened:
         """The answer to a resumed completion whose last token had already ended it."""
         timings = VerifyTimings(0.0, 0.0, 0.0, total=time.perf_counter() - arrival)
-        commit = Commit(request.round, len(request.prompt_ids), (), (), 0, 0, timings, request.finish_reason)
-        return self._opened(request, commit)
+        commit = Commit(request.round, len(request.prompt_ids), (), (), timings, request.finish_reason)
+        return SessionOpened(self._verifier.target, self._verifier.max_tree_nodes, commit)
 
     async def _round(
         self,
@@ -226,33 +214,17 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
                 raise RoundInFlightError(
                     "a request arrived before the previous round was answered; expected one round at a time"
                 )
-            return self._commit(session, tree, await verifying, arrival)
+            return self._answered(await verifying, arrival)
         finally:
             verifying.cancel()  # passes skip cancelled jobs
 
-    def _commit(self, session: Session, tree: TokenTree, done: Done, arrival: float) -> Commit:
-        """The commit sent for a round, or for the prompt's prefill, whose request arrived at time `arrival`."""
-        verdict, timings = done.verdict, done.timings
-        self._metrics.committed(len(verdict.token_ids), done.trimmed)
-        return Commit(
-            next_round=session.round,
-            base_length=session.length,
-            token_ids=verdict.token_ids,
-            accepted_nodes=verdict.accepted,
-            drafted=len(tree),
-            tree_depth=tree.depth,
-            timings=VerifyTimings(
-                timings.forward,
-                timings.accept,
-                timings.commit,
-                total=time.perf_counter() - arrival,
-                attributed=done.attributed_seconds,
-            ),
-            finish_reason=verdict.finish_reason,
-            log_probs=verdict.log_probs,
-            top_log_probs=verdict.top_log_probs,
-            trimmed=done.trimmed,
-            shared=replace(done.shared, kv_cache_usage=self._admission.usage),
+    def _answered(self, commit: Commit, arrival: float) -> Commit:
+        """Count a commit, and add the seconds since its request arrived and the share of KV slots in use."""
+        self._metrics.committed(len(commit.token_ids), commit.trimmed)
+        return replace(
+            commit,
+            timings=replace(commit.timings, total=time.perf_counter() - arrival),
+            shared=replace(commit.shared, kv_cache_usage=self._admission.usage),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dynatree.common.tree import TokenTree
@@ -30,7 +31,8 @@ class TrackRecord:
         """Accepted tokens per promised token."""
         return (PRIOR + self._accepted) / (PRIOR + self._promised)
 
-    def observe(self, verified: TokenTree, accepted: int) -> None:
-        """Record the verified part of a tree, and the number of its nodes that were accepted."""
+    def observe(self, tree: TokenTree, verified: Iterable[int], accepted: int) -> None:
+        """Record the verified nodes of a tree, and the number of those that were accepted."""
+        probs = path_probs(tree)
         self._accepted = FADE * self._accepted + accepted
-        self._promised = FADE * self._promised + sum(path_probs(verified))
+        self._promised = FADE * self._promised + sum(probs[node] for node in verified)

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from dynatree.common.errors import NotFiniteError, ServiceBusyError
+from dynatree.common.messages import VerifyTimings
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.sampling import NOT_CHOSEN, Sampling
 from dynatree.common.tree import TokenTree
@@ -34,26 +35,31 @@ Result = Verdict | Exception | None
 
 
 @dataclass(frozen=True)
-class Timings:
-    """Seconds of one pass, by phase; `accept` also includes the preparation before the forward pass."""
-
-    forward: float
-    accept: float
-    commit: float
-
-
-@dataclass(frozen=True)
 class Part:
-    """One session's part of a pass: a tree below its last token, or the next `prompt_tokens` tokens of its prompt."""
+    """One session's part of a pass: a tree below its last token, or the next `prompt_tokens` tokens of its prompt.
+
+    The pass verifies the nodes `kept` of the tree, ascending indices with those of their parents; None means all.
+    """
 
     session: Session
     tree: TokenTree = NO_TREE
+    kept: Sequence[int] | None = None
     prompt_tokens: int = 0
+
+    @property
+    def nodes(self) -> Sequence[int]:
+        """The nodes of the tree that the pass verifies."""
+        return range(len(self.tree)) if self.kept is None else self.kept
+
+    @property
+    def trimmed(self) -> int:
+        """Number of nodes that the pass does not verify."""
+        return len(self.tree) - len(self.nodes)
 
     @property
     def rows(self) -> int:
         """Rows of the part in the forward pass."""
-        return self.prompt_tokens or 1 + len(self.tree)
+        return self.prompt_tokens or 1 + len(self.nodes)
 
 
 class Verifier:
@@ -91,7 +97,7 @@ class Verifier:
             raise ServiceBusyError("the verify service's KV cache is full; try again later")
         return Session(kv, request, list(request.prompt_ids), read=cached, cached=cached)
 
-    def run(self, parts: Sequence[Part]) -> tuple[list[Result], Timings]:
+    def run(self, parts: Sequence[Part]) -> tuple[list[Result], VerifyTimings]:
         """Run one pass: one target forward pass over all parts, then each session's commit.
 
         If the forward pass fails, its error is raised, no session has changed, and the pass may be tried again. A later
@@ -101,8 +107,10 @@ class Verifier:
             The result of each part: its commit, None if its prompt is not fully read, or its error; and the timings.
         """
         began = time.perf_counter()
-        orders = [depth_first(part.tree) for part in parts]
-        parts = [replace(part, tree=tree) for part, (tree, _) in zip(parts, orders, strict=True)]
+        orders = [depth_first(part.tree, part.nodes) for part in parts]
+        parts = [
+            replace(part, tree=part.tree.take(order), kept=None) for part, order in zip(parts, orders, strict=True)
+        ]
         segments = [
             prompt_segment(part.session, part.prompt_tokens)
             if part.prompt_tokens
@@ -128,10 +136,10 @@ class Verifier:
             verdict
             if isinstance(verdict, Exception)
             else _result(partial(self._commit, part, verdict, order, rows, in_place=chosen is not None))
-            for part, verdict, (_, order), rows, chosen in zip(parts, verdicts, orders, logits, choices, strict=True)
+            for part, verdict, order, rows, chosen in zip(parts, verdicts, orders, logits, choices, strict=True)
         ]
         done = time.perf_counter()
-        return results, Timings(forwarded - started, started - began + accepted - forwarded, done - accepted)
+        return results, VerifyTimings(forwarded - started, started - began + accepted - forwarded, done - accepted)
 
     def close(self, session: Session) -> None:
         """Release the session's KV range; the prefix cache may keep its contents until the slots are needed."""

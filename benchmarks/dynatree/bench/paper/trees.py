@@ -85,7 +85,8 @@ def by_value(tree: Tree) -> list[int]:
 
 def reordered(parents: Sequence[int]) -> list[int]:
     """The verify service's order: depth-first, with siblings in their given order."""
-    return list(depth_first(TokenTree(tuple(range(len(parents))), tuple(parents)))[1])
+    nodes = tuple(range(len(parents)))
+    return list(depth_first(TokenTree(nodes, tuple(parents)), nodes))
 
 
 def random_blocks(rows: int) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from typing import Any, TypeVar, cast
 
@@ -22,6 +22,7 @@ from dynatree.bench.replay.virtual_time import run_in_virtual_time
 from dynatree.bench.table import Table
 from dynatree.common.decoding import Decoding
 from dynatree.common.limits import MAX_TREE_NODES
+from dynatree.common.messages import VerifyTimings
 from dynatree.common.model_info import ForwardCost
 from dynatree.common.pass_statistics import PassStatistics
 from dynatree.common.tree import TokenTree
@@ -37,7 +38,7 @@ from dynatree.verify.accept import Verdict
 from dynatree.verify.pass_costs import PassCosts
 from dynatree.verify.scheduler import Scheduler
 from dynatree.verify.session import Session, SessionRequest
-from dynatree.verify.verifier import Part, Timings
+from dynatree.verify.verifier import Part
 
 T = TypeVar("T")
 MEASURED_ROWS = 256  # rows up to which a verify service measures costs when it starts, and rows of its largest pass
@@ -197,14 +198,13 @@ class _Simulation:
         self._model.add(drafting.kv, run)
         self._coming[verifying] = run.completion
         reading = self._growth.run(lambda: self._drafter.reading(drafting, policy))
-        done = await self._scheduler.read(verifying)
+        commit = await self._scheduler.read(verifying)
         await reading
         now = asyncio.get_running_loop().time
         self._figures.tokens += 1
-        while done.verdict.finish_reason is None:
-            tokens = done.verdict.token_ids
+        while commit.finish_reason is None:
 
-            def grow(tokens: tuple[int, ...] = tokens) -> Growing[Growth]:
+            def grow(tokens: tuple[int, ...] = commit.token_ids) -> Growing[Growth]:
                 self._drafter.commit(drafting, tokens)
                 return self._drafter.growing(drafting, policy, verifying.remaining - 1, MAX_TREE_NODES)
 
@@ -213,34 +213,34 @@ class _Simulation:
             grown = now() - began
             await asyncio.sleep(machine.round_seconds)
             sent = now()
-            done = await self._scheduler.verify(verifying, growth.tree)
+            commit = await self._scheduler.verify(verifying, growth.tree)
             exchange = now() - sent
             draft_seconds = growth.forward_seconds + machine.level_seconds * growth.draft_forwards
-            verify_seconds = done.timings.forward + machine.round_seconds
+            verify_seconds = commit.timings.forward + machine.round_seconds
             policy.observe(
                 SharedRound(
                     growth.tree,
-                    done.verdict.accepted,
-                    done.verdict.bonus,
+                    commit.accepted_nodes,
+                    next(iter(commit.token_ids[len(commit.accepted_nodes) :]), None),
                     growth.draft_forwards,
                     draft_seconds,
                     growth.others_seconds,
                     verify_seconds,
-                    waited_seconds=max(grown - draft_seconds, 0.0) + exchange - done.timings.forward,
-                    shared=done.shared,
+                    waited_seconds=max(grown - draft_seconds, 0.0) + exchange - commit.timings.forward,
+                    shared=commit.shared,
                 )
             )
-            self._figures.tokens += len(done.verdict.token_ids)
+            self._figures.tokens += len(commit.token_ids)
             self._figures.rounds += 1
             self._figures.nodes += len(growth.tree)
-            self._figures.trimmed += done.trimmed
-            self._figures.price += done.shared.row_price
+            self._figures.trimmed += commit.trimmed
+            self._figures.price += commit.shared.row_price
         policy.end()
         self._scheduler.forget(verifying)
         del self._coming[verifying]
         self._drafter.close(drafting)
 
-    async def _pass(self, parts: Sequence[Part]) -> tuple[list[Verdict | None], Timings]:
+    async def _pass(self, parts: Sequence[Part]) -> tuple[list[Verdict | None], VerifyTimings]:
         rows = sum(part.rows for part in parts)
         seconds = seconds_on(self._machine.verify, rows)
         await asyncio.sleep(seconds)
@@ -251,14 +251,14 @@ class _Simulation:
             if session.unread:
                 verdicts.append(None)
                 continue
-            verdict = verify(part.tree, self._coming[session])
+            verdict = verify(part.tree.take(part.nodes), self._coming[session])
             self._coming[session] = self._coming[session][len(verdict.token_ids) :]
             session.commit(verdict.token_ids, finished=verdict.finish_reason is not None)
-            verdicts.append(verdict)
+            verdicts.append(replace(verdict, accepted=tuple(part.nodes[node] for node in verdict.accepted)))
         if trees := [part for part in parts if not part.prompt_tokens]:
             self._figures.passes += 1
             self._figures.rows += sum(part.rows for part in trees)
-        return verdicts, Timings(seconds, 0.0, 0.0)
+        return verdicts, VerifyTimings(seconds, 0.0, 0.0)
 
 
 class _SharedTable:

@@ -77,13 +77,16 @@ def check_path(model: str) -> None:
         raise StartupError(f"{model} is a file; {_EXPECTED}" if there else f"there is no model at {model}")
 
 
-def described(model: str, embedded_folder: Path) -> str:
-    """Describe a model by name and size of its weights on the disk; `embedded_folder` holds the embedded model."""
-    folder = embedded_folder if model == embedded.NAME else folder_of(model)
+def described(model: str) -> str:
+    """Describe a model by name and size of its weights on the disk."""
+    folder = folder_of(model)
     if folder is None or not folder.exists():
         return f"{model}, from the hub"
     size = sum(path.stat().st_size for path in ([folder] if folder.is_file() else _weights(folder)))
-    name = folder.resolve().name if is_path(model) else model
+    if folder in (embedded.target_path(), embedded.draft_path()):
+        name = embedded.NAME
+    else:
+        name = folder.resolve().name if is_path(model) else model
     return f"{name}, {f'{size / 1e9:.1f} GB' if size >= 1e9 else f'{size / 1e6:.0f} MB'}"
 
 

@@ -200,8 +200,6 @@ class TargetSession:
         log.info("a completion continues at %s after %.2f s, with %d tokens", self._replica.address, elapsed, generated)
         return replace(
             opened.commit,
-            drafted=len(tree),
-            tree_depth=tree.depth,
             trimmed=len(tree),
             timings=replace(opened.commit.timings, total=elapsed),
             resumed=True,
