@@ -16,7 +16,7 @@ import torch
 
 from dynatree import embedded
 from dynatree.bench.prompts import cut_text, load_tokenizer
-from dynatree.bench.replay.recording import load
+from dynatree.replay.recording import load
 from dynatree.bench.shipped_pair.grow import SHAPES, GrownShape, grow
 from dynatree.common.limits import MAX_SESSIONS, MAX_TREE_NODES
 from dynatree.draft.growth.draft_model import EngineDraftModel

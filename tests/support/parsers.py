@@ -18,7 +18,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from starlette.requests import Request
 
-from dynatree.bench.replay import machines, recording
+from dynatree.replay import machines, recording
 from dynatree.common.errors import ServiceError, StartupError
 from dynatree.common.wire import (
     commit_from_pb,

@@ -7,7 +7,7 @@ from itertools import groupby, pairwise
 
 import pytest
 
-from dynatree.bench.replay.virtual_time import run_in_virtual_time
+from dynatree.replay.virtual_time import run_in_virtual_time
 from dynatree.common.decoding import Decoding
 from dynatree.common.model_info import ForwardCost
 from dynatree.common.sampling import Sampling

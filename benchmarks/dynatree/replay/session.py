@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dynatree.bench.replay.machines import Machine, seconds_on
-from dynatree.bench.replay.recording import RecordedRun
-from dynatree.bench.replay.table_model import Ask, TableModel
+from dynatree.replay.machines import Machine, seconds_on
+from dynatree.replay.recording import RecordedRun
+from dynatree.replay.table_model import Ask, TableModel
 from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.pass_statistics import ALONE, PassStatistics
 from dynatree.common.sampling import Sampling

@@ -15,11 +15,11 @@ from functools import partial
 from itertools import product
 
 from dynatree.bench.methods import Method
-from dynatree.bench.replay.machines import Machine
-from dynatree.bench.replay.recording import RecordedRun
-from dynatree.bench.replay.runs import Settings, Task, groups, replay_group
-from dynatree.bench.replay.session import sampling_of
-from dynatree.bench.replay.table_model import Ask
+from dynatree.replay.machines import Machine
+from dynatree.replay.recording import RecordedRun
+from dynatree.replay.runs import Settings, Task, groups, replay_group
+from dynatree.replay.session import sampling_of
+from dynatree.replay.table_model import Ask
 from dynatree.common.decoding import Decoding
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import ROOT

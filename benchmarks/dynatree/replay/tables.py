@@ -7,7 +7,7 @@ from typing import Any
 
 from dynatree.bench import bootstrap
 from dynatree.bench.figures import by
-from dynatree.bench.replay.runs import Result
+from dynatree.replay.runs import Result
 from dynatree.bench.table import NONE, Table
 
 

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynatree.bench.figures import by
-from dynatree.bench.replay.machines import Machine, seconds_on
-from dynatree.bench.replay.recording import RecordedRun
-from dynatree.bench.replay.runs import starting_costs
-from dynatree.bench.replay.session import VOCAB_SIZE, Replayed, replay, sampling_of
-from dynatree.bench.replay.table_model import TableModel
+from dynatree.replay.machines import Machine, seconds_on
+from dynatree.replay.recording import RecordedRun
+from dynatree.replay.runs import starting_costs
+from dynatree.replay.session import VOCAB_SIZE, Replayed, replay, sampling_of
+from dynatree.replay.table_model import TableModel
 from dynatree.bench.table import NONE, Table
 from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.tree import ROOT

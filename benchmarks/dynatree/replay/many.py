@@ -13,12 +13,12 @@ from itertools import cycle, islice
 from typing import Any, TypeVar, cast
 
 from dynatree.bench.methods import PLAIN, Method
-from dynatree.bench.replay.machines import Machine, seconds_on
-from dynatree.bench.replay.recording import RecordedRun
-from dynatree.bench.replay.runs import Group, starting_costs
-from dynatree.bench.replay.session import VOCAB_SIZE, sampling_of, verify
-from dynatree.bench.replay.table_model import TableModel
-from dynatree.bench.replay.virtual_time import run_in_virtual_time
+from dynatree.replay.machines import Machine, seconds_on
+from dynatree.replay.recording import RecordedRun
+from dynatree.replay.runs import Group, starting_costs
+from dynatree.replay.session import VOCAB_SIZE, sampling_of, verify
+from dynatree.replay.table_model import TableModel
+from dynatree.replay.virtual_time import run_in_virtual_time
 from dynatree.bench.table import Table
 from dynatree.common.decoding import Decoding
 from dynatree.common.limits import MAX_TREE_NODES

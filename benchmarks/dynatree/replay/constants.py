@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from dynatree.bench.replay.runs import Result, Settings, Task
+from dynatree.replay.runs import Result, Settings, Task
 from dynatree.bench.table import NONE, Table
 from dynatree.draft.control.constants import DEFAULT_CONTROL, ControlSettings
 
