@@ -38,17 +38,10 @@ from dynatree.client._errors import (
     ServerUnavailableError,
 )
 from dynatree.client._request import GenerateOptions, Message, PolicySettings, Prompt, SamplingScheme
-from dynatree.client._types import (
-    Chunk,
-    Completion,
-    FinishReason,
-    ModelInfo,
-    RoundPart,
-    RoundTrace,
-    ServiceInfo,
-    Statistics,
-    Tokens,
-)
+from dynatree.client._completion import Chunk, Completion, FinishReason, RoundTrace
+from dynatree.client._service_info import ModelInfo, ServiceInfo
+from dynatree.client._statistics import RoundPart, Statistics
+from dynatree.client._tokens import Tokens
 
 __all__ = [
     "AsyncClient",

@@ -33,7 +33,9 @@ from dynatree.client._request import (
     build_tokenize_request,
 )
 from dynatree.client._tracing import Metadata
-from dynatree.client._types import Chunk, Completion, ServiceInfo, Tokens
+from dynatree.client._completion import Chunk, Completion
+from dynatree.client._service_info import ServiceInfo
+from dynatree.client._tokens import Tokens
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 T = TypeVar("T")
