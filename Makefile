@@ -26,7 +26,7 @@ PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reor
 
 # The documents whose figures come out of benchmarks/, by cog.
 FIGURES := README.md $(wildcard docs/*.md docs/*/*.md)
-COG := $(VENV)/bin/cog -I benchmarks -p 'import figures'
+COG := $(VENV)/bin/cog -I benchmarks -p 'import figures, operation_figures, paper_figures'
 COGGED := $(shell grep -l '\[\[\[cog' $(FIGURES))
 TEXTS ?= texts
 BENCH_ARGS ?=
@@ -58,7 +58,7 @@ check: $(READY)  ## Check style, format and types
 
 figures: $(READY)  ## Check every figure of README and docs against benchmarks/
 	$(COG) --check --diff $(COGGED)
-	$(VENV)/bin/python benchmarks/figures.py $(FIGURES)
+	$(VENV)/bin/python benchmarks/check_figures.py $(FIGURES)
 
 figures-write: $(READY)  ## Put the figures of benchmarks/ into README and docs
 	$(COG) -r $(COGGED)
