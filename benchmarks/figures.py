@@ -14,7 +14,9 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
+
 from pandas import DataFrame
+
 from dynatree.bench.figures import DEFINITION, INTERVALS, Cell, by, cells, frame
 from dynatree.bench.load.figures import load_runs
 from dynatree.bench.methods import PLAIN

@@ -6,9 +6,10 @@ import gzip
 import json
 from statistics import median
 from typing import Any
-from pandas import DataFrame, json_normalize
-from dynatree.bench.figures import by
+
 from figures import HERE, markdown
+from pandas import DataFrame, json_normalize
+
 
 def operated(name: str) -> dict[str, Any]:
     """A file of what operation was measured by: tests/campaigns/fault_matrix.py, benchmarks/operation.py."""

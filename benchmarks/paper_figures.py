@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
+
+from figures import HERE, SUFFIX, markdown
+
 from dynatree.bench.paper.presets import PRESETS, Experiment
 from dynatree.bench.paper.views import VIEWS
 from dynatree.bench.record import Report, load
 from dynatree.bench.table import NONE, to_markdown
-from figures import HERE, SUFFIX, markdown
+
 
 @cache
 def records() -> dict[Experiment, Report]:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from statistics import median
 
 import figures
-import operation_figures
 import matplotlib
+import operation_figures
 from matplotlib.figure import Figure
 from pandas import concat
 

@@ -4,7 +4,9 @@ import argparse
 import gc
 import sys
 from types import SimpleNamespace
+
 import pytest
+
 from dynatree.cli.imports import without_collection
 from dynatree.cli.main import COMMANDS, main
 from dynatree.cli.parser import with_commands

@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+
 import grpc
 import pytest
+
 from dynatree.cli.main import main
 from dynatree.v1 import tree_pb2
 from tests.support.fake_draft_service import (  # noqa: F401 - fixtures

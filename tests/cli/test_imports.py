@@ -3,8 +3,9 @@
 import json
 import subprocess
 import sys
-import grpc
+
 import pytest
+
 from dynatree.bench.arguments import MEASUREMENTS
 from dynatree.cli.main import COMMANDS
 

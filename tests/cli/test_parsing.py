@@ -6,7 +6,9 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from typing import get_args
+
 import pytest
+
 from dynatree.bench import methods
 from dynatree.cli import serve
 from dynatree.cli.arguments import SCHEMES

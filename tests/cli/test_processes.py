@@ -8,8 +8,10 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+
 import pytest
 from transformers import PreTrainedTokenizerFast
+
 from dynatree.cli.main import main
 from dynatree.client import Client, DynaTreeError, ServerUnavailableError
 from dynatree.serving import healthcheck

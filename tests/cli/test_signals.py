@@ -6,8 +6,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
 import pytest
-from dynatree.cli.main import main
+
 from dynatree.cli.service_pair import Arrangement, service_pair, starting_pair
 from tests.support.processes import first_process, is_running, wait_until
 

@@ -7,8 +7,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
 import grpc
 import pytest
+
 from dynatree.client import AsyncClient, Client, Completion, DeadlineExceededError, ServerError, ServerUnavailableError
 from dynatree.client._base import BaseClient, Deadline
 from tests.support.fake_draft_service import (  # noqa: F401 - fixtures
@@ -20,6 +22,7 @@ from tests.support.fake_draft_service import (  # noqa: F401 - fixtures
     service_fixture,
     serving,
 )
+
 
 def test_the_deadline_keeps_what_was_received(client: Client, service: FakeDraftService) -> None:
     service.script = [message("Hé", 1), Hang()]

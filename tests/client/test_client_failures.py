@@ -4,8 +4,10 @@ import asyncio
 import pickle
 from pathlib import Path
 from typing import Any
+
 import grpc
 import pytest
+
 from dynatree.client import (
     AsyncClient,
     AsyncCompletionStream,

@@ -11,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import IO
+
 import pytest
+
 from dynatree.client import AsyncClient, Client, DynaTreeError, RequestCancelledError, ServerUnavailableError
 from tests.support.fake_draft_service import (  # noqa: F401 - fixtures
     FakeDraftService,
@@ -23,6 +25,7 @@ from tests.support.fake_draft_service import (  # noqa: F401 - fixtures
 )
 from tests.support.paths import ROOT
 from tests.support.processes import wait_until
+
 
 def test_close_cancels_on_the_server(client: Client, service: FakeDraftService) -> None:
     service.script = [message("Hé", 1), Hang()]

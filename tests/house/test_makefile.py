@@ -8,7 +8,13 @@ import pytest
 
 from tests.support.paths import ROOT
 
-NEEDED = ("Makefile", "pyproject.toml", "constraints.txt", "common/build_native.py", "common/dynatree/engine/cpu/native")
+NEEDED = (
+    "Makefile",
+    "pyproject.toml",
+    "constraints.txt",
+    "common/build_native.py",
+    "common/dynatree/engine/cpu/native",
+)
 
 
 @pytest.fixture

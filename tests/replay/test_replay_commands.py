@@ -5,15 +5,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+
 import pytest
+
 from dynatree.bench.methods import parse_methods
-from dynatree.replay import constants, recording
+from dynatree.cli.main import main
+from dynatree.replay import recording
 from dynatree.replay.machines import to_json
 from dynatree.replay.recording import Recording
 from dynatree.replay.replay_command import check_methods
-from dynatree.replay.session import replay
-from dynatree.cli.main import main
 from tests.support.recorded import TOY, hand_made
+
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded, machines, out = tmp_path / "some.npz", tmp_path / "costs.json", tmp_path / "out.json"

@@ -1,11 +1,14 @@
 """The worth of the tuned constants."""
 
 from dataclasses import replace
+
 import pytest
+
+from dynatree.draft.control.constants import ControlSettings
 from dynatree.replay import constants
 from dynatree.replay.runs import Settings, replay_all, replay_group
-from dynatree.draft.control.constants import ControlSettings
 from tests.support.recorded import hand_made, tasks
+
 
 def test_each_constant_is_varied_alone() -> None:
     default = ControlSettings()

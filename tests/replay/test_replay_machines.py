@@ -1,8 +1,9 @@
 """Cost curves of machines: read, written, interpolated, and made of measurements."""
 
-import json
 from pathlib import Path
+
 import pytest
+
 from dynatree.bench.record import save
 from dynatree.replay import measured_machines
 from dynatree.replay.machines import load_machines, seconds_on, to_json

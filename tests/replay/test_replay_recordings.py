@@ -1,23 +1,25 @@
 """The file of `dynatree bench record`: written, read, refused, and the recordings of benchmarks/replay."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
+
 import pytest
 from conftest import EmbeddedServices
+
 from dynatree import embedded
 from dynatree.bench.methods import Method, parse_method
+from dynatree.cli.main import main
+from dynatree.client import Client
+from dynatree.common.seeds import derived_seed
+from dynatree.draft.policies import create_policy
 from dynatree.replay import recording
 from dynatree.replay.machines import load_machines
 from dynatree.replay.recorder import Recorder
 from dynatree.replay.recording import LOG_PROB_STEPS, RecordedRun, Recording
 from dynatree.replay.runs import Settings, Task, groups, replay_group
 from dynatree.replay.session import replay, sampling_of
-from dynatree.cli.main import main
-from dynatree.client import Client
-from dynatree.common.seeds import derived_seed
-from dynatree.draft.policies import create_policy
 from tests.support.recorded import DATA, TOY, hand_made
+
 
 def test_a_recording_is_read_as_it_was_written(tmp_path: Path) -> None:
     file = tmp_path / "some.npz"

@@ -1,17 +1,19 @@
 """Replayed rounds worked out by hand, and the oracles."""
 
-import json
 import math
 from dataclasses import replace
+
 import pytest
+
+from dynatree.draft.growth.drafter import Drafter
+from dynatree.draft.policies import create_policy
+from dynatree.draft.policies.growing_tree import Proposal
 from dynatree.replay import objectives, recording
 from dynatree.replay.machines import load_machines, seconds_on
 from dynatree.replay.session import Replayed, replay, sampling_of
 from dynatree.replay.table_model import FIRST_TAIL_TOKEN, TableModel
-from dynatree.draft.growth.drafter import Drafter
-from dynatree.draft.policies import create_policy
-from dynatree.draft.policies.growing_tree import Proposal
 from tests.support.recorded import DATA, TOY, hand_made, proposed
+
 
 def test_a_chain_worked_out_by_hand() -> None:
     done = replay(hand_made(), create_policy("linear", {"depth": 2}), TOY)

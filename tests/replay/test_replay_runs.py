@@ -1,14 +1,17 @@
 """Policies on groups of recorded runs: noise, processes, learning, figures, and many clients."""
 
 from dataclasses import replace
+
 import pytest
+
 from dynatree.bench.methods import PLAIN
+from dynatree.draft.policies import policy_names
 from dynatree.replay.many import simulate
 from dynatree.replay.recording import RecordedRun
 from dynatree.replay.runs import Result, Settings, groups, replay_all, replay_group
 from dynatree.replay.session import Replayed
-from dynatree.draft.policies import policy_names
 from tests.support.recorded import PLAINLY, TOY, hand_made, tasks
+
 
 def test_runs_of_one_temperature_and_length_belong_together() -> None:
     warm = replace(hand_made(), temperature=0.7)

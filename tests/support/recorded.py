@@ -1,12 +1,12 @@
 """A recording made by hand, and a machine with round costs."""
 
 import math
+
 from dynatree.bench.methods import Method
+from dynatree.draft.policies.growing_tree import Proposal
 from dynatree.replay.machines import Machine
 from dynatree.replay.recording import RecordedRun
 from dynatree.replay.runs import Group, Settings, Task
-from dynatree.replay.session import replay
-from dynatree.draft.policies.growing_tree import Proposal
 from tests.support.paths import ROOT
 
 DATA = ROOT / "benchmarks" / "replay"

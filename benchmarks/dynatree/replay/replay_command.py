@@ -13,13 +13,13 @@ from dynatree.bench.environment import environment
 from dynatree.bench.methods import PLAIN, Method
 from dynatree.bench.progress import progress_bar
 from dynatree.bench.record import check_writable
-from dynatree.replay import recording
-from dynatree.replay.machines import Machine, load_machines
-from dynatree.replay.recording import RecordedRun
 from dynatree.bench.table import to_rich
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.draft.policies import DEFAULT_POLICY, create_policy, policy_names
 from dynatree.draft.policies.drawing import DEFAULT_DRAWING
+from dynatree.replay import recording
+from dynatree.replay.machines import Machine, load_machines
+from dynatree.replay.recording import RecordedRun
 
 if TYPE_CHECKING:  # the drafter and the verifier import torch; usage errors are reported without loading it
     from dynatree.replay.runs import Task

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
-from dynatree.v1 import draft_pb2, tree_pb2
-from dynatree.client._tokens import PromptTokens, TopLogProbs, top_log_probs_from_pb
+
 from dynatree.client._statistics import Statistics
+from dynatree.client._tokens import PromptTokens, TopLogProbs, top_log_probs_from_pb
+from dynatree.v1 import draft_pb2, tree_pb2
 
 FinishReason = Literal["stop", "length", "cancelled"]
 FINISH_REASONS: dict[int, FinishReason] = {

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 from typing import Self
+
 from dynatree.v1 import draft_pb2
+
 
 @dataclass(frozen=True, slots=True)
 class RoundPart:

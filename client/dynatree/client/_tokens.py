@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from typing import Self
+
 from dynatree.v1 import draft_pb2, tree_pb2
 
 # For each token, the likeliest tokens at its position, likeliest first, as (token_id, log_prob).

@@ -106,15 +106,11 @@ class PromptReader:
 
     async def strings(self, token_ids: Sequence[int], principal: str) -> list[str]:
         """Return the tokens' spellings in the tokenizer's table."""
-        return await self._thread.run(
-            principal, ID_BYTES * len(token_ids), partial(self._encoder.strings, token_ids)
-        )
+        return await self._thread.run(principal, ID_BYTES * len(token_ids), partial(self._encoder.strings, token_ids))
 
     async def decode(self, token_ids: Sequence[int], principal: str) -> str:
         """Return the tokens' text, the names of special tokens included."""
-        return await self._thread.run(
-            principal, ID_BYTES * len(token_ids), partial(self._encoder.decoded, token_ids)
-        )
+        return await self._thread.run(principal, ID_BYTES * len(token_ids), partial(self._encoder.decoded, token_ids))
 
     async def vocabulary(self, principal: str) -> list[bytes]:
         """Return the bytes of every token."""

@@ -145,9 +145,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         if request.prompt_text and call.begins:
             prompt_text = await self._prompts.prompt_text(request, prompt_ids, principal)
         slots = self._backend.drafter.slots(len(prompt_ids), first.limit)
-        async with self._admission.queued(
-            principal, slots, context.time_remaining(), call.token_need(first)
-        ) as turn:
+        async with self._admission.queued(principal, slots, context.time_remaining(), call.token_need(first)) as turn:
             with span.child("queue"):
                 async for ahead in turn.positions():
                     if request.queue_position:
