@@ -108,19 +108,21 @@ clean:  ## Remove the environments, caches and build outputs
 	rm -rf $(VENV) $(PROTOS_VENV) $(AUDIT_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# These files are made last, so that an interrupted installation starts anew.
+# These files are made last, so that an interrupted installation starts anew. pip compiles every module of torch and
+# transformers, one after the other: the demo needs a tenth of them, and development compiles them on all cores.
 INSTALLED := pyproject.toml constraints.txt common/build_native.py $(KERNELS) $(dir $(firstword $(KERNELS)))builds.json
 
 $(DEMO): $(INSTALLED)
 	@$(call make_venv,$(VENV))
 	@echo "Installing the services into $(VENV): about a minute, most of it for torch"
-	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) $(PIP_ARGS) -c constraints.txt -e '.[serve]'
+	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-compile $(PIP_ARGS) -c constraints.txt -e '.[serve]'
 	@touch $@
 
 $(READY): $(INSTALLED)
 	@$(call make_venv,$(VENV))
 	@echo "Installing the development environment into $(VENV); the first time takes minutes"
-	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-compile $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@$(VENV)/bin/python -m compileall -q -j 0 $(VENV)/lib >$(VENV)/compile.log || true  # some packages hold templates
 	@touch $(DEMO) $@
 
 $(PROTOS_READY): Makefile
