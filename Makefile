@@ -109,7 +109,7 @@ clean:  ## Remove the environments, caches and build outputs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # These files are made last, so that an interrupted installation starts anew. pip compiles every module of torch and
-# transformers, one after the other: the demo needs a tenth of them, and development compiles them on all cores.
+# transformers, one after the other: the demo imports few of them, and development compiles them on all cores.
 INSTALLED := pyproject.toml constraints.txt common/build_native.py $(KERNELS) $(dir $(firstword $(KERNELS)))builds.json
 
 $(DEMO): $(INSTALLED)
