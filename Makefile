@@ -122,7 +122,7 @@ $(READY): $(INSTALLED)
 	@$(call make_venv,$(VENV))
 	@echo "Installing the development environment into $(VENV); the first time takes minutes"
 	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-compile $(PIP_ARGS) -c constraints.txt -e '.[dev]'
-	@$(VENV)/bin/python -m compileall -q -j 0 $(VENV)/lib >$(VENV)/compile.log || true  # some packages hold templates
+	@$(VENV)/bin/python -m compileall -q -j 0 $(VENV)/lib >$(VENV)/compile.log || true  # torch holds syntax of later Pythons
 	@touch $(DEMO) $@
 
 $(PROTOS_READY): Makefile
