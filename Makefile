@@ -5,6 +5,8 @@ PYTHON ?= python3
 PIP_ARGS ?=
 
 VENV := .venv
+# The environment is installed in two steps: what the demo needs, and what development needs besides.
+DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 PROTOS_VENV := .venv-protos
 PROTOS_READY := $(PROTOS_VENV)/.ready
@@ -26,7 +28,7 @@ PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reor
 
 # The documents whose figures come out of benchmarks/, by cog.
 FIGURES := README.md $(wildcard docs/*.md docs/*/*.md)
-COG := $(VENV)/bin/cog -I benchmarks -p 'import figures'
+COG := $(VENV)/bin/cog -I benchmarks -p 'import figures, operation_figures, paper_figures'
 COGGED := $(shell grep -l '\[\[\[cog' $(FIGURES))
 TEXTS ?= texts
 BENCH_ARGS ?=
@@ -34,7 +36,7 @@ BENCH_ARGS ?=
 help:  ## Show these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(READY)  ## Run both services on the shipped models, and one completion
+demo: $(DEMO)  ## Run both services on the shipped models, and one completion
 	@$(VENV)/bin/dynatree demo
 
 test: $(READY)  ## Run the tests that every commit must pass (minutes)
@@ -58,7 +60,7 @@ check: $(READY)  ## Check style, format and types
 
 figures: $(READY)  ## Check every figure of README and docs against benchmarks/
 	$(COG) --check --diff $(COGGED)
-	$(VENV)/bin/python benchmarks/figures.py $(FIGURES)
+	$(VENV)/bin/python benchmarks/check_figures.py $(FIGURES)
 
 figures-write: $(READY)  ## Put the figures of benchmarks/ into README and docs
 	$(COG) -r $(COGGED)
@@ -106,12 +108,22 @@ clean:  ## Remove the environments, caches and build outputs
 	rm -rf $(VENV) $(PROTOS_VENV) $(AUDIT_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The file .ready is made last, so that an interrupted installation starts anew.
-$(READY): pyproject.toml constraints.txt common/build_native.py $(KERNELS) $(dir $(firstword $(KERNELS)))builds.json
+# These files are made last, so that an interrupted installation starts anew. pip compiles every module of torch and
+# transformers, one after the other: the demo imports few of them, and development compiles them on all cores.
+INSTALLED := pyproject.toml constraints.txt common/build_native.py $(KERNELS) $(dir $(firstword $(KERNELS)))builds.json
+
+$(DEMO): $(INSTALLED)
 	@$(call make_venv,$(VENV))
-	@echo "Installing into $(VENV); the first time takes minutes (torch is large)"
-	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@echo "Installing the services into $(VENV): about a minute, most of it for torch"
+	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-compile $(PIP_ARGS) -c constraints.txt -e '.[serve]'
 	@touch $@
+
+$(READY): $(INSTALLED)
+	@$(call make_venv,$(VENV))
+	@echo "Installing the development environment into $(VENV); the first time takes minutes"
+	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-compile $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@$(VENV)/bin/python -m compileall -q -j 0 $(VENV)/lib >$(VENV)/compile.log || true  # torch holds syntax of later Pythons
+	@touch $(DEMO) $@
 
 $(PROTOS_READY): Makefile
 	@$(call make_venv,$(PROTOS_VENV))

@@ -1,28 +1,25 @@
-"""The figures of README.md and docs/, out of benchmarks/: what `make figures` puts into the text, or checks.
+"""The figures of README.md and docs/ from the JSON in benchmarks/, as Markdown.
 
-The documents hold blocks of cog, which call the functions below; `dynatree.bench.figures` defines rates and ratios.
-`make figures` fails where a block is not what these make of the JSON, and where a figure stands outside of a block.
+The documents hold blocks of cog, which call the functions of this module, `operation_figures` and `paper_figures`;
+`dynatree.bench.figures` defines rates and ratios. `make figures` fails where a block is not what these make of the
+JSON, and where a figure stands outside of a block (`check_figures.py`).
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from pandas import DataFrame, json_normalize
+from pandas import DataFrame
 
 from dynatree.bench.figures import DEFINITION, INTERVALS, Cell, by, cells, frame
 from dynatree.bench.load.figures import load_runs
 from dynatree.bench.methods import PLAIN
-from dynatree.bench.paper.presets import PRESETS, Experiment
-from dynatree.bench.paper.views import VIEWS
 from dynatree.bench.record import Report, load
 from dynatree.bench.table import NONE, figure, to_markdown
 from dynatree.bench.tables import tables
@@ -45,13 +42,8 @@ NAMES = {
     "throughput": "**DynaTree** (`throughput`)",
     "dynatree": "policy `dynatree`",
 }
-
 LLAMA_CPP = "llama.cpp"
 NAMES_OF_TREES = {"random": "random", "dyspec": "DySpec's"}
-
-# Outside of cog's blocks these may not stand in a document: measured rates, times, ratios.
-UNIT = r"tokens/s|tokens a second|ms\b|GB/s|x plain|times (?:as fast|plain|transformers)"
-FIGURE = re.compile(rf"(?<![\w.])\d[\d.,]* ?(?:{UNIT})")
 
 
 @cache
@@ -363,140 +355,10 @@ def regrets() -> str:
     return markdown(rows)
 
 
-def operated(name: str) -> dict[str, Any]:
-    """A file of what operation was measured by: tests/campaigns/fault_matrix.py, benchmarks/operation.py."""
-    found: dict[str, Any] = json.loads(gzip.decompress((HERE / "operated" / f"{name}.json.gz").read_bytes()))
-    return found
-
-
-def faults() -> str:
-    """What became of completions under faults, and how long they took to resume, by who failed and how."""
-    runs = DataFrame(operated("faults")["runs"])
-    rows = []
-    for (who, how), each in runs[runs["happened"]].groupby(["who", "how"], sort=False):
-        middle, late = each["extra_seconds"].quantile([0.5, 0.99])
-        rows.append(
-            {
-                "who": who,
-                "how": how,
-                "completions": str(len(each)),
-                "with other output": str(len(each) - each["same"].sum()),
-                "time to resume, s: median": f"{max(middle, 0.0):.1f}",
-                "p99": f"{late:.1f}",
-            }
-        )
-    return markdown(rows)
-
-
-def operation_costs() -> str:
-    """By how much TLS, tokens, metrics, traces and logs together slow completions down."""
-    rows = []
-    for name, pair in (("cost-2.8b", "2.8B shape"), ("cost-embedded", "bundled pair")):
-        runs = DataFrame(operated(name)["runs"])
-        for policy, each in runs.groupby("policy", sort=False):
-            low, middle, high = (100 * (1 - each["on"] / each["off"])).quantile([0.25, 0.5, 0.75])
-            rows.append(
-                {
-                    "models": pair,
-                    "policy": f"`{policy}`",
-                    "prompts": str(len(each)),
-                    "slower by, %: median": f"{middle:.1f}",
-                    "quartiles": f"{low:.1f} to {high:.1f}",
-                }
-            )
-    return markdown(rows)
-
-
-def gateway_costs() -> str:
-    """How much later the first token and the last come through the gateway than through the gRPC client."""
-    rows = []
-    for name, pair in (("gateway-2.8b", "2.8B shape"), ("gateway-embedded", "bundled pair")):
-        report = operated(name)
-        runs = json_normalize(report["runs"])
-        later = 1000 * (runs["http.first"] - runs["grpc.first"])
-        slower = 100 * (runs["http.last"] / runs["grpc.last"] - 1)
-        row = {"models": pair, "prompts": str(len(runs)), "new tokens": str(report["max_new_tokens"])}
-        for what, values in (("first token later by, ms", later), ("slower by, %", slower)):
-            low, middle, high = values.quantile([0.25, 0.5, 0.75])
-            row |= {f"{what}: median": f"{middle:.1f}", f"{what}: quartiles": f"{low:.1f} to {high:.1f}"}
-        rows.append(row)
-    return markdown(rows)
-
-
-def streamed() -> str:
-    """A target that does not fit the memory: what each policy gives."""
-    report = operated("streamed-12b")
-    runs = json_normalize(report["runs"])
-    plain = runs[runs["policy"] == "plain"]["tokens/s"].median()
-    rows = []
-    for policy, each in runs.groupby("policy", sort=False):
-        middle = each.median(numeric_only=True)
-        rows.append(
-            {
-                "policy": str(policy),
-                "tokens/s": f"{middle['tokens/s']:.3f}",
-                "x plain": f"{middle['tokens/s'] / plain:.2f}",
-                "tokens a round": f"{middle['tokens a round']:.1f}",
-                "nodes a round": f"{middle['nodes a round']:.0f}",
-                "round, s": f"{middle['round, s']:.1f}",
-                "GB read a forward": f"{middle['bytes read a forward'] / 1e9:.2f}",
-                "prompts": str(len(each)),
-                "equal outputs": str(each["tokens equal the default's"].sum()),
-            }
-        )
-    return markdown(rows)
-
-
-def streamed_disk() -> str:
-    """What the disk gives, what a plain step takes, and what accelerate's takes."""
-    report = operated("streamed-12b")
-    plain = median(run["round, s"] for run in report["runs"] if run["policy"] == "plain")
-    offloaded = median(report["accelerate, s a step"][1:])
-    before, after = (report[f"disk {when}, bytes/s"] / 1e9 for when in ("before", "after"))
-    size = report["streamed bytes"] / 1e9
-    return (
-        f"{size:.2f} GB are offloaded. fio read the same files at {before:.2f} GB/s before and {after:.2f} GB/s after, "
-        f"a plain step at {size / plain:.2f} GB/s. Accelerate's disk offload takes {offloaded:.1f} s a step in a group "
-        f"of the same size, a plain step {plain:.1f} s: {offloaded / plain:.2f} times less. The service's group held "
-        f"{report['peak of the group, bytes'] / 2**30:.2f} GiB at most."
-    )
-
-
-def operated_on(*names: str) -> str:
-    """A sentence on what such files were measured on."""
-    found = [operated(name) for name in names]
-    [cpu] = {f"{each['machine']['cpu_count']} cores of {each['machine']['cpu']}" for each in found}
-    commits = sorted({each["git"]["commit"][:12] for each in found})
-    return f"Measured on {cpu}, at commit {', '.join(commits)}."
-
-
 def other_machines(kind: str) -> str:
     """What was measured elsewhere, with older code: "one user" or "many clients"."""
     rows: dict[str, list[dict[str, str]]] = json.loads((HERE / "other_machines.json").read_text())
     return markdown(rows[kind])
-
-
-def outside(text: str) -> Iterator[tuple[int, str]]:
-    """Lines with a measured figure that no block of cog made."""
-    inside = False
-    for number, line in enumerate(text.splitlines(), start=1):
-        inside = (inside or "[[[cog" in line) and "[[[end]]]" not in line
-        if not inside and FIGURE.search(line):
-            yield number, line.strip()
-
-
-def main(paths: Sequence[str]) -> int:
-    """Name every figure that stands outside of a block; the exit status."""
-    wrong: list[Any] = [
-        f"{path}:{number}: a figure that no JSON stands behind: {line[:100]}"
-        for path in paths
-        for number, line in outside(Path(path).read_text(encoding="utf-8"))
-    ]
-    print("\n".join(wrong))
-    return 1 if wrong else 0
-
-
-# The GPU path
 
 
 def block_counts() -> str:
@@ -518,59 +380,3 @@ def block_counts() -> str:
         if each["block"] == 32 and each["prefix"] == 0
     ]
     return markdown([{name: str(value) for name, value in row.items()} for row in rows])
-
-
-# The papers' tables
-
-
-@cache
-def paper_records() -> dict[Experiment, Report]:
-    """What `benchmarks/paper.sh` has kept."""
-    experiments = dict.fromkeys(each for preset in PRESETS for each in preset.experiments)
-    files = {each: HERE / "paper" / f"{each.name}{SUFFIX}" for each in experiments}
-    return {each: load(path) for each, path in files.items() if path.exists()}
-
-
-def paper_presets(version: str) -> str:
-    """The tables and figures of a version: the command, and what of it ran here."""
-    rows = []
-    for preset in PRESETS:
-        if preset.version == version:
-            found = [paper_records()[each] for each in preset.experiments if each in paper_records()]
-            dates = sorted({each["started"][:10] for each in found})
-            scaled = dict.fromkeys(text for each in found for text in each["options"]["paper"]["scaled"])
-            ran = f"{len(found)} of {len(preset.experiments)} measurements, {', '.join(dates)}" if found else "not yet"
-            rows.append(
-                {
-                    "shows": f"{preset.item.capitalize()}: {preset.title}",
-                    "command": f"`--version {version} --{preset.item}`",
-                    "ran here": ran if preset.experiments else "whenever it is printed",
-                    "scaled": ", ".join(scaled) or NONE,
-                }
-            )
-    return markdown(rows)
-
-
-def paper_table(version: str, item: str) -> str:
-    """A preset's tables, of the records that there are."""
-    [preset] = [each for each in PRESETS if (each.version, each.item) == (version, item)]
-    found = {each: paper_records()[each] for each in preset.experiments if each in paper_records()}
-    if preset.experiments and not found:
-        return "Not run here yet."
-    tables_of_preset, _ = VIEWS[preset.name](preset, found)
-    return "\n\n".join(to_markdown(each) for each in tables_of_preset)
-
-
-def paper_machine() -> str:
-    """What the records ran on."""
-    reports = list(paper_records().values())
-    if not reports:
-        return "Nothing was run here yet."
-    machines = dict.fromkeys(f"{each['machine']['cpu_count']} cores of {each['machine']['cpu']}" for each in reports)
-    models = dict.fromkeys(f"{each['models'][name]['name']}" for each in reports for name in ("target", "draft"))
-    commits = dict.fromkeys(each["git"]["commit"][:12] for each in reports if each["git"])
-    return f"Measured with {' and '.join(models)} on {', '.join(machines)}, at commit {', '.join(commits)}."
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -10,6 +10,7 @@ from statistics import median
 
 import figures
 import matplotlib
+import operation_figures
 from matplotlib.figure import Figure
 from pandas import concat
 
@@ -39,7 +40,7 @@ def main() -> None:
 
 def streamed() -> Figure:
     """A round's time by the rows of its forward, where layers are streamed."""
-    report = figures.operated("streamed-12b")
+    report = operation_figures.operated("streamed-12b")
     rounds = {1: [run["round, s"] for run in report["runs"] if run["policy"] == "plain"]}
     for run in report["rows"]:
         rounds.setdefault(1 + round(run["nodes a round"]), []).append(run["round, s"])

@@ -16,7 +16,6 @@ import torch
 
 from dynatree import embedded
 from dynatree.bench.prompts import cut_text, load_tokenizer
-from dynatree.bench.replay.recording import load
 from dynatree.bench.shipped_pair.grow import SHAPES, GrownShape, grow
 from dynatree.common.limits import MAX_SESSIONS, MAX_TREE_NODES
 from dynatree.draft.growth.draft_model import EngineDraftModel
@@ -27,6 +26,7 @@ from dynatree.engine.gpu.fixed_rows import with_default_rows, with_fixed_rows
 from dynatree.engine.loading import load_engine, with_forward_costs
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.support.probe import check_outputs
+from dynatree.replay.recording import load
 from dynatree.verify.verifier import Verifier
 
 ROOT = Path(__file__).resolve().parents[2]

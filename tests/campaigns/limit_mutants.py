@@ -37,7 +37,7 @@ _TRANSPORT, _GATEWAY = (
     "tests/gateway/test_gateway_limits.py tests/gateway/test_gateway_bodies.py",
 )
 _QUEUE = "tests/serving/test_admission.py tests/serving/test_token_quota.py tests/draft/test_tokenizer_thread.py"
-_COMMANDS = "tests/cli/test_command_line.py tests/cli/test_bad_options.py"
+_COMMANDS = "tests/cli/test_imports.py tests/cli/test_bad_options.py"
 NOTICED: dict[str, tuple[str, str] | str] = {
     "HANDSHAKE_SECONDS": ("tcp", "silent connections"),
     "TLS_SECONDS": ("tls", "silent connections"),

@@ -18,7 +18,6 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from starlette.requests import Request
 
-from dynatree.bench.replay import machines, recording
 from dynatree.common.errors import ServiceError, StartupError
 from dynatree.common.wire import (
     commit_from_pb,
@@ -36,6 +35,7 @@ from dynatree.gateway.errors import ApiError
 from dynatree.gateway.limits import Limits
 from dynatree.gateway.open_requests import OpenRequests
 from dynatree.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from dynatree.replay import machines, recording
 from dynatree.serving.address import check_address, split_addresses
 from dynatree.serving.certificates import check_certificates
 from dynatree.serving.tokens import TokenFile

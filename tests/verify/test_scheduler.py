@@ -7,13 +7,13 @@ from itertools import groupby, pairwise
 
 import pytest
 
-from dynatree.bench.replay.virtual_time import run_in_virtual_time
 from dynatree.common.decoding import Decoding
 from dynatree.common.messages import VerifyTimings
 from dynatree.common.model_info import ForwardCost
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
 from dynatree.engine.kv.kv_range import KVRange
+from dynatree.replay.virtual_time import run_in_virtual_time
 from dynatree.verify.accept import Verdict
 from dynatree.verify.hold import Ready, worth_waiting
 from dynatree.verify.pass_costs import PassCosts

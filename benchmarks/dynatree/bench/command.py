@@ -73,14 +73,6 @@ def run(options: argparse.Namespace) -> int:
 
         write_report(options.folder, options.out or options.folder / "report", options.title)
         return 0
-    if options.measurement == "replay":
-        from dynatree.bench.replay import replay_command
-
-        return replay_command.run(options)
-    if options.measurement == "record":
-        from dynatree.bench.replay import record_command
-
-        return record_command.run(options)
     if options.out is not None:
         check_writable(options.out)
     report = _measure_costs(options) if options.measurement == "costs" else _measure_runs(options)

@@ -25,6 +25,7 @@
 from dynatree.client._async_client import AsyncClient, AsyncCompletionStream
 from dynatree.client._base import ClientSettings
 from dynatree.client._client import Client, CompletionStream
+from dynatree.client._completion import Chunk, Completion, FinishReason, RoundTrace
 from dynatree.client._errors import (
     AuthenticationError,
     ContextLengthError,
@@ -38,17 +39,9 @@ from dynatree.client._errors import (
     ServerUnavailableError,
 )
 from dynatree.client._request import GenerateOptions, Message, PolicySettings, Prompt, SamplingScheme
-from dynatree.client._types import (
-    Chunk,
-    Completion,
-    FinishReason,
-    ModelInfo,
-    RoundPart,
-    RoundTrace,
-    ServiceInfo,
-    Statistics,
-    Tokens,
-)
+from dynatree.client._service_info import ModelInfo, ServiceInfo
+from dynatree.client._statistics import RoundPart, Statistics
+from dynatree.client._tokens import Tokens
 
 __all__ = [
     "AsyncClient",

@@ -7,6 +7,7 @@ from dataclasses import replace
 import grpc
 
 from dynatree.client._attempts import Attempts
+from dynatree.client._completion import FINISH_REASONS, Chunk, Completion
 from dynatree.client._errors import (
     DynaTreeError,
     RequestCancelledError,
@@ -16,8 +17,8 @@ from dynatree.client._errors import (
     is_quota,
     retry_after,
 )
+from dynatree.client._tokens import PromptTokens, top_log_probs_from_pb
 from dynatree.client._tracing import RequestSpan
-from dynatree.client._types import FINISH_REASONS, Chunk, Completion, PromptTokens, top_log_probs_from_pb
 from dynatree.v1 import draft_pb2
 
 

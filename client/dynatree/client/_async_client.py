@@ -22,6 +22,7 @@ from dynatree.client._base import (
     draft_stub,
     is_serving,
 )
+from dynatree.client._completion import Chunk, Completion
 from dynatree.client._errors import error_from_rpc
 from dynatree.client._grpc_loop import FromGrpcLoop, on_grpc_loop
 from dynatree.client._request import (
@@ -32,8 +33,9 @@ from dynatree.client._request import (
     build_request,
     build_tokenize_request,
 )
+from dynatree.client._service_info import ServiceInfo
+from dynatree.client._tokens import Tokens
 from dynatree.client._tracing import Metadata
-from dynatree.client._types import Chunk, Completion, ServiceInfo, Tokens
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 T = TypeVar("T")

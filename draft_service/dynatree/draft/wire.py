@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import exp
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.wire import finish_reason_to_pb, top_log_probs_to_pb
-from dynatree.draft.completion.generation import Chunk, Completed, TracedRound
+from dynatree.draft.completion.generation import Chunk, Completed, Generation, TracedRound
 from dynatree.draft.completion.statistics import Statistics
 from dynatree.draft.policies import Setting
+from dynatree.draft.text.prompt_text import PromptText
 from dynatree.v1 import draft_pb2
 
 
@@ -29,6 +30,29 @@ def policy_settings_from_pb(message: draft_pb2.Policy) -> dict[str, Setting]:
         for name in sorted(kinds[one].keys() & kinds[other].keys()):
             raise InvalidArgumentError(f"setting {name} is given twice, as a {one} and as a {other}")
     return {name: value for settings in kinds.values() for name, value in settings.items()}
+
+
+def started_to_pb(
+    generation: Generation, seed: int, prompt_ids: Sequence[int], prompt_text: PromptText
+) -> draft_pb2.Started:
+    """Build the facts about a completion that its first response carries.
+
+    Args:
+        generation: The completion, opened.
+        seed: The call's seed; 0 if the completion is greedy.
+        prompt_ids: The prompt's tokens; empty if the client sent them.
+        prompt_text: The prompt's text; empty if the client did not ask for it.
+    """
+    return draft_pb2.Started(
+        seed=seed,
+        prompt_ids=prompt_ids,
+        target_fingerprint=generation.fingerprint,
+        max_new_tokens=generation.max_new_tokens,
+        prompt_log_probs=generation.prompt_log_probs,
+        prompt_top_log_probs=top_log_probs_to_pb(generation.prompt_top_log_probs),
+        prompt_text=prompt_text.text,
+        prompt_text_offsets=prompt_text.offsets,
+    )
 
 
 def response_to_pb(

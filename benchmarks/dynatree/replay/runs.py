@@ -10,15 +10,15 @@ from statistics import median
 
 from dynatree.bench.figures import by
 from dynatree.bench.methods import PLAIN, Method
-from dynatree.bench.replay.machines import Curve, Machine, seconds_on
-from dynatree.bench.replay.recording import RecordedRun
-from dynatree.bench.replay.session import Noise, Replayed, replay
-from dynatree.bench.replay.table_model import Ask
 from dynatree.common.model_info import ForwardCost
 from dynatree.draft.control.constants import DEFAULT_CONTROL, ControlSettings
 from dynatree.draft.control.round_costs import Costs
 from dynatree.draft.control.verify_cost import ROW_BUCKETS
 from dynatree.draft.policies import create_policy
+from dynatree.replay.machines import Curve, Machine, seconds_on
+from dynatree.replay.recording import RecordedRun
+from dynatree.replay.session import Noise, Replayed, replay
+from dynatree.replay.table_model import Ask
 
 TARGET_ROWS = 64  # rows up to which the verify service measures its forward passes when it starts
 DRAFT_ROWS = 6  # the same for the draft service

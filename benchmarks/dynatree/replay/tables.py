@@ -7,8 +7,8 @@ from typing import Any
 
 from dynatree.bench import bootstrap
 from dynatree.bench.figures import by
-from dynatree.bench.replay.runs import Result
 from dynatree.bench.table import NONE, Table
+from dynatree.replay.runs import Result
 
 
 def tables(results: Sequence[Result]) -> list[Table]:

@@ -21,11 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynatree.bench.figures import by
-from dynatree.bench.replay.machines import Machine, seconds_on
-from dynatree.bench.replay.recording import RecordedRun
-from dynatree.bench.replay.runs import starting_costs
-from dynatree.bench.replay.session import VOCAB_SIZE, Replayed, replay, sampling_of
-from dynatree.bench.replay.table_model import TableModel
 from dynatree.bench.table import NONE, Table
 from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.tree import ROOT
@@ -40,6 +35,11 @@ from dynatree.draft.policies.merged import MergedNGrams
 from dynatree.draft.policies.objective import Objective, Plan
 from dynatree.draft.policies.papers.child_mass import ChildMass
 from dynatree.draft.policies.throughput import LEAST_NODES, NEARLY_FREE, Throughput, ThroughputSettings
+from dynatree.replay.machines import Machine, seconds_on
+from dynatree.replay.recording import RecordedRun
+from dynatree.replay.runs import starting_costs
+from dynatree.replay.session import VOCAB_SIZE, Replayed, replay, sampling_of
+from dynatree.replay.table_model import TableModel
 
 BREADTH = 16  # proposals that the path oracle considers, and that are recorded at each node of the true path
 DEPTH = 16  # depth limit of `throughput` and the size oracle

@@ -13,12 +13,6 @@ from itertools import cycle, islice
 from typing import Any, TypeVar, cast
 
 from dynatree.bench.methods import PLAIN, Method
-from dynatree.bench.replay.machines import Machine, seconds_on
-from dynatree.bench.replay.recording import RecordedRun
-from dynatree.bench.replay.runs import Group, starting_costs
-from dynatree.bench.replay.session import VOCAB_SIZE, sampling_of, verify
-from dynatree.bench.replay.table_model import TableModel
-from dynatree.bench.replay.virtual_time import run_in_virtual_time
 from dynatree.bench.table import Table
 from dynatree.common.decoding import Decoding
 from dynatree.common.limits import MAX_TREE_NODES
@@ -34,6 +28,12 @@ from dynatree.draft.growth.shared_growth import SharedGrowth
 from dynatree.draft.policies import create_policy
 from dynatree.engine.kv.kv_range import KVRange
 from dynatree.engine.model_thread import ModelThread
+from dynatree.replay.machines import Machine, seconds_on
+from dynatree.replay.recording import RecordedRun
+from dynatree.replay.runs import Group, starting_costs
+from dynatree.replay.session import VOCAB_SIZE, sampling_of, verify
+from dynatree.replay.table_model import TableModel
+from dynatree.replay.virtual_time import run_in_virtual_time
 from dynatree.verify.accept import Verdict
 from dynatree.verify.pass_costs import PassCosts
 from dynatree.verify.scheduler import Scheduler

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from dynatree.bench.replay.machines import Machine, seconds_on
-from dynatree.bench.replay.recording import RecordedRun
 from dynatree.common.tree import ROOT
 from dynatree.draft.growth.draft_session import DraftSession
 from dynatree.draft.growth.drafter import Expansion
 from dynatree.draft.policies.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.engine.kv.kv_range import KVRange
+from dynatree.replay.machines import Machine, seconds_on
+from dynatree.replay.recording import RecordedRun
 
 FIRST_TAIL_TOKEN = 2**32  # no vocabulary has it
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from dynatree.bench.replay.runs import Result, Settings, Task
 from dynatree.bench.table import NONE, Table
 from dynatree.draft.control.constants import DEFAULT_CONTROL, ControlSettings
+from dynatree.replay.runs import Result, Settings, Task
 
 HALF, DOUBLE, NEUTRAL = "half", "double", "neutral"
 WEIGHT_OF_PAST = "share a "  # prefix of the units of constants that weigh the past

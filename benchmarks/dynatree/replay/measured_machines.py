@@ -1,6 +1,6 @@
 """Add a machine, computed from saved measurements of `dynatree bench`, to a machines file.
 
-python -m dynatree.bench.replay.measured_machines FILE --name NAME --costs COSTS.json --compare A.json B.json ...
+python -m dynatree.replay.measured_machines FILE --name NAME --costs COSTS.json --compare A.json B.json ...
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import median
 from dynatree.bench.figures import by, round_seconds
 from dynatree.bench.methods import PLAIN
 from dynatree.bench.record import Report, Run, load
-from dynatree.bench.replay.machines import Curve, Machine, load_machines, to_json
+from dynatree.replay.machines import Curve, Machine, load_machines, to_json
 
 CHAINS = "linear"  # the policy whose trees have one node per level
 ROUND = "median over runs of plain decoding of (last arrival - first) / rounds - round_parts.verify_forward / rounds"

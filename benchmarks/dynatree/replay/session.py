@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dynatree.bench.replay.machines import Machine, seconds_on
-from dynatree.bench.replay.recording import RecordedRun
-from dynatree.bench.replay.table_model import Ask, TableModel
 from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.pass_statistics import ALONE, PassStatistics
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import TokenTree
 from dynatree.draft.growth.drafter import Drafter
 from dynatree.draft.policies import Policy
+from dynatree.replay.machines import Machine, seconds_on
+from dynatree.replay.recording import RecordedRun
+from dynatree.replay.table_model import Ask, TableModel
 from dynatree.verify.accept import Verdict, accept, cut
 from dynatree.verify.pass_plan import path_probs
 

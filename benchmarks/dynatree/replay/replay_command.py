@@ -13,16 +13,16 @@ from dynatree.bench.environment import environment
 from dynatree.bench.methods import PLAIN, Method
 from dynatree.bench.progress import progress_bar
 from dynatree.bench.record import check_writable
-from dynatree.bench.replay import recording
-from dynatree.bench.replay.machines import Machine, load_machines
-from dynatree.bench.replay.recording import RecordedRun
 from dynatree.bench.table import to_rich
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.draft.policies import DEFAULT_POLICY, create_policy, policy_names
 from dynatree.draft.policies.drawing import DEFAULT_DRAWING
+from dynatree.replay import recording
+from dynatree.replay.machines import Machine, load_machines
+from dynatree.replay.recording import RecordedRun
 
 if TYPE_CHECKING:  # the drafter and the verifier import torch; usage errors are reported without loading it
-    from dynatree.bench.replay.runs import Task
+    from dynatree.replay.runs import Task
 
 RESULTS_VERSION = 1
 WIDTH = 130  # largest width of tables, in characters
@@ -65,7 +65,7 @@ def _runs(options: argparse.Namespace) -> list[RecordedRun]:
 def _tasks(
     methods: Sequence[Method], machines: Sequence[Machine], runs: Sequence[RecordedRun], options: argparse.Namespace
 ) -> list[Task]:
-    from dynatree.bench.replay.runs import Settings, Task, groups
+    from dynatree.replay.runs import Settings, Task, groups
 
     settings = Settings(options.fresh, options.noise, options.stalls, options.seed)
     return [
@@ -74,8 +74,8 @@ def _tasks(
 
 
 def _policies(tasks: Sequence[Task], options: argparse.Namespace) -> None:
-    from dynatree.bench.replay.runs import replay_all
-    from dynatree.bench.replay.tables import tables, to_dict
+    from dynatree.replay.runs import replay_all
+    from dynatree.replay.tables import tables, to_dict
 
     with progress_bar() as progress:
         results = list(progress.track(replay_all(tasks, options.processes), total=len(tasks), description="replay"))
@@ -89,8 +89,8 @@ def _policies(tasks: Sequence[Task], options: argparse.Namespace) -> None:
 def _clients(
     methods: Sequence[Method], machines: Sequence[Machine], runs: Sequence[RecordedRun], options: argparse.Namespace
 ) -> None:
-    from dynatree.bench.replay.many import simulate, table, to_dict
-    from dynatree.bench.replay.runs import groups
+    from dynatree.replay.many import simulate, table, to_dict
+    from dynatree.replay.runs import groups
 
     console, loads = Console(width=WIDTH), []
     for machine in machines:
@@ -107,7 +107,7 @@ def _clients(
 
 
 def _objectives(options: argparse.Namespace) -> None:
-    from dynatree.bench.replay import objectives
+    from dynatree.replay import objectives
 
     runs = [
         (recorded.header["texts"][run.text]["data_set"], run)
@@ -124,8 +124,8 @@ def _objectives(options: argparse.Namespace) -> None:
 
 
 def _constants(tasks: Sequence[Task], options: argparse.Namespace) -> None:
-    from dynatree.bench.replay import constants
-    from dynatree.bench.replay.runs import replay_all
+    from dynatree.replay import constants
+    from dynatree.replay.runs import replay_all
 
     with progress_bar() as progress:
         changes = constants.changes(tasks, lambda tasks: replay_all(tasks, options.processes))

@@ -14,14 +14,14 @@ from dynatree.bench.environment import describe, environment
 from dynatree.bench.progress import progress_bar
 from dynatree.bench.prompts import Prompts, Selection, load_tokenizer, read_prompts
 from dynatree.bench.record import check_writable
-from dynatree.bench.replay import recording
-from dynatree.bench.replay.machines import Machine, load_machines
-from dynatree.bench.replay.recorder import ASKING, Recorder
-from dynatree.bench.replay.recording import RecordedRun, Recording
 from dynatree.client import ModelInfo
 from dynatree.common.errors import FailedPreconditionError, StartupError
 from dynatree.common.seeds import derived_seed
 from dynatree.common.wire import model_info_to_pb
+from dynatree.replay import recording
+from dynatree.replay.machines import Machine, load_machines
+from dynatree.replay.recorder import ASKING, Recorder
+from dynatree.replay.recording import RecordedRun, Recording
 
 
 def run(options: argparse.Namespace) -> int:

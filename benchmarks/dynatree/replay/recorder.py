@@ -15,11 +15,6 @@ from functools import partial
 from itertools import product
 
 from dynatree.bench.methods import Method
-from dynatree.bench.replay.machines import Machine
-from dynatree.bench.replay.recording import RecordedRun
-from dynatree.bench.replay.runs import Settings, Task, groups, replay_group
-from dynatree.bench.replay.session import sampling_of
-from dynatree.bench.replay.table_model import Ask
 from dynatree.common.decoding import Decoding
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import ROOT
@@ -34,6 +29,11 @@ from dynatree.draft.target.target import Target
 from dynatree.engine.engine import Engine
 from dynatree.engine.loading import load_engine
 from dynatree.engine.settings import ModelSettings
+from dynatree.replay.machines import Machine
+from dynatree.replay.recording import RecordedRun
+from dynatree.replay.runs import Settings, Task, groups, replay_group
+from dynatree.replay.session import sampling_of
+from dynatree.replay.table_model import Ask
 from dynatree.verify.session import SessionRequest
 from dynatree.verify.verifier import Part, Verifier, verdicts_of
 

@@ -1,13 +1,14 @@
-"""The results of calls, as frozen dataclasses without protobuf types."""
+"""Completions, the chunks they arrive in, and their traced rounds."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
+from dynatree.client._statistics import Statistics
+from dynatree.client._tokens import PromptTokens, TopLogProbs, top_log_probs_from_pb
 from dynatree.v1 import draft_pb2, tree_pb2
 
 FinishReason = Literal["stop", "length", "cancelled"]
-
 FINISH_REASONS: dict[int, FinishReason] = {
     tree_pb2.FINISH_REASON_STOP: "stop",
     tree_pb2.FINISH_REASON_LENGTH: "length",
@@ -71,36 +72,6 @@ class RoundTrace:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
-# For each token, the likeliest tokens at its position, likeliest first, as (token_id, log_prob).
-TopLogProbs = tuple[tuple[tuple[int, float], ...], ...]
-
-
-def top_log_probs_from_pb(message: tree_pb2.TopLogProbs, places: int) -> TopLogProbs:
-    """Split a message into the likeliest tokens at each of `places` positions."""
-    count = len(message.token_ids) // places if places else 0  # at each position
-    named = tuple(zip(message.token_ids, message.log_probs, strict=False))
-    return tuple(named[place * count : (place + 1) * count] for place in range(places)) if count else ()
-
-
-@dataclass(frozen=True, slots=True)
-class PromptTokens:
-    """The prompt's tokens, and on request their log-probabilities and text.
-
-    Attributes:
-        token_ids: all tokens of the prompt.
-        log_probs: the log-probability of each token but the first, on request.
-        top_log_probs: the likeliest tokens at the position of each token but the first, on request.
-        text: the prompt's text, on request.
-        text_offsets: the offset of each token in `text`, in characters, on request.
-    """
-
-    token_ids: tuple[int, ...] = ()
-    log_probs: tuple[float, ...] = ()
-    top_log_probs: TopLogProbs = ()
-    text: str = ""
-    text_offsets: tuple[int, ...] = ()
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """One message of a stream: the part that it adds to a completion, or the request's position in the queue.
@@ -140,125 +111,6 @@ class Chunk:
             queue_position=response.queue_position if response.HasField("queue_position") else None,
             top_log_probs=top_log_probs_from_pb(response.top_log_probs, len(response.token_ids)),
             text_offsets=tuple(response.text_offsets),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class RoundPart:
-    """The time that the rounds spent in one part of their work.
-
-    Attributes:
-        total_seconds: the sum over all rounds.
-        p50_seconds: the median over the rounds.
-    """
-
-    total_seconds: float
-    p50_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """The statistics of a completion.
-
-    A round is one tree and one forward pass of the target; the prefill of the prompt is not a round.
-
-    Attributes:
-        generated_tokens: the number of new tokens in the completion.
-        rounds: the number of rounds.
-        draft_n: the nodes drafted over all rounds.
-        draft_n_accepted: the nodes accepted over all rounds.
-        acceptance_rate: draft_n_accepted / draft_n, in [0, 1]; 0 if nothing was drafted.
-        tokens_per_round: the tokens committed by rounds, divided by rounds.
-        mean_path_length: draft_n_accepted / rounds.
-        nodes_per_round: draft_n / rounds.
-        acceptance_by_depth: entry d - 1 is the share of the rounds whose accepted path reached depth d, among the
-            rounds whose tree reached it.
-        time_to_first_token_seconds: the time from the request's arrival at the server to the first token.
-        time_per_output_token_seconds: the mean time between two tokens after the first; 0 for a single token.
-        total_seconds: the time from the request's arrival at the server to the last token.
-        round_parts: the rounds' time by part: "draft_forward", "grow", "verify_forward", "accept", "commit", "wire",
-            "detokenize".
-        seed: the seed of sampling; 0 for greedy decoding.
-        committed_per_level: the tokens committed by rounds, divided by the levels drafted; may exceed 1, and is 0 if
-            nothing was drafted.
-        draft_seconds: the time of all rounds spent on growing and committing in the draft service. A forward pass of
-            the draft model that several sessions share counts in part for each.
-        wire_seconds: the time of all rounds spent on the stream between the services.
-        verify_seconds: the time of all rounds spent in the verify service.
-        queue_seconds: the time that the request waited in the queue.
-        sessions_per_pass: the mean number of sessions in the target's passes that verified this completion's trees,
-            including its own.
-        rows_per_pass: the mean number of rows (tokens of all sessions) in those passes.
-        trimmed_n: the nodes drafted but not verified, over all rounds.
-        cached_tokens: the tokens of the prompt that the target had cached.
-        kv_cache_usage: the highest share of the target's KV slots that all sessions together held during the
-            completion.
-        resumes: the number of times that the completion resumed after the loss of a service. After the loss of a draft
-            service, `generated_tokens` covers the whole completion, and all values above except it are those of the
-            service that finished it.
-        resume_seconds: the sum of the times from each loss to the next token.
-    """
-
-    generated_tokens: int
-    rounds: int
-    draft_n: int
-    draft_n_accepted: int
-    acceptance_rate: float
-    tokens_per_round: float
-    mean_path_length: float
-    nodes_per_round: float
-    acceptance_by_depth: tuple[float, ...]
-    time_to_first_token_seconds: float
-    time_per_output_token_seconds: float
-    total_seconds: float
-    round_parts: dict[str, RoundPart]
-    seed: int
-    committed_per_level: float
-    draft_seconds: float
-    wire_seconds: float
-    verify_seconds: float
-    queue_seconds: float = 0.0
-    sessions_per_pass: float = 1.0
-    rows_per_pass: float = 0.0
-    trimmed_n: int = 0
-    cached_tokens: int = 0
-    kv_cache_usage: float = 0.0
-    resumes: int = 0
-    resume_seconds: float = 0.0
-
-    @classmethod
-    def from_pb(cls, statistics: draft_pb2.GenerationStatistics) -> Self:
-        """Convert the statistics in the last message of a stream."""
-        return cls(
-            generated_tokens=statistics.generated_tokens,
-            rounds=statistics.rounds,
-            draft_n=statistics.draft_n,
-            draft_n_accepted=statistics.draft_n_accepted,
-            acceptance_rate=statistics.acceptance_rate,
-            tokens_per_round=statistics.tokens_per_round,
-            mean_path_length=statistics.mean_path_length,
-            nodes_per_round=statistics.nodes_per_round,
-            acceptance_by_depth=tuple(statistics.acceptance_by_depth),
-            time_to_first_token_seconds=statistics.time_to_first_token_seconds,
-            time_per_output_token_seconds=statistics.time_per_output_token_seconds,
-            total_seconds=statistics.total_seconds,
-            round_parts={
-                part.name: RoundPart(total_seconds=part.total_seconds, p50_seconds=part.p50_seconds)
-                for part in statistics.round_parts
-            },
-            seed=statistics.seed,
-            committed_per_level=statistics.committed_per_level,
-            draft_seconds=statistics.draft_seconds,
-            wire_seconds=statistics.wire_seconds,
-            verify_seconds=statistics.verify_seconds,
-            queue_seconds=statistics.queue_seconds,
-            sessions_per_pass=statistics.sessions_per_pass,
-            rows_per_pass=statistics.rows_per_pass,
-            trimmed_n=statistics.trimmed_n,
-            cached_tokens=statistics.cached_tokens,
-            kv_cache_usage=statistics.kv_cache_usage,
-            resumes=statistics.resumes,
-            resume_seconds=statistics.resume_seconds,
         )
 
 
@@ -368,97 +220,3 @@ class Completion:
 
 def _lists(top: TopLogProbs) -> list[list[list[float]]]:
     return [[list(each) for each in likeliest] for likeliest in top]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """A model as its service runs it.
-
-    Attributes:
-        name: the hub name, or the last component of the local path.
-        architecture: the transformers architecture, for example "GPTNeoXForCausalLM".
-        parameters: the number of parameters.
-        vocab_size: the rows of the embedding; may be padded beyond the tokenizer's vocabulary.
-        context_length: the longest sequence of prompt and new tokens together, in tokens.
-        dtype: the number format of the weights, for example "float32".
-        device: the torch device, for example "cpu".
-        tokenizer_fingerprint: the SHA-256 hash of the tokenizer; two models can work together if it is equal.
-        version: the version of DynaTree that runs the model.
-        step_bytes: the bytes of weights that a forward pass over one token reads.
-        streamed_bytes: the part of `step_bytes` that every forward pass reads from the disk; 0 if all weights are in
-            memory.
-    """
-
-    name: str
-    architecture: str
-    parameters: int
-    vocab_size: int
-    context_length: int
-    dtype: str
-    device: str
-    tokenizer_fingerprint: str
-    version: str
-    step_bytes: int
-    streamed_bytes: int
-
-    @classmethod
-    def from_pb(cls, info: tree_pb2.ModelInfo) -> Self:
-        """Convert a service's description of its model."""
-        return cls(
-            name=info.name,
-            architecture=info.architecture,
-            parameters=info.parameters,
-            vocab_size=info.vocab_size,
-            context_length=info.context_length,
-            dtype=info.dtype,
-            device=info.device,
-            tokenizer_fingerprint=info.tokenizer_fingerprint,
-            version=info.version,
-            step_bytes=info.step_bytes,
-            streamed_bytes=info.streamed_bytes,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceInfo:
-    """The models and policies of a draft service.
-
-    Attributes:
-        draft: the small model, which drafts the trees.
-        target: the large model, whose output every completion is.
-        policies: the names that a request's `policy` may have; the first is the default.
-        chat_template: whether the tokenizer has a chat template, so that prompts may be chats.
-    """
-
-    draft: ModelInfo
-    target: ModelInfo
-    policies: tuple[str, ...]
-    chat_template: bool
-
-    @classmethod
-    def from_pb(cls, response: draft_pb2.DraftServiceGetModelInfoResponse) -> Self:
-        """Convert a service's description of itself."""
-        return cls(
-            draft=ModelInfo.from_pb(response.draft),
-            target=ModelInfo.from_pb(response.target),
-            policies=tuple(response.policies),
-            chat_template=response.chat_template,
-        )
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The tokens of a prompt.
-
-    Attributes:
-        token_ids: the ids of the tokens.
-        token_strings: on request, the tokens' spellings in the tokenizer's vocabulary.
-    """
-
-    token_ids: tuple[int, ...]
-    token_strings: tuple[str, ...] = ()
-
-    @classmethod
-    def from_pb(cls, message: draft_pb2.TokenizeResponse) -> Self:
-        """Convert the service's answer."""
-        return cls(tuple(message.token_ids), tuple(message.token_strings))

@@ -1,0 +1,199 @@
+"""One call of Generate: its message checked, and made into a request for each completion."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from dynatree.common.errors import InvalidArgumentError, OutOfRangeError
+from dynatree.common.limits import MAX_STOP_TOKENS
+from dynatree.common.log_probs import check_log_probs
+from dynatree.common.model_info import token_limit
+from dynatree.common.sampling import Sampling
+from dynatree.common.seeds import completion_seed
+from dynatree.common.tree import check_token_ids
+from dynatree.common.wire import decoding_from_pb
+from dynatree.draft.completion.generation import NOTHING_RECEIVED, GenerationRequest, Received
+from dynatree.draft.policies import RESIDUAL_POLICY, Policy, create_policy, residual_policies
+from dynatree.draft.settings import DefaultPolicy
+from dynatree.draft.target.target import Target
+from dynatree.draft.wire import policy_settings_from_pb
+from dynatree.serving.token_quota import TokenNeed
+from dynatree.serving.tracing import NO_SPAN, Span
+from dynatree.v1 import draft_pb2
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+MAX_COMPLETIONS = 64
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """One call of Generate, from which the request of each completion is built once its target is known.
+
+    Attributes:
+        message: The call's message.
+        prompt_ids: The prompt.
+        special_ids: The ids of the special tokens among the stop strings.
+        default_policy: The policy of requests that name none.
+        seed: The seed in force.
+        first: Index of the first completion to make.
+        received: The part of that completion that the client already has.
+        principal: The principal.
+        request_id: The call's id in logs.
+    """
+
+    message: draft_pb2.GenerateRequest
+    prompt_ids: tuple[int, ...]
+    special_ids: tuple[int, ...]
+    default_policy: DefaultPolicy
+    seed: int
+    first: int
+    received: Received
+    principal: str
+    request_id: str
+
+    @classmethod
+    def from_pb(
+        cls,
+        message: draft_pb2.GenerateRequest,
+        prompt_ids: tuple[int, ...],
+        *,
+        special_ids: tuple[int, ...],
+        default_policy: DefaultPolicy,
+        context_length: int,
+        principal: str,
+        request_id: str,
+    ) -> Self:
+        """Read a message that `check_message` has passed; `context_length` is the target's.
+
+        Raises:
+            ServiceError: The part that the client already has is invalid or out of range.
+        """
+        received = _received(message, context_length)
+        seed = message.sampling.seed if message.sampling.HasField("seed") else secrets.randbits(63)
+        first = message.resume.index
+        return cls(message, prompt_ids, special_ids, default_policy, seed, first, received, principal, request_id)
+
+    @property
+    def indices(self) -> range:
+        """Indices of the completions to make."""
+        return range(self.first, _completions(self.message))
+
+    @property
+    def begins(self) -> bool:
+        """Whether the client has no token yet. Facts about the prompt are sent with the first token."""
+        return self.first == 0 and not self.received.token_ids
+
+    def request(self, index: int, target: Target, span: Span = NO_SPAN) -> GenerationRequest:
+        """Build the request of completion `index`, checked as far as the draft side can.
+
+        Raises:
+            ServiceError: A field of the message is invalid or out of range.
+        """
+        message, prompt_ids, info = self.message, self.prompt_ids, target.info
+        received = self.received if index == self.first else NOTHING_RECEIVED
+        seed = completion_seed(self.seed, index)
+        decoding = decoding_from_pb(message, default_seed=seed, default_penalty=info.repetition_penalty)
+        token_limit(len(prompt_ids), decoding.max_new_tokens, info)
+        check_token_ids(prompt_ids, info.vocab_size, "token_ids")
+        check_token_ids(received.token_ids, info.vocab_size, "resume.token_ids")
+        prompt_log_probs = decoding.prompt_log_probs and self.begins and index == self.first
+        check_log_probs(decoding.top_log_probs, len(prompt_ids) if prompt_log_probs else 0)
+        policy = self._policy(decoding.sampling, target)
+        # what such a policy has learnt may depend on the noise of this seed
+        learnt = decoding.sampling.residual and policy.learns_from_others
+        sampling = replace(decoding.sampling, seed=secrets.randbits(63) if learnt else seed)
+        stop_token_ids = (*decoding.stop_token_ids, *self.special_ids)
+        request = GenerationRequest(
+            prompt_ids=prompt_ids,
+            decoding=replace(
+                decoding, sampling=sampling, stop_token_ids=stop_token_ids, prompt_log_probs=prompt_log_probs
+            ),
+            stop=tuple(message.stop),
+            trace=message.trace,
+            policy=policy,
+            target=target,
+            seed=seed,
+            principal=self.principal,
+            received=received,
+            request_id=self.request_id,
+            span=span,
+        )
+        if len(request.begun_ids) > request.limit:
+            raise OutOfRangeError(
+                f"resume has {len(received.token_ids)} tokens, expected at most {request.limit - len(prompt_ids)}"
+            )
+        return request
+
+    def token_need(self, request: GenerationRequest) -> TokenNeed:
+        """Tokens that the call needs, `request` being its first completion's; later ones read the prompt again."""
+        completions = len(self.indices)
+        return TokenNeed(
+            least=len(request.begun_ids) + (completions - 1) * len(request.prompt_ids),
+            most=completions * request.limit,
+            open_ended=request.decoding.max_new_tokens is None,
+        )
+
+    def _policy(self, sampling: Sampling, target: Target) -> Policy:
+        """Create a completion's policy from the name and settings of the message, or from the service's default.
+
+        Raises:
+            InvalidArgumentError: The name is unknown, a setting is wrong, or the policy does not support residual
+                sampling.
+        """
+        message, default = self.message.policy, self.default_policy
+        name = message.name or _default_name(default.name, sampling)
+        inherited = default.settings if name == default.name else {}
+        policy = create_policy(name, {**inherited, **policy_settings_from_pb(message)}, target.costs)
+        if sampling.residual and not policy.supports_residual:
+            raise InvalidArgumentError(
+                f"policy {name} chooses nodes by their tokens, which scheme residual does not allow; "
+                f"expected one of {', '.join(residual_policies())}"
+            )
+        return policy
+
+
+def check_message(message: draft_pb2.GenerateRequest) -> None:
+    """Check the fields that need no tokenizer, before a long prompt is encoded.
+
+    Raises:
+        InvalidArgumentError: The number of completions or a stop is out of range.
+    """
+    count = _completions(message)
+    if not 1 <= count <= MAX_COMPLETIONS:
+        raise InvalidArgumentError(f"n is {count}, expected a number in [1, {MAX_COMPLETIONS}]")
+    _check_stop(message.stop, message.stop_token_ids)
+
+
+def _completions(message: draft_pb2.GenerateRequest) -> int:
+    return message.n if message.HasField("n") else 1
+
+
+def _default_name(default: str, sampling: Sampling) -> str:
+    """Policy of a request that names none: the service's default, or one that supports residual sampling."""
+    return default if not sampling.residual or default in residual_policies() else RESIDUAL_POLICY
+
+
+def _received(message: draft_pb2.GenerateRequest, context_length: int) -> Received:
+    """Return the part of the first completion to make that the client already has."""
+    resume, count = message.resume, _completions(message)
+    if resume.index >= count:
+        raise InvalidArgumentError(f"resume.index is {resume.index}, expected a number below n, {count}")
+    if resume.round > context_length:
+        raise OutOfRangeError(f"resume.round is {resume.round}, expected at most {context_length}, the context")
+    if len(resume.token_ids) > context_length:
+        raise OutOfRangeError(f"resume has {len(resume.token_ids)} tokens, more than the context of {context_length}")
+    return Received(tuple(resume.token_ids), resume.characters, resume.round)
+
+
+def _check_stop(stops: Sequence[str], stop_token_ids: Sequence[int]) -> None:
+    if len(stop_token_ids) > MAX_STOP_TOKENS:
+        raise InvalidArgumentError(f"{len(stop_token_ids)} stop_token_ids, at most {MAX_STOP_TOKENS} are accepted")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidArgumentError(f"{len(stops)} stop strings, at most {MAX_STOP_STRINGS} are accepted")
+    for index, stop in enumerate(stops):
+        if not 1 <= len(stop) <= MAX_STOP_LENGTH:
+            raise InvalidArgumentError(f"stop[{index}] has {len(stop)} characters, expected 1 to {MAX_STOP_LENGTH}")

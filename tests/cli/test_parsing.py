@@ -1,0 +1,208 @@
+"""Command lines and environment variables, as the commands parse them."""
+
+import argparse
+import importlib
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from typing import get_args
+
+import pytest
+
+from dynatree.bench import methods
+from dynatree.cli.arguments import SCHEMES
+from dynatree.cli.main import COMMANDS, main
+from dynatree.cli.parser import Parser
+from dynatree.client import SamplingScheme
+from dynatree.common.limits import ALL_LAYERS
+
+PAIR = ["--target-model", "embedded", "--draft-model", "embedded"]
+DRAFT = ["draft", "--draft-model", "embedded", "--verify", "localhost:1"]
+VERIFY = ["verify", "--target-model", "embedded"]
+
+
+@pytest.mark.parametrize("option", ["--max-tree-nodes", "--fixed-rows", "--max-context", "--max-sessions"])
+def test_a_value_of_another_kind_is_told_in_words(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    assert main([*VERIFY, option, "many"]) == 2
+    assert re.search(r"invalid whole numbers? value: 'many'", capsys.readouterr().err)
+
+
+def test_choices_are_what_the_services_take() -> None:
+    assert get_args(SamplingScheme) == SCHEMES == methods.SCHEMES
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--nope"],
+        ["serve"],
+        ["generate"],
+        ["generate", "Once", "--nope"],
+        ["generate", "Once", "--max-new", "3"],
+        ["generate", "Once", "twice"],
+        ["generate", "Once", "--top-k", "many"],
+        ["generate", "Once", "--n", "many"],
+        ["generate", "Once", "--stop-token-id", "END"],
+        ["generate", "Once", "--scheme", "none"],
+        ["generate", "Once", "--logit-bias", "5"],
+        ["generate", "Once", "--logit-bias", "a=1"],
+        ["generate", "Once", "--logit-bias", "5=much"],
+        ["generate", "Once", "--set", "depth"],
+        ["generate", "Once", "--set", "=8"],
+        ["generate", "Once", "--set", "depth=8x"],
+        ["generate", "Once", "--set", "root=Single"],
+        ["generate", "Once", "--set", "widths=1,"],
+        ["generate", "Once", "--set", "widths=1,x"],
+        ["generate", "Once", "--set", "depth=8", "--set", "depth=8"],
+        ["generate", "Once", "--logit-bias", "5=1", "--logit-bias", "5=2"],
+        ["generate", "Once", "--timeout", "0"],
+        ["generate", "Once", "--timeout", "soon"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("usage: dynatree")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["vefify"], "there is no command 'vefify'; did you mean verify?"),
+        (["quux"], "there is no command 'quux'; dynatree --help lists them"),
+        (["verify", "--target-model", "x", "--max-sesions", "3"], "--max-sesions 3; did you mean --max-sessions?"),
+        (["serve", *PAIR, "--model", "x"], "unrecognized arguments: --model x; did you mean --target-model?"),
+        (["generate", "Once", "--max-tokens", "3"], "did you mean --max-new-tokens?"),
+        (["bench", "compare", "--prompts", "x", "--polisy", "linear"], "did you mean --policy?"),
+        (["gateway", "--quux"], "unrecognized arguments: --quux\n"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else None,
+)
+def test_what_may_have_been_meant_is_said(capsys: pytest.CaptureFixture[str], arguments: list[str], hint: str) -> None:
+    assert main(arguments) == 2
+    assert hint in capsys.readouterr().err
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., argparse.Namespace]:
+    """Return a function that parses a command line with variables in the environment."""
+
+    def parse(*arguments: str, **variables: str) -> argparse.Namespace:
+        seen = []
+        module = importlib.import_module(COMMANDS[arguments[0]][1])
+        monkeypatch.setattr(module, "run", lambda options: seen.append(options) or 0)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert main(arguments) == 0
+        return seen[0]
+
+    return parse
+
+
+def service_lines() -> Iterator[tuple[list[str], argparse.Action]]:
+    """Yield every option of every service that a variable can set, with a command line of the service."""
+    for line in (VERIFY, DRAFT, ["gateway"], ["serve", *PAIR]):
+        parser = Parser()
+        importlib.import_module(COMMANDS[line[0]][1]).add_arguments(parser)
+        for action in parser._actions:
+            if action.option_strings and action.dest not in ("help", "target_model", "draft_model", "verify"):
+                yield line, action
+
+
+VALUES = {"--max-context": "7", "--listen": "localhost:7", "--host": "::1", "--set": "depth=7 widths=1,2"}
+VALUES |= {"--metrics": "localhost:7", "--grpc": "localhost:7", "--server": "localhost:7", "--device": "cuda:7"}
+
+
+@pytest.mark.parametrize(
+    ("line", "action"), list(service_lines()), ids=lambda value: value[0] if isinstance(value, list) else value.dest
+)
+def test_every_option_of_a_service_can_be_a_variable(
+    parsed: Callable[..., argparse.Namespace], line: list[str], action: argparse.Action
+) -> None:
+    """The variable has the effect of the option, and the command line takes precedence."""
+    option = action.option_strings[0]
+    variable = "DYNATREE_" + option[2:].upper().replace("-", "_")
+    value = list(action.choices)[-1] if action.choices else VALUES.get(option, "a b" if action.nargs == "+" else "1")
+    if option == "--draft-device":
+        value = "cuda:7"
+    words = [option] if action.nargs == 0 else [option, value]
+    if action.nargs == "+":
+        words = [option, *value.split()]
+    elif isinstance(action.default, (list, dict)):
+        words = [word for each in value.split() for word in (option, each)]
+    by_line = vars(parsed(*line, *words))
+    by_variable = vars(parsed(*line, **{variable: value}))
+    assert by_variable == by_line
+    assert (
+        by_variable != vars(parsed(*line, **{variable: ""})) or getattr(action, "default", None) == by_line[action.dest]
+    )
+    wrong = {variable: "\u2028nonsense"} if action.nargs != 0 else {variable: "1"}
+    assert vars(parsed(*line, *words, **wrong)) == by_line
+
+
+def test_a_variable_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("DYNATREE_QUEUE", "many")
+    assert main(VERIFY) == 2
+    assert "argument --queue: invalid whole number value: 'many' (set by the environment variable DYNATREE_QUEUE)" in (
+        capsys.readouterr().err
+    )
+
+
+def test_what_kubernetes_says_of_a_service_is_no_port(parsed: Callable[..., argparse.Namespace]) -> None:
+    assert parsed(*VERIFY, DYNATREE_PORT="tcp://10.0.0.1:8000").listen == "localhost:50052"
+
+
+@pytest.mark.parametrize(
+    ("words", "address"),
+    [
+        (["--port", "7"], "localhost:7"),
+        (["--host", "0.0.0.0"], "0.0.0.0:50052"),
+        (["--port", "7", "--host", "::1"], "[::1]:7"),
+        (["--listen", "unix:x"], "unix:x"),
+    ],
+)
+def test_host_and_port_are_parts_of_listen(
+    parsed: Callable[..., argparse.Namespace], words: list[str], address: str
+) -> None:
+    assert parsed(*VERIFY, *words).listen == address
+
+
+def test_serve_passes_on_what_the_services_take(parsed: Callable[..., argparse.Namespace]) -> None:
+    """Every option of `verify` and `draft` is an option of `serve`, except those for addresses and authentication."""
+    own = {"listen", "verify", "client_ca", "reflection", "target_model", "draft_model", "tls_cert", "tls_key"}
+    names = {action.dest for line, action in service_lines() if line[0] in ("verify", "draft")}
+    assert {name for name in names if not name.startswith("verify_")} - own <= set(vars(parsed("serve", *PAIR)))
+    options = parsed(
+        *(
+            "serve",
+            *PAIR,
+            "--resident-layers",
+            "all",
+            "--fixed-rows",
+            "off",
+            "--set",
+            "depth=3",
+            "--set",
+            "root=single",
+            "--metrics",
+            "h:7",
+        ),
+        *("--kv-tokens", "99", "--prefix-cache", "off", "--threads", "1", "--insecure"),
+    )
+    verify, draft = serve_settings(options)
+    for each in (verify, draft):
+        model = each.model
+        assert (model.fixed_rows, model.kv_tokens, model.threads, each.limits.prefix_cache) == ((), 99, 1, False)
+        each.operation.security.check_plain(each.operation.metrics)
+    assert (verify.model.resident_layers, verify.operation.metrics) == (ALL_LAYERS, "h:8")
+    assert (draft.policy.settings, draft.operation.metrics) == ({"depth": 3.0, "root": "single"}, "h:7")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_help_has_an_example_that_is_a_command_line(name: str, parsed: Callable[..., argparse.Namespace]) -> None:
+    words = shlex.split(importlib.import_module(COMMANDS[name][1]).EXAMPLE)
+    assert words[:2] == ["dynatree", name]
+    assert parsed(*words[1:])

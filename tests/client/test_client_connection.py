@@ -1,0 +1,154 @@
+"""The client library and its server: addresses, timeouts, and servers that start late, go away or hang."""
+
+import asyncio
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from dynatree.client import AsyncClient, Client, Completion, DeadlineExceededError, ServerError, ServerUnavailableError
+from dynatree.client._base import BaseClient, Deadline
+from tests.support.fake_draft_service import (  # noqa: F401 - fixtures
+    FakeDraftService,
+    Hang,
+    client_fixture,
+    generate_async,
+    message,
+    service_fixture,
+    serving,
+)
+
+
+def test_the_deadline_keeps_what_was_received(client: Client, service: FakeDraftService) -> None:
+    service.script = [message("Hé", 1), Hang()]
+    for call in (lambda: client.generate("Once", timeout=1), lambda: generate_async(service, timeout=1)):
+        with pytest.raises(DeadlineExceededError) as caught:
+            call()
+        assert caught.value.text == "Hé"
+        assert service.abandoned.wait(5)
+        service.abandoned.clear()
+
+
+def test_the_client_has_a_timeout_for_all_calls(service: FakeDraftService) -> None:
+    service.script = [Hang()]
+    with Client(service.address, timeout=0.3) as client, pytest.raises(DeadlineExceededError):
+        client.generate("Once")
+
+
+@pytest.mark.parametrize("limits", [{"connect_timeout": 0.3}, {"timeout": 0.3}], ids=lambda limits: next(iter(limits)))
+def test_nobody_at_the_address(tmp_path: Path, limits: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the caller's timeout, even if the wait begins late, as on a busy machine."""
+
+    def begin(client: BaseClient, timeout: float | None) -> Deadline:
+        deadline = deadline_of(client, timeout)
+        time.sleep(0.02)
+        return deadline
+
+    async def run() -> None:
+        async with AsyncClient(address, **limits) as client:
+            await client.generate("Once")
+
+    def call() -> None:
+        with Client(address, **limits) as client:
+            client.generate("Once")
+
+    deadline_of = BaseClient._deadline
+    monkeypatch.setattr(BaseClient, "_deadline", begin)
+    address = f"unix:{tmp_path}/nobody.sock"
+    for attempt in (call, lambda: asyncio.run(run())):
+        with pytest.raises(ServerUnavailableError, match=f"{address} within 0.3 s") as caught:
+            attempt()
+        assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_server_that_starts_late_is_found(tmp_path: Path) -> None:
+    with Client(f"unix:{tmp_path}/draft.sock") as client:
+        completions: list[Completion] = []
+        thread = threading.Thread(target=lambda: completions.append(client.generate("Once")))
+        thread.start()
+        time.sleep(0.3)
+        with serving(tmp_path):
+            thread.join()
+    assert completions[0].text == "Héllo"
+
+
+def test_a_server_that_goes_away(tmp_path: Path) -> None:
+    with Client(f"unix:{tmp_path}/draft.sock", connect_timeout=2) as client:
+        with serving(tmp_path):
+            client.generate("Once")
+        with pytest.raises(ServerUnavailableError, match="draft"):
+            client.generate("Once")
+
+
+@pytest.mark.long
+def test_a_server_that_hangs_is_passed_over(service: FakeDraftService) -> None:
+    """The server accepts connections but never answers, like a stopped process."""
+    with socket.create_server(("localhost", 0)) as silent:
+        hanging = f"localhost:{silent.getsockname()[1]}"
+        for addresses in (f"{hanging},{service.address}", f"{service.address},{hanging}"):
+            with Client(addresses) as client:
+                for _ in range(2):  # it is tried in one of the two calls
+                    started = time.monotonic()
+                    assert client.generate("Once").token_ids
+                    assert time.monotonic() - started < 6.0
+
+
+@pytest.mark.parametrize("address", ["", "localhost", "localhost:", "unix:", "http://localhost:50051", None, 5])
+def test_addresses_that_are_none(address: Any) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ValueError, match="host:port, unix:PATH or dns:///name:port"):
+            kind(address)
+
+
+@pytest.mark.parametrize("name", ["timeout", "connect_timeout"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_timeouts_that_are_none(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be a positive number"):
+        Client("localhost:1", **{name: value})
+
+
+@pytest.mark.parametrize("name", ["timeout", "connect_timeout"])
+@pytest.mark.parametrize("value", ["5", True])
+def test_timeouts_of_another_type(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be a number of seconds, not {type(value).__name__}"):
+        Client("localhost:1", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [("Jörg", ValueError), ("a\nb", ValueError), ("x" * 257, ValueError), (5, TypeError), (None, TypeError)],
+)
+def test_principals_that_are_none(value: Any, error: type[Exception]) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(error, match=r"^principal must be"):
+            kind("localhost:1", principal=value)
+
+
+@pytest.mark.parametrize("value", [9e9, 1e300, 10**400])
+def test_a_timeout_beyond_what_grpc_can_count_is_none_that_has_passed(service: FakeDraftService, value: float) -> None:
+    with Client(service.address, timeout=value, connect_timeout=value) as client:
+        assert client.generate("Once").text == client.generate("Once", timeout=value).text == "Héllo"
+
+
+def test_a_proxy_of_the_web_is_not_for_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # no server listens there
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("localhost:0")
+    server.start()
+    try:
+        # the server answers that it lacks the method; the proxy would not answer
+        with Client(f"localhost:{port}") as client, pytest.raises(ServerError, match="is not a draft service"):
+            client.model_info()
+    finally:
+        server.stop(None)
+
+
+def test_a_port_beyond_the_last_is_no_address() -> None:
+    with pytest.raises(ValueError, match="host:port"):
+        Client("localhost:99999")
