@@ -29,12 +29,12 @@ WINDOW = 512  # tokens
 @torch.inference_mode()
 def negative_log_likelihoods(engine: Engine, tokens: list[int]) -> list[float]:
     """Return that of each token but the first, in nats."""
-    kv = engine.arena.reserve(len(tokens))
-    assert kv is not None, "the arena has room for one session"
+    kv = engine.kv_cache.reserve(len(tokens))
+    assert kv is not None, "the KV cache has room for one session"
     try:
         (logits,) = engine.forward([Segment(kv, 0, tokens, range(len(tokens)))])
     finally:
-        engine.arena.release(kv)
+        engine.kv_cache.release(kv)
     chosen = logits[:-1].float().log_softmax(1).gather(1, torch.tensor(tokens[1:])[:, None])
     return (-chosen.double().squeeze(1)).tolist()
 

@@ -32,14 +32,14 @@ def main() -> None:
     """Write every picture."""
     OUT.mkdir(exist_ok=True)
     plots.save(tree(*traced_round()), OUT / "tree.svg")
-    plots.save(streamed(), OUT / "streamed.svg")
+    plots.save(offloaded(), OUT / "offloaded.svg")
     if figures.results():
         plots.save(throughput(), OUT / "throughput.svg")
         plots.save(cost_curve(figures.report("costs"), "nodes", "A round of the 2.8B shape"), OUT / "costs.svg")
 
 
-def streamed() -> Figure:
-    """A round's time by the rows of its forward, where layers are streamed."""
+def offloaded() -> Figure:
+    """A round's time by the rows of its forward, where layers are offloaded."""
     report = operation_figures.operated("streamed-12b")
     rounds = {1: [run["round, s"] for run in report["runs"] if run["policy"] == "plain"]}
     for run in report["rows"]:

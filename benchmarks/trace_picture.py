@@ -115,7 +115,7 @@ def draw(shown: list[Shown]) -> Figure:
         axes.set_yticks([])
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds")
-        axes.set_title("A request whose verify service was killed, and that went on at another", loc="left")
+        axes.set_title("A request whose verify service was killed, and that resumed on another", loc="left")
     return figure
 
 

@@ -25,7 +25,7 @@ from dynatree.engine.gpu.tree_attention import by_triton, tile_rows
 from dynatree.engine.kv.kv_range import KVRange
 from dynatree.engine.sampling.device_noise import by_triton as noise_by_triton
 from dynatree.engine.sampling.device_noise import seed_bits
-from dynatree.engine.sampling.gumbel import Stream, gumbel
+from dynatree.engine.sampling.gumbel import NoiseStream, gumbel
 
 if TYPE_CHECKING:
     from session import Context
@@ -332,7 +332,7 @@ def noise(context: Context) -> Measured:
     given = torch.tensor([seed_bits(seed) for seed, _ in places], device=context.device)
     at = torch.tensor([position for _, position in places], dtype=torch.int32, device=context.device)
     drawn = torch.empty(len(places), vocabulary, device=context.device)
-    noise_by_triton(drawn, given, at, int(Stream.CHOICE))
+    noise_by_triton(drawn, given, at, int(NoiseStream.CHOICE))
     expected = torch.stack([gumbel(seed, position, vocabulary) for seed, position in places]).numpy()
     steps = np.abs(_ordered(drawn.cpu().numpy()) - _ordered(expected))
     words = _differing_words(places, context)
@@ -358,7 +358,7 @@ def _differing_words(places: Sequence[tuple[int, int]], context: Context) -> int
     for seed, position in places:
         out = torch.zeros(8, dtype=torch.int64, device=context.device)
         given = torch.tensor([seed_bits(seed)], device=context.device)
-        words_kernel.words[1,](out, given, torch.tensor([position], device=context.device), int(Stream.CHOICE))
-        expected = random_generator(seed, position, Stream.CHOICE).bit_generator.random_raw(8)
+        words_kernel.words[1,](out, given, torch.tensor([position], device=context.device), int(NoiseStream.CHOICE))
+        expected = random_generator(seed, position, NoiseStream.CHOICE).bit_generator.random_raw(8)
         differing += int((out.cpu().numpy().view(np.uint64) != expected).sum())
     return differing

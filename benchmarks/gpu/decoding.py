@@ -23,7 +23,7 @@ from dynatree.engine.model_thread import ModelThread
 from dynatree.verify.accept import Verdict
 from dynatree.verify.pass_costs import PassCosts
 from dynatree.verify.scheduler import Scheduler
-from dynatree.verify.session import Session, SessionRequest
+from dynatree.verify.session import SessionRequest, VerifySession
 from dynatree.verify.verifier import Part, verdicts_of
 
 PROMPT_ROWS = 512  # of a pass, as the verify service reads prompts
@@ -106,7 +106,7 @@ def complete(
         watch("prompt")
         verdict = read(pair, verifying)
         first = time.perf_counter() - began
-        pair.drafter.read(drafting, policy)
+        pair.drafter.prefill(drafting, policy)
         last: Round | None = None
         rounds = []
         while True:
@@ -137,7 +137,7 @@ def complete(
     return Completion(tuple(verifying.committed[len(prompt) :]), seconds, first, tuple(rounds))
 
 
-def read(pair: Pair, session: Session) -> Verdict:
+def read(pair: Pair, session: VerifySession) -> Verdict:
     """Read a session's prompt; what its last token's forward commits."""
     while True:
         [verdict] = verdicts_of(pair.verifier.run([Part(session, prompt_tokens=min(session.unread, PROMPT_ROWS))])[0])
@@ -147,7 +147,7 @@ def read(pair: Pair, session: Session) -> Verdict:
 
 def _round(
     growth: Growth,
-    session: Session,
+    session: VerifySession,
     verdict: Verdict,
     timings: VerifyTimings,
     exchange: float,
@@ -160,7 +160,7 @@ def _round(
         accepted_nodes=verdict.accepted,
         timings=replace(timings, total=exchange),
         finish_reason=verdict.finish_reason,
-        shared=PassStatistics(rows=1 + len(growth.tree)),
+        pass_statistics=PassStatistics(rows=1 + len(growth.tree)),
     )
     return Round(growth, commit, exchange)
 
@@ -216,9 +216,9 @@ class _Together:
                 thread.shutdown()
         return Together(tuple(outputs), seconds, self._passes, self._rows)
 
-    def _passed(self, shared: PassStatistics, seconds: float) -> None:
+    def _passed(self, pass_statistics: PassStatistics, seconds: float) -> None:
         self._passes += 1
-        self._rows += shared.rows
+        self._rows += pass_statistics.rows
 
     async def _complete(self, prompt: Prompt, new_tokens: int, method: Method) -> tuple[int, ...]:
         pair, (verify_thread, draft_thread) = self._pair, self._threads
@@ -230,8 +230,8 @@ class _Together:
             draft_thread.held(opening, pair.drafter.close) as drafting,
             verify_thread.held(partial(pair.verifier.open, request), pair.verifier.close) as verifying,
         ):
-            commit = await self._scheduler.read(verifying)
-            await self._growth.run(lambda: pair.drafter.reading(drafting, policy))
+            commit = await self._scheduler.prefill(verifying)
+            await self._growth.run(lambda: pair.drafter.prefilling(drafting, policy))
             last: Round | None = None
 
             def grow(tokens: tuple[int, ...], last: Round | None) -> Growing[Growth]:

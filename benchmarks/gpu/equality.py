@@ -159,12 +159,12 @@ def _compared(context: Context, sampling: Sampling, plain: str) -> Measured:
 def _margin(engine: Engine, tokens: Sequence[int], sampling: Sampling) -> float:
     """How far what is chosen after these tokens is before the second."""
     count = len(tokens)
-    kv = engine.arena.reserve(count)
+    kv = engine.kv_cache.reserve(count)
     assert kv is not None, "no session is open"
     try:
         [logits] = engine.forward([Segment(kv, 0, tokens, range(count), keep=[count - 1])])
     finally:
-        engine.arena.release(kv)
+        engine.kv_cache.release(kv)
     best = scores(logits, [count], sampling)[0].float().topk(2).values
     return float(best[0] - best[1])
 

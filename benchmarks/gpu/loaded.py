@@ -135,7 +135,7 @@ def _row_seconds(engine: Engine, context: Context) -> tuple[float, float]:
     padding = _seconds(forward.run, context)
     rows = forward.sizes.rows
     begin = min(CONTEXT, engine.info.context_length // 2)
-    kv = engine.arena.reserve(begin + rows)
+    kv = engine.kv_cache.reserve(begin + rows)
     assert kv is not None, "no session is open"
     try:
         segments = [Segment(kv, begin, [7] * rows, range(begin, begin + rows))]
@@ -143,20 +143,20 @@ def _row_seconds(engine: Engine, context: Context) -> tuple[float, float]:
         forward.buffers.fill(segments, pieces)
         return padding, _seconds(forward.run, context)
     finally:
-        engine.arena.release(kv)
+        engine.kv_cache.release(kv)
 
 
 def _eager_seconds(models: Models, count: int, context: Context) -> float:
     """Of a forward over so many tokens behind a context, as transformers' modules compute it."""
     engine = models.eager
     begin = min(CONTEXT, engine.info.context_length // 2)
-    kv = engine.arena.reserve(begin + count)
+    kv = engine.kv_cache.reserve(begin + count)
     assert kv is not None, "no session is open"
     try:
         segment = Segment(kv, begin, [7] * count, range(begin, begin + count))
         return _wall_seconds(lambda: engine.forward([segment]), engine)
     finally:
-        engine.arena.release(kv)
+        engine.kv_cache.release(kv)
 
 
 def _same_in_all_graphs(engine: Engine) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def _same_in_all_graphs(engine: Engine) -> dict[str, Any]:
     Each is a graph of its own, and the trial of equal bits runs the first only.
     """
     size = min(engine.most_rows or 1, 24)
-    kv = engine.arena.reserve(64 + size)
+    kv = engine.kv_cache.reserve(64 + size)
     assert kv is not None, "no session is open"
     try:
         engine.forward([Segment(kv, 0, range(2, 62), range(60), keep=[])])
@@ -177,7 +177,7 @@ def _same_in_all_graphs(engine: Engine) -> dict[str, Any]:
             if decided is None or not torch.equal(decided[0][0], alone):
                 differing.append(name)
     finally:
-        engine.arena.release(kv)
+        engine.kv_cache.release(kv)
     return {"rows": size, "differing": differing}
 
 

@@ -167,7 +167,7 @@ class Models:
 
     @cached_property
     def eager(self) -> Engine:
-        """The target with forwards of any size, without graphs, on the same weights and arena as `target`."""
+        """The target with forwards of any size, without graphs, on the same weights and KV cache as `target`."""
         return self._load(self.folders[0], MAX_TREE_NODES, chooses_tokens=True)
 
     @cached_property

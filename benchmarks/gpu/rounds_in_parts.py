@@ -230,7 +230,7 @@ def prompt_times(context: Context) -> Measured:
 
 def _reading(engine: Engine, prompt: tuple[int, ...]) -> float:
     count = len(prompt)
-    kv = engine.arena.reserve(count)
+    kv = engine.kv_cache.reserve(count)
     assert kv is not None, "no session is open"
     segment = Segment(kv, 0, prompt, range(count), keep=[count - 1])
     try:
@@ -243,5 +243,5 @@ def _reading(engine: Engine, prompt: tuple[int, ...]) -> float:
             engine.synchronize()
             times.append(time.perf_counter() - began)
     finally:
-        engine.arena.release(kv)
+        engine.kv_cache.release(kv)
     return median(times)

@@ -85,7 +85,7 @@ PARTS: dict[int, tuple[Step, ...]] = {
             for policy in POLICIES[FIRST_POLICIES:]
             for mode in ("greedy", "sampled")
         ),
-        Step("3-streamed", "streamed_layers:streamed", 60),
+        Step("3-offloaded", "offloaded_layers:offloaded", 60),
         Step("3-services", "equality:services", 120, needs=("3-plain-greedy",)),
     ),
 }

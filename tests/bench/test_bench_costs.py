@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from dynatree import embedded
 from dynatree.bench.bandwidth import read_bandwidth
 from dynatree.bench.costs import (
-    ARENA_ROWS,
     CONTEXT,
+    KV_SESSIONS,
     SESSIONS,
     CostBench,
     Place,
@@ -32,7 +32,7 @@ from tests.support.bench_records import new_report
 @pytest.fixture(scope="module")
 def engines() -> tuple[Engine, Engine]:
     """The embedded pair, loaded as the command loads it."""
-    target = load_engine(ModelSettings(str(embedded.target_path()), sessions=ARENA_ROWS))
+    target = load_engine(ModelSettings(str(embedded.target_path()), sessions=KV_SESSIONS))
     return target, load_engine(ModelSettings(str(embedded.draft_path()), sessions=1))
 
 
@@ -51,13 +51,13 @@ def test_measuring_leaves_sessions_and_committed_slots_as_they_were(engines: tup
     target, draft = engines
     bench = CostBench(target, draft, 64)
     sessions = [session for group in bench._sessions.values() for session in group]
-    assert len({session.kv.start for session in sessions}) == ARENA_ROWS
+    assert len({session.kv.start for session in sessions}) == KV_SESSIONS
 
     def state() -> list[object]:
         return [(session.kv.start, session.round, session.finished, tuple(session.committed)) for session in sessions]
 
     def slots() -> list[torch.Tensor]:
-        return [target.arena.slots(session.kv, session.length).clone() for session in sessions]
+        return [target.kv_cache.slots(session.kv, session.length).clone() for session in sessions]
 
     before, slots_before = state(), slots()
     for place in (Place("nodes", 64), Place("context", 15, 1024), Place("sessions", 15, sessions=8), Place("draft", 8)):

@@ -1,7 +1,7 @@
 """Compare tokens with none, half and all layers in memory: `python -m tests.campaigns.offload_matrix`.
 
 The campaign runs real services with both dtypes and all policies. The tokens must equal those of plain decoding with
-all layers in memory. All prompts are completed at once, so that they share each sweep over the streamed layers. The
+all layers in memory. All prompts are completed at once, so that they share each sweep over the offloaded layers. The
 peak memory of each verify service is printed beside the bytes of weights that a step reads. The campaign takes about
 half an hour for a target of 2.8B parameters.
 """

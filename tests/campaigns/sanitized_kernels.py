@@ -140,15 +140,15 @@ def run(library: Path, cases: int, seed: int) -> None:
     import torch
 
     from dynatree.engine.cpu import native, native_runner
-    from dynatree.engine.kv import arena
+    from dynatree.engine.kv import kv_cache
 
     loaded = ctypes.CDLL(str(library))
     for function, arguments in native._FUNCTIONS.items():
         getattr(loaded, function).argtypes = arguments
     native.kernels = lambda: loaded  # type: ignore[assignment]
     torch.cpu._is_amx_tile_supported = lambda: False  # with AMX, oneDNN would multiply in 16 bits
-    # an arena's memory is a mapping without red zones around it, so allocate it normally
-    arena._zeros = lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
+    # a KV cache's memory is a mapping without red zones around it, so allocate it normally
+    kv_cache._zeros = lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
     # a forward's buffers lie side by side in one allocation
     native_runner.NativeRunner._lay_out = lay_out_apart  # type: ignore[method-assign]
     runners = {key: runner_of(*key) for key in (("llama", "float32"), ("gpt_neox", "bfloat16"), ("llama", "float16"))}
@@ -169,14 +169,14 @@ def attend(chooser: random.Random) -> None:
     import torch
 
     from dynatree.engine.cpu.native_attention import NativeBatch
-    from dynatree.engine.kv.arena import KVArena, KVShape
+    from dynatree.engine.kv.kv_cache import KVCache, KVShape
 
     dtype = chooser.choice((torch.float32, torch.bfloat16, torch.float16))
     kv_heads, group, dim = chooser.randint(1, 3), chooser.randint(1, 5), chooser.choice((1, 2, 7, 16, 20, 64, 80, 129))
     sizes = [chooser.choice((1, 2, 5, 63, 64, 65, 130)) for _ in range(chooser.randint(1, 3))]
     starts = [chooser.choice((0, 1, 60, 64, 200)) for _ in sizes]
     room = [start + size + chooser.choice((0, 0, 3)) for start, size in zip(starts, sizes, strict=True)]
-    memory = KVArena(KVShape(1, kv_heads, dim), sum(room), dtype, torch.device("cpu"))
+    memory = KVCache(KVShape(1, kv_heads, dim), sum(room), dtype, torch.device("cpu"))
     ranges = [memory.reserve(each) for each in room]
     segments = [segment_of(chooser, kv, start, size) for kv, start, size in zip(ranges, starts, sizes, strict=True)]
     memory.data.normal_()
@@ -231,14 +231,14 @@ def multiply(chooser: random.Random) -> None:
 
 
 def runner_of(family: str, dtype: str) -> Any:
-    """The program and the arena of a small model, whose sizes are no multiples of a vector's."""
+    """The program and the KV cache of a small model, whose sizes are no multiples of a vector's."""
     import torch
     from transformers import AutoConfig
 
     from dynatree.engine.cpu.native_program import program_of
     from dynatree.engine.cpu.native_runner import NativeRunner
     from dynatree.engine.cpu.packing import pack
-    from dynatree.engine.kv.arena import KVArena, KVShape
+    from dynatree.engine.kv.kv_cache import KVCache, KVShape
     from dynatree.engine.model.skeleton import skeleton
 
     heads, kv_heads, dim = (3, 3, 14) if family == "gpt_neox" else (4, 2, 10)
@@ -265,7 +265,7 @@ def runner_of(family: str, dtype: str) -> Any:
     pack(model, True, ())
     program = program_of(model)
     assert program is not None, "its family has a program"
-    memory = KVArena(KVShape(2, kv_heads, dim), 400, kind, torch.device("cpu"))
+    memory = KVCache(KVShape(2, kv_heads, dim), 400, kind, torch.device("cpu"))
     return NativeRunner(program, memory), memory
 
 

@@ -13,6 +13,7 @@ from dynatree.bench import methods
 from dynatree.cli.arguments import SCHEMES
 from dynatree.cli.main import COMMANDS, main
 from dynatree.cli.parser import Parser
+from dynatree.cli.settings import serve_settings
 from dynatree.client import SamplingScheme
 from dynatree.common.limits import ALL_LAYERS
 

@@ -43,15 +43,15 @@ def truth(engine):
 
 @torch.inference_mode()
 def greedy(engine, prompt, count):
-    tokens, kv = list(prompt), engine.arena.reserve(len(prompt) + count)
+    tokens, kv = list(prompt), engine.kv_cache.reserve(len(prompt) + count)
     for _ in range(count):
         (logits,) = engine.forward([Segment(kv, 0, tokens, range(len(tokens)), keep=[len(tokens) - 1])])
         tokens.append(int(logits[0].argmax()))
-    engine.arena.release(kv)
+    engine.kv_cache.release(kv)
     return tokens[len(prompt) :]
 
 
-def read_ahead(drafter, session, *, steps=100, max_depth=20, breadth=3):
+def draft_ahead(drafter, session, *, steps=100, max_depth=20, breadth=3):
     ahead = DraftingAhead(drafter, session, max_depth, breadth)
     taken = 0
     while taken < steps and ahead.step():
@@ -65,7 +65,7 @@ def test_a_hit_needs_no_forward(engine, truth):
     policy = create_policy("linear", {"depth": 4})
     session = drafter.open(PROMPT, Sampling(), 2048)
     assert drafter.grow(session, policy, 8, 256).draft_forwards == 4
-    assert read_ahead(drafter, session) > 4
+    assert draft_ahead(drafter, session) > 4
     drafter.commit(session, truth[:5])
     growth = drafter.grow(session, policy, 8, 256)
     assert growth.draft_forwards == 0
@@ -83,7 +83,7 @@ def test_the_next_tree_is_the_tree_of_a_fresh_start(engine, truth, policy, steps
     # inside the tree, past it, and off it: a token that was not drafted
     for tokens in (truth[:2], truth[2:8], [*truth[8:10], 77], [91]):
         drafter.grow(session, policy, 8, 256)
-        read_ahead(drafter, session, steps=steps, breadth=policy.breadth)
+        draft_ahead(drafter, session, steps=steps, breadth=policy.breadth)
         drafter.commit(session, tokens)
         committed += tokens
         reused = drafter.grow(session, policy, 8, 256).tree
@@ -98,7 +98,7 @@ def test_the_next_tree_is_the_tree_of_a_fresh_start(engine, truth, policy, steps
 def test_nothing_is_read_once_stopped_or_without_a_model_that_was_asked(engine):
     drafter = Drafter(EngineDraftModel(engine), 256)
     session = drafter.open(PROMPT, Sampling(), 2048)
-    assert read_ahead(drafter, session) == 0, "the root was not read: the policy did without the model"
+    assert draft_ahead(drafter, session) == 0, "the root was not read: the policy did without the model"
     drafter.grow(session, create_policy("linear", {}), 8, 256)
     ahead = DraftingAhead(drafter, session, 20, 1)
     assert ahead.step()
@@ -112,7 +112,7 @@ def test_draws_are_not_read_ahead(engine):
     sampling = Sampling(temperature=1.0, seed=1, scheme=Scheme.RESIDUAL)
     session = drafter.open(PROMPT, sampling, 2048)
     drafter.grow(session, create_policy("linear", {}), 8, 256)
-    assert read_ahead(drafter, session) == 0
+    assert draft_ahead(drafter, session) == 0
     drafter.close(session)
 
 
@@ -120,7 +120,7 @@ def test_reading_stays_within_the_rows_slots(engine):
     drafter = Drafter(EngineDraftModel(engine), 8)  # 16 speculative slots
     session = drafter.open(PROMPT, Sampling(), 2048)
     drafter.grow(session, create_policy("fixed", {"depth": 3, "breadth": 3, "tau": 0}), 8, 8)
-    read_ahead(drafter, session)
+    draft_ahead(drafter, session)
     assert session.speculative_slots <= 16
     drafter.close(session)
 

@@ -27,7 +27,7 @@ from dynatree.draft.policies.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.engine.kv.kv_range import KVRange
 from dynatree.v1 import tree_pb2
 from dynatree.verify.layout import depth_first
-from dynatree.verify.session import Session, SessionRequest
+from dynatree.verify.session import SessionRequest, VerifySession
 from dynatree.verify.verifier import Part, Verifier
 from tests.support.markov import Table, p_value
 from tests.support.services import running_services
@@ -69,7 +69,7 @@ class Chain:
 
     def __init__(self, case, sampling, vocabulary=VOCABULARY):
         self.policy = create_policy(*case)
-        self.verifying = Session(
+        self.verifying = VerifySession(
             KVRange(0, 0), SessionRequest((START,), LENGTH + 1, frozenset(), Decoding(sampling)), [START]
         )
         drawing = self.policy.drawing

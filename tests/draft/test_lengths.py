@@ -101,13 +101,13 @@ def test_no_policy_minds_the_end_of_the_drafts_context(clients: dict[int, Client
 def test_past_the_drafts_context_nothing_is_kept_for_the_draft(
     pairs: dict[int, Services], clients: dict[int, Client]
 ) -> None:
-    arena = pairs[SHORT].draft.arena
-    for length, most in ((SHORT - 1, arena.size), (SHORT, 1), (SHORT + 1, 1)):
-        held = arena.free_slots
+    kv_cache = pairs[SHORT].draft.kv_cache
+    for length, most in ((SHORT - 1, kv_cache.size), (SHORT, 1), (SHORT + 1, 1)):
+        held = kv_cache.free_slots
         with clients[SHORT].stream(ids(length), ignore_eos=True) as stream:
             next(stream)
-            assert 0 < held - arena.free_slots <= most
-        assert wait_for(lambda free=held: arena.free_slots >= free)
+            assert 0 < held - kv_cache.free_slots <= most
+        assert wait_for(lambda free=held: kv_cache.free_slots >= free)
 
 
 def test_a_draft_with_a_shorter_context_is_named_at_the_start(

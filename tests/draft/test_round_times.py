@@ -21,7 +21,7 @@ def test_the_exchange_is_work_waiting_and_the_wire():
     assert done.draft_seconds == pytest.approx(0.35)
 
 
-def test_reading_ahead_that_went_on_is_waiting_and_no_cost_of_the_tree():
+def test_drafting_ahead_that_went_on_is_waiting_and_no_cost_of_the_tree():
     done = a_round(0.2, 0.02, 0.01, 0.9, ahead=0.4)
     assert done.waited_seconds == pytest.approx(1.07)
     assert done.verify_seconds == pytest.approx(0.33)

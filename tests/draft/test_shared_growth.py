@@ -101,7 +101,7 @@ def test_prompts_that_come_together_hold_no_tree_up_for_all_of_them(growth):
 
     async def scenario():
         policy = create_policy("linear", {"depth": 8})
-        reading = [shared.run(lambda each=each: drafter.reading(each, policy)) for each in prompts]
+        reading = [shared.run(lambda each=each: drafter.prefilling(each, policy)) for each in prompts]
         await shared.run(lambda: drafter.growing(streaming, policy, 10, 64))
         await asyncio.gather(*reading)
 

@@ -8,7 +8,7 @@ from dynatree.common.errors import PeerFailedError
 from dynatree.common.messages import Commit, VerifyTimings
 from dynatree.common.tree import TokenTree
 from dynatree.common.wire import commit_to_pb
-from dynatree.draft.target.verify_client import VerifySession
+from dynatree.draft.target.verify_client import VerifyStream
 from dynatree.v1 import verify_pb2
 
 TIMINGS = VerifyTimings(0.1, 0.0, 0.0, 0.1)
@@ -34,7 +34,7 @@ def verified(commit):
 
 def answered(response):
     last = Commit(next_round=4, base_length=20, token_ids=(7,), accepted_nodes=(), timings=TIMINGS)
-    return asyncio.run(VerifySession(ScriptedCall(response), "somewhere").verify(TokenTree(), last))
+    return asyncio.run(VerifyStream(ScriptedCall(response), "somewhere").verify(TokenTree(), last))
 
 
 def test_a_commit_goes_on_where_the_last_one_ended():

@@ -49,7 +49,7 @@ def attention_fixture(request, monkeypatch):
 @pytest.mark.usefixtures("attention")
 @pytest.mark.parametrize("without_kernels", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_forward_over_the_arena_equals_the_plain_model(tmp_path, architecture, without_kernels, monkeypatch):
+def test_a_forward_over_the_kv_cache_equals_the_plain_model(tmp_path, architecture, without_kernels, monkeypatch):
     monkeypatch.setattr(loading, "is_batch_invariant", lambda dtype: without_kernels)
     path = save_random_model(tmp_path / "model", architecture, seed=5)
     engine = load_engine(ModelSettings(str(path)))
@@ -58,7 +58,7 @@ def test_a_forward_over_the_arena_equals_the_plain_model(tmp_path, architecture,
     tokens = torch.randint(2, VOCAB_SIZE, (50,), generator=generator).tolist()
     with torch.inference_mode():
         expected = plain(torch.tensor([tokens])).logits[0]
-    kv = engine.arena.reserve(200)
+    kv = engine.kv_cache.reserve(200)
     got = []
     for start, stop in ((0, 20), (20, 21), (21, 50)):  # prefill, one step, a chunk
         got += engine.forward([Segment(kv, start, tokens[start:stop], range(start, stop))])
@@ -101,13 +101,13 @@ def check_equal_bits(engine, start):
     tokens = torch.randint(2, VOCAB_SIZE, (start + longest,), generator=torch.Generator().manual_seed(0)).tolist()
 
     def prefilled():
-        kv = engine.arena.reserve(200)
+        kv = engine.kv_cache.reserve(200)
         engine.forward([Segment(kv, 0, tokens[:start], range(start))])
         return kv
 
     kv = prefilled()
     steps = [engine.forward([Segment(kv, at, [tokens[at]], [at])])[0] for at in range(start, start + longest)]
-    engine.arena.release(kv)
+    engine.kv_cache.release(kv)
     kv = prefilled()
     for count in (*range(1, 20), 31, 32, 33, 37, 64, 65, 66, 67, 70):
         stop = start + count
@@ -126,13 +126,13 @@ def test_in_16_bits_a_prompt_has_the_same_bits_in_whatever_pieces_it_is_read(tmp
     tokens = torch.randint(2, VOCAB_SIZE, (700,), generator=torch.Generator().manual_seed(0)).tolist()
 
     def read(length, *cuts):
-        kv = engine.arena.reserve(length)
+        kv = engine.kv_cache.reserve(length)
         pieces = pairwise([0, *cuts, length])
         logits = [
             engine.forward([Segment(kv, start, tokens[start:stop], range(start, stop))])[0] for start, stop in pieces
         ]
-        slots = engine.arena.slots(kv, length).clone()
-        engine.arena.release(kv)
+        slots = engine.kv_cache.slots(kv, length).clone()
+        engine.kv_cache.release(kv)
         return torch.cat(logits), slots
 
     for length, cuts in (
@@ -218,11 +218,11 @@ def test_a_model_without_safetensors_is_refused(tmp_path):
 
 def test_a_moved_slot_overlapping_its_target_is_safe(tmp_path):
     engine = load_engine(ModelSettings(str(save_random_model(tmp_path / "model", "llama", 1))))
-    kv = engine.arena.reserve(200)
+    kv = engine.kv_cache.reserve(200)
     engine.forward([Segment(kv, 0, range(2, 12), range(10))])
-    before = engine.arena.slots(kv, 10).clone()
-    engine.arena.move(kv, [2, 4, 5, 9], 2)
-    after = engine.arena.slots(kv, 10)
+    before = engine.kv_cache.slots(kv, 10).clone()
+    engine.kv_cache.move(kv, [2, 4, 5, 9], 2)
+    after = engine.kv_cache.slots(kv, 10)
     assert torch.equal(after[:, :, :, 2:6], before[:, :, :, [2, 4, 5, 9]])
     assert torch.equal(after[:, :, :, :2], before[:, :, :, :2])
 
@@ -246,12 +246,12 @@ def breaking_fixture(request, tmp_path, monkeypatch):
 def test_a_session_that_broke_does_not_break_the_next(breaking):
     logits = []
     for tokens in ([5] * 20, [BROKEN] * 40, [5] * 20):
-        kv = breaking.arena.reserve(100)
+        kv = breaking.kv_cache.reserve(100)
         for start, stop in ((0, 19), (19, 20)):
             last = breaking.forward([Segment(kv, start, tokens[start:stop], range(start, stop))])[0][-1]
         logits.append(last.clone())
         breaking.forward([Segment(kv, 20, tokens[20:] or [5], range(20, max(len(tokens), 21)))])
-        breaking.arena.release(kv)
+        breaking.kv_cache.release(kv)
     assert logits[1].isnan().all(), "or the test tests nothing"
     torch.testing.assert_close(logits[2], logits[0])
 
@@ -261,12 +261,12 @@ def test_a_token_that_broke_breaks_no_token_that_does_not_see_it(breaking):
     logits = []
     siblings = torch.eye(3, dtype=torch.bool)
     for guess in (9, BROKEN):
-        kv = breaking.arena.reserve(100)
+        kv = breaking.kv_cache.reserve(100)
         breaking.forward([Segment(kv, 0, [5] * 19, range(19))])
         tree = breaking.forward([Segment(kv, 19, [6, guess, 8], [19] * 3, mask=siblings)])[0].clone()
         after = breaking.forward([Segment(kv, 20, [5], [20])])[0].clone()
         logits.append((tree[0], tree[2], after[0]))
-        breaking.arena.release(kv)
+        breaking.kv_cache.release(kv)
     assert tree[1].isnan().all(), "or the test tests nothing"
     for broken, whole in zip(*reversed(logits), strict=True):
         torch.testing.assert_close(broken, whole)
@@ -282,7 +282,7 @@ def test_what_forwards_take_is_measured_within_the_context(tmp_path, length, max
     costs = measure_forwards(engine, max_rows)
     assert [cost.rows for cost in costs] == sizes
     assert all(0.0 < cost.seconds < 60.0 for cost in costs)
-    assert engine.arena.free_slots == engine.arena.size
+    assert engine.kv_cache.free_slots == engine.kv_cache.size
 
 
 def test_the_rows_that_take_one_forward_more_are_measured_too(tmp_path):
@@ -326,4 +326,4 @@ def test_a_draft_runs_on_the_fewest_threads_that_are_as_fast(seconds, chosen, tm
     monkeypatch.setattr(timing, "REST_SECONDS", 0.0)
     monkeypatch.setattr(timing, "_seconds", lambda *_: seconds[set_to[-1]])
     assert timing.choose_threads(engine) == chosen == set_to[-1]
-    assert engine.arena.free_slots == engine.arena.size
+    assert engine.kv_cache.free_slots == engine.kv_cache.size

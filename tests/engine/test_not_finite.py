@@ -35,12 +35,12 @@ from dynatree.engine.engine import Engine
 from dynatree.engine.gpu.decisions import chosen
 from dynatree.engine.kv.prefix_cache import LEAST, PrefixCache
 from dynatree.engine.loading import load_engine
-from dynatree.engine.sampling.choosing import Histories, choose
+from dynatree.engine.sampling.choosing import TokenHistories, choose
 from dynatree.engine.sampling.gumbel import gumbel
 from dynatree.engine.settings import ModelSettings
 from dynatree.verify.accept import Verdict
 from dynatree.verify.fault_watch import MOST_FAULTS, FaultWatch
-from dynatree.verify.session import Session, SessionRequest
+from dynatree.verify.session import SessionRequest, VerifySession
 from dynatree.verify.verifier import Part, Verifier, verdicts_of
 from tests.support.kernel_builds import CAN_COMPILE
 from tests.support.model_zoo import save_noisy_copy, save_random_model
@@ -84,7 +84,7 @@ def test_a_row_that_is_not_finite_chooses_nothing_and_changes_no_other(
     logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(vocab)).to(dtype)
     spoiled = logits.clone()
     _spoil(spoiled, row, column, value)
-    histories = Histories([0, column, 1], [[column]] * count, generated=2)
+    histories = TokenHistories([0, column, 1], [[column]] * count, generated=2)
     right = choose(logits, range(count), sampling, histories)
     got = choose(spoiled, range(count), sampling, histories)
     assert got[row] == NOT_CHOSEN
@@ -107,7 +107,7 @@ def test_a_row_that_is_not_finite_chooses_nothing_and_changes_no_other(
 def test_no_option_makes_a_number_that_is_not_finite(sampling: Sampling, logits: list[float]) -> None:
     """Otherwise a caller could end the service."""
     logits[0] = 1.0
-    assert choose(torch.tensor([logits]), [0], sampling, Histories([0, 1], [[]], 0))[0] >= 0
+    assert choose(torch.tensor([logits]), [0], sampling, TokenHistories([0, 1], [[]], 0))[0] >= 0
 
 
 # Rounds
@@ -200,7 +200,7 @@ def _by_layers(runner: NativeRunner, layer: int, once: Any) -> Iterator[None]:
         runner._parts, native_runner.call = whole, call
 
 
-def _opened(verifier: Verifier, sampling: Sampling) -> Session:
+def _opened(verifier: Verifier, sampling: Sampling) -> VerifySession:
     return verifier.open(SessionRequest(tuple(range(5, 45)), 150, frozenset(), Decoding(sampling)))
 
 
@@ -294,14 +294,14 @@ def test_what_depends_on_a_number_that_is_not_finite_commits_nothing(
 
 
 def test_what_a_broken_session_leaves_is_not_cached(engine: Engine) -> None:
-    cache = PrefixCache(engine.arena)
+    cache = PrefixCache(engine.kv_cache)
     for broken in (True, False):
         kv, _ = cache.reserve(100, (), "")
         assert kv is not None
         kv.broken = broken
         cache.release(kv, range(LEAST), "")
         assert bool(cache.slots) != broken
-    cache._make_room(engine.arena.size)
+    cache._make_room(engine.kv_cache.size)
 
 
 def test_log_probabilities_of_a_prompt_are_numbers(folder: Path) -> None:
@@ -359,7 +359,7 @@ async def _judged(watch: FaultWatch, results: Sequence[Any]) -> Sequence[Any]:
 
 def test_a_device_is_sound_unless_one_token_alone_has_no_finite_number(engine: Engine) -> None:
     verifier = Verifier(engine, 64)
-    free = engine.arena.free_slots
+    free = engine.kv_cache.free_slots
     assert verifier.is_sound()
     run = engine.runner.run
 
@@ -371,11 +371,11 @@ def test_a_device_is_sound_unless_one_token_alone_has_no_finite_number(engine: E
         assert not verifier.is_sound()
     finally:
         engine.runner.run = run  # type: ignore[method-assign]
-    assert engine.arena.free_slots == free
-    all_of_it = engine.arena.reserve(free)
+    assert engine.kv_cache.free_slots == free
+    all_of_it = engine.kv_cache.reserve(free)
     assert all_of_it is not None
     assert verifier.is_sound(), "no slot is free to try"
-    engine.arena.release(all_of_it)
+    engine.kv_cache.release(all_of_it)
 
 
 def test_a_prompt_that_overflows_ends_its_sessions_and_not_the_service(folder: Path, tmp_path: Path) -> None:
@@ -506,12 +506,12 @@ def _broken_rows(engine: Engine, share: float, generator: torch.Generator) -> It
             each.masked_fill(torch.rand(len(each), 1, generator=generator) < share, math.nan) for each in run(segments)
         ]
 
-    if engine.reader is None:
+    if engine.level_runner is None:
         engine.runner.run = broken_run  # type: ignore[method-assign]
     engine.model.lm_head.forward = broken  # type: ignore[method-assign]
     try:
         yield
     finally:
         del engine.model.lm_head.forward
-        if engine.reader is None:
+        if engine.level_runner is None:
             engine.runner.run = run  # type: ignore[method-assign]

@@ -15,8 +15,8 @@ from transformers import (
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.sampling import Sampling, Scheme
 from dynatree.common.wire import sampling_from_pb, sampling_to_pb
-from dynatree.engine.sampling.choosing import Histories, adjusted, choose, scores, warped
-from dynatree.engine.sampling.gumbel import Stream, gumbel, node_of, random_generator
+from dynatree.engine.sampling.choosing import TokenHistories, adjusted, choose, scores, warped
+from dynatree.engine.sampling.gumbel import NoiseStream, gumbel, node_of, random_generator
 from dynatree.v1 import tree_pb2
 
 
@@ -38,12 +38,12 @@ def test_streams_rounds_and_nodes_have_random_numbers_of_their_own():
         tuple(random_generator(seed, position, stream, round_=round_, node=node).random(4))
         for seed in (1, 2**64 - 1)
         for position in (0, 1, 2**31)
-        for stream in Stream
+        for stream in NoiseStream
         for round_ in (0, 1, 2**31)
         for node in (0, 1, node_of([]), node_of([7]), node_of([7, 7]), 2**64 - 1)
     ]
     assert len(set(draws)) == len(draws)
-    assert draws[0] == tuple(random_generator(1, 0, Stream.CHOICE).random(4))
+    assert draws[0] == tuple(random_generator(1, 0, NoiseStream.CHOICE).random(4))
 
 
 def test_samples_follow_the_softmax():
@@ -91,7 +91,7 @@ def test_truncation_is_that_of_transformers(top_k, top_p, min_p):
 def test_a_penalty_that_overflows_leaves_finite_logits(temperature):
     sampling = Sampling(temperature=temperature, repetition_penalty=1e-40, seed=3)
     logits = torch.tensor([[3.0, -2.0, 1.0, 0.5]])
-    histories = Histories([0, 1, 2], [()])
+    histories = TokenHistories([0, 1, 2], [()])
     processed = adjusted(logits, sampling, histories)
     assert processed.isfinite().all()
     assert choose(logits, [4], sampling, histories) in ([0], [2])
@@ -121,7 +121,7 @@ def test_bias_and_penalties_are_those_of_transformers_and_openai(bias, penalty, 
             expected[row, token] -= counted.get("frequency_penalty", 0.0) * count
             expected[row, token] -= counted.get("presence_penalty", 0.0)
     sampling = Sampling(temperature=temperature, repetition_penalty=penalty, logit_bias=bias, **counted)
-    assert torch.equal(adjusted(logits, sampling, Histories(shared, own, generated)), expected)
+    assert torch.equal(adjusted(logits, sampling, TokenHistories(shared, own, generated)), expected)
     before = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 3
     assert torch.equal(logits, before), "the model's logits stay as they are"
 
@@ -133,8 +133,8 @@ def test_what_a_smaller_vocabulary_lacks_is_passed_over():
     cut = Sampling(logit_bias={4: 1.0, 30: 5.0}, **penalties)
     whole = Sampling(logit_bias={4: 1.0}, **penalties)
     assert torch.equal(
-        adjusted(logits, cut, Histories([2, 40], [[], [11, 5]], generated=2)),
-        adjusted(logits, whole, Histories([2], [[], [5]], generated=1)),
+        adjusted(logits, cut, TokenHistories([2, 40], [[], [11, 5]], generated=2)),
+        adjusted(logits, whole, TokenHistories([2], [[], [5]], generated=1)),
     )
 
 

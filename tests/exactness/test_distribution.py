@@ -25,7 +25,7 @@ from dynatree.draft.growth.draft_session import DraftSession
 from dynatree.draft.growth.drafter import Drafter
 from dynatree.draft.policies import create_policy, residual_policies
 from dynatree.engine.kv.kv_range import KVRange
-from dynatree.verify.session import Session, SessionRequest
+from dynatree.verify.session import SessionRequest, VerifySession
 from dynatree.verify.verifier import Part, Verifier
 from tests.support.markov import Table, p_value
 from tests.support.model_zoo import save_random_model
@@ -124,7 +124,7 @@ class Chain:
 
     def __init__(self, sampling, pair, length, name, settings):
         kv = KVRange(0, 0)
-        self.verifying = Session(
+        self.verifying = VerifySession(
             kv, SessionRequest((pair.start,), length + 1, frozenset(), Decoding(sampling)), [pair.start]
         )
         self.policy = create_policy(name, settings)

@@ -94,7 +94,7 @@ def test_sessions_share_passes_and_say_so(services, monkeypatch):
         stats = list(threads.map(lambda _: client.generate(request[0], **request[1]).stats, range(SESSIONS)))
     assert max(each.sessions_per_pass for each in stats) > 1.5
     slots = 3 + 60 + MAX_TREE_NODES
-    assert max(each.kv_cache_usage for each in stats) == pytest.approx(SESSIONS * slots / services.target.arena.size)
+    assert max(each.kv_cache_usage for each in stats) == pytest.approx(SESSIONS * slots / services.target.kv_cache.size)
     assert all(each.rows_per_pass >= each.sessions_per_pass for each in stats)
 
 

@@ -1,4 +1,4 @@
-"""Tests that after every round the target's arena equals a fresh prefill, and the draft's rows the committed tokens."""
+"""Tests that after every round the target's KV cache equals a fresh prefill, and the draft's rows the committed tokens."""
 
 import math
 import random
@@ -30,24 +30,24 @@ TOLERANCE = 1e-5
 
 def prefill(engine, token_ids):
     """Return a fresh prefill's keys and values `[layers, 2, heads, n, dim]`."""
-    kv = engine.arena.reserve(len(token_ids))
+    kv = engine.kv_cache.reserve(len(token_ids))
     try:
         engine.forward([Segment(kv, 0, token_ids, range(len(token_ids)), keep=[])])
-        return engine.arena.slots(kv, len(token_ids)).clone()
+        return engine.kv_cache.slots(kv, len(token_ids)).clone()
     finally:
-        engine.arena.release(kv)
+        engine.kv_cache.release(kv)
 
 
 def greedy(engine, prompt, count):
     """Decode plainly in a fresh range, one token per forward pass."""
-    kv = engine.arena.reserve(len(prompt) + count)
+    kv = engine.kv_cache.reserve(len(prompt) + count)
     (logits,) = engine.forward([Segment(kv, 0, prompt, range(len(prompt)), keep=[len(prompt) - 1])])
     tokens = [logits[0].argmax().item()]
     while len(tokens) < count:
         position = len(prompt) + len(tokens) - 1
         (logits,) = engine.forward([Segment(kv, position, tokens[-1:], [position])])
         tokens.append(logits[0].argmax().item())
-    engine.arena.release(kv)
+    engine.kv_cache.release(kv)
     return tokens
 
 
@@ -59,7 +59,7 @@ def opened(verifier, request):
 
 
 def assert_slots(engine, kv, token_ids):
-    assert (engine.arena.slots(kv, len(token_ids)) - prefill(engine, token_ids)).abs().max() <= TOLERANCE
+    assert (engine.kv_cache.slots(kv, len(token_ids)) - prefill(engine, token_ids)).abs().max() <= TOLERANCE
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -96,7 +96,7 @@ def grafted(tree, continuation, depth):
     prompt=st.lists(st.integers(2, 2047), min_size=1, max_size=12),
     trees=st.lists(st.tuples(random_trees(max_nodes=20, max_depth=6), st.integers(0, 6)), min_size=1, max_size=4),
 )
-def test_the_arena_equals_a_fresh_prefill_after_every_round(engines, prompt, trees):
+def test_the_kv_cache_equals_a_fresh_prefill_after_every_round(engines, prompt, trees):
     target = engines[0]
     verifier = Verifier(target, 64)
     truth = greedy(target, prompt, 40)
@@ -144,7 +144,7 @@ def test_the_drafts_rows_are_the_committed_tokens(engines, accepting, sampling, 
     request = SessionRequest(tuple(prompt), 60, frozenset(), Decoding(sampling), generated=generated)
     session, verdict = opened(verifier, request)
     drafting = drafter.open(prompt, sampling, 2048, generated=generated)
-    drafter.read(drafting, policy)
+    drafter.prefill(drafting, policy)
     drafter.commit(drafting, verdict.token_ids)
     committed = [*prompt, *verdict.token_ids]
     accepted = drafted = 0
@@ -217,7 +217,7 @@ def test_a_long_prompt_is_read_in_pieces_between_which_others_read_their_levels(
     drafter.close(whole)
     monkeypatch.setattr("dynatree.draft.growth.drafter.PIECE", 12)
     session, other = (drafter.open(ids, Sampling(), 2048) for ids in (prompt, [5, 6]))
-    reading, growing = drafter.reading(session, policy), drafter.growing(other, others, 8, 256)
+    reading, growing = drafter.prefilling(session, policy), drafter.growing(other, others, 8, 256)
     steps = []
     wanted = {reading: next(reading), growing: next(growing)}
     while wanted:
@@ -271,14 +271,14 @@ def test_a_commit_that_fails_leaves_the_other_sessions_theirs(engines, monkeypat
     sessions = [
         opened(verifier, SessionRequest(tuple(p), CONTEXT, frozenset(), Decoding(Sampling())))[0] for p in prompts
     ]
-    move = target.arena.move
+    move = target.kv_cache.move
 
     def failing(kv, sources, start):
         if kv is sessions[1].kv:
             raise RuntimeError("out of memory")
         move(kv, sources, start)
 
-    monkeypatch.setattr(target.arena, "move", failing)
+    monkeypatch.setattr(target.kv_cache, "move", failing)
     bush = TokenTree((11, 12, 13), (-1, -1, 0))
     batch = [Part(session, grafted(bush, truth[1:], 2)) for session, truth in zip(sessions, truths, strict=True)]
     results, _ = verifier.run(batch)
@@ -309,9 +309,9 @@ def test_what_is_read_together_says_what_it_says_one_by_one(engines):
         while nodes:
             node, path = nodes.pop()
             text = [*session.committed, *path]
-            kv = draft.arena.reserve(len(text))
+            kv = draft.kv_cache.reserve(len(text))
             (logits,) = draft.forward([Segment(kv, 0, text, range(len(text)), keep=[len(text) - 1])])
-            draft.arena.release(kv)
+            draft.kv_cache.release(kv)
             best = logits[0].log_softmax(-1).topk(3)
             assert [proposal.token for proposal in node.proposals] == best.indices.tolist()
             assert [p.log_prob for p in node.proposals] == pytest.approx(best.values.tolist(), abs=1e-4)

@@ -337,7 +337,7 @@ def test_two_interrupts_at_once_end_the_gateway_without_a_traceback():
         for _ in range(2):
             process.send_signal(signal.SIGINT)
         log += process.stderr.read()
-    assert "stopped" in log
+    assert "shut down" in log
     assert "Traceback" not in log
 
 

@@ -33,7 +33,7 @@ TURNED = [
     ("policies", "draft_service/dynatree/draft/policies/papers/dynatree.py", "import torch"),
     ("acceptance", "verify_service/dynatree/verify/accept.py", "import dynatree.engine"),
     ("circles", "common/dynatree/common/errors.py", "import dynatree.common.tree"),
-    ("circles", "common/dynatree/engine/kv/arena.py", "import dynatree.engine.forward.attention"),
+    ("circles", "common/dynatree/engine/kv/kv_cache.py", "import dynatree.engine.forward.attention"),
     ("circles", "draft_service/dynatree/draft/control/round_costs.py", "import dynatree.draft.policies.base"),
 ]
 

@@ -19,8 +19,8 @@ from dynatree.client import Client, Completion, ServerUnavailableError
 from dynatree.common.errors import PeerUnavailableError, ServiceError
 from dynatree.common.messages import Commit
 from dynatree.common.tree import TokenTree
-from dynatree.draft.target.target_session import PATIENCE
-from dynatree.draft.target.verify_client import VerifySession
+from dynatree.draft.target.remote_session import PATIENCE
+from dynatree.draft.target.verify_client import VerifyStream
 from dynatree.engine.cpu import native
 from dynatree.serving import healthcheck
 from dynatree.v1 import draft_pb2, draft_pb2_grpc, tree_pb2, verify_pb2, verify_pb2_grpc
@@ -136,10 +136,10 @@ class FailingWrites:
 
 def test_a_write_that_fails_before_the_status_is_known(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call then gets gRPC's own status INTERNAL, which must not reach the client."""
-    sessions: list[VerifySession] = []
+    sessions: list[VerifyStream] = []
     errors: list[type[ServiceError]] = []
 
-    async def verify(session: VerifySession, tree: TokenTree, last: Commit) -> Commit:
+    async def verify(session: VerifyStream, tree: TokenTree, last: Commit) -> Commit:
         sessions.append(session)
         if len(sessions) == 3:
             session._call._cython_call = FailingWrites(session._call._cython_call)
@@ -151,8 +151,8 @@ def test_a_write_that_fails_before_the_status_is_known(services: Services, monke
 
     with Client(services.draft_address, resume=False) as client:
         whole = client.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids
-        usual = VerifySession.verify
-        monkeypatch.setattr(VerifySession, "verify", verify)
+        usual = VerifyStream.verify
+        monkeypatch.setattr(VerifyStream, "verify", verify)
         completion = client.generate(PROMPT, max_new_tokens=12, ignore_eos=True, policy="linear")
     assert completion.token_ids == whole
     assert completion.stats.resumes == 1

@@ -156,7 +156,7 @@ def test_a_signal_that_comes_as_soon_as_the_service_is_ready_stops_it_in_order(t
         await asyncio.wait_for(server.wait(5.0, lambda: signal.raise_signal(number)), 30)
 
     asyncio.run(serve())
-    assert [record.message for record in caplog.records][-2:] == ["stopping, 0 open calls", "stopped"]
+    assert [record.message for record in caplog.records][-2:] == ["shutting down, 0 open calls", "shut down"]
     assert signal.getsignal(number) is before
 
 

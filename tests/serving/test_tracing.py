@@ -52,10 +52,10 @@ def test_one_trace_through_all(services: Services) -> None:
         "generate": "dynatree.request",
         "queue": "generate",
         "completion": "generate",
-        "prefill": "completion",
+        "open session": "completion",
         "round": "completion",
         "verify": "completion",
-        "read prompt": "verify",
+        "prefill": "verify",
     }
     rounds = [dict(span.attributes or {}) for span in ours if span.name == "round"]
     assert [each["dynatree.round"] for each in rounds] == list(range(len(rounds)))

@@ -56,21 +56,21 @@ def attention(heads: int, kv_heads: int, dim: int, dtype: str, arch: int) -> dic
         "wide": wide,
     }
     numbers, pointer = f"*{dtype}", dict.fromkeys(["part_max", "part_sum", "part_out"], "*fp32")
-    strides = {"arena_value": "i64", "arena_head": "i64", "scale": "fp32"}
+    strides = {"cache_value": "i64", "cache_head": "i64", "scale": "fp32"}
     shared = {
-        **dict.fromkeys(["query", "key", "value", "arena"], numbers),
+        **dict.fromkeys(["query", "key", "value", "cache"], numbers),
         **dict.fromkeys(["tiles", "slots"], "*i32"),
         **pointer,
         **dict.fromkeys(["q_head", "q_row", "k_head", "k_row", "v_head", "v_row"], "i32"),
         **strides,
     }
     own = {
-        **dict.fromkeys(["query", "arena"], numbers),
+        **dict.fromkeys(["query", "cache"], numbers),
         **dict.fromkeys(["rows", "paths"], "*i32"),
         **pointer,
         "output": numbers,
         **dict.fromkeys(["q_head", "q_row"], "i32"),
-        **dict.fromkeys(["arena_value", "arena_head"], "i64"),
+        **dict.fromkeys(["cache_value", "cache_head"], "i64"),
         "path_size": "i32",
         "scale": "fp32",
     }

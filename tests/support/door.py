@@ -71,8 +71,8 @@ def served(folder: Path, dtype: str, **settings: object) -> Served:
 
 def _decoded(engine: Engine, tokens: list[int], prompt: int, neighbour: list[int] | None) -> torch.Tensor:
     """Logits after every token: the prompt in one pass, then one token per pass; a neighbour shares the first two."""
-    kv = engine.arena.reserve(len(tokens))
-    other = engine.arena.reserve(len(neighbour)) if neighbour else None
+    kv = engine.kv_cache.reserve(len(tokens))
+    other = engine.kv_cache.reserve(len(neighbour)) if neighbour else None
     assert kv is not None
     cuts = [0, prompt, *range(prompt + 1, len(tokens) + 1)]
     logits = []
@@ -83,7 +83,7 @@ def _decoded(engine: Engine, tokens: list[int], prompt: int, neighbour: list[int
             begin, end = (0, half) if step == 0 else (half, len(neighbour))
             segments.insert(0, Segment(other, begin, neighbour[begin:end], range(begin, end)))
         logits.append(engine.forward(segments)[-1])
-    engine.arena.release(kv)
+    engine.kv_cache.release(kv)
     if other:
-        engine.arena.release(other)
+        engine.kv_cache.release(other)
     return torch.cat(logits)

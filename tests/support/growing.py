@@ -56,7 +56,7 @@ class Outcome:
     verify_seconds: float
     waited_seconds: float = 0.0
     others_draft_seconds: float = 0.0
-    shared: PassStatistics = ALONE
+    pass_statistics: PassStatistics = ALONE
     next_token: int | None = None
 
 

@@ -47,8 +47,8 @@ class Services:
     @property
     def idle(self) -> bool:
         """Whether no session is open on either side; valid only without a prefix cache."""
-        arenas = (self.target.arena, self.draft.arena)
-        return all(arena.free_slots == arena.size for arena in arenas)
+        kv_caches = (self.target.kv_cache, self.draft.kv_cache)
+        return all(kv_cache.free_slots == kv_cache.size for kv_cache in kv_caches)
 
 
 class _Loop:

@@ -20,7 +20,7 @@ class SteadyOutcome:
     accepted: Sequence[int]
     next_token: int | None
     draft_forwards: int
-    shared: PassStatistics
+    pass_statistics: PassStatistics
     waited_seconds = 0.0
     others_draft_seconds = 0.0
 
@@ -40,7 +40,7 @@ def steady_times() -> Iterator[None]:
 
     def observe_steadily(policy: Throughput, outcome: Outcome) -> None:
         steady = SteadyOutcome(
-            outcome.tree, outcome.accepted, outcome.next_token, outcome.draft_forwards, outcome.shared
+            outcome.tree, outcome.accepted, outcome.next_token, outcome.draft_forwards, outcome.pass_statistics
         )
         observe(policy, steady)
 

@@ -20,7 +20,7 @@ from dynatree.verify.pass_costs import PassCosts
 from dynatree.verify.pass_plan import admit, path_probs
 from dynatree.verify.prompt_budget import STRETCH
 from dynatree.verify.scheduler import Scheduler
-from dynatree.verify.session import Session, SessionRequest
+from dynatree.verify.session import SessionRequest, VerifySession
 
 STEEP = PassCosts([ForwardCost(1, 0.1), ForwardCost(8, 0.1), ForwardCost(256, 2.58)])  # 10 ms a row from the ninth on
 
@@ -142,7 +142,7 @@ class Target:
 
 def session_of(prompt_tokens):
     request = SessionRequest((5,) * prompt_tokens, 10_000, frozenset(), Decoding(Sampling()))
-    return Session(KVRange(0, 0), request, list(request.prompt_ids))
+    return VerifySession(KVRange(0, 0), request, list(request.prompt_ids))
 
 
 def scheduler_of(target, max_rows=64):
@@ -151,7 +151,7 @@ def scheduler_of(target, max_rows=64):
 
 async def stream(scheduler, session, rounds, pause, times=None):
     """Run a client that returns `pause` seconds after each answer."""
-    await scheduler.read(session)
+    await scheduler.prefill(session)
     for _ in range(rounds):
         await asyncio.sleep(pause)
         await scheduler.verify(session, TokenTree((1, 2), (ROOT, 0), (-0.1, -0.2)))
@@ -182,7 +182,7 @@ def test_a_draft_that_is_sure_and_wrong_outbids_nobody(wrong_from):
 
     async def scenario():
         scheduler = scheduler_of(target, max_rows=12)
-        await asyncio.gather(scheduler.read(sure), scheduler.read(modest))
+        await asyncio.gather(scheduler.prefill(sure), scheduler.prefill(modest))
         for round_ in range(80):
             target.wrong = {sure} if round_ >= wrong_from else set()
             trees = [TokenTree(tuple(range(10)), (ROOT, *range(9)), (each,) * 10) for each in (-0.001, -0.1)]
@@ -216,7 +216,7 @@ def test_a_long_prompt_holds_no_stream_up_for_longer_than_promised():
         scheduler = scheduler_of(target)
         streams = [asyncio.ensure_future(stream(scheduler, session_of(4), 80, 0.002, times)) for _ in range(3)]
         await asyncio.sleep(2.0)
-        reading = [asyncio.ensure_future(scheduler.read(session_of(900))) for _ in range(2)]
+        reading = [asyncio.ensure_future(scheduler.prefill(session_of(900))) for _ in range(2)]
         await asyncio.gather(*streams)
         await asyncio.gather(*reading)
 
@@ -242,7 +242,7 @@ def test_prompts_ride_in_the_passes_of_streams():
         scheduler = scheduler_of(target)
         streams = [asyncio.ensure_future(stream(scheduler, session_of(4), 100, 0.02)) for _ in range(3)]
         await asyncio.sleep(2.0)
-        await scheduler.read(session_of(900))
+        await scheduler.prefill(session_of(900))
         await asyncio.gather(*streams)
 
     run_in_virtual_time(scenario())
@@ -267,7 +267,7 @@ def test_prompts_that_come_together_share_a_pass_that_holds_them():
 
     async def scenario():
         scheduler = scheduler_of(target, max_rows=256)
-        await asyncio.gather(*(scheduler.read(session_of(32)) for _ in range(8)))
+        await asyncio.gather(*(scheduler.prefill(session_of(32)) for _ in range(8)))
 
     run_in_virtual_time(scenario())
     assert [[part.prompt_tokens for part in parts] for parts in target.passes] == [[32] * 8]
@@ -280,7 +280,7 @@ def test_a_prompt_alone_is_read_in_few_passes():
 
 
 async def read_alone(scheduler):
-    await scheduler.read(session_of(900))
+    await scheduler.prefill(session_of(900))
 
 
 def test_what_was_cancelled_is_in_no_pass():
@@ -289,7 +289,7 @@ def test_what_was_cancelled_is_in_no_pass():
     async def scenario():
         scheduler = scheduler_of(target)
         first, second, third = (session_of(4) for _ in range(3))
-        await asyncio.gather(*(scheduler.read(session) for session in (first, second, third)))
+        await asyncio.gather(*(scheduler.prefill(session) for session in (first, second, third)))
         running = asyncio.ensure_future(scheduler.verify(first, TokenTree()))
         await asyncio.sleep(0.01)
         left = asyncio.ensure_future(scheduler.verify(second, TokenTree()))
@@ -308,7 +308,7 @@ def test_only_the_session_at_fault_fails():
     async def scenario():
         scheduler = scheduler_of(target)
         sessions = [session_of(4) for _ in range(3)]
-        await asyncio.gather(*(scheduler.read(session) for session in sessions))
+        await asyncio.gather(*(scheduler.prefill(session) for session in sessions))
         target.breaking = {sessions[1]}
         answers = await asyncio.gather(
             *(scheduler.verify(session, TokenTree()) for session in sessions), return_exceptions=True
@@ -326,7 +326,7 @@ def test_a_commit_that_fails_is_its_sessions_own_and_nobodys_round_runs_twice():
     async def scenario():
         scheduler = scheduler_of(target)
         sessions = [session_of(4) for _ in range(3)]
-        await asyncio.gather(*(scheduler.read(session) for session in sessions))
+        await asyncio.gather(*(scheduler.prefill(session) for session in sessions))
         target.failing = {sessions[1]}
         before = len(target.passes)
         answers = await asyncio.gather(
@@ -345,7 +345,7 @@ def test_each_pays_for_what_the_pass_took_longer_because_of_it():
     async def scenario():
         scheduler = scheduler_of(target)
         sessions = [session_of(4) for _ in range(3)]
-        await asyncio.gather(*(scheduler.read(session) for session in sessions))
+        await asyncio.gather(*(scheduler.prefill(session) for session in sessions))
         chain = TokenTree(tuple(range(20)), (ROOT, *range(19)), (-0.001,) * 20)
         trees = [chain, TokenTree(), TokenTree()]
         answers = await asyncio.gather(*map(scheduler.verify, sessions, trees))

@@ -14,7 +14,7 @@ from dynatree.common.model_info import ModelInfo
 from dynatree.common.sampling import Sampling, Scheme
 from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
 from dynatree.engine.kv.kv_range import KVRange
-from dynatree.verify.session import Session, SessionRequest
+from dynatree.verify.session import SessionRequest, VerifySession
 
 CONTEXT = 400
 END = 2
@@ -30,8 +30,8 @@ def checked(prompt_ids: tuple[int, ...] = (5, 6, 7), max_new_tokens: int | None 
     return SessionRequest.checked(request, MODEL, frozenset({END}))
 
 
-def session(request: SessionRequest) -> Session:
-    return Session(KVRange(0, 0), request, list(request.prompt_ids))
+def session(request: SessionRequest) -> VerifySession:
+    return VerifySession(KVRange(0, 0), request, list(request.prompt_ids))
 
 
 def test_what_a_request_becomes() -> None:

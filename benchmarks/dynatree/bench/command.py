@@ -379,7 +379,7 @@ def _describe_prompts(prompts: Prompts, name: str | None) -> dict[str, object]:
 def _measure_costs(options: argparse.Namespace) -> Report:
     """Measure every point of every curve; points measured after the warm-up are kept if the command is interrupted."""
     from dynatree.bench.bandwidth import read_bandwidth
-    from dynatree.bench.costs import ARENA_ROWS, CostBench, fill, places
+    from dynatree.bench.costs import KV_SESSIONS, CostBench, fill, places
     from dynatree.common.errors import StartupError
     from dynatree.common.wire import model_info_to_pb
     from dynatree.engine.loading import load_engine
@@ -388,7 +388,9 @@ def _measure_costs(options: argparse.Namespace) -> Report:
     measured_on = _environment(options)
     precision = (options.device or "auto", options.dtype or "auto", options.weights or "auto")
     try:
-        target = load_engine(ModelSettings(_path(options.target_model, embedded.target_path()), *precision, ARENA_ROWS))
+        target = load_engine(
+            ModelSettings(_path(options.target_model, embedded.target_path()), *precision, KV_SESSIONS)
+        )
         draft = load_engine(
             ModelSettings(_path(options.draft_model, embedded.draft_path()), *precision, 1, chooses_tokens=False)
         )

@@ -18,14 +18,16 @@ from dynatree.common.tree import ROOT, TokenTree
 from dynatree.engine.engine import Engine
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.kv_range import KVRange
-from dynatree.verify.session import Session, SessionRequest
+from dynatree.verify.session import SessionRequest, VerifySession
 from dynatree.verify.verifier import Part, Verifier, verdicts_of
 
 NODES = (0, 1, 2, 4, 8, 12, 15, 16, 24, 31, 32, 48, 63, 64, 96, 127, 128, 192, 255, 256)
 CONTEXTS = (128, 256, 512, 1024, 1536, 1900)
 DRAFT_ROWS = (1, 2, 4, 8, 16, 32)
 SESSIONS = 8
-ARENA_ROWS = SESSIONS + len(CONTEXTS) - 1  # sessions of the target: all of the first context, one of each other context
+KV_SESSIONS = (
+    SESSIONS + len(CONTEXTS) - 1
+)  # sessions of the target: all of the first context, one of each other context
 CONTEXT = CONTEXTS[0]  # context of the curves that do not vary it
 TREE = 15  # nodes per tree of the curves that do not vary them
 
@@ -57,7 +59,7 @@ def places(max_nodes: int, context_length: int) -> list[Place]:
 
 
 class CostBench:
-    """A target and a draft with tokens in arenas that no one else uses; measurements leave the tokens unchanged.
+    """A target and a draft with tokens in KV caches that no one else uses; measurements leave the tokens unchanged.
 
     Raises:
         ValueError: The shortest context does not fit into the models' contexts.
@@ -134,17 +136,17 @@ def fill(costs: Costs, bench: CostBench, wanted: Sequence[Place], repetitions: i
 
 
 @torch.inference_mode()
-def _sessions(engine: Engine, contexts: Sequence[int], max_nodes: int) -> dict[int, list[Session]]:
+def _sessions(engine: Engine, contexts: Sequence[int], max_nodes: int) -> dict[int, list[VerifySession]]:
     """Sessions by context, on the first tokens of one text, prefilled once; `SESSIONS` of the shortest context."""
     longest = contexts[-1]
     first, tokens = _read(engine, longest, longest + max_nodes)
     request = SessionRequest(tokens, _NO_LIMIT, frozenset(), Decoding(Sampling()))
-    sessions: dict[int, list[Session]] = defaultdict(list)
+    sessions: dict[int, list[VerifySession]] = defaultdict(list)
     for number, context in enumerate([*reversed(contexts), *(SESSIONS - 1) * [CONTEXT]]):
         kv = first if number == 0 else _reserved(engine, context + max_nodes)
         if number:
-            engine.arena.copy(first, kv, context)
-        sessions[context].append(Session(kv, request, list(tokens[:context])))
+            engine.kv_cache.copy(first, kv, context)
+        sessions[context].append(VerifySession(kv, request, list(tokens[:context])))
     return sessions
 
 
@@ -156,8 +158,8 @@ def _read(engine: Engine, count: int, slots: int) -> tuple[KVRange, tuple[int, .
 
 
 def _reserved(engine: Engine, slots: int) -> KVRange:
-    kv = engine.arena.reserve(slots)
-    assert kv is not None, "the arena was made for all sessions that are measured"
+    kv = engine.kv_cache.reserve(slots)
+    assert kv is not None, "the KV cache was made for all sessions that are measured"
     return kv
 
 

@@ -37,7 +37,7 @@ from dynatree.replay.virtual_time import run_in_virtual_time
 from dynatree.verify.accept import Verdict
 from dynatree.verify.pass_costs import PassCosts
 from dynatree.verify.scheduler import Scheduler
-from dynatree.verify.session import Session, SessionRequest
+from dynatree.verify.session import SessionRequest, VerifySession
 from dynatree.verify.verifier import Part
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class SharedRound:
     others_draft_seconds: float
     verify_seconds: float
     waited_seconds: float
-    shared: PassStatistics
+    pass_statistics: PassStatistics
 
 
 def simulate(
@@ -158,7 +158,7 @@ class _Simulation:
         self._drafter = Drafter(self._model, MAX_TREE_NODES)
         self._growth = SharedGrowth(self._drafter, cast(ModelThread, _VirtualThread(self._model)))
         self._scheduler = Scheduler(self._pass, PassCosts(measured), max_rows)
-        self._coming: dict[Session, tuple[int, ...]] = {}  # tokens that plain decoding chooses next
+        self._coming: dict[VerifySession, tuple[int, ...]] = {}  # tokens that plain decoding chooses next
         self._costs = starting_costs(machine, DEFAULT_CONTROL)
         self._figures = _Figures()
 
@@ -193,12 +193,12 @@ class _Simulation:
         policy = create_policy(method.policy or PLAIN.label, dict(method.settings), self._costs)
         limit = len(run.prompt_ids) + len(run.completion)
         request = SessionRequest(run.prompt_ids, limit, frozenset(), Decoding(sampling_of(run)))
-        verifying = Session(KVRange(0, 0), request, list(run.prompt_ids))
+        verifying = VerifySession(KVRange(0, 0), request, list(run.prompt_ids))
         drafting = self._drafter.open(run.prompt_ids, sampling_of(run), VOCAB_SIZE)
         self._model.add(drafting.kv, run)
         self._coming[verifying] = run.completion
-        reading = self._growth.run(lambda: self._drafter.reading(drafting, policy))
-        commit = await self._scheduler.read(verifying)
+        reading = self._growth.run(lambda: self._drafter.prefilling(drafting, policy))
+        commit = await self._scheduler.prefill(verifying)
         await reading
         now = asyncio.get_running_loop().time
         self._figures.tokens += 1
@@ -227,14 +227,14 @@ class _Simulation:
                     growth.others_seconds,
                     verify_seconds,
                     waited_seconds=max(grown - draft_seconds, 0.0) + exchange - commit.timings.forward,
-                    shared=commit.shared,
+                    shared=commit.pass_statistics,
                 )
             )
             self._figures.tokens += len(commit.token_ids)
             self._figures.rounds += 1
             self._figures.nodes += len(growth.tree)
             self._figures.trimmed += commit.trimmed
-            self._figures.price += commit.shared.row_price
+            self._figures.price += commit.pass_statistics.row_price
         policy.end()
         self._scheduler.forget(verifying)
         del self._coming[verifying]

@@ -33,7 +33,7 @@ class ReplayedRound:
     verify_seconds: float
     others_draft_seconds: float = 0.0
     waited_seconds: float = 0.0
-    shared: PassStatistics = ALONE
+    pass_statistics: PassStatistics = ALONE
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def replay(
     model = TableModel(run, machine, ask)
     drafter = Drafter(model, MAX_TREE_NODES)
     session = drafter.open(run.prompt_ids, sampling_of(run), VOCAB_SIZE)
-    drafter.read(session, policy)
+    drafter.prefill(session, policy)
     drafter.commit(session, run.completion[:1])
     done, rounds, nodes, accepted, seconds, promised = 1, 0, 0, 0, 0.0, 0.0
     while (remaining := len(run.completion) - done) > 0:

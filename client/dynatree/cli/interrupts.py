@@ -51,6 +51,6 @@ def finish() -> None:
 
 def _end(number: int, _: FrameType | None) -> None:
     sys.stdout.flush()
-    if (stopping := sys.modules.get("dynatree.common.stopping")) is not None:
-        stopping.remove_unfinished()
+    if (shutdown := sys.modules.get("dynatree.common.shutdown")) is not None:
+        shutdown.remove_unfinished()
     os._exit(128 + number)

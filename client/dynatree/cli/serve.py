@@ -148,9 +148,9 @@ class _Serving:
         Raises:
             SystemExit: A service did not start, or has ended.
         """
-        from dynatree.common.stopping import on_stop
+        from dynatree.common.shutdown import on_shutdown
 
-        with on_stop(self._stop_later):  # until the gateway has its own handlers
+        with on_shutdown(self._stop_later):  # until the gateway has its own handlers
             return await self._serve()
 
     async def _serve(self) -> int:

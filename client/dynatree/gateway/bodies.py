@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from dynatree.gateway.counts import VALUE_BYTES, Counts
 from dynatree.gateway.encoding import aside
-from dynatree.gateway.errors import ApiError, client_went
+from dynatree.gateway.errors import ApiError, client_disconnected
 from dynatree.gateway.limits import Limits
 from dynatree.gateway.open_requests import OpenRequest
 
@@ -41,7 +41,7 @@ async def read_body(request: Request, model: type[Body], limits: Limits) -> Body
         with open_request.reading():
             body = await _read(request, open_request, limits)
     except ClientDisconnect:
-        raise client_went() from None
+        raise client_disconnected() from None
     except TimeoutError:
         message = f"the body arrived too slowly; expected {limits.body_rate} bytes/s after {limits.body_seconds:g} s"
         raise ApiError(408, message, code="request_timeout") from None

@@ -217,7 +217,7 @@ class Listener:
         while True:
             try:
                 accepted, _ = await self._loop.sock_accept(self._socket)
-            except ConnectionAbortedError:  # the client has gone
+            except ConnectionAbortedError:  # the client has disconnected
                 await asyncio.sleep(0)
                 continue
             except OSError as error:
@@ -244,7 +244,7 @@ class Listener:
             await self._loop.connect_accepted_socket(
                 self._connect, accepted, ssl=self._tls, ssl_handshake_timeout=seconds
             )
-        except OSError:  # the handshake failed, or the client has gone
+        except OSError:  # the handshake failed, or the client has disconnected
             accepted.close()
         except asyncio.CancelledError:
             accepted.close()

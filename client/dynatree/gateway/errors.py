@@ -33,7 +33,7 @@ _STATUSES: dict[grpc.StatusCode, tuple[int, str, str]] = {
 }
 
 
-CLIENT_WENT = 499  # nginx's "client closed request"
+CLIENT_DISCONNECTED = 499  # nginx's "client closed request"
 LONGEST_MESSAGE = 1000  # characters
 LONGEST_PARAM = 100
 _UNREACHABLE = "the draft service, or every verify service behind it, is out of reach; try again later"
@@ -130,11 +130,11 @@ def unauthorized() -> ApiError:
     return ApiError(401, _NO_KEY, "authentication_error", code="invalid_api_key", headers=_ASK_FOR_KEY)
 
 
-def client_went() -> ApiError:
+def client_disconnected() -> ApiError:
     """Return the error for a client that has disconnected; only logs and metrics see its status."""
-    return ApiError(CLIENT_WENT, "the client has closed the connection", code="client_closed_request")
+    return ApiError(CLIENT_DISCONNECTED, "the client has closed the connection", code="client_closed_request")
 
 
-def stopping() -> ApiError:
+def shutting_down() -> ApiError:
     """Return the error for a request that the gateway's shutdown cancels."""
     return ApiError(503, "the gateway is stopping; try again later", "server_error", code="service_unavailable")

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dynatree.gateway.errors import CLIENT_WENT, ApiError
+from dynatree.gateway.errors import CLIENT_DISCONNECTED, ApiError
 from dynatree.gateway.hosts import Hosts
 from dynatree.gateway.metrics import GatewayMetrics, Times
 from dynatree.gateway.open_requests import OpenRequests
@@ -71,7 +71,7 @@ class Front:
         scope["path"] = scope["path"].rstrip("/") or "/"
         route = scope["path"] if scope["path"] in self._routes else "other"
         watches = route in WATCHING
-        status, times = CLIENT_WENT, Times()
+        status, times = CLIENT_DISCONNECTED, Times()
 
         async def send_named(message: Message) -> None:
             nonlocal status, times

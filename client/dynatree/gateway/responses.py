@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynatree.client import DynaTreeError
 from dynatree.gateway.encoding import PIECE_BYTES, encode
-from dynatree.gateway.errors import ApiError, LengthFields, stopping
+from dynatree.gateway.errors import ApiError, LengthFields, shutting_down
 from dynatree.gateway.open_requests import OpenRequest
 
 _HEADERS = [
@@ -132,7 +132,7 @@ class UntilStopped:
             await self._app(scope, receive, noted)
         except asyncio.CancelledError:
             request: OpenRequest = scope["state"]["open_request"]
-            error = request.ended_by or stopping()
+            error = request.ended_by or shutting_down()
             if not begun:
                 await error_response(error)(scope, receive, send)
             elif as_events and not ended:
@@ -152,11 +152,11 @@ class _WhileWanted(Response):
         """Send the response until it ends or the client disconnects."""
         telling = Telling(scope, receive, send)
         work = asyncio.ensure_future(self._told(telling))
-        gone = asyncio.ensure_future(_gone(receive))
+        disconnected = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([work, disconnected], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            gone.cancel()
+            disconnected.cancel()
             await _end(work)
         if not work.cancelled():
             work.result()
@@ -174,6 +174,6 @@ async def _end(work: asyncio.Future[None]) -> None:
         await asyncio.wait([work])
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

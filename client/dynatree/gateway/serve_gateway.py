@@ -18,7 +18,7 @@ import uvicorn
 
 from dynatree.client import AsyncClient
 from dynatree.common.errors import StartupError
-from dynatree.common.stopping import on_stop
+from dynatree.common.shutdown import on_shutdown
 from dynatree.gateway.app import build_app
 from dynatree.gateway.connections import Connection, Listener
 from dynatree.gateway.hosts import Hosts
@@ -143,16 +143,16 @@ class _Server(uvicorn.Server):
             self.stopped_by = self.stopped_by or number
             self.handle_exit(number, None)
 
-        with on_stop(stop):
+        with on_shutdown(stop):
             yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End open requests, and log the shutdown."""
-        log.info("stopping, %d open requests", len(self.server_state.tasks))
+        log.info("shutting down, %d open requests", len(self.server_state.tasks))
         await super().shutdown(sockets)
         if self.force_exit:  # uvicorn then skips the application's shutdown
             await self.lifespan.shutdown()
-        log.info("stopped")
+        log.info("shut down")
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then call `started`."""

@@ -81,7 +81,7 @@ class Commit:
         finish_reason: Set on the session's last commit.
         log_probs: One log-probability per entry of `token_ids`, if the request asked for them.
         trimmed: Nodes of the tree that were not verified.
-        shared: Statistics of the pass that verified the tree.
+        pass_statistics: Statistics of the pass that verified the tree.
         resumed: Whether the session was lost and reopened elsewhere; then none of the tree was verified.
         top_log_probs: The likeliest tokens at the position of each entry of `token_ids`, if requested.
     """
@@ -94,7 +94,7 @@ class Commit:
     finish_reason: FinishReason | None = None
     log_probs: tuple[float, ...] = ()
     trimmed: int = 0
-    shared: PassStatistics = ALONE
+    pass_statistics: PassStatistics = ALONE
     resumed: bool = False
     top_log_probs: TopLogProbs = ()
 

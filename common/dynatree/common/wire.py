@@ -240,12 +240,12 @@ def commit_to_pb(commit: Commit) -> verify_pb2.Commit:
         log_probs=commit.log_probs,
         top_log_probs=top_log_probs_to_pb(commit.top_log_probs),
         pass_statistics=verify_pb2.PassStatistics(
-            sessions=commit.shared.sessions,
-            rows=commit.shared.rows,
-            row_price=commit.shared.row_price,
-            hold_seconds=commit.shared.hold_seconds,
-            open_sessions=commit.shared.open_sessions,
-            kv_cache_usage=commit.shared.kv_cache_usage,
+            sessions=commit.pass_statistics.sessions,
+            rows=commit.pass_statistics.rows,
+            row_price=commit.pass_statistics.row_price,
+            hold_seconds=commit.pass_statistics.hold_seconds,
+            open_sessions=commit.pass_statistics.open_sessions,
+            kv_cache_usage=commit.pass_statistics.kv_cache_usage,
         ),
     )
 
@@ -256,7 +256,7 @@ def commit_from_pb(message: verify_pb2.Commit) -> Commit:
     Raises:
         InvalidArgumentError: The likeliest tokens do not fit the positions.
     """
-    timings, shared = message.timings, message.pass_statistics
+    timings, pass_statistics = message.timings, message.pass_statistics
     return Commit(
         next_round=message.next_round,
         base_length=message.base_length,
@@ -273,13 +273,13 @@ def commit_from_pb(message: verify_pb2.Commit) -> Commit:
         log_probs=tuple(message.log_probs),
         top_log_probs=top_log_probs_from_pb(message.top_log_probs, len(message.log_probs)),
         trimmed=message.acceptance.trimmed,
-        shared=PassStatistics(
-            shared.sessions,
-            shared.rows,
-            shared.row_price,
-            shared.hold_seconds,
-            shared.open_sessions,
-            shared.kv_cache_usage,
+        pass_statistics=PassStatistics(
+            pass_statistics.sessions,
+            pass_statistics.rows,
+            pass_statistics.row_price,
+            pass_statistics.hold_seconds,
+            pass_statistics.open_sessions,
+            pass_statistics.kv_cache_usage,
         ),
     )
 

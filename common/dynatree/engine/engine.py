@@ -1,4 +1,4 @@
-"""The engine: a loaded model, its KV arena, and the runner of its forward passes."""
+"""The engine: a loaded model, its KV cache, and the runner of its forward passes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dynatree.common.model_info import ModelInfo
 from dynatree.engine.device import synchronize
 from dynatree.engine.forward.layer_source import LayerSource
-from dynatree.engine.forward.reader import KVMove, LevelsWanted, Read, Reader
+from dynatree.engine.forward.level_runner import KVMove, LevelRunner, LevelsWanted, SegmentRead
 from dynatree.engine.forward.runner import Choosing, Decider, Runner
 from dynatree.engine.forward.segment import Segment
-from dynatree.engine.kv.arena import KVArena
+from dynatree.engine.kv.kv_cache import KVCache
 
 
 @dataclass(eq=False)
@@ -29,26 +29,26 @@ class Engine:
         batch_invariant: Whether the logits and the stored keys and values have the same bits regardless of the other
             segments in the forward pass; otherwise they may differ by rounding.
         decider: Runs a forward pass and the decision after it on the device; None if the host decides.
-        reader: Computes several levels of a draft's trees at once; None if each level is a forward pass.
+        level_runner: Computes several levels of a draft's trees at once; None if each level is a forward pass.
         most_rows: Upper bound on the rows of one forward pass; more rows take several. None means no bound.
         source: Source of the layers that do not fit into memory; None if all layers fit.
     """
 
     model: PreTrainedModel
     runner: Runner
-    arena: KVArena
+    kv_cache: KVCache
     tokenizer: PreTrainedTokenizerBase
     info: ModelInfo
     eos_token_ids: frozenset[int]
     batch_invariant: bool = False
     decider: Decider | None = None
-    reader: Reader | None = None
+    level_runner: LevelRunner | None = None
     most_rows: int | None = None
     source: LayerSource | None = None
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[Tensor]:
-        """Run one forward pass over all segments and store their keys and values in the arena.
+        """Run one forward pass over all segments and store their keys and values in the KV cache.
 
         Returns:
             For each segment, the logits of the tokens that it keeps: `[kept, vocabulary]`, in the model's dtype.
@@ -71,17 +71,17 @@ class Engine:
     @torch.inference_mode()
     def read_levels(
         self, wanted: Sequence[LevelsWanted], levels: int, moves: Sequence[KVMove] = ()
-    ) -> list[Read] | None:
-        """Call `Reader.read`; return None if there is no reader."""
-        if self.reader is None:
+    ) -> list[SegmentRead] | None:
+        """Call `LevelRunner.read`; return None if there is no level runner."""
+        if self.level_runner is None:
             return None
-        read = self.reader.read(wanted, levels, moves)
+        read = self.level_runner.read(wanted, levels, moves)
         if read is not None:
             for each in wanted:
-                used = each.segment.stop + self.reader.slots(levels)
+                used = each.segment.stop + self.level_runner.slots(levels)
                 each.segment.kv.used = max(each.segment.kv.used, used)
         return read
 
     def synchronize(self) -> None:
         """Wait until the device has finished all queued work, so that a clock read next is accurate."""
-        synchronize(self.arena.device)
+        synchronize(self.kv_cache.device)

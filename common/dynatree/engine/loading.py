@@ -37,8 +37,8 @@ from dynatree.engine.forward.offloaded_layers import OffloadedLayers
 from dynatree.engine.forward.runner import Runner
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.gpu.fixed_rows import DRAFT_ROWS, with_default_rows, with_fixed_rows
-from dynatree.engine.kv.arena import KVArena, KVShape
 from dynatree.engine.kv.budget import KVBudget
+from dynatree.engine.kv.kv_cache import KVCache, KVShape
 from dynatree.engine.model.files import check_path, checkpoint_of
 from dynatree.engine.model.fingerprint import model_fingerprint, with_numerics
 from dynatree.engine.model.generation_defaults import GenerationDefaults
@@ -47,7 +47,7 @@ from dynatree.engine.model.tokenizer import fingerprint, first_line, load_tokeni
 from dynatree.engine.numerics import numerics_of
 from dynatree.engine.offload.choice import offloaded_model
 from dynatree.engine.offload.offloaded_model import OffloadedModel
-from dynatree.engine.parallel.parallel_engine import ParallelArena
+from dynatree.engine.parallel.parallel_engine import ParallelKVCache
 from dynatree.engine.parallel.ranks import Ranks
 from dynatree.engine.parallel.starting import leading, started_ranks
 from dynatree.engine.quantized.layers import quantize
@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 @torch.inference_mode()
 def load_engine(settings: ModelSettings, ranks: Ranks | None = None) -> Engine:
-    """Load a model, refuse one that cannot be served exactly, and preallocate its arena.
+    """Load a model, refuse one that cannot be served exactly, and preallocate its KV cache.
 
     Args:
         settings: The model to load and how to load it.
@@ -110,7 +110,7 @@ def _engine_of(
     model: PreTrainedModel,
     offloaded: OffloadedModel | None,
 ) -> Engine:
-    """Allocate the arena of a loaded model, check the model's outputs, and measure its costs.
+    """Allocate the KV cache of a loaded model, check the model's outputs, and measure its costs.
 
     Raises:
         StartupError: The model cannot be served exactly, or does not fit.
@@ -146,7 +146,7 @@ def _engine_of(
         model.device,
     )
     slots = budget.slots(settings.kv_tokens)
-    arena = _allocate(
+    kv_cache = _allocate(
         name,
         shape,
         ranks.agree(slots) if ranks else slots,
@@ -169,12 +169,14 @@ def _engine_of(
         repetition_penalty=defaults.repetition_penalty,
         streamed_bytes=offloaded.turns.source.bytes if offloaded else 0,
     )
-    attending = partial(NativeBatch, arena=arena) if native else partial(Batch, arena=arena, batch_invariant=padded)
-    runner = _runner(model, context_length, arena, attending, native, offloaded.turns if offloaded else None)
+    attending = (
+        partial(NativeBatch, kv_cache=kv_cache) if native else partial(Batch, kv_cache=kv_cache, batch_invariant=padded)
+    )
+    runner = _runner(model, context_length, kv_cache, attending, native, offloaded.turns if offloaded else None)
     engine = Engine(
         model,
         runner,
-        arena,
+        kv_cache,
         tokenizer,
         info,
         defaults.eos_token_ids,
@@ -199,7 +201,7 @@ def _with_rows(engine: Engine, settings: ModelSettings, longest: int) -> Engine:
     rows, sizes = settings.fixed_rows, (settings.sessions, longest)
     if rows:
         return with_fixed_rows(engine, rows, *sizes, settings.chooses_tokens)
-    if rows is not None or engine.arena.device.type != "cuda" or engine.source is not None:
+    if rows is not None or engine.kv_cache.device.type != "cuda" or engine.source is not None:
         return engine
     if settings.chooses_tokens:
         return with_default_rows(engine, *sizes)
@@ -271,16 +273,16 @@ def _unloadable(settings: ModelSettings, name: str, error: Exception) -> Startup
 
 def _allocate(
     name: str, shape: KVShape, slots: int, model: PreTrainedModel, ranks: Ranks | None, **layout: int
-) -> KVArena:
-    """Allocate the KV arena of a model.
+) -> KVCache:
+    """Allocate the KV cache of a model.
 
     Raises:
         StartupError: The device does not have enough memory.
     """
     try:
         if ranks and ranks.rank == 0:
-            return ParallelArena(ranks, shape, slots, model.dtype, model.device, **layout)
-        return KVArena(shape, slots, model.dtype, model.device, **layout)
+            return ParallelKVCache(ranks, shape, slots, model.dtype, model.device, **layout)
+        return KVCache(shape, slots, model.dtype, model.device, **layout)
     except (RuntimeError, MemoryError, OSError) as error:
         raise StartupError(
             f"the KV cache of {name} for {slots} tokens does not fit into the device's memory; expected a lower "
@@ -291,7 +293,7 @@ def _allocate(
 def _runner(
     model: PreTrainedModel,
     context_length: int,
-    arena: KVArena,
+    kv_cache: KVCache,
     attending: Callable[[Sequence[Segment]], SegmentAttending],
     native: bool,
     offloaded: OffloadedLayers | None,
@@ -299,8 +301,8 @@ def _runner(
     """Return the runner for forward passes of any size."""
     program = program_of(model) if native else None
     if program is None:
-        return EagerRunner(FlatForward(model, context_length), arena, attending)
-    return NativeRunner(program, arena, offloaded)
+        return EagerRunner(FlatForward(model, context_length), kv_cache, attending)
+    return NativeRunner(program, kv_cache, offloaded)
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,7 +310,7 @@ class SmallEngine:
     """Computes the forward passes of a model that no session uses; implements `Probed`."""
 
     model: PreTrainedModel
-    arena: KVArena
+    kv_cache: KVCache
     runner: Runner
 
     def forward(self, segments: Sequence[Segment]) -> list[Tensor]:
@@ -320,9 +322,9 @@ def small_engine(model: PreTrainedModel, shape: KVShape, context_length: int) ->
     """Make an engine for a small model that runs on the CPU the way large ones do, with room for two sessions."""
     native = is_native(model.device, model.dtype)
     pack(model, native, towers(model))
-    arena = KVArena(shape, 2 * context_length + 8, model.dtype, model.device)
-    attending = partial(NativeBatch, arena=arena) if native else partial(Batch, arena=arena)
-    return SmallEngine(model, arena, _runner(model, context_length, arena, attending, native, None))
+    kv_cache = KVCache(shape, 2 * context_length + 8, model.dtype, model.device)
+    attending = partial(NativeBatch, kv_cache=kv_cache) if native else partial(Batch, kv_cache=kv_cache)
+    return SmallEngine(model, kv_cache, _runner(model, context_length, kv_cache, attending, native, None))
 
 
 def _context_length(config: PretrainedConfig, settings: ModelSettings) -> int:

@@ -24,7 +24,7 @@ class ModelSettings:
         dtype: One of `DTYPES`, or "auto" for the checkpoint's own.
         weights: A key of `WEIGHTS`, to which weights of linear layers are rounded, or "auto" for the checkpoint's own.
         sessions: Sequences that can be open at once.
-        kv_tokens: Slots of the KV arena; None means the sessions' largest need, limited by the memory.
+        kv_tokens: Slots of the KV cache; None means the sessions' largest need, limited by the memory.
         max_context: Longest sequence that is served, in tokens; None means the model's context length.
         speculative_slots: KV slots of each session for uncommitted tokens.
         fixed_rows: Row counts that forward passes are padded to, and captured for on a GPU. A single count makes

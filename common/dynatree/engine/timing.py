@@ -66,7 +66,7 @@ def _measured(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
     steps = range(engine.most_rows + 1, most, engine.most_rows) if engine.most_rows else ()
     sizes = sorted({rows for rows in (*FORWARD_SIZES, *steps) if rows <= most})
     measured: dict[int, list[float]] = {}
-    kv = engine.arena.reserve(context + max(sizes, default=1))
+    kv = engine.kv_cache.reserve(context + max(sizes, default=1))
     assert kv is not None, "measured before any session is open"
     try:
         _seconds(engine, kv, context, 1)
@@ -80,7 +80,7 @@ def _measured(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
                 if again or sum(seconds) < SIZE_SECONDS:
                     seconds.append(_seconds(engine, kv, context, rows))
     finally:
-        engine.arena.release(kv)
+        engine.kv_cache.release(kv)
     return tuple(ForwardCost(rows, min(seconds)) for rows, seconds in sorted(measured.items()))
 
 
@@ -92,15 +92,15 @@ def choose_threads(engine: Engine) -> int:
     """
     most = torch.get_num_threads()
     counts = [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
-    if most == 1 or engine.arena.device.type != "cpu":
+    if most == 1 or engine.kv_cache.device.type != "cpu":
         return most
     context = min(CONTEXT, engine.info.context_length // 2)
-    kv = engine.arena.reserve(context + 1)
+    kv = engine.kv_cache.reserve(context + 1)
     assert kv is not None, "measured before any session is open"
     try:
         seconds = {count: min(_round(engine, kv, context, count) for _ in range(ROUNDS)) for count in counts}
     finally:
-        engine.arena.release(kv)
+        engine.kv_cache.release(kv)
     chosen = next(count for count in counts if seconds[count] <= NEARLY * min(seconds.values()))
     torch.set_num_threads(chosen)
     log.info("%s: using %d of %d threads, the fewest that are as fast as any number", engine.info.name, chosen, most)

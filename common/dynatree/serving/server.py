@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from dynatree.common.errors import DeviceFailedError, StartupError
 from dynatree.common.limits import IDLE_SECONDS
-from dynatree.common.stopping import on_stop
+from dynatree.common.shutdown import on_shutdown
 from dynatree.serving.address import check_address
 from dynatree.serving.aio_server import aio_server
 from dynatree.serving.call_tracker import CallTracker
@@ -123,16 +123,16 @@ class Server:
             DeviceFailedError: The device has failed for good; all calls have been ended.
         """
         stop = asyncio.Event()
-        with on_stop(lambda _: stop.set()):
+        with on_shutdown(lambda _: stop.set()):
             ready()
             poisoned = self._calls.poisoned
             waits = [asyncio.ensure_future(event.wait()) for event in (stop, poisoned)]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for each in waits:
                 each.cancel()
-            log.info("stopping, %d open calls", self._calls.open)
+            log.info("shutting down, %d open calls", self._calls.open)
             await self.stop(0.0 if poisoned.is_set() else grace)
-            log.info("stopped")
+            log.info("shut down")
         if poisoned.is_set():
             raise DeviceFailedError("the device has failed permanently; see the service's log")
 

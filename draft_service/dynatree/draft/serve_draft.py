@@ -63,7 +63,7 @@ async def serve(settings: DraftSettings) -> None:
             if settings.model.threads is None:
                 await thread.run(choose_threads, engine)
             engine = await thread.run(with_forward_costs, engine, MEASURED_ROWS)
-            replicas.draft_with(targets_for(engine, verify.ahead))
+            replicas.rebuild_with(targets_for(engine, verify.ahead))
             server = await start_draft(
                 engine, thread, replicas, operation.address, settings.policy, settings.limits, running
             )
@@ -95,12 +95,12 @@ async def start_draft(
     Raises:
         StartupError: The address or a file of the security settings cannot be used.
     """
-    cache = PrefixCache(engine.arena, enabled=limits.prefix_cache)
+    cache = PrefixCache(engine.kv_cache, enabled=limits.prefix_cache)
     drafter = Drafter(EngineDraftModel(engine, cache), limits.max_tree_nodes)
     cores = SharedCores(HalfTheThreads(thread))
     growth = SharedGrowth(drafter, thread)
     backend = Backend(engine, drafter, thread, growth, replicas, cores, BestGuesses(), limits.resume_seconds)
-    admission = Admission(limits.sessions, engine.arena.size, limits.queue, limits.quota)
+    admission = Admission(limits.sessions, engine.kv_cache.size, limits.queue, limits.quota)
     metrics = DraftMetrics(operation.registry, admission, replicas)
     server = Server([SERVICE_NAME], limits.idle_seconds, operation.security, limits.sessions + limits.queue)
     service = DraftService(backend, policy, admission, metrics, operation.tracing)

@@ -9,7 +9,7 @@ import torch
 from dynatree.engine import loading
 from dynatree.engine.cpu.native_attention import NativeBatch
 from dynatree.engine.forward.segment import Segment
-from dynatree.engine.kv.arena import KVArena, KVShape
+from dynatree.engine.kv.kv_cache import KVCache, KVShape
 from dynatree.engine.loading import load_engine
 from dynatree.engine.settings import ModelSettings
 from tests.support.kernel_builds import compiled
@@ -34,14 +34,14 @@ def new_tensors(generator, tokens, heads, kv_heads, dim, dtype):
     ]
 
 
-def exact(segments, arena, layer, query, scale):
-    """Compute attention in float64 from the arena with the new keys and values."""
+def exact(segments, kv_cache, layer, query, scale):
+    """Compute attention in float64 from the KV cache with the new keys and values."""
     first, outputs = 0, []
-    group = query.shape[0] // arena.shape.kv_heads
+    group = query.shape[0] // kv_cache.shape.kv_heads
     for segment in segments:
         tokens = len(segment.token_ids)
         keys, values = (
-            each.double().repeat_interleave(group, 0) for each in arena.slots(segment.kv, segment.stop)[layer]
+            each.double().repeat_interleave(group, 0) for each in kv_cache.slots(segment.kv, segment.stop)[layer]
         )
         mask = torch.ones(tokens, tokens, dtype=torch.bool).tril() if segment.mask is None else segment.mask
         bias = torch.zeros(tokens, segment.stop, dtype=torch.float64)
@@ -61,24 +61,24 @@ def segment_of(kv, start, tokens, mask=None):
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 80), (8, 2, 64), (3, 3, 20), (2, 1, 7), (6, 2, 128)])
 def test_every_query_attends_to_what_its_mask_shows(build, dtype, heads, kv_heads, dim):
     generator = torch.Generator().manual_seed(dim)
-    arena = KVArena(KVShape(2, kv_heads, dim), 1200, dtype, torch.device("cpu"))
-    arena.layer(1).copy_(torch.randn(arena.layer(1).shape, generator=generator))
+    kv_cache = KVCache(KVShape(2, kv_heads, dim), 1200, dtype, torch.device("cpu"))
+    kv_cache.layer(1).copy_(torch.randn(kv_cache.layer(1).shape, generator=generator))
     segments = [
-        segment_of(arena.reserve(300), 200, 1),
-        segment_of(arena.reserve(100), 0, 70),
-        segment_of(arena.reserve(200), 130, 7, random_mask(7, generator, beyond=5)),
-        segment_of(arena.reserve(400), 255, 66, random_mask(66, generator)),
+        segment_of(kv_cache.reserve(300), 200, 1),
+        segment_of(kv_cache.reserve(100), 0, 70),
+        segment_of(kv_cache.reserve(200), 130, 7, random_mask(7, generator, beyond=5)),
+        segment_of(kv_cache.reserve(400), 255, 66, random_mask(66, generator)),
     ]
     query, key, value = new_tensors(generator, 1 + 70 + 7 + 66, heads, kv_heads, dim, dtype)
     scale = 1.2 * dim**-0.5
-    got = NativeBatch(segments, arena).attend(1, query, key, value, scale)
+    got = NativeBatch(segments, kv_cache).attend(1, query, key, value, scale)
     assert got.dtype == dtype
     assert got.shape == (144, heads, dim)
-    assert (got - exact(segments, arena, 1, query, scale)).abs().max() < ERRORS[dtype]
-    stored, first = arena.slots(segments[3].kv, segments[3].stop)[1], 78
+    assert (got - exact(segments, kv_cache, 1, query, scale)).abs().max() < ERRORS[dtype]
+    stored, first = kv_cache.slots(segments[3].kv, segments[3].stop)[1], 78
     for slots, new in zip(stored, (key, value), strict=True):
         assert torch.equal(slots[:, 255:], new[:, first:])
-    assert not arena.layer(0).any(), "another layer's slots are untouched"
+    assert not kv_cache.layer(0).any(), "another layer's slots are untouched"
 
 
 @compiled
@@ -87,8 +87,8 @@ def test_a_query_has_the_same_bits_whatever_is_computed_beside_it(build, dtype):
     """A chain is computed as single steps, in one segment, and beside other sessions; a prompt in any pieces."""
     generator = torch.Generator().manual_seed(1)
     heads, kv_heads, dim, length = 4, 2, 80, 150
-    arena = KVArena(KVShape(1, kv_heads, dim), 800, dtype, torch.device("cpu"))
-    kv, other = arena.reserve(200), arena.reserve(300)
+    kv_cache = KVCache(KVShape(1, kv_heads, dim), 800, dtype, torch.device("cpu"))
+    kv, other = kv_cache.reserve(200), kv_cache.reserve(300)
     query, key, value = new_tensors(generator, length, heads, kv_heads, dim, dtype)
     beside = new_tensors(generator, 9, heads, kv_heads, dim, dtype)
 
@@ -102,7 +102,7 @@ def test_a_query_has_the_same_bits_whatever_is_computed_beside_it(build, dtype):
             if crowd:
                 segments.insert(0, segment_of(other, 77, 9, random_mask(9, generator)))
                 parts = [torch.cat(both, dim=1) for both in zip(beside, parts, strict=True)]
-            rows.append(NativeBatch(segments, arena).attend(0, *parts, None)[-(stop - start) :])
+            rows.append(NativeBatch(segments, kv_cache).attend(0, *parts, None)[-(stop - start) :])
         return torch.cat(rows)
 
     whole = read()
@@ -114,7 +114,7 @@ def test_a_query_has_the_same_bits_whatever_is_computed_beside_it(build, dtype):
     tokens = [*range(145, 150), 3, 4]
     mask = torch.eye(7, dtype=torch.bool)
     mask[:5, :5] = torch.ones(5, 5, dtype=torch.bool).tril()
-    tree = NativeBatch([segment_of(kv, 145, 7, mask)], arena).attend(
+    tree = NativeBatch([segment_of(kv, 145, 7, mask)], kv_cache).attend(
         0, *(each[:, tokens] for each in (query, key, value)), None
     )
     assert torch.equal(tree[:5], whole[145:])
@@ -123,13 +123,13 @@ def test_a_query_has_the_same_bits_whatever_is_computed_beside_it(build, dtype):
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_that_are_not_finite_are_stored_as_zeros(build, dtype):
-    arena = KVArena(KVShape(1, 1, 16), 100, dtype, torch.device("cpu"))
+    kv_cache = KVCache(KVShape(1, 1, 16), 100, dtype, torch.device("cpu"))
     query, key, value = new_tensors(torch.Generator().manual_seed(2), 3, 1, 1, 16, dtype)
     key[0, 1, 3], value[0, 2, 5], value[0, 0, 0] = math.nan, math.inf, -math.inf
-    segment = segment_of(arena.reserve(50), 0, 3)
-    output = NativeBatch([segment], arena).attend(0, query, key, value, None)
+    segment = segment_of(kv_cache.reserve(50), 0, 3)
+    output = NativeBatch([segment], kv_cache).attend(0, query, key, value, None)
     assert output.isfinite().all()
-    for slots, new in zip(arena.slots(segment.kv, 3)[0], (key, value), strict=True):
+    for slots, new in zip(kv_cache.slots(segment.kv, 3)[0], (key, value), strict=True):
         assert torch.equal(slots, new.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
 
@@ -141,7 +141,7 @@ def test_a_model_says_the_same_by_either_attention(tmp_path, dtype, monkeypatch)
 
     def logits():
         engine = load_engine(ModelSettings(str(path), dtype=dtype, sessions=1))
-        kv = engine.arena.reserve(100)
+        kv = engine.kv_cache.reserve(100)
         return torch.cat(
             [engine.forward([Segment(kv, a, tokens[a:b], range(a, b))])[0] for a, b in ((0, 40), (40, 41), (41, 60))]
         )
@@ -159,20 +159,20 @@ def test_hidden_slots_between_those_that_a_query_sees_change_no_bit(dtype):
     generator = torch.Generator().manual_seed(7)
     heads, dim, prefix, length = 32, 80, 61, 24
     shape = KVShape(1, heads, dim)
-    arena = KVArena(shape, 400, dtype, torch.device("cpu"))
-    one, other = arena.reserve(200), arena.reserve(200)
+    kv_cache = KVCache(shape, 400, dtype, torch.device("cpu"))
+    one, other = kv_cache.reserve(200), kv_cache.reserve(200)
     held = torch.randn(2, heads, prefix, dim, generator=generator).to(dtype)
     for kv in (one, other):
-        arena.slots(kv, prefix)[0].copy_(held)
+        kv_cache.slots(kv, prefix)[0].copy_(held)
     for _ in range(150):  # one token in 400 had other bits when pairs of slots were summed in another order
         tensors = new_tensors(generator, 2 * length, heads, heads, dim, dtype)
         places = torch.randperm(2 * length, generator=generator)[:length].sort().values
         chain = [each[:, places] for each in tensors]
-        alone = NativeBatch([segment_of(one, prefix, length)], arena).attend(0, *chain, None)
+        alone = NativeBatch([segment_of(one, prefix, length)], kv_cache).attend(0, *chain, None)
         mask = torch.eye(2 * length, dtype=torch.bool)
         for index, place in enumerate(places):
             mask[place, places[:index]] = True
-        among = NativeBatch([segment_of(other, prefix, 2 * length, mask)], arena).attend(0, *tensors, None)
+        among = NativeBatch([segment_of(other, prefix, 2 * length, mask)], kv_cache).attend(0, *tensors, None)
         assert torch.equal(among[places], alone)
 
 
@@ -180,12 +180,12 @@ def test_hidden_slots_between_those_that_a_query_sees_change_no_bit(dtype):
 @pytest.mark.usefixtures("build")
 def test_many_light_slots_beside_a_heavy_one_are_not_lost():
     slots, dim = 20_000, 16
-    arena = KVArena(KVShape(1, 1, dim), slots + 64, torch.float32, torch.device("cpu"))
-    keys, values = arena.layer(0)
+    kv_cache = KVCache(KVShape(1, 1, dim), slots + 64, torch.float32, torch.device("cpu"))
+    keys, values = kv_cache.layer(0)
     keys[0, 0, 0] = 17.3
     values[0, 0] = 1.0
     query = torch.zeros(1, 1, dim)
     query[..., 0] = 1.0
-    segment = segment_of(arena.reserve(slots + 10), slots - 1, 1)
-    output = NativeBatch([segment], arena).attend(0, query, torch.zeros(1, 1, dim), torch.zeros(1, 1, dim), 1.0)
+    segment = segment_of(kv_cache.reserve(slots + 10), slots - 1, 1)
+    output = NativeBatch([segment], kv_cache).attend(0, query, torch.zeros(1, 1, dim), torch.zeros(1, 1, dim), 1.0)
     assert (output - 1 / (1 + (slots - 1) * math.exp(-17.3))).abs().max() < 1e-6

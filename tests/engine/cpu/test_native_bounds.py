@@ -21,7 +21,7 @@ from dynatree.engine.cpu.native_linear import NativeLinear
 from dynatree.engine.cpu.native_program import Program
 from dynatree.engine.cpu.native_runner import NativeRunner
 from dynatree.engine.forward.segment import Segment
-from dynatree.engine.kv.arena import KVArena, KVShape
+from dynatree.engine.kv.kv_cache import KVCache, KVShape
 from dynatree.engine.kv.kv_range import KVRange
 from dynatree.engine.loading import load_engine
 from dynatree.engine.settings import ModelSettings
@@ -99,7 +99,7 @@ MASK = torch.ones(3, 3, dtype=torch.bool)
         (_segment(start=18), IndexError),  # the range has 20 slots
         (_segment(start=-1), IndexError),
         (_segment(kv=KVRange(-1, 20)), IndexError),
-        (_segment(kv=KVRange(98, 20)), IndexError),  # the arena has 100 slots
+        (_segment(kv=KVRange(98, 20)), IndexError),  # the KV cache has 100 slots
         (_segment(token_ids=[0] * 21), IndexError),
         (_segment(token_ids=[0] * 4), ValueError),  # there are only 3 queries
         (_segment(mask=MASK.float()), ValueError),
@@ -119,9 +119,9 @@ MASK = torch.ones(3, 3, dtype=torch.bool)
         (_changed("value", KV_HEADS, 1, DIM), ValueError),
     ],
 )
-def test_attention_takes_what_fits_its_arena(calls: list[str], change: Any, error: type[Exception]) -> None:
-    arena = KVArena(KVShape(1, KV_HEADS, DIM), 100, torch.float32, CPU)
-    kv, other = arena.reserve(20), arena.reserve(20)
+def test_attention_takes_what_fits_its_kv_cache(calls: list[str], change: Any, error: type[Exception]) -> None:
+    kv_cache = KVCache(KVShape(1, KV_HEADS, DIM), 100, torch.float32, CPU)
+    kv, other = kv_cache.reserve(20), kv_cache.reserve(20)
     assert kv is not None
     assert other is not None
     segments = [Segment(kv, 0, [0] * 3, range(3), MASK), Segment(other, 0, [0] * 2, range(2))]
@@ -130,13 +130,13 @@ def test_attention_takes_what_fits_its_arena(calls: list[str], change: Any, erro
         "key": torch.zeros(KV_HEADS, TOKENS, DIM),
         "value": torch.zeros(KV_HEADS, TOKENS, DIM),
     }
-    NativeBatch(segments, arena).attend(0, scale=None, **tensors)
+    NativeBatch(segments, kv_cache).attend(0, scale=None, **tensors)
     assert calls == ["dynatree_attention"]
     wrong, given = change(segments, tensors)
     with pytest.raises(error):
-        NativeBatch(wrong, arena).attend(0, scale=None, **given)
+        NativeBatch(wrong, kv_cache).attend(0, scale=None, **given)
     with pytest.raises(IndexError):
-        NativeBatch(segments, arena).attend(1, scale=None, **tensors)
+        NativeBatch(segments, kv_cache).attend(1, scale=None, **tensors)
     assert calls == ["dynatree_attention"]
 
 
@@ -184,10 +184,10 @@ def runner_fixture(tmp_path_factory: pytest.TempPathFactory) -> NativeRunner:
         (KVShape(3, 2, 15), torch.float32),
     ],
 )
-def test_a_program_takes_the_arena_of_its_model(runner: NativeRunner, shape: KVShape, dtype: torch.dtype) -> None:
-    NativeRunner(runner._program, KVArena(KVShape(3, 2, 16), 9, torch.float32, CPU))
+def test_a_program_takes_the_kv_cache_of_its_model(runner: NativeRunner, shape: KVShape, dtype: torch.dtype) -> None:
+    NativeRunner(runner._program, KVCache(KVShape(3, 2, 16), 9, torch.float32, CPU))
     with pytest.raises(ValueError, match="a tensor is"):
-        NativeRunner(runner._program, KVArena(shape, 9, dtype, CPU))
+        NativeRunner(runner._program, KVCache(shape, 9, dtype, CPU))
 
 
 @compiled
@@ -208,7 +208,7 @@ def test_positions_turn_no_more_than_a_head(
 
     program: Program = replace(runner._program, rotary=rotary)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
-        NativeRunner(program, runner._arena).run([Segment(KVRange(0, 9), 0, [5], [0])])
+        NativeRunner(program, runner._kv_cache).run([Segment(KVRange(0, 9), 0, [5], [0])])
 
 
 @compiled

@@ -88,7 +88,7 @@ def test_what_has_no_program_goes_through_transformers_modules(tmp_path):
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_a_token_has_the_same_bits_in_any_company(family, dtype, tmp_path):
     engine = load(save_random_model(tmp_path / "model", family, seed=2), dtype)
-    one, other = engine.arena.reserve(100), engine.arena.reserve(100)
+    one, other = engine.kv_cache.reserve(100), engine.kv_cache.reserve(100)
 
     def prompt(kv, cuts):
         pieces = zip((0, *cuts), (*cuts, 60), strict=True)

@@ -134,13 +134,13 @@ def test_large_scores_do_not_overflow(interpreted):
 
 
 def test_heads_may_lie_over_memory_in_which_tokens_come_first(interpreted):
-    """A model gives such queries; such keys are one range of a larger arena."""
+    """A model gives such queries; such keys are one range of a larger KV cache."""
     rows, prefix = 33, 20
     query, keys, values = random_tensors(4, 2, rows, prefix + rows, 64)
-    arena = torch.full((2, 2, 200, 64), math.nan)
-    for kept, each in zip(arena, (keys, values), strict=True):
+    kv_cache = torch.full((2, 2, 200, 64), math.nan)
+    for kept, each in zip(kv_cache, (keys, values), strict=True):
         kept[:, 50 : 50 + prefix + rows] = each
-    slots = arena[:, :, 50 : 50 + prefix + rows]
+    slots = kv_cache[:, :, 50 : 50 + prefix + rows]
     apart = query.transpose(0, 1).contiguous().transpose(0, 1)
     mask = tree_mask(rows, "depth_first")
     got = block_sparse_attention(apart, slots[0], slots[1], BlockMask.of(mask, 16))

@@ -32,10 +32,10 @@ from dynatree.engine.forward.flat_forward import FlatForward
 from dynatree.engine.gpu.decisions import accepted, chosen, ranking
 from dynatree.engine.gpu.fixed_rows import gives_equal_bits
 from dynatree.engine.gpu.fused_forward import FusedForward
-from dynatree.engine.gpu.levels import LevelReader, Levels
+from dynatree.engine.gpu.levels import Levels, RowLevelRunner
 from dynatree.engine.gpu.row_runner import RowForward
 from dynatree.engine.gpu.rows import RowSizes, Staging
-from dynatree.engine.kv.arena import KVArena, KVShape
+from dynatree.engine.kv.kv_cache import KVCache, KVShape
 from dynatree.engine.loading import load_engine
 from dynatree.engine.sampling.choosing import choose, scores
 from dynatree.engine.sampling.gumbel import gumbel
@@ -134,7 +134,7 @@ def test_a_pass_that_the_device_decides_is_that_of_the_host(folder: Path, sampli
         for own, fixed in zip(*sessions, strict=True):
             assert own.committed == fixed.committed
             slots = [
-                engine.arena.slots(session.kv, session.length - 1)
+                engine.kv_cache.slots(session.kv, session.length - 1)
                 for engine, session in zip(engines, (own, fixed), strict=True)
             ]
             torch.testing.assert_close(slots[1], slots[0], rtol=1e-4, atol=1e-4)
@@ -176,7 +176,7 @@ def test_the_trial_of_equal_bits_tells_who_gives_them(folder: Path, monkeypatch:
     if not engine.batch_invariant:
         pytest.skip("this CPU has no kernels of the project's that give equal bits")
     assert all(gives_equal_bits(engine, rows) for rows in (1, 32, 256))
-    assert engine.arena.free_slots == engine.arena.size
+    assert engine.kv_cache.free_slots == engine.kv_cache.size
     run = engine.runner.run
 
     def by_row(segments: Any) -> list[Tensor]:
@@ -201,7 +201,7 @@ def loaded_fixture(folder: Path) -> list[Engine]:
 def drafts_fixture(loaded: list[Engine]) -> Iterator[list[Engine]]:
     yield loaded
     for engine in loaded:
-        engine.arena._ranges.clear()
+        engine.kv_cache._ranges.clear()
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
@@ -278,7 +278,7 @@ def test_several_sessions_levels_are_read_in_one_call(drafts: list[Engine], monk
     def opened(place: int) -> DraftSession:
         """Open a session whose prompt is read, followed by two unread tokens."""
         session = drafter.open(prompts[place], Sampling(temperature=place * 0.5, seed=place), 2048 - place, limit=150)
-        drafter.read(session, policy)
+        drafter.prefill(session, policy)
         drafter.commit(session, [5, 6])
         return session
 
@@ -348,7 +348,7 @@ def recorded(engine: Engine) -> Iterator[list[tuple[Any, ...]]]:
     buffers = [
         forward.buffers.token_ids,
         forward.buffers._staged.host,
-        engine.arena.data,
+        engine.kv_cache.data,
         forward._choices,
         *engine.model.parameters(),
     ]
@@ -403,8 +403,8 @@ def test_forwards_decisions_and_levels_run_without_numbers(folder: Path) -> None
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
     meta = torch.device("meta")
-    arena = KVArena(KVShape(3, 4, 16), 300, torch.float32, meta, read_beyond=1)
-    forward = RowForward(FlatForward(model, 160), arena, RowSizes(ROWS, 16, 4), 160, None, decides=True)
+    kv_cache = KVCache(KVShape(3, 4, 16), 300, torch.float32, meta, read_beyond=1)
+    forward = RowForward(FlatForward(model, 160), kv_cache, RowSizes(ROWS, 16, 4), 160, None, decides=True)
     fused = FusedForward(model)
     assert fused(forward.buffers.token_ids[None], forward.buffers.positions[None], forward._attention).is_meta
     with Recorded([]) as mode:
@@ -412,7 +412,7 @@ def test_forwards_decisions_and_levels_run_without_numbers(folder: Path) -> None
         for logits, choices in (forward._greedily(), forward._with_noise()):
             assert logits.shape == (ROWS, 2048)
             assert choices.shape == (ROWS,)
-        reader = LevelReader(FlatForward(model, 160), arena, 4, 16, 160, None)
-        told = [call._all_levels(noisy) for call in reader._calls for noisy in (False, True)]
+        level_runner = RowLevelRunner(FlatForward(model, 160), kv_cache, 4, 16, 160, None)
+        told = [call._all_levels(noisy) for call in level_runner._calls for noisy in (False, True)]
     assert all(each.is_meta and each.dtype == torch.int32 for each in told)
     assert sum(each[0].startswith("dynatree.tree_attention") for each in mode.operations) > 3 * 20

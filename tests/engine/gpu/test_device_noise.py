@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from dynatree.engine.sampling.device_noise import by_triton, fill_noise, seed_bits
-from dynatree.engine.sampling.gumbel import Stream, gumbel, random_generator
+from dynatree.engine.sampling.gumbel import NoiseStream, gumbel, random_generator
 from tests.support.kernel_builds import needs_triton
 
 needs_triton()
@@ -48,14 +48,14 @@ def parameters(rows, dtype=torch.int64):
     return torch.tensor([seed_bits(seed) for seed in seeds]), torch.tensor(positions, dtype=dtype)
 
 
-def drawn(rows, vocab_size, stream=Stream.CHOICE, dtype=torch.int64):
+def drawn(rows, vocab_size, stream=NoiseStream.CHOICE, dtype=torch.int64):
     """Return the kernel's noise for rows of (seed, position)."""
     out = torch.full((len(rows), vocab_size), torch.nan)
     by_triton(out, *parameters(rows, dtype), stream)
     return out
 
 
-def assert_noise(out, rows, stream=Stream.CHOICE):
+def assert_noise(out, rows, stream=NoiseStream.CHOICE):
     for row, (seed, position) in zip(out, rows, strict=True):
         expected = gumbel(seed, position, len(row), stream)
         np.testing.assert_array_max_ulp(row.numpy(), expected.numpy(), maxulp=1)
@@ -69,14 +69,14 @@ def assert_words(seed, position, stream, first_block=0):
     np.testing.assert_array_equal(out.numpy(), generator.random_raw(8))
 
 
-@pytest.mark.parametrize("stream", Stream)
+@pytest.mark.parametrize("stream", NoiseStream)
 def test_random_bits_are_those_of_numpy(stream):
     for seed, position in BOTH:
         assert_words(seed, position, stream)
 
 
 @settings(deadline=None)
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1), st.sampled_from(Stream), INTEGERS)
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1), st.sampled_from(NoiseStream), INTEGERS)
 def test_random_bits_are_those_of_numpy_anywhere(seed, position, stream, first_block):
     assert_words(seed, position, stream, first_block)
 
@@ -90,7 +90,7 @@ def test_noise_is_finite_for_any_bits():
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("stream", Stream)
+@pytest.mark.parametrize("stream", NoiseStream)
 def test_each_row_has_the_noise_of_its_seed_and_position(stream, dtype):
     assert_noise(drawn(BOTH, 5, stream, dtype), BOTH, stream)
 
@@ -104,7 +104,7 @@ def test_noise_of_any_vocabulary(vocab_size):
 @given(
     st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1)), min_size=1, max_size=3),
     st.integers(1, 1100),
-    st.sampled_from(Stream),
+    st.sampled_from(NoiseStream),
 )
 def test_noise_is_that_of_the_cpu(rows, vocab_size, stream):
     assert_noise(drawn(rows, vocab_size, stream, torch.int32), rows, stream)
@@ -118,8 +118,8 @@ def test_noise_does_not_depend_on_the_vocabulary_size():
 
 def test_nothing_is_written_beside_the_rows():
     wide = torch.zeros(3, 12)
-    by_triton(wide[:, 1:8], *parameters(BOTH[4:7]), Stream.DRAFT)
-    assert_noise(wide[:, 1:8], BOTH[4:7], Stream.DRAFT)
+    by_triton(wide[:, 1:8], *parameters(BOTH[4:7]), NoiseStream.DRAFT)
+    assert_noise(wide[:, 1:8], BOTH[4:7], NoiseStream.DRAFT)
     assert wide[:, 0].eq(0).all()
     assert wide[:, 8:].eq(0).all()
 
@@ -169,6 +169,6 @@ def test_services_start_without_triton():
 def test_a_cpu_draws_the_same_rows():
     rows = [*BOTH[:3], BOTH[0]]
     out = torch.full((4, 9), torch.nan)
-    fill_noise(out, *parameters(rows), Stream.DRAFT)
-    expected = [gumbel(seed, position, 9, Stream.DRAFT) for seed, position in rows]
+    fill_noise(out, *parameters(rows), NoiseStream.DRAFT)
+    expected = [gumbel(seed, position, 9, NoiseStream.DRAFT) for seed, position in rows]
     assert torch.equal(out, torch.stack(expected))

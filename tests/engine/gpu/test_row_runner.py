@@ -35,7 +35,7 @@ def random_tree(generator, nodes):
 def test_trees_of_every_size_give_the_same_logits_and_slots(engines):
     generator = random.Random(3)
     prompt = generator.choices(range(2, 2048), k=70)
-    ranges = [engine.arena.reserve(len(prompt) + 64) for engine in engines]
+    ranges = [engine.kv_cache.reserve(len(prompt) + 64) for engine in engines]
     for engine, kv in zip(engines, ranges, strict=True):
         engine.forward([Segment(kv, 0, prompt, range(len(prompt)), keep=[])])
     for nodes in (0, 1, 7, 30, 31, 32, 50):
@@ -46,10 +46,10 @@ def test_trees_of_every_size_give_the_same_logits_and_slots(engines):
         segments = [Segment(kv, root, [9, *tree.token_ids], positions, mask=mask) for kv in ranges]
         (own,), (fixed,) = (engine.forward([each]) for engine, each in zip(engines, segments, strict=True))
         torch.testing.assert_close(fixed, own, rtol=1e-4, atol=1e-4)
-        slots = [engine.arena.slots(kv, segments[0].stop) for engine, kv in zip(engines, ranges, strict=True)]
+        slots = [engine.kv_cache.slots(kv, segments[0].stop) for engine, kv in zip(engines, ranges, strict=True)]
         torch.testing.assert_close(slots[1], slots[0], rtol=1e-4, atol=1e-4)
     for engine, kv in zip(engines, ranges, strict=True):
-        engine.arena.release(kv)
+        engine.kv_cache.release(kv)
 
 
 @torch.inference_mode()
@@ -60,11 +60,11 @@ def test_a_mask_may_reach_back_before_the_segment(engines):
     mask = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 0, 0, 1]], dtype=torch.bool)  # a child of node 2, and one of node 1
     results = []
     for engine in engines:
-        kv = engine.arena.reserve(64)
+        kv = engine.kv_cache.reserve(64)
         engine.forward([Segment(kv, 0, prompt, range(12), keep=[])])
         engine.forward([Segment(kv, 12, above.token_ids, [12, 12, 13], mask=ancestor_mask(above.parents)[1:, 1:])])
         results.append(engine.forward([Segment(kv, 15, [3, 4], [14, 13], mask=mask, keep=[1])])[0])
-        engine.arena.release(kv)
+        engine.kv_cache.release(kv)
     assert results[0].shape == (1, 2048)
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
 

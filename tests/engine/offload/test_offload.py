@@ -81,14 +81,14 @@ def test_offloaded_layers_have_the_bits_of_layers_in_memory(
         assert offloaded.info.parameters == whole.info.parameters
         outputs = []
         for engine in (whole, offloaded):
-            kv = engine.arena.reserve(80)
+            kv = engine.kv_cache.reserve(80)
             assert kv is not None
             prompt = engine.forward([Segment(kv, 0, range(5, 45), range(40))])[0]
             mask = ancestor_mask([-1, 0, -1])
             tree = engine.forward([Segment(kv, 40, [7, 8, 9, 10], [40, 41, 42, 41], mask=mask)])[0]
             step = engine.forward([Segment(kv, 41, [8], [41])])[0]
-            outputs.append((prompt, tree, step, engine.arena.slots(kv, 42).clone()))
-            engine.arena.release(kv)
+            outputs.append((prompt, tree, step, engine.kv_cache.slots(kv, 42).clone()))
+            engine.kv_cache.release(kv)
         assert all(map(torch.equal, *outputs))
         offloaded.source.close()
 
@@ -105,7 +105,7 @@ def test_offloaded_quantised_layers_have_the_bits_of_layers_in_memory(
         assert offloaded.info.fingerprint == whole.info.fingerprint, "a completion may go on there"
         outputs = []
         for engine in (whole, offloaded):
-            kv = engine.arena.reserve(80)
+            kv = engine.kv_cache.reserve(80)
             assert kv is not None
             outputs += engine.forward([Segment(kv, 0, range(5, 45), range(40))])
         assert torch.equal(*outputs)
@@ -460,7 +460,7 @@ def test_what_a_sweep_costs_is_known_at_the_start(llama: Path, tmp_path: Path, m
     assert costs[1] == costs[16] == 0.3
     assert costs[64] == pytest.approx(0.64 + 0.02), "reading takes of the cores"
     assert costs[256] == pytest.approx(2.56 + 0.02), "on the line through those that were measured"
-    kv = engine.arena.reserve(20)
+    kv = engine.kv_cache.reserve(20)
     assert kv is not None
     first, second = (engine.forward([Segment(kv, 0, range(5, 15), range(10))])[0] for _ in range(2))
     assert torch.equal(first, second), "layers come again"

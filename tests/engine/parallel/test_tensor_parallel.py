@@ -115,7 +115,7 @@ from dynatree.engine.forward.segment import Segment
 
 ranks.SLOW_SECONDS, ranks.STANDSTILL_SECONDS = 2.0, 4.0
 engine = load_engine(ModelSettings(sys.argv[1], sessions=1, device="cpu", tensor_parallel=2))
-kv = engine.arena.reserve(20)
+kv = engine.kv_cache.reserve(20)
 
 
 def forward():
@@ -131,7 +131,7 @@ def fail(*_):
 
 
 handle = engine.model.model.layers[1].register_forward_pre_hook(fail)
-for attempt in (forward, forward, lambda: engine.arena.copy(kv, kv, 5), lambda: engine.arena.move(kv, [3], 2)):
+for attempt in (forward, forward, lambda: engine.kv_cache.copy(kv, kv, 5), lambda: engine.kv_cache.move(kv, [3], 2)):
     try:
         attempt()
     except ranks.RankError as error:

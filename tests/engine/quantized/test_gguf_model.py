@@ -39,7 +39,7 @@ def test_quantised_logits_are_close_to_those_of_the_weights_in_float32(tmp_path,
     path = save_gguf(tmp_path / "model.gguf", kinds, seed=1, tied=tied)
     engine = load_engine(ModelSettings(str(path), dtype="float32", sessions=1))
     tokens = list(range(100, 160))
-    kv = engine.arena.reserve(len(tokens))
+    kv = engine.kv_cache.reserve(len(tokens))
     with torch.inference_mode():
         (ours,) = engine.forward([Segment(kv, 0, tokens, range(len(tokens)))])
         theirs = transformers_model(path)(torch.tensor([tokens])).logits[0]

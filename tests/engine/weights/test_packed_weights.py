@@ -98,7 +98,7 @@ def test_a_checkpoint_is_served_as_its_weights_are(tmp_path, method, bits):
     logits = []
     for path in (folder, plain_folder):
         engine = load_engine(ModelSettings(str(path), dtype="float32", sessions=1))
-        kv = engine.arena.reserve(30)
+        kv = engine.kv_cache.reserve(30)
         with torch.inference_mode():
             logits += engine.forward([Segment(kv, 0, list(range(30)), range(30))])
     assert (logits[0] - logits[1]).square().mean().sqrt() < 0.03 * logits[1].std()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dynatree.common.tree import ROOT, TokenTree
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.forward.tree_mask import ancestor_mask
-from dynatree.verify.session import Session
+from dynatree.verify.session import VerifySession
 
 
 def depth_first(tree: TokenTree, nodes: Iterable[int]) -> tuple[int, ...]:
@@ -30,7 +30,7 @@ def depth_first(tree: TokenTree, nodes: Iterable[int]) -> tuple[int, ...]:
     return tuple(order)
 
 
-def prompt_segment(session: Session, tokens: int) -> Segment:
+def prompt_segment(session: VerifySession, tokens: int) -> Segment:
     """The next tokens of a session's prompt; logits are kept for the prompt's last token, or for all if requested."""
     request, start, stop = session.request, session.read, session.read + tokens
     if request.decoding.prompt_log_probs:
@@ -40,7 +40,7 @@ def prompt_segment(session: Session, tokens: int) -> Segment:
     return Segment(session.kv, start, request.prompt_ids[start:stop], range(start, stop), keep=keep)
 
 
-def tree_segment(session: Session, tree: TokenTree) -> Segment:
+def tree_segment(session: VerifySession, tree: TokenTree) -> Segment:
     """The root and the tree behind the session's committed slots; each token's position follows from its depth."""
     root = session.length - 1
     positions = [root, *(root + depth for depth in tree.depths)]

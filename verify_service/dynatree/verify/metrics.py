@@ -41,13 +41,13 @@ class VerifyMetrics:
         )
         self._cached = Counter("dynatree_cached_prompt_tokens", "Prompt tokens that were cached.", registry=registry)
 
-    def passed(self, shared: PassStatistics, seconds: float) -> None:
+    def passed(self, pass_statistics: PassStatistics, seconds: float) -> None:
         """Record a pass; `seconds` is the time of its forward pass."""
-        self._last = shared
-        self._rows.observe(shared.rows)
-        self._sessions.observe(shared.sessions)
+        self._last = pass_statistics
+        self._rows.observe(pass_statistics.rows)
+        self._sessions.observe(pass_statistics.sessions)
         self._seconds.observe(seconds)
-        self._hold.observe(shared.hold_seconds)
+        self._hold.observe(pass_statistics.hold_seconds)
 
     def committed(self, tokens: int, trimmed: int) -> None:
         """Record a session's committed tokens and trimmed nodes in one pass."""

@@ -1,4 +1,4 @@
-"""The number of prompt tokens read beside trees in a pass, so that no stream stalls and no prompt starves."""
+"""The number of prompt tokens read beside trees in a pass, so that no session stalls and no prompt starves."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class PromptBudget:
     _usual: float = 0.0  # running mean of the seconds of passes without prompts, including the gap before each
     _factor: float = 1.0  # running mean of measured / modelled seconds of passes that read prompts
 
-    def longest(self, rows: int, sessions: int, waiting: int, streaming: int) -> float:
+    def longest(self, rows: int, sessions: int, waiting: int, decoding: int) -> float:
         """Time limit of a pass that reads prompts, in seconds.
 
-        If more prompts wait than sessions stream, the limit grows in proportion.
+        If more prompts wait than sessions decode, the limit grows in proportion.
 
         Args:
             rows: Rows of the pass without prompts.
             sessions: Sessions of the pass without prompts.
             waiting: Number of prompts that are not fully read.
-            streaming: Number of sessions whose prompts are fully read.
+            decoding: Number of sessions whose prompts are fully read.
         """
-        crowd = max(1.0, waiting / max(streaming, 1))
+        crowd = max(1.0, waiting / max(decoding, 1))
         return STRETCH * crowd * max(self._usual, self.costs.seconds(max(rows, 1), max(sessions, 1)))
 
     def tree_rows(self, longest: float, sessions: int) -> int:

@@ -16,18 +16,18 @@ from dynatree.common.messages import Commit, VerifyTimings
 from dynatree.common.pass_statistics import PassStatistics
 from dynatree.common.tree import TokenTree
 from dynatree.verify.accept import Verdict
+from dynatree.verify.acceptance_record import AcceptanceRecord
 from dynatree.verify.hold import Pace, Ready, worth_waiting
 from dynatree.verify.pass_costs import PassCosts
 from dynatree.verify.pass_plan import admit, is_whole
 from dynatree.verify.prompt_budget import PromptBudget
-from dynatree.verify.session import Session
-from dynatree.verify.track_record import TrackRecord
+from dynatree.verify.session import VerifySession
 from dynatree.verify.verifier import NO_TREE, Part, Result
 
 RATE_FADE = 0.9  # factor applied to past passes in the service rate, once per pass
-PROMPT_ROWS = 512  # prompt rows in a pass while no session streams, and most rows of one prompt in any pass
+PROMPT_ROWS = 512  # prompt rows in a pass while no session decodes, and most rows of one prompt in any pass
 PROMPT_TURN = 256  # prompt tokens after which the next prompt gets its turn
-RECENT_STEPS = 8  # time after an answer, in plain steps, during which a session counts as streaming
+RECENT_STEPS = 8  # time after an answer, in plain steps, during which a session counts as decoding
 HOLD_SHARE = 0.5  # longest wait for trees about to arrive, in plain steps
 
 
@@ -39,7 +39,7 @@ PassRunner = Callable[[Sequence[Part]], Awaitable[tuple[Sequence[Result], Verify
 class _Job:
     """A waiting session: its tree is to be verified, or the rest of its prompt is to be read."""
 
-    session: Session
+    session: VerifySession
     tree: TokenTree | None
     future: asyncio.Future[Commit]
     turn: int = 0  # prompt tokens read since the prompt's turn began
@@ -86,20 +86,20 @@ class Scheduler:
     Attributes:
         run_pass: Function that runs a pass.
         costs: Cost model c(rows, sessions).
-        max_rows: Most rows of a pass; a prompt may exceed it while no session streams.
+        max_rows: Most rows of a pass; a prompt may exceed it while no session decodes.
         on_pass: Callback after each pass, with its statistics and the seconds of its forward pass.
     """
 
     run_pass: PassRunner
     costs: PassCosts
     max_rows: int
-    on_pass: Callable[[PassStatistics, float], None] = lambda shared, seconds: None
+    on_pass: Callable[[PassStatistics, float], None] = lambda pass_statistics, seconds: None
     rate: ServiceRate = field(default_factory=ServiceRate)
     _budget: PromptBudget = field(init=False)
     _trees: list[_Job] = field(default_factory=list)  # in order of arrival
     _prompts: list[_Job] = field(default_factory=list)  # in order of their turns
-    _paces: dict[Session, Pace] = field(default_factory=dict)
-    _records: dict[Session, TrackRecord] = field(default_factory=dict)
+    _paces: dict[VerifySession, Pace] = field(default_factory=dict)
+    _records: dict[VerifySession, AcceptanceRecord] = field(default_factory=dict)
     _loop: asyncio.Task[None] | None = None
     _came: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: float = 0.0  # when the last pass ended
@@ -107,18 +107,18 @@ class Scheduler:
     def __post_init__(self) -> None:
         self._budget = PromptBudget(self.costs, self.max_rows)
 
-    async def read(self, session: Session) -> Commit:
+    async def prefill(self, session: VerifySession) -> Commit:
         """Prefill the rest of a session's prompt, and commit its first token."""
         self._paces[session] = Pace()
-        self._records[session] = TrackRecord()
+        self._records[session] = AcceptanceRecord()
         return await self._wait(self._prompts, _Job(session, None, _future()))
 
-    async def verify(self, session: Session, tree: TokenTree) -> Commit:
+    async def verify(self, session: VerifySession, tree: TokenTree) -> Commit:
         """Verify a session's tree, or those of its nodes that are worth their rows."""
         self._paces[session].came(_now())
         return await self._wait(self._trees, _Job(session, tree, _future()))
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: VerifySession) -> None:
         """Drop the state of a session that has ended or is about to end."""
         self._paces.pop(session, None)
         self._records.pop(session, None)
@@ -246,16 +246,16 @@ class Scheduler:
     def _prompt_rows(self, rows: int, longest: float, sessions: int) -> int:
         if not self._prompts:
             return 0
-        if not rows and not self._streaming():
+        if not rows and not self._decoding():
             return PROMPT_ROWS
         return self._budget.prompt_rows(longest, rows, sessions)
 
     def _longest(self, rows: int, sessions: int) -> float:
         """Time limit of a pass that also reads prompts, given the rows and sessions of its trees."""
         waiting = len(self._prompts)
-        return self._budget.longest(rows, sessions, waiting, streaming=len(self._paces) - waiting)
+        return self._budget.longest(rows, sessions, waiting, decoding=len(self._paces) - waiting)
 
-    def _streaming(self) -> bool:
+    def _decoding(self) -> bool:
         """Whether a session was answered recently, so that a long pass would delay its next tree."""
         since = _now() - RECENT_STEPS * self.costs.seconds(1)
         return any(pace.answered is not None and pace.answered > since for pace in self._paces.values())
@@ -274,8 +274,8 @@ class Scheduler:
             return
         now = _now()
         rows = sum(part.rows for part in parts)
-        shared = PassStatistics(len(parts), rows, price, held, open_sessions=max(len(self._paces), 1))
-        self.on_pass(shared, timings.forward)
+        pass_statistics = PassStatistics(len(parts), rows, price, held, open_sessions=max(len(self._paces), 1))
+        self.on_pass(pass_statistics, timings.forward)
         shares = self._shares(parts, rows)
         unread: list[_Job] = []
         for job, part, result, share in zip(jobs, parts, results, shares, strict=True):
@@ -344,7 +344,7 @@ class Scheduler:
                 await self._pass([job], [part], 0.0, 0.0)
 
 
-def _commit(part: Part, verdict: Verdict, timings: VerifyTimings, shared: PassStatistics) -> Commit:
+def _commit(part: Part, verdict: Verdict, timings: VerifyTimings, pass_statistics: PassStatistics) -> Commit:
     return Commit(
         next_round=part.session.round,
         base_length=part.session.length,

@@ -51,12 +51,12 @@ async def start_verify(
     Raises:
         StartupError: The address or a file of the security settings cannot be used.
     """
-    in_16_bits = engine.arena.dtype.itemsize == 2
+    in_16_bits = engine.kv_cache.dtype.itemsize == 2
     cache = PrefixCache(
-        engine.arena, enabled=limits.prefix_cache, only_prompts=in_16_bits and not engine.batch_invariant
+        engine.kv_cache, enabled=limits.prefix_cache, only_prompts=in_16_bits and not engine.batch_invariant
     )
     verifier = Verifier(engine, limits.max_tree_nodes, cache)
-    admission = Admission(limits.sessions, engine.arena.size, limits.queue)
+    admission = Admission(limits.sessions, engine.kv_cache.size, limits.queue)
     metrics = VerifyMetrics(operation.registry, admission)
     watch = FaultWatch(metrics.not_finite, lambda: thread.run(verifier.is_sound))
     scheduler = Scheduler(

@@ -34,7 +34,7 @@ from dynatree.serving.tracing import OFF, Span, Tracing
 from dynatree.v1 import verify_pb2, verify_pb2_grpc
 from dynatree.verify.metrics import VerifyMetrics
 from dynatree.verify.scheduler import Scheduler
-from dynatree.verify.session import Session, SessionRequest
+from dynatree.verify.session import SessionRequest, VerifySession
 from dynatree.verify.verifier import Verifier
 
 Context = Call
@@ -108,10 +108,10 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
                     self._scheduler.forget(session)
 
     async def _serve(
-        self, session: Session, queue_seconds: float, context: Context, arrival: float, span: Span
+        self, session: VerifySession, queue_seconds: float, context: Context, arrival: float, span: Span
     ) -> None:
-        with span.child("read prompt", tokens=session.unread):
-            commit = await self._scheduler.read(session)
+        with span.child("prefill", tokens=session.unread):
+            commit = await self._scheduler.prefill(session)
         self._metrics.cached(session.cached)
         opened = SessionOpened(
             target=self._verifier.target,
@@ -174,7 +174,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
             request = replace(request, principal=joint(caller, request.principal))
         return SessionRequest.checked(request, target, self._verifier.engine.eos_token_ids)
 
-    def _check_tree(self, session: Session, request: verify_pb2.VerifyRequest) -> TokenTree:
+    def _check_tree(self, session: VerifySession, request: verify_pb2.VerifyRequest) -> TokenTree:
         if request.WhichOneof("request") != "tree":
             raise InvalidArgumentError("the session is already open; expected the field `tree`")
         session.check_place(request.tree.round, request.tree.base_length)
@@ -195,7 +195,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
 
     async def _round(
         self,
-        session: Session,
+        session: VerifySession,
         request: verify_pb2.VerifyRequest,
         following: asyncio.Future[Arrival],
         arrival: float,
@@ -224,7 +224,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         return replace(
             commit,
             timings=replace(commit.timings, total=time.perf_counter() - arrival),
-            shared=replace(commit.shared, kv_cache_usage=self._admission.usage),
+            shared=replace(commit.pass_statistics, kv_cache_usage=self._admission.usage),
         )
 
 

@@ -87,12 +87,12 @@ class SessionRequest:
 
 
 @dataclass(eq=False)
-class Session:
+class VerifySession:
     """An open session.
 
     Invariant during prefill: the first `read` slots of the KV range `kv` hold the prompt's first tokens in order.
     Invariant between rounds: the first `length - 1` slots hold the committed tokens in order. The last committed token,
-    `pending`, is not in the arena yet: it is the root of the next tree.
+    `pending`, is not in the KV cache yet: it is the root of the next tree.
 
     Attributes:
         cached: Number of prompt tokens whose slots were copied from an earlier session instead of computed.
@@ -131,7 +131,7 @@ class Session:
 
     @property
     def unread(self) -> int:
-        """Number of prompt tokens that are not in the KV arena yet."""
+        """Number of prompt tokens that are not in the KV cache yet."""
         return len(self.request.prompt_ids) - self.read
 
     @property

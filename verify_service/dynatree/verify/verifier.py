@@ -20,13 +20,13 @@ from dynatree.engine.engine import Engine
 from dynatree.engine.forward.runner import Choosing
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.prefix_cache import PrefixCache
-from dynatree.engine.sampling.choosing import Histories, adjusted, choose, warped
-from dynatree.engine.sampling.gumbel import Stream, random_generator
+from dynatree.engine.sampling.choosing import TokenHistories, adjusted, choose, warped
+from dynatree.engine.sampling.gumbel import NoiseStream, random_generator
 from dynatree.verify.accept import Verdict, accept, cut
 from dynatree.verify.layout import depth_first, prompt_segment, tree_segment
 from dynatree.verify.log_probs import log_probs_of
 from dynatree.verify.residual import Distribution, accept_residual
-from dynatree.verify.session import Session, SessionRequest
+from dynatree.verify.session import SessionRequest, VerifySession
 
 NO_TREE = TokenTree()
 
@@ -41,7 +41,7 @@ class Part:
     The pass verifies the nodes `kept` of the tree, ascending indices with those of their parents; None means all.
     """
 
-    session: Session
+    session: VerifySession
     tree: TokenTree = NO_TREE
     kept: Sequence[int] | None = None
     prompt_tokens: int = 0
@@ -73,7 +73,7 @@ class Verifier:
     def __init__(self, engine: Engine, max_tree_nodes: int, cache: PrefixCache | None = None) -> None:
         self.engine = engine
         self.max_tree_nodes = max_tree_nodes
-        self._cache = cache or PrefixCache(engine.arena, enabled=False)
+        self._cache = cache or PrefixCache(engine.kv_cache, enabled=False)
 
     @property
     def target(self) -> ModelInfo:
@@ -84,7 +84,7 @@ class Verifier:
         """Number of KV slots that a session reserves: for its tokens, and for its largest tree behind them."""
         return request.limit + self.max_tree_nodes
 
-    def open(self, request: SessionRequest) -> Session:
+    def open(self, request: SessionRequest) -> VerifySession:
         """Reserve a session's KV slots, and fill those whose prompt tokens are cached, unless their logits are needed.
 
         Raises:
@@ -95,7 +95,7 @@ class Verifier:
         kv, cached = self._cache.reserve(self.slots(request), wanted, request.principal)
         if kv is None:
             raise ServiceBusyError("the verify service's KV cache is full; try again later")
-        return Session(kv, request, list(request.prompt_ids), read=cached, cached=cached)
+        return VerifySession(kv, request, list(request.prompt_ids), read=cached, cached=cached)
 
     def run(self, parts: Sequence[Part]) -> tuple[list[Result], VerifyTimings]:
         """Run one pass: one target forward pass over all parts, then each session's commit.
@@ -141,7 +141,7 @@ class Verifier:
         done = time.perf_counter()
         return results, VerifyTimings(forwarded - started, started - began + accepted - forwarded, done - accepted)
 
-    def close(self, session: Session) -> None:
+    def close(self, session: VerifySession) -> None:
         """Release the session's KV range; the prefix cache may keep its contents until the slots are needed."""
         request = session.request
         held = session.read if session.unread or self._cache.only_prompts else session.length - 1
@@ -176,7 +176,7 @@ class Verifier:
         if not part.prompt_tokens:
             # the root is in slot length - 1 and node i in slot length + i; the accepted path moves behind the root
             if not in_place:
-                self.engine.arena.move(session.kv, [session.length + n for n in verdict.accepted], session.length)
+                self.engine.kv_cache.move(session.kv, [session.length + n for n in verdict.accepted], session.length)
             session.round += 1
         session.commit(verdict.token_ids, finished=verdict.finish_reason is not None)
         return replace(verdict, accepted=tuple(order[node] for node in verdict.accepted))
@@ -248,7 +248,7 @@ def _judge(part: Part, logits: Tensor, chosen: Sequence[int] | None) -> Verdict 
     return replace(verdict, log_probs=values, top_log_probs=likeliest)
 
 
-def _accept_residual(session: Session, tree: TokenTree, logits: Tensor) -> Verdict:
+def _accept_residual(session: VerifySession, tree: TokenTree, logits: Tensor) -> Verdict:
     sampling = session.request.decoding.sampling
 
     def target(node: int) -> Distribution:
@@ -257,20 +257,20 @@ def _accept_residual(session: Session, tree: TokenTree, logits: Tensor) -> Verdi
         return distribution
 
     def random(depth: int) -> np.random.Generator:
-        return random_generator(sampling.seed, session.length + depth - 1, Stream.RESIDUAL)
+        return random_generator(sampling.seed, session.length + depth - 1, NoiseStream.RESIDUAL)
 
     return accept_residual(tree, target, random)
 
 
-def _histories(session: Session, tree: TokenTree, nodes: Iterable[int]) -> Histories | None:
+def _histories(session: VerifySession, tree: TokenTree, nodes: Iterable[int]) -> TokenHistories | None:
     """The tokens that precede the choice after each node; None if the sampling options do not depend on them."""
     if not session.request.decoding.sampling.needs_history:
         return None
     own = [[tree.token_ids[n] for n in tree.path(node)] for node in nodes]
-    return Histories(session.committed, own, session.generated)
+    return TokenHistories(session.committed, own, session.generated)
 
 
-def _keep_log_probs(session: Session, logits: Tensor) -> None:
+def _keep_log_probs(session: VerifySession, logits: Tensor) -> None:
     """Store the prompt's log-probabilities that follow from the logits `[tokens, vocabulary]` of its next piece.
 
     The logits of a token predict the next token: those of the tokens [a, b) predict [a + 1, b + 1), without positions

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dynatree.engine.cpu.native import DTYPES, address, call, lying
 from dynatree.engine.forward.segment import Segment
-from dynatree.engine.kv.arena import KVArena
+from dynatree.engine.kv.kv_cache import KVCache
 
 
 class SegmentStructure(ctypes.Structure):
@@ -45,7 +45,7 @@ class _Layer(ctypes.Structure):
         ("value_token", ctypes.c_int64),
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
-        ("arena_head", ctypes.c_int64),
+        ("cache_head", ctypes.c_int64),
         ("output", ctypes.c_void_p),
         ("faulty", ctypes.c_void_p),
     )
@@ -63,11 +63,13 @@ class Shape(ctypes.Structure):
     )
 
 
-def structures_of(segments: Sequence[Segment], arena: KVArena) -> tuple[ctypes.Array[SegmentStructure], list[Tensor]]:
+def structures_of(
+    segments: Sequence[Segment], kv_cache: KVCache
+) -> tuple[ctypes.Array[SegmentStructure], list[Tensor]]:
     """Return the segments as the kernels' structures, and the masks they point at, which must outlive them.
 
     Raises:
-        IndexError: A slot is outside the session's range or the arena; the kernels do not check bounds.
+        IndexError: A slot is outside the session's range or the KV cache; the kernels do not check bounds.
         ValueError: A mask does not fit the tokens.
     """
     masks = []
@@ -76,9 +78,9 @@ def structures_of(segments: Sequence[Segment], arena: KVArena) -> tuple[ctypes.A
     for each, structure in zip(segments, structures, strict=True):
         if each.start < 0 or each.stop > each.kv.size:
             raise IndexError(f"slots {each.start} to {each.stop} are outside a range of {each.kv.size} slots")
-        if each.kv.start < 0 or each.kv.start + each.stop > arena.size:
+        if each.kv.start < 0 or each.kv.start + each.stop > kv_cache.size:
             raise IndexError(
-                f"slots {each.kv.start} to {each.kv.start + each.stop} are outside an arena of {arena.size} slots"
+                f"slots {each.kv.start} to {each.kv.start + each.stop} are outside a KV cache of {kv_cache.size} slots"
             )
         structure.first, structure.tokens = first, len(each.token_ids)
         structure.base, structure.start = each.kv.start, each.start
@@ -98,9 +100,9 @@ class NativeBatch:
     A query's result has the same bits however a prompt is split into pieces, so no padding is needed.
     """
 
-    def __init__(self, segments: Sequence[Segment], arena: KVArena) -> None:
-        self._arena = arena
-        self._segments, self._masks = structures_of(segments, arena)
+    def __init__(self, segments: Sequence[Segment], kv_cache: KVCache) -> None:
+        self._kv_cache = kv_cache
+        self._segments, self._masks = structures_of(segments, kv_cache)
         self._tokens = sum(len(segment.token_ids) for segment in segments)
         self._faulty = array("B", bytes(self._tokens))
         self._layer = _Layer(faulty=self._faulty.buffer_info()[0])
@@ -111,23 +113,23 @@ class NativeBatch:
 
         Raises:
             MemoryError: The kernel cannot allocate its working memory.
-            ValueError: A tensor does not fit these tokens and this arena, or the number of query heads is not a
+            ValueError: A tensor does not fit these tokens and this KV cache, or the number of query heads is not a
                 multiple of the number of key heads.
         """
-        dtype, heads, tokens = self._arena.dtype, query.shape[0], self._tokens
-        kv_heads, dim = self._arena.shape.kv_heads, self._arena.shape.head_dim
+        dtype, heads, tokens = self._kv_cache.dtype, query.shape[0], self._tokens
+        kv_heads, dim = self._kv_cache.shape.kv_heads, self._kv_cache.shape.head_dim
         query, key, value = (lying(each, dtype) for each in (query, key, value))
         if heads % kv_heads:
             raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key heads")
         output = torch.empty(tokens, heads, dim, dtype=dtype)
-        slots = self._arena.layer(layer)
+        slots = self._kv_cache.layer(layer)
         to, shape = self._layer, self._shape
         to.query, to.query_head, to.query_token = _rows(query, dtype, heads, tokens, dim)
         to.key, to.key_head, to.key_token = _rows(key, dtype, kv_heads, tokens, dim)
         to.value, to.value_head, to.value_token = _rows(value, dtype, kv_heads, tokens, dim)
         to.keys = address(slots, dtype, 2, kv_heads, -1, dim)
         to.values = to.keys + slots.stride(0) * slots.element_size()
-        to.arena_head, to.output = slots.stride(1), address(output, dtype, tokens, heads, dim)
+        to.cache_head, to.output = slots.stride(1), address(output, dtype, tokens, heads, dim)
         shape.heads, shape.kv_heads, shape.dim, shape.dtype = heads, kv_heads, dim, DTYPES[dtype]
         shape.scale = dim**-0.5 if scale is None else scale
         call("dynatree_attention", ctypes.byref(to), ctypes.byref(shape), self._segments, len(self._segments))

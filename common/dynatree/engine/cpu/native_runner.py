@@ -18,7 +18,7 @@ from dynatree.engine.cpu.native_program import Program
 from dynatree.engine.forward.not_finite import spoil
 from dynatree.engine.forward.offloaded_layers import OffloadedLayers
 from dynatree.engine.forward.segment import Segment
-from dynatree.engine.kv.arena import KVArena
+from dynatree.engine.kv.kv_cache import KVCache
 
 _LEAST_POSITIONS = 256
 _ALIGNMENT = 64  # bytes; a cache line
@@ -42,10 +42,10 @@ class _Call(ctypes.Structure):
         ("rotary_size", ctypes.c_int64),
         ("segments", ctypes.POINTER(SegmentStructure)),
         ("segment_count", ctypes.c_int64),
-        ("arena", ctypes.c_void_p),
-        ("arena_layer", ctypes.c_int64),
-        ("arena_values", ctypes.c_int64),
-        ("arena_head", ctypes.c_int64),
+        ("cache", ctypes.c_void_p),
+        ("cache_layer", ctypes.c_int64),
+        ("cache_values", ctypes.c_int64),
+        ("cache_head", ctypes.c_int64),
         ("faulty", ctypes.c_void_p),
     )
 
@@ -55,11 +55,11 @@ class NativeRunner:
 
     Args:
         program: Program of the model.
-        arena: KV arena that stores keys and values.
+        kv_cache: KV cache that stores keys and values.
         offloaded: Loads the model's last layers into memory while the layers before them compute.
     """
 
-    def __init__(self, program: Program, arena: KVArena, offloaded: OffloadedLayers | None = None) -> None:
+    def __init__(self, program: Program, kv_cache: KVCache, offloaded: OffloadedLayers | None = None) -> None:
         self._program = program
         self._offloaded = offloaded
         cuts = [0, *(program.layers[offloaded.first :] if offloaded else ()), len(program.operations)]
@@ -75,12 +75,12 @@ class NativeRunner:
         self._cosines = self._sines = torch.empty(0, 0)  # [positions, rotary size]
         self._call = _Call()
         self._call.buffers = ctypes.addressof(self._buffers)
-        slots, shape = arena.layer(0), program.shape  # [2, kv_heads, slots, dim]
+        slots, shape = kv_cache.layer(0), program.shape  # [2, kv_heads, slots, dim]
         layers = len(program.layers) - 1
-        self._call.arena = address(arena.data, program.dtype, layers, 2, shape.kv_heads, -1, shape.dim)
-        self._call.arena_layer = slots.numel()
-        self._call.arena_values, self._call.arena_head = slots.stride(0), slots.stride(1)
-        self._arena = arena  # kept alive because the call points at it
+        self._call.cache = address(kv_cache.data, program.dtype, layers, 2, shape.kv_heads, -1, shape.dim)
+        self._call.cache_layer = slots.numel()
+        self._call.cache_values, self._call.cache_head = slots.stride(0), slots.stride(1)
+        self._kv_cache = kv_cache  # kept alive because the call points at it
 
     def run(self, segments: Sequence[Segment]) -> list[Tensor]:
         """See `Runner.run`.
@@ -110,7 +110,7 @@ class NativeRunner:
         self._lay_out(max(count, len(keep)))
         logits = torch.empty(len(keep), self._program.widths[-1], dtype=self._program.dtype)
         self._buffers[len(self._buffers) - 1] = address(logits, self._program.dtype, *logits.shape)
-        structures, masks = structures_of(segments, self._arena)  # the structures point at the masks
+        structures, masks = structures_of(segments, self._kv_cache)  # the structures point at the masks
         faulty = array("B", bytes(count))
         to = self._call
         to.n, to.kept, to.faulty = count, len(keep), faulty.buffer_info()[0]

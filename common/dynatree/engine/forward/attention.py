@@ -1,4 +1,4 @@
-"""The attention function that every served model calls: each segment attends to its own range of the arena.
+"""The attention function that every served model calls: each segment attends to its own range of the KV cache.
 
 The function is registered with `transformers.AttentionInterface`, so no model-specific code is needed. It receives the
 `AttentionCall` as a keyword argument of the model's forward pass. It computes softmax(query @ key) @ value over the
@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from dynatree.common.errors import StartupError
 from dynatree.engine.forward.batch_invariance import padded_keys, padded_queries
 from dynatree.engine.forward.segment import Segment
-from dynatree.engine.kv.arena import KVArena
+from dynatree.engine.kv.kv_cache import KVCache
 
 NAME = "dynatree"
 # Readable names for some of the refused keyword arguments of transformers' attention functions.
@@ -79,26 +79,26 @@ class Batch:
     def __init__(
         self,
         segments: Sequence[Segment],
-        arena: KVArena,
+        kv_cache: KVCache,
         batch_invariant: bool = False,
     ) -> None:
         sizes = []  # per segment: numbers of queries and of keys, with padding
         for segment in segments:
             queries, keys = len(segment.token_ids), segment.stop
             if batch_invariant:
-                queries, keys = padded_queries(queries), padded_keys(keys, arena.shape.head_dim, arena.dtype)
+                queries, keys = padded_queries(queries), padded_keys(keys, kv_cache.shape.head_dim, kv_cache.dtype)
             sizes.append((queries, keys))
         places = list(accumulate((len(segment.token_ids) for segment in segments), initial=0))
         padded = list(accumulate((queries for queries, _ in sizes), initial=0))
         self._tokens = [slice(*span) for span in pairwise(places)]  # per segment, in the row of tokens
         self._queries = [slice(*span) for span in pairwise(padded)]  # per segment, in the padded row
         # per segment, in every layer: the KV slots that it reads, and the KV slots that it fills
-        self._slots = [arena.slots(each.kv, keys) for each, (_, keys) in zip(segments, sizes, strict=True)]
-        self._filled = [arena.slots(each.kv, each.stop)[:, :, :, each.start :] for each in segments]
+        self._slots = [kv_cache.slots(each.kv, keys) for each, (_, keys) in zip(segments, sizes, strict=True)]
+        self._filled = [kv_cache.slots(each.kv, each.stop)[:, :, :, each.start :] for each in segments]
         self._biases = [
-            _bias(segment, size, arena.dtype, arena.device) for segment, size in zip(segments, sizes, strict=True)
+            _bias(segment, size, kv_cache.dtype, kv_cache.device) for segment, size in zip(segments, sizes, strict=True)
         ]
-        self._dtype = arena.dtype
+        self._dtype = kv_cache.dtype
         self._largest: list[Tensor] = []  # per layer: largest magnitude of each token's keys and values, `[n]`
         self._spread = self._gathered = None  # token index of each padded place; padded place of each token
         if padded[-1] > places[-1]:
@@ -106,8 +106,8 @@ class Batch:
             for (start, stop), (queries, _), (size, _) in zip(pairwise(places), pairwise(padded), sizes, strict=True):
                 spread += [min(start + place, stop - 1) for place in range(size)]
                 gathered += [queries + place for place in range(stop - start)]
-            self._spread = torch.tensor(spread, device=arena.device)
-            self._gathered = torch.tensor(gathered, device=arena.device)
+            self._spread = torch.tensor(spread, device=kv_cache.device)
+            self._gathered = torch.tensor(gathered, device=kv_cache.device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Store the new keys and values, then attend; see `Attending.attend`."""

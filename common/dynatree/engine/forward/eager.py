@@ -12,7 +12,7 @@ from dynatree.engine.forward.attention import SegmentAttending
 from dynatree.engine.forward.flat_forward import FlatForward
 from dynatree.engine.forward.not_finite import spoil
 from dynatree.engine.forward.segment import Segment
-from dynatree.engine.kv.arena import KVArena
+from dynatree.engine.kv.kv_cache import KVCache
 
 
 class EagerRunner:
@@ -20,15 +20,15 @@ class EagerRunner:
 
     Args:
         forward: The model's forward pass.
-        arena: KV arena that stores keys and values.
+        kv_cache: KV cache that stores keys and values.
         attending: Factory of the attention that every layer computes for the given segments.
     """
 
     def __init__(
-        self, forward: FlatForward, arena: KVArena, attending: Callable[[Sequence[Segment]], SegmentAttending]
+        self, forward: FlatForward, kv_cache: KVCache, attending: Callable[[Sequence[Segment]], SegmentAttending]
     ) -> None:
         self._forward = forward
-        self._arena = arena
+        self._kv_cache = kv_cache
         self._attending = attending
 
     def run(self, segments: Sequence[Segment]) -> list[Tensor]:
@@ -50,5 +50,5 @@ class EagerRunner:
         return split
 
     def _index(self, numbers: Iterable[int]) -> Tensor:
-        """Return an integer tensor `[n]` on the arena's device."""
-        return torch.tensor(list(numbers), dtype=torch.long, device=self._arena.device)
+        """Return an integer tensor `[n]` on the KV cache's device."""
+        return torch.tensor(list(numbers), dtype=torch.long, device=self._kv_cache.device)

@@ -1,6 +1,6 @@
 """NaN and infinity: in weights they are refused, and in keys and values they turn the dependent logits into NaN.
 
-The arena stores zeros in place of such keys and values (`arena.KVArena`), so an overflow or a broken device would not
+The KV cache stores zeros in place of such keys and values (`KVCache`), so an overflow or a broken device would not
 show in the logits. This module sets the logits that depend on them to NaN, so that no token is chosen from them.
 """
 

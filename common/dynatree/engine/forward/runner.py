@@ -27,14 +27,14 @@ class Choosing:
 
 
 class Runner(Protocol):
-    """Computes forward passes of one model over one KV arena; one thread calls it, in inference mode.
+    """Computes forward passes of one model over one KV cache; one thread calls it, in inference mode.
 
     Every runner keeps the engine's invariant: a token's logits depend only on the KV slots visible in its mask, and on
     nothing else in the forward pass.
     """
 
     def run(self, segments: Sequence[Segment]) -> list[Tensor]:
-        """Run one forward pass over segments of different sessions and store their keys and values in the arena.
+        """Run one forward pass over segments of different sessions and store their keys and values in the KV cache.
 
         Returns:
             For each segment, the logits of the tokens that it keeps: `[kept, vocabulary]`, in the model's dtype. The

@@ -15,7 +15,7 @@ class Segment:
     """The tokens of one session in a forward pass.
 
     Attributes:
-        kv: The session's range of the arena.
+        kv: The session's range of the KV cache.
         start: The slot of the first token; token `i` is stored in slot `start + i`.
         token_ids: `[n]`.
         positions: `[n]`; token `i` is embedded at position `positions[i]`.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynatree.common.sampling import NOT_CHOSEN
 from dynatree.engine.gpu.rows import RowBuffers
-from dynatree.engine.kv.arena import KVArena
+from dynatree.engine.kv.kv_cache import KVCache
 
 
 def chosen(logits: Tensor, temperatures: Tensor, noise: Tensor | None) -> Tensor:
@@ -57,15 +57,15 @@ def accepted(token_ids: Tensor, parents: Tensor, choices: Tensor) -> Tensor:
     return holds
 
 
-def put_in_place(arena: KVArena, buffers: RowBuffers, kept: Tensor) -> None:
+def put_in_place(kv_cache: KVCache, buffers: RowBuffers, kept: Tensor) -> None:
     """Copy the keys and values of kept rows to the slots of committed tokens, and those of other rows to a spare slot.
 
     Args:
-        arena: Arena with a spare slot beyond its ranges, which is never read.
+        kv_cache: KV cache with a spare slot beyond its ranges, which is never read.
         buffers: Buffers of the rows.
         kept: Bool `[rows]`.
     """
-    target = torch.where(kept, buffers.homes, arena.size)
-    data = arena.data
+    destination = torch.where(kept, buffers.homes, kv_cache.size)
+    data = kv_cache.data
     # index_select copies first, so no row overwrites the source of another row
-    data.index_copy_(3, target.long(), data.index_select(3, buffers.plan.slots))
+    data.index_copy_(3, destination.long(), data.index_select(3, buffers.plan.slots))

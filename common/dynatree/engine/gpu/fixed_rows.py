@@ -44,7 +44,7 @@ def with_fixed_rows(engine: Engine, counts: Sequence[int], sessions: int, longes
     fixed = replace(engine, runner=runner, batch_invariant=False, most_rows=max(counts))
     if not decides:
         with torch.inference_mode():
-            return replace(fixed, reader=runner.level_reader(sessions))
+            return replace(fixed, level_runner=runner.level_runner(sessions))
     fixed = replace(fixed, decider=runner)
     return replace(fixed, batch_invariant=len(counts) == 1 and gives_equal_bits(fixed, counts[0]))
 
@@ -82,7 +82,7 @@ def _runner(engine: Engine, counts: Sequence[int], sessions: int, longest: int, 
     with torch.inference_mode():
         return RowRunner(
             forward_of(engine.model, engine.info.context_length),
-            engine.arena,
+            engine.kv_cache,
             counts,
             sessions,
             longest,
@@ -96,19 +96,19 @@ def _seconds(forward: RowForward, engine: Engine) -> float:
     """Return the least seconds of a few full forward passes behind half a context."""
     context = engine.info.context_length // 2
     rows = min(forward.sizes.rows, engine.info.context_length - context)
-    kv = engine.arena.reserve(context + rows)
+    kv = engine.kv_cache.reserve(context + rows)
     assert kv is not None, "measured before any session is open"
     segment = Segment(kv, context, [0] * rows, range(context, context + rows), mask=torch.eye(rows, dtype=torch.bool))
     [pieces] = forward.sizes.cut([segment])
     forward.buffers.fill([segment], pieces)
     taken = []
     for _ in range(_TIMES):
-        synchronize(engine.arena.device)
+        synchronize(engine.kv_cache.device)
         started = time.perf_counter()
         forward.run()
-        synchronize(engine.arena.device)
+        synchronize(engine.kv_cache.device)
         taken.append(time.perf_counter() - started)
-    engine.arena.release(kv)
+    engine.kv_cache.release(kv)
     return min(taken)
 
 
@@ -125,26 +125,26 @@ def gives_equal_bits(engine: Engine, rows: int) -> bool:
     chain = min(_CHAIN, engine.info.context_length - prefix - 1)
     tokens = [(7 * place + 3) % vocab for place in range(prefix + chain)]
     before = min(max(rows - 2 * chain + 1, 1), engine.info.context_length)  # rows of the other session
-    kv, other = engine.arena.reserve(prefix + 2 * chain), engine.arena.reserve(before)
+    kv, other = engine.kv_cache.reserve(prefix + 2 * chain), engine.kv_cache.reserve(before)
     if kv is None or other is None:
         for each in (kv, other):
             if each is not None:
-                engine.arena.release(each)
+                engine.kv_cache.release(each)
         return False
     try:
         engine.forward([Segment(kv, 0, tokens[:prefix], range(prefix), keep=[])])
         plain = [
             engine.forward([Segment(kv, place, [tokens[place]], [place])])[0] for place in range(prefix, prefix + chain)
         ]
-        held = engine.arena.slots(kv, prefix + chain)[:, :, :, prefix:].clone()
+        held = engine.kv_cache.slots(kv, prefix + chain)[:, :, :, prefix:].clone()
         tree, positions, mask = _branches(tokens[prefix:], prefix, vocab)
         beside = Segment(other, 0, [tokens[place % prefix] for place in range(before)], range(before), keep=[])
         inside = engine.forward([beside, Segment(kv, prefix, tree, positions, mask=mask)])[1]
         places = [0, *range(chain, 2 * chain - 1)]  # places of the chain's tokens in the tree
-        slots = torch.tensor([prefix + place for place in places], device=engine.arena.device)
-        in_tree = engine.arena.slots(kv, prefix + 2 * chain).index_select(3, slots)
+        slots = torch.tensor([prefix + place for place in places], device=engine.kv_cache.device)
+        in_tree = engine.kv_cache.slots(kv, prefix + 2 * chain).index_select(3, slots)
         common = min(before, prefix)
-        prompts = (engine.arena.slots(each, common) for each in (other, kv))
+        prompts = (engine.kv_cache.slots(each, common) for each in (other, kv))
         for temperature in (0.0, 1.0):
             choosing = Choosing([-1] * len(tree), temperature)
             decided = engine.decide([Segment(kv, prefix, tree, positions, mask=mask)], [choosing])
@@ -152,8 +152,8 @@ def gives_equal_bits(engine: Engine, rows: int) -> bool:
                 return False
         return torch.equal(*prompts) and torch.equal(torch.cat(plain), inside[places]) and torch.equal(held, in_tree)
     finally:
-        engine.arena.release(kv)
-        engine.arena.release(other)
+        engine.kv_cache.release(kv)
+        engine.kv_cache.release(other)
 
 
 def _branches(chain: Sequence[int], root: int, vocab: int) -> tuple[list[int], list[int], Tensor]:

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from dynatree.engine.device import synchronize
-from dynatree.engine.forward.reader import KVMove, LevelRead, LevelsWanted, NodesRead, Read
+from dynatree.engine.forward.level_runner import KVMove, LevelRead, LevelsWanted, NodesRead, SegmentRead
 from dynatree.engine.gpu.decisions import ranking
 from dynatree.engine.gpu.fused_forward import RowsForward
 from dynatree.engine.gpu.graphs import GraphPool, Replayed
 from dynatree.engine.gpu.row_attention import RowAttention
 from dynatree.engine.gpu.rows import RowBuffers, RowSizes
 from dynatree.engine.gpu.tree_attention import RowPlan
-from dynatree.engine.kv.arena import KVArena
+from dynatree.engine.kv.kv_cache import KVCache
 from dynatree.engine.sampling.device_noise import fill_noise
-from dynatree.engine.sampling.gumbel import Stream
+from dynatree.engine.sampling.gumbel import NoiseStream
 
 WIDTH = 8
 BREADTH = 16
@@ -62,7 +62,7 @@ class Levels:
 
     Args:
         forward: The draft's forward pass.
-        arena: KV arena that stores keys and values, with a spare slot beyond its ranges.
+        kv_cache: KV cache that stores keys and values, with a spare slot beyond its ranges.
         rows: Sizes of the first level of all sessions.
         sizes: Sizes of the levels below.
         longest: KV slots of the longest session.
@@ -72,7 +72,7 @@ class Levels:
     def __init__(
         self,
         forward: RowsForward,
-        arena: KVArena,
+        kv_cache: KVCache,
         rows: RowSizes,
         sizes: LevelSizes,
         longest: int,
@@ -83,32 +83,32 @@ class Levels:
         self.rows, self.sizes = rows, sizes
         self._buffers = RowBuffers(
             rows,
-            arena.size,
-            arena.device,
+            kv_cache.size,
+            kv_cache.device,
             {
                 "roots": (sizes.sessions,),  # row of each session's root
                 "limits": (rows.rows,),  # number of tokens that may be proposed
                 "rows_below": (below, 2),  # `RowPlan.rows` with the root's values
                 "tiles_below": (sizes.sessions * tiles, 4),
                 "slots_below": (sizes.levels, below),
-                "moves": (2, MOVES),  # source slots, target slots
+                "moves": (2, MOVES),  # source slots, destination slots
             },
         )
-        self._forward, self._arena, self._longest = forward, arena, longest
+        self._forward, self._kv_cache, self._longest = forward, kv_cache, longest
         self._steps = [
-            torch.tensor([0, level], dtype=torch.int32, device=arena.device) for level in range(1, sizes.levels + 1)
+            torch.tensor([0, level], dtype=torch.int32, device=kv_cache.device) for level in range(1, sizes.levels + 1)
         ]
-        self._first = torch.arange(sizes.sessions, device=arena.device)[:, None]
-        self._tokens = torch.arange(forward.vocab_size, dtype=torch.int32, device=arena.device)
+        self._first = torch.arange(sizes.sessions, device=kv_cache.device)[:, None]
+        self._tokens = torch.arange(forward.vocab_size, dtype=torch.int32, device=kv_cache.device)
         each = 2 * sizes.breadth
         self._told = torch.zeros(
             rows.rows * each + sizes.levels * below * (2 + each),
             dtype=torch.int32,
-            pin_memory=arena.device.type == "cuda",
+            pin_memory=kv_cache.device.type == "cuda",
         )
         self._reads = [Replayed(partial(self._all_levels, noisy), pool) for noisy in (False, True)]
 
-    def read(self, wanted: Sequence[LevelsWanted], moves: Sequence[KVMove]) -> list[Read]:
+    def read(self, wanted: Sequence[LevelsWanted], moves: Sequence[KVMove]) -> list[SegmentRead]:
         """Move at most `MOVES` slots, then compute the wanted levels; return one result for each session."""
         sizes, host = self.sizes, self._buffers.more_on_host
         segments = [each.segment for each in wanted]
@@ -118,8 +118,8 @@ class Levels:
         host["limits"][:] = 1
         host["rows_below"][:] = 0
         host["tiles_below"][:] = 0
-        host["slots_below"][:] = self._arena.size
-        host["moves"][:] = self._arena.size
+        host["slots_below"][:] = self._kv_cache.size
+        host["moves"][:] = self._kv_cache.size
         at = 0
         for move in moves:
             stop = at + len(move.sources)
@@ -143,16 +143,16 @@ class Levels:
         self._buffers.send()
         noisy = any(each.choosing.temperature > 0 for each in wanted)
         self._told.copy_(self._reads[noisy](), non_blocking=True)
-        synchronize(self._arena.device)
+        synchronize(self._kv_cache.device)
         return self._unpacked([(piece.row, piece.rows) for piece in pieces])
 
     def _all_levels(self, noisy: bool) -> Tensor:
         """Compute all levels and return their results packed as int32; without `noisy`, all sessions are greedy."""
         sizes, buffers, more = self.sizes, self._buffers, self._buffers.more
-        sources, targets = more["moves"]
-        data = self._arena.data
+        sources, destinations = more["moves"]
+        data = self._kv_cache.data
         # index_select copies first, so no slot is overwritten before it is copied
-        data.index_copy_(3, targets.long(), data.index_select(3, sources))
+        data.index_copy_(3, destinations.long(), data.index_select(3, sources))
         roots = more["roots"].long()
         given = (buffers.temperatures, buffers.seeds, more["limits"], buffers.positions)
         ids, chances = self._ranked(buffers.token_ids, buffers.plan, *given, noisy)
@@ -192,17 +192,17 @@ class Levels:
 
         The first log-probability of a row is NaN if its best logit is not finite.
         """
-        attention = RowAttention(self._arena, plan, self._longest)
+        attention = RowAttention(self._kv_cache, plan, self._longest)
         logits = self._forward(token_ids.long()[None], positions.long()[None], attention)
         ranks = logits.float().masked_fill(self._tokens >= limits[:, None], -torch.inf)
         if noisy:
             noise = torch.empty(ranks.shape, dtype=torch.float32, device=ranks.device)
-            fill_noise(noise, seeds, positions + 1, Stream.CHOICE)
+            fill_noise(noise, seeds, positions + 1, NoiseStream.CHOICE)
             ranks = ranking(ranks, temperatures, noise)
         best = ranks.topk(self.sizes.breadth)
         return best.indices, best.values - ranks.logsumexp(-1, keepdim=True)
 
-    def _unpacked(self, spans: Sequence[tuple[int, int]]) -> list[Read]:
+    def _unpacked(self, spans: Sequence[tuple[int, int]]) -> list[SegmentRead]:
         sizes, breadth = self.sizes, self.sizes.breadth
         told = self._told.numpy()
         first = self.rows.rows * breadth
@@ -222,15 +222,15 @@ class Levels:
                 rows = slice(place * sizes.width, (place + 1) * sizes.width)
                 tokens, parents, ids, chances = (part[rows].copy() for part in parts)
                 levels.append(LevelRead(ids, chances.view(np.float32), tokens[:, 0], parents[:, 0]))
-        return [Read(each, levels) for each, levels in zip(given, below, strict=True)]
+        return [SegmentRead(each, levels) for each, levels in zip(given, below, strict=True)]
 
 
-class LevelReader:
-    """Computes levels for several sessions with the smallest `Levels` that holds them; implements `Reader`.
+class RowLevelRunner:
+    """Computes levels for several sessions with the smallest `Levels` that holds them; implements `LevelRunner`.
 
     Args:
         forward: The draft's forward pass.
-        arena: See `Levels`.
+        kv_cache: See `Levels`.
         sessions: Number of sessions open at once.
         tile: Rows of a tile.
         longest: KV slots of the longest session.
@@ -240,12 +240,12 @@ class LevelReader:
     breadth = BREADTH
 
     def __init__(
-        self, forward: RowsForward, arena: KVArena, sessions: int, tile: int, longest: int, pool: GraphPool | None
+        self, forward: RowsForward, kv_cache: KVCache, sessions: int, tile: int, longest: int, pool: GraphPool | None
     ) -> None:
         self._calls = [
             Levels(
                 forward,
-                arena,
+                kv_cache,
                 RowSizes(ROWS if together == 1 else 4 * ROWS, tile, together),
                 LevelSizes(together, WIDTH, BREADTH, levels),
                 longest,
@@ -256,15 +256,15 @@ class LevelReader:
         ]
 
     def most(self, levels: int) -> int:
-        """See `Reader.most`."""
+        """See `LevelRunner.most`."""
         return next((each for each in LEVELS if each >= levels), LEVELS[-1])
 
     def slots(self, levels: int) -> int:
-        """See `Reader.slots`."""
+        """See `LevelRunner.slots`."""
         return WIDTH * self.most(levels)
 
-    def read(self, wanted: Sequence[LevelsWanted], levels: int, moves: Sequence[KVMove]) -> list[Read] | None:
-        """See `Reader.read`."""
+    def read(self, wanted: Sequence[LevelsWanted], levels: int, moves: Sequence[KVMove]) -> list[SegmentRead] | None:
+        """See `LevelRunner.read`."""
         if sum(len(each.sources) for each in moves) > MOVES:
             return None
         segments = [each.segment for each in wanted]

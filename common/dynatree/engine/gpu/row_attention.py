@@ -5,20 +5,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from dynatree.engine.gpu.tree_attention import RowPlan, tree_attention
-from dynatree.engine.kv.arena import KVArena
+from dynatree.engine.kv.kv_cache import KVCache
 
 
 class RowAttention:
     """The attention of one forward pass over rows; implements `Attending`."""
 
-    def __init__(self, arena: KVArena, plan: RowPlan, longest: int) -> None:
-        self._arena = arena
+    def __init__(self, kv_cache: KVCache, plan: RowPlan, longest: int) -> None:
+        self._kv_cache = kv_cache
         self._plan = plan
         self._longest = longest
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Store the new keys and values, then attend; see `Attending.attend`."""
-        dtype = self._arena.dtype
+        dtype = self._kv_cache.dtype
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        return tree_attention(query, key, value, self._arena.layer(layer), self._plan, self._longest, scale)
+        return tree_attention(query, key, value, self._kv_cache.layer(layer), self._plan, self._longest, scale)

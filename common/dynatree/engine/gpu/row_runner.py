@@ -14,28 +14,34 @@ from dynatree.engine.forward.segment import Segment
 from dynatree.engine.gpu.decisions import accepted, chosen, put_in_place
 from dynatree.engine.gpu.fused_forward import RowsForward
 from dynatree.engine.gpu.graphs import GraphPool, Replayed, graph_pool
-from dynatree.engine.gpu.levels import LevelReader
+from dynatree.engine.gpu.levels import RowLevelRunner
 from dynatree.engine.gpu.row_attention import RowAttention
 from dynatree.engine.gpu.rows import Piece, RowBuffers, RowSizes
 from dynatree.engine.gpu.tree_attention import tile_rows
-from dynatree.engine.kv.arena import KVArena
+from dynatree.engine.kv.kv_cache import KVCache
 from dynatree.engine.sampling.device_noise import fill_noise
-from dynatree.engine.sampling.gumbel import Stream
+from dynatree.engine.sampling.gumbel import NoiseStream
 
 
 class RowForward:
     """A forward pass with one fixed number of rows, captured with and without the decision after it."""
 
     def __init__(
-        self, forward: RowsForward, arena: KVArena, sizes: RowSizes, longest: int, pool: GraphPool | None, decides: bool
+        self,
+        forward: RowsForward,
+        kv_cache: KVCache,
+        sizes: RowSizes,
+        longest: int,
+        pool: GraphPool | None,
+        decides: bool,
     ) -> None:
         self.sizes = sizes
-        self.buffers = RowBuffers(sizes, arena.size, arena.device)
+        self.buffers = RowBuffers(sizes, kv_cache.size, kv_cache.device)
         self._forward = forward
-        self._arena = arena
-        self._attention = RowAttention(arena, self.buffers.plan, longest)
+        self._kv_cache = kv_cache
+        self._attention = RowAttention(kv_cache, self.buffers.plan, longest)
         self.run = Replayed(self._logits, pool)
-        self._choices = torch.zeros(sizes.rows, dtype=torch.int64, pin_memory=arena.device.type == "cuda")
+        self._choices = torch.zeros(sizes.rows, dtype=torch.int64, pin_memory=kv_cache.device.type == "cuda")
         self._decisions = [Replayed(decide, pool) for decide in (self._greedily, self._with_noise) if decides]
 
     def decide(self, noisy: bool) -> tuple[Tensor, list[int]]:
@@ -45,7 +51,7 @@ class RowForward:
         """
         logits, choices = self._decisions[noisy]()
         self._choices.copy_(choices, non_blocking=True)
-        synchronize(self._arena.device)
+        synchronize(self._kv_cache.device)
         return logits, self._choices.tolist()
 
     def _greedily(self) -> tuple[Tensor, Tensor]:
@@ -54,7 +60,7 @@ class RowForward:
     def _with_noise(self) -> tuple[Tensor, Tensor]:
         logits = self._logits()
         noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-        fill_noise(noise, self.buffers.seeds, self.buffers.positions + 1, Stream.CHOICE)
+        fill_noise(noise, self.buffers.seeds, self.buffers.positions + 1, NoiseStream.CHOICE)
         return self._decided(logits, noise)
 
     def _decided(self, logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -62,7 +68,7 @@ class RowForward:
         choices = chosen(logits, buffers.temperatures, noise)
         parents = buffers.parents.long()
         drafted = parents != torch.arange(len(parents), device=parents.device)
-        put_in_place(self._arena, buffers, accepted(buffers.token_ids, parents, choices) & drafted)
+        put_in_place(self._kv_cache, buffers, accepted(buffers.token_ids, parents, choices) & drafted)
         return logits, choices
 
     def _logits(self) -> Tensor:
@@ -79,7 +85,7 @@ class RowRunner:
 
     Args:
         forward: The model's forward pass.
-        arena: KV arena that stores keys and values, with a spare slot beyond its ranges.
+        kv_cache: KV cache that stores keys and values, with a spare slot beyond its ranges.
         counts: Numbers of rows.
         segments: Upper bound on the segments of one forward pass.
         longest: KV slots of the longest session.
@@ -90,24 +96,24 @@ class RowRunner:
     def __init__(
         self,
         forward: RowsForward,
-        arena: KVArena,
+        kv_cache: KVCache,
         counts: Sequence[int],
         segments: int,
         longest: int,
         heads: int,
         decides: bool = True,
     ) -> None:
-        self._pool = pool = graph_pool(arena.device) if HAS_TRITON else None
-        self._tile = tile = tile_rows(heads, arena.shape.kv_heads)
-        self._forward, self._arena, self._longest = forward, arena, longest
+        self._pool = pool = graph_pool(kv_cache.device) if HAS_TRITON else None
+        self._tile = tile = tile_rows(heads, kv_cache.shape.kv_heads)
+        self._forward, self._kv_cache, self._longest = forward, kv_cache, longest
         self.forwards = [
-            RowForward(forward, arena, RowSizes(rows, tile, segments), longest, pool, decides)
+            RowForward(forward, kv_cache, RowSizes(rows, tile, segments), longest, pool, decides)
             for rows in sorted(counts)[::-1]
         ][::-1]  # the largest is captured first, so that smaller ones fit into its memory
 
-    def level_reader(self, sessions: int) -> LevelReader:
-        """Make a reader of several tree levels for `sessions` open sessions, with the same forward pass."""
-        return LevelReader(self._forward, self._arena, sessions, self._tile, self._longest, self._pool)
+    def level_runner(self, sessions: int) -> RowLevelRunner:
+        """Make a runner of several tree levels for `sessions` open sessions, with the same forward pass."""
+        return RowLevelRunner(self._forward, self._kv_cache, sessions, self._tile, self._longest, self._pool)
 
     def run(self, segments: Sequence[Segment]) -> list[Tensor]:
         """See `Runner.run`."""
@@ -152,7 +158,7 @@ def _mark_broken(segments: Sequence[Segment], pieces: Sequence[Piece], finite: S
     """Mark the KV range of a causal segment as broken if the logits after any of its tokens are not finite.
 
     The tokens of a causal segment are committed. A non-finite layer output stays non-finite up to the logits, while the
-    arena stores zeros for its keys and values.
+    KV cache stores zeros for its keys and values.
 
     Args:
         segments: Segments of a pass.

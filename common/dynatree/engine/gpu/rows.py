@@ -110,7 +110,7 @@ class RowBuffers:
 
         Args:
             sizes: Sizes of the forward pass.
-            scratch: Slot of the arena for the keys and values of padding, which is never read.
+            scratch: Slot of the KV cache for the keys and values of padding, which is never read.
             device: Device that computes the forward pass.
             more: Names and shapes of additional buffers.
         """

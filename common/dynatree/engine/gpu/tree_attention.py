@@ -62,9 +62,9 @@ def tree_attention(
 
     Args:
         query: `[heads, rows, head_dim]`.
-        key: `[kv_heads, rows, head_dim]`, in the arena's dtype.
-        value: `[kv_heads, rows, head_dim]`, in the arena's dtype.
-        layer: One layer of the arena, `[2, kv_heads, slots, head_dim]`; the rows' slots are written.
+        key: `[kv_heads, rows, head_dim]`, in the KV cache's dtype.
+        value: `[kv_heads, rows, head_dim]`, in the KV cache's dtype.
+        layer: One layer of the KV cache, `[2, kv_heads, slots, head_dim]`; the rows' slots are written.
         plan: KV slots that the rows read and write.
         longest: KV slots of the longest session.
         scale: Factor applied to the scores.

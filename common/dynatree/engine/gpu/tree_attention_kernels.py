@@ -2,7 +2,7 @@
 
 A row's keys are summed in a fixed order, regardless of the other rows in the forward pass. They form blocks of `BLOCK`
 keys in the order of their positions, and splits of a few blocks at fixed positions. A block gives the same bits whether
-its keys are contiguous in the arena or gathered: both launches call `_block` with tiles of the same shape, and a row of
+its keys are contiguous in the cache or gathered: both launches call `_block` with tiles of the same shape, and a row of
 a matrix product depends on no other row.
 
 The first launch stores the new keys and values of the rows, and sums the blocks that all rows of a session share. The
@@ -56,7 +56,7 @@ def shared_blocks(
     query,
     key,
     value,
-    arena,
+    cache,
     tiles,
     slots,
     part_max,
@@ -68,8 +68,8 @@ def shared_blocks(
     k_row,
     v_head,
     v_row,
-    arena_value,
-    arena_head,
+    cache_value,
+    cache_head,
     scale,
     heads: tl.constexpr,
     group: tl.constexpr,
@@ -90,8 +90,8 @@ def shared_blocks(
     blocks = tl.load(tiles + number * 4 + 3)
     dims = tl.arange(0, padded_dim)
     in_head = dims < dim
-    keys = arena + kv_head.to(tl.int64) * arena_head
-    values = keys + arena_value
+    keys = cache + kv_head.to(tl.int64) * cache_head
+    values = keys + cache_value
     if split == splits:
         members = tl.arange(0, tile // padded_group)
         stored = (members < rows)[:, None] & in_head[None, :]
@@ -129,7 +129,7 @@ def shared_blocks(
 @triton.jit
 def own_paths(
     query,
-    arena,
+    cache,
     rows,
     paths,
     part_max,
@@ -138,8 +138,8 @@ def own_paths(
     output,
     q_head,
     q_row,
-    arena_value,
-    arena_head,
+    cache_value,
+    cache_head,
     path_size,
     scale,
     heads: tl.constexpr,
@@ -160,8 +160,8 @@ def own_paths(
     all_blocks = blocks + tl.cdiv(length, block)
     dims = tl.arange(0, padded_dim)
     in_head = dims < dim
-    keys = arena + kv_head.to(tl.int64) * arena_head
-    values = keys + arena_value
+    keys = cache + kv_head.to(tl.int64) * cache_head
+    values = keys + cache_value
     places = tl.arange(0, tile)
     head = kv_head * group + places % padded_group
     real = (places < padded_group) & (places % padded_group < group)

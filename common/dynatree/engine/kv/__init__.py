@@ -1,1 +1,1 @@
-"""The KV cache: the arena, its ranges and its size."""
+"""The KV cache, its ranges and its size."""

@@ -1,4 +1,4 @@
-"""The number of slots of the KV arena: as requested, or the sessions' largest need, limited by free memory."""
+"""The number of slots of the KV cache: as requested, or the sessions' largest need, limited by free memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class KVBudget:
-    """The needs of the sessions, from which the size of the arena follows.
+    """The needs of the sessions, from which the size of the KV cache follows.
 
     Attributes:
         sessions: Number of sessions that may be open at once.
         session_slots: Largest number of slots of one session: the context and its speculative slots.
         slot_bytes: Bytes of a slot.
-        device: Device that holds the arena.
+        device: Device that holds the KV cache.
     """
 
     sessions: int
@@ -34,7 +34,7 @@ class KVBudget:
     device: torch.device
 
     def slots(self, asked: int | None) -> int:
-        """Return the arena's slots: `asked`, or if it is None, the sessions' largest need, limited by free memory.
+        """Return the KV cache's slots: `asked`, or if it is None, the sessions' largest need, limited by free memory.
 
         Raises:
             StartupError: The slots cannot hold one session of the whole context, or do not fit into the memory.

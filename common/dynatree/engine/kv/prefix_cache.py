@@ -1,11 +1,11 @@
-"""The prefix cache: keys and values of ended sessions, kept in the KV arena until their slots are needed."""
+"""The prefix cache: keys and values of ended sessions, kept in the KV cache until their slots are needed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynatree.engine.kv.arena import KVArena
+from dynatree.engine.kv.kv_cache import KVCache
 from dynatree.engine.kv.kv_range import KVRange
 
 LEAST = 16  # tokens; a shorter prefix is not worth a range
@@ -21,22 +21,22 @@ class _Entry:
 
 
 class PrefixCache:
-    """Reserves and releases ranges of the arena. The prefix that a prompt shares with an ended session is reused.
+    """Reserves and releases ranges of the KV cache. The prefix that a prompt shares with an ended session is reused.
 
     A session finds only entries of the same principal, because the time of a prefill would otherwise reveal the
     prompts of other principals. The least recently used entry is evicted first when slots are needed.
 
     Args:
-        arena: Arena of the ranges; nothing else may reserve ranges of it.
+        kv_cache: KV cache of the ranges; nothing else may reserve ranges of it.
         enabled: Whether any prefix is kept.
         only_prompts: Whether sessions leave only their prompt. In 16 bits, a token's keys and values may depend on the
             forward pass that computed them, and those of a prompt must come from a prefill (but see
             `Engine.batch_invariant`).
     """
 
-    def __init__(self, arena: KVArena, *, enabled: bool = True, only_prompts: bool = False) -> None:
+    def __init__(self, kv_cache: KVCache, *, enabled: bool = True, only_prompts: bool = False) -> None:
         self.only_prompts = only_prompts
-        self._arena = arena
+        self._kv_cache = kv_cache
         self._enabled = enabled
         self._entries: list[_Entry] = []  # the most recently used is last
 
@@ -64,30 +64,30 @@ class PrefixCache:
         else:
             found, cached = None, 0
         self._make_room(slots)
-        kv = self._arena.reserve(slots)
+        kv = self._kv_cache.reserve(slots)
         if kv is None or found is None or found not in self._entries:
             return kv, 0
-        self._arena.copy(found.kv, kv, cached)
+        self._kv_cache.copy(found.kv, kv, cached)
         return kv, cached
 
     def _make_room(self, slots: int) -> None:
         """Evict the oldest entries that open a gap for a range; without such a gap, evict until enough slots are free.
 
-        Compacting the arena would keep more entries, but it would delay every session.
+        Compacting the KV cache would keep more entries, but it would delay every session.
         """
         evicted: list[_Entry] = []
-        start = self._arena.gap(slots)
+        start = self._kv_cache.gap(slots)
         while start is None and len(evicted) < len(self._entries):
             evicted = self._entries[: len(evicted) + 1]
-            start = self._arena.gap(slots, [entry.kv for entry in evicted])
+            start = self._kv_cache.gap(slots, [entry.kv for entry in evicted])
         if start is not None:
             stop = start + slots
             evicted = [each for each in evicted if each.kv.start < stop and each.kv.start + each.kv.size > start]
         for entry in evicted:
-            if start is None and self._arena.free_slots >= slots:
+            if start is None and self._kv_cache.free_slots >= slots:
                 break
             self._entries.remove(entry)
-            self._arena.release(entry.kv)
+            self._kv_cache.release(entry.kv)
 
     def release(self, kv: KVRange, token_ids: Sequence[int], principal: str) -> None:
         """Release a range whose first slots hold these tokens; keep it as an entry unless an entry begins with them.
@@ -98,13 +98,13 @@ class PrefixCache:
         same = [entry for entry in self._entries if entry.principal == principal]
         known = any(_common(entry.token_ids, tokens) == len(tokens) for entry in same)
         if not self._enabled or kv.broken or len(tokens) < LEAST or known:
-            self._arena.release(kv)
+            self._kv_cache.release(kv)
             return
         for entry in same:
             if _common(entry.token_ids, tokens) == len(entry.token_ids):
                 self._entries.remove(entry)
-                self._arena.release(entry.kv)
-        self._arena.shrink(kv, len(tokens))
+                self._kv_cache.release(entry.kv)
+        self._kv_cache.shrink(kv, len(tokens))
         self._entries.append(_Entry(kv, tokens, principal))
 
 

@@ -10,8 +10,8 @@ from huggingface_hub import snapshot_download
 from transformers import GenerationConfig, PretrainedConfig
 
 from dynatree.common.errors import StartupError
-from dynatree.engine.kv.arena import KVShape
 from dynatree.engine.kv.budget import CPU_SHARE, GPU_SHARE, free_memory
+from dynatree.engine.kv.kv_cache import KVShape
 from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.offload.layer_cache import default_folder
 from dynatree.engine.offload.layout import bytes_of

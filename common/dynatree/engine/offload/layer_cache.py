@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dynatree.common.errors import StartupError
-from dynatree.common.stopping import unfinished
+from dynatree.common.shutdown import unfinished
 from dynatree.engine.model.checkpoint import Checkpoint
 from dynatree.engine.model.fingerprint import sums_of
 from dynatree.engine.offload.layer_file import LayerFile, Place, named, remedy, write_layer

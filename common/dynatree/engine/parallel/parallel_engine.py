@@ -1,4 +1,4 @@
-"""Forward passes and arena copies that rank 0 starts and all ranks compute."""
+"""Forward passes and KV cache copies that rank 0 starts and all ranks compute."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dynatree.engine.engine import Engine
-from dynatree.engine.forward.reader import KVMove
+from dynatree.engine.forward.level_runner import KVMove
 from dynatree.engine.forward.runner import Runner
 from dynatree.engine.forward.segment import Segment
-from dynatree.engine.kv.arena import KVArena
+from dynatree.engine.kv.kv_cache import KVCache
 from dynatree.engine.kv.kv_range import KVRange
 from dynatree.engine.parallel.ranks import Ranks
 from dynatree.engine.support.probe import Prefixes, plain_logits
@@ -28,10 +28,10 @@ class Forward:
 
 @dataclass(frozen=True)
 class Copy:
-    """One `KVArena.copy`."""
+    """One `KVCache.copy`."""
 
     source: KVRange
-    target: KVRange
+    destination: KVRange
     stop: int
 
 
@@ -61,24 +61,24 @@ class ParallelRunner:
             return self._runner.run(segments)
 
 
-class ParallelArena(KVArena):
-    """The arena of rank 0: all ranks repeat its copies. Their arenas hold the same slots of different heads."""
+class ParallelKVCache(KVCache):
+    """The KV cache of rank 0: all ranks repeat its copies. Their KV caches hold the same slots of different heads."""
 
     def __init__(self, ranks: Ranks, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._ranks = ranks
 
     def move(self, kv: KVRange, sources: Sequence[int], start: int) -> None:
-        """See `KVArena.move`."""
+        """See `KVCache.move`."""
         with self._ranks.in_step():
             self._ranks.say(KVMove(kv, list(sources), start))
             super().move(kv, sources, start)
 
-    def copy(self, source: KVRange, target: KVRange, stop: int) -> None:
-        """See `KVArena.copy`."""
+    def copy(self, source: KVRange, destination: KVRange, stop: int) -> None:
+        """See `KVCache.copy`."""
         with self._ranks.in_step():
-            self._ranks.say(Copy(source, target, stop))
-            super().copy(source, target, stop)
+            self._ranks.say(Copy(source, destination, stop))
+            super().copy(source, destination, stop)
 
 
 @torch.inference_mode()
@@ -96,8 +96,8 @@ def follow(engine: Engine, ranks: Ranks) -> None:
         if isinstance(said, Forward):
             engine.runner.run(said.segments)
         elif isinstance(said, KVMove):
-            engine.arena.move(said.kv, said.sources, said.start)
+            engine.kv_cache.move(said.kv, said.sources, said.start)
         elif isinstance(said, Copy):
-            engine.arena.copy(said.source, said.target, said.stop)
+            engine.kv_cache.copy(said.source, said.destination, said.stop)
         else:
             plain_logits(engine.model, said.prefixes, said.implementation)

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from dynatree.common.sampling import NOT_CHOSEN, Sampling
 from dynatree.engine.sampling.device_noise import fill_noise, seed_bits
-from dynatree.engine.sampling.gumbel import Stream, gumbel
+from dynatree.engine.sampling.gumbel import NoiseStream, gumbel
 
 
 @dataclass(frozen=True)
-class Histories:
+class TokenHistories:
     """The tokens before each row's choice: first the shared tokens of all rows, then each row's own tokens.
 
     The last `generated` shared tokens and all own tokens belong to the completion; the rest belong to the prompt.
@@ -51,7 +51,7 @@ class Histories:
         return torch.from_numpy(counts)
 
 
-def adjusted(logits: Tensor, sampling: Sampling, histories: Histories | None = None) -> Tensor:
+def adjusted(logits: Tensor, sampling: Sampling, histories: TokenHistories | None = None) -> Tensor:
     """Return logits `[rows, vocabulary]` after the bias and the penalties; greedy decoding maximises these.
 
     The repetition penalty divides positive logits of earlier tokens and multiplies negative ones (Keskar et al. 2019,
@@ -72,7 +72,7 @@ def adjusted(logits: Tensor, sampling: Sampling, histories: Histories | None = N
     return logits
 
 
-def _penalised(logits: Tensor, sampling: Sampling, histories: Histories, tokens: Sequence[int]) -> Tensor:
+def _penalised(logits: Tensor, sampling: Sampling, histories: TokenHistories, tokens: Sequence[int]) -> Tensor:
     """Return the logits of some tokens `[rows, tokens]` after the penalties."""
     if sampling.repetition_penalty != 1.0:
         seen = histories.counts(tokens, prompt=True).to(logits.device) > 0
@@ -111,7 +111,9 @@ def warped(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits
 
 
-def scores(logits: Tensor, positions: Sequence[int], sampling: Sampling, histories: Histories | None = None) -> Tensor:
+def scores(
+    logits: Tensor, positions: Sequence[int], sampling: Sampling, histories: TokenHistories | None = None
+) -> Tensor:
     """Return the scores that the choice maximises: adjusted logits, or warped logits with noise.
 
     Args:
@@ -126,11 +128,11 @@ def scores(logits: Tensor, positions: Sequence[int], sampling: Sampling, histori
     logits = adjusted(logits, sampling, histories)
     if sampling.greedy:
         return logits
-    return warped(logits, sampling) + noise(logits, positions, sampling.seed, Stream.CHOICE)
+    return warped(logits, sampling) + noise(logits, positions, sampling.seed, NoiseStream.CHOICE)
 
 
 def choose(
-    logits: Tensor, positions: Sequence[int], sampling: Sampling, histories: Histories | None = None
+    logits: Tensor, positions: Sequence[int], sampling: Sampling, histories: TokenHistories | None = None
 ) -> list[int]:
     """Choose a token for each row of `logits` `[rows, vocabulary]`. Ties go to the lowest id, as in `generate()`.
 
@@ -142,7 +144,7 @@ def choose(
     return [token if math.isfinite(score) else NOT_CHOSEN for token, score in pairs]
 
 
-def noise(logits: Tensor, positions: Sequence[int], seed: int, stream: Stream) -> Tensor:
+def noise(logits: Tensor, positions: Sequence[int], seed: int, stream: NoiseStream) -> Tensor:
     """Return Gumbel noise with the shape `[rows, vocabulary]` of `logits`, one row for each position."""
     device = logits.device
     if device.type != "cuda":

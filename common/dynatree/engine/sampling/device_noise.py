@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dynatree.engine.device import HAS_TRITON
-from dynatree.engine.sampling.gumbel import Stream, gumbel
+from dynatree.engine.sampling.gumbel import NoiseStream, gumbel
 
 _BLOCKS = 256  # Philox blocks of four numbers that a program draws
 
@@ -29,7 +29,7 @@ def fill_noise(out: Tensor, seeds: Tensor, positions: Tensor, stream: int) -> No
         out: `[rows, vocabulary]`, float32; each row is contiguous.
         seeds: `[rows]`, int64, from `seed_bits`; contiguous.
         positions: `[rows]`, int32 or int64; contiguous.
-        stream: A `Stream`, which all rows share.
+        stream: A `NoiseStream`, which all rows share.
 
     Raises:
         ValueError: A tensor has another dtype, shape or layout.
@@ -66,7 +66,7 @@ def by_numpy(out: Tensor, seeds: Tensor, positions: Tensor, stream: int) -> None
     rows: dict[tuple[int, int], Tensor] = {}
     for row, key in zip(out, zip(seeds.tolist(), positions.tolist(), strict=True), strict=True):
         if key not in rows:
-            rows[key] = gumbel(key[0] % 2**64, key[1], out.shape[1], Stream(stream))
+            rows[key] = gumbel(key[0] % 2**64, key[1], out.shape[1], NoiseStream(stream))
         row.copy_(rows[key])
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Stream(IntEnum):
+class NoiseStream(IntEnum):
     """Independent streams of random numbers under one seed."""
 
     CHOICE = 0
@@ -20,7 +20,13 @@ class Stream(IntEnum):
 
 
 def gumbel(
-    seed: int, position: int, vocab_size: int, stream: Stream = Stream.CHOICE, *, round_: int = 0, node: int = 0
+    seed: int,
+    position: int,
+    vocab_size: int,
+    stream: NoiseStream = NoiseStream.CHOICE,
+    *,
+    round_: int = 0,
+    node: int = 0,
 ) -> Tensor:
     """Draw standard Gumbel noise `[vocab_size]`, float32, from Philox with the seed as key and position as counter.
 
@@ -31,7 +37,7 @@ def gumbel(
 
 
 def random_generator(
-    seed: int, position: int, stream: Stream, *, round_: int = 0, node: int = 0
+    seed: int, position: int, stream: NoiseStream, *, round_: int = 0, node: int = 0
 ) -> np.random.Generator:
     """Return a generator of random numbers that depend only on the five arguments.
 

@@ -11,7 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PretrainedCo
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.forward.flat_forward import FlatForward
-from dynatree.engine.kv.arena import KVShape
+from dynatree.engine.kv.kv_cache import KVShape
 
 # Kinds of rotary scaling whose frequencies depend on the longest position so far, which a draft token would change.
 UNSTABLE_ROPE = frozenset({"dynamic", "longrope"})

@@ -14,7 +14,7 @@ from dynatree.common.errors import StartupError
 from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.forward.attention import NAME
 from dynatree.engine.forward.segment import Segment
-from dynatree.engine.kv.arena import KVArena, KVShape
+from dynatree.engine.kv.kv_cache import KVCache, KVShape
 from dynatree.engine.support.families import record_kv_shape
 from dynatree.engine.support.small_model import CONTEXT_LENGTH, small_model
 
@@ -42,7 +42,7 @@ Plain = Callable[[PreTrainedModel, Prefixes, str], list[Tensor]]
 
 
 class Probed(Protocol):
-    """Computes the forward passes of a model over an arena: an `Engine`, or a small model's `SmallEngine`."""
+    """Computes the forward passes of a model over a KV cache: an `Engine`, or a small model's `SmallEngine`."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -50,8 +50,8 @@ class Probed(Protocol):
         ...
 
     @property
-    def arena(self) -> KVArena:
-        """The arena, on which no session is open."""
+    def kv_cache(self) -> KVCache:
+        """The KV cache, on which no session is open."""
         ...
 
     def forward(self, segments: Sequence[Segment]) -> list[Tensor]:
@@ -181,10 +181,10 @@ def _squared(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[float, f
 
 
 def _prefixes(lengths: Sequence[int], context_length: int, probed: Probed) -> Prefixes:
-    """Choose the prefixes of as many sessions as the arena has room for, each within the context."""
+    """Choose the prefixes of as many sessions as the KV cache has room for, each within the context."""
     chooser = random.Random(0)
     vocab_size = min(probed.model.config.get_text_config().vocab_size, 1000)
-    slots = probed.arena.size
+    slots = probed.kv_cache.size
     prefixes: list[list[int]] = []
     for length in lengths:
         length = max(min(length, context_length - _BRANCH), 1)
@@ -204,7 +204,7 @@ def _tree_logits(probed: Probed, prefixes: Prefixes) -> list[Tensor]:
     ranges = []
     try:
         for prefix in prefixes:
-            kv = probed.arena.reserve(len(prefix) + sum(map(len, BRANCHES)))
+            kv = probed.kv_cache.reserve(len(prefix) + sum(map(len, BRANCHES)))
             assert kv is not None, "there is room for these prefixes"
             ranges.append(kv)
         before, trees = [], []
@@ -218,7 +218,7 @@ def _tree_logits(probed: Probed, prefixes: Prefixes) -> list[Tensor]:
         behind = probed.forward(trees)
     finally:
         for kv in ranges:
-            probed.arena.release(kv)
+            probed.kv_cache.release(kv)
     logits = []
     for segment, tree in zip(before, behind, strict=True):
         prefix_rows = [next(kept)] if segment.token_ids else []

@@ -23,10 +23,10 @@ from dynatree.draft.growth.drafter import Drafter, Growing
 from dynatree.draft.growth.round import Growth, Round
 from dynatree.draft.growth.shared_growth import SharedGrowth
 from dynatree.draft.policies import Policy
+from dynatree.draft.target.remote_session import RemoteSession
 from dynatree.draft.target.replica import Replica
 from dynatree.draft.target.replicas import Replicas
 from dynatree.draft.target.target import Target
-from dynatree.draft.target.target_session import TargetSession
 from dynatree.draft.text.detokenizer import Detokenizer
 from dynatree.draft.text.stop_strings import StopStrings
 from dynatree.draft.text.text_stream import TextStream
@@ -168,9 +168,9 @@ class Generation:
         request: GenerationRequest,
         backend: Backend,
         session: DraftSession,
-        target_session: TargetSession,
+        remote_session: RemoteSession,
         opened: SessionOpened,
-        prompt_read: asyncio.Future[None],
+        prefilled: asyncio.Future[None],
         arrival: float,
     ) -> None:
         self._request = request
@@ -180,9 +180,9 @@ class Generation:
         self._guesses = backend.guesses
         self._vocabulary = vocabulary_of(backend.engine.tokenizer, special_tokens=True)
         self._session = session
-        self._target_session = target_session
+        self._remote_session = remote_session
         self._opened = opened
-        self._prompt_read = prompt_read
+        self._prefilled = prefilled
         self._recorder = StatisticsRecorder(
             arrival,
             queue_seconds=opened.queue_seconds,
@@ -234,20 +234,20 @@ class Generation:
             round=request.received.rounds,
         )
         metadata = ((REQUEST_ID, request.request_id), *request.span.metadata) if request.request_id else ()
-        target_session = TargetSession(
+        remote_session = RemoteSession(
             backend.replicas, replica, open_session, timeout, backend.resume_seconds, metadata=metadata
         )
-        async with thread.held(opening, drafter.close) as session, target_session:
-            read_prompt = partial(backend.growth.run, partial(drafter.reading, session, request.policy))
+        async with thread.held(opening, drafter.close) as session, remote_session:
+            prefill = partial(backend.growth.run, partial(drafter.prefilling, session, request.policy))
             # on one device the two prefills would slow each other down, and the target makes the first token
-            reading = read_prompt() if request.target.ahead else None
+            reading = prefill() if request.target.ahead else None
             one_device = request.target.info.device_id == backend.engine.info.device_id
             try:
-                with request.span.child("prefill", tokens=len(request.begun_ids)):
-                    opened = await target_session.open(request.target.info)
-                reading = reading or read_prompt()
+                with request.span.child("open session", tokens=len(request.begun_ids)):
+                    opened = await remote_session.open(request.target.info)
+                reading = reading or prefill()
                 with backend.cores.shared() if one_device else nullcontext():
-                    yield cls(request, backend, session, target_session, opened, reading, arrival)
+                    yield cls(request, backend, session, remote_session, opened, reading, arrival)
             finally:
                 if reading is not None:
                     reading.cancel()
@@ -306,7 +306,7 @@ class Generation:
 
     async def _first_tree(self, commit: Commit) -> tuple[Growth | None, dict[str, float]]:
         """Do `_commit_and_grow` once the draft model has read the prompt, which it reads in separate steps."""
-        await self._prompt_read
+        await self._prefilled
         return await self._commit_and_grow(None, commit)
 
     def _commit_and_grow(
@@ -320,7 +320,7 @@ class Generation:
         policy = self._request.policy
         # the last token is always the target's own, so the deepest useful node is the one before it
         max_depth = self._limit - commit.base_length - 1
-        max_nodes = self._target_session.max_tree_nodes
+        max_nodes = self._remote_session.max_tree_nodes
 
         def commit_and_grow() -> Growing[tuple[Growth | None, dict[str, float]]]:
             started = time.perf_counter()
@@ -345,8 +345,8 @@ class Generation:
         parent = self._request.span if self._request.trace else NO_SPAN
         with parent.child("round", round=last.next_round, nodes=len(growth.tree)) as span:
             sent = time.perf_counter()
-            async with self._reading_ahead(last):
-                commit = await self._target_session.verify(growth.tree, last)
+            async with self._drafting_ahead(last):
+                commit = await self._remote_session.verify(growth.tree, last)
                 answered = time.perf_counter()
             done = Round(growth, commit, answered - sent, ahead_seconds=time.perf_counter() - answered)
             span.note(
@@ -355,14 +355,14 @@ class Generation:
                 draft_seconds=done.draft_seconds,
                 wire_seconds=done.wire_seconds,
                 verify_seconds=commit.timings.total,
-                rows=commit.shared.rows,
-                sessions=commit.shared.sessions,
-                hold_seconds=commit.shared.hold_seconds,
+                rows=commit.pass_statistics.rows,
+                sessions=commit.pass_statistics.sessions,
+                hold_seconds=commit.pass_statistics.hold_seconds,
             )
         return done
 
     @asynccontextmanager
-    async def _reading_ahead(self, commit: Commit) -> AsyncIterator[None]:
+    async def _drafting_ahead(self, commit: Commit) -> AsyncIterator[None]:
         """Draft ahead below the tree that follows `commit` until the context exits."""
         max_depth = min(self._limit - commit.base_length, self._drafter.reach(self._session))
         breadth = self._request.policy.breadth
@@ -410,8 +410,8 @@ class Generation:
     def _completion(self, commit: Commit) -> Completed:
         sampling = self._request.decoding.sampling
         text = self._unseen(self._text.flush())
-        self._recorder.resumes = self._target_session.resumes
-        self._recorder.resume_seconds = self._target_session.resume_seconds
+        self._recorder.resumes = self._remote_session.resumes
+        self._recorder.resume_seconds = self._remote_session.resume_seconds
         return Completed(
             text=text,
             finish_reason=FinishReason.STOP if self._text.stopped else commit.finish_reason,

@@ -14,8 +14,8 @@ from dynatree.common.errors import (
     ServiceBusyError,
 )
 from dynatree.draft.completion.generation import Backend, Generation, GenerationRequest
+from dynatree.draft.target.remote_session import TargetChangedError
 from dynatree.draft.target.target import Target
-from dynatree.draft.target.target_session import TargetChangedError
 from dynatree.serving.token_quota import Charge
 
 TARGET_CHANGES = 5  # attempts to open one session while verify services change their targets

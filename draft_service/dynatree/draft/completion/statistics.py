@@ -104,9 +104,9 @@ class StatisticsRecorder:
         self.depth_sum += done.tree.depth
         self.draft_seconds += done.draft_seconds
         self.verify_seconds += timings.total
-        self.pass_sessions += done.shared.sessions
-        self.pass_rows += done.shared.rows
-        self.kv_cache_usage = max(self.kv_cache_usage, done.shared.kv_cache_usage)
+        self.pass_sessions += done.pass_statistics.sessions
+        self.pass_rows += done.pass_statistics.rows
+        self.kv_cache_usage = max(self.kv_cache_usage, done.pass_statistics.kv_cache_usage)
         self.trimmed += done.commit.trimmed
         self._depths(done.tree, accepted)
         times = {

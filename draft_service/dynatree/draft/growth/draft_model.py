@@ -20,13 +20,13 @@ from dynatree.draft.growth.drafter import Expansion
 from dynatree.draft.policies.drawing import Drawing
 from dynatree.draft.policies.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.engine.engine import Engine
-from dynatree.engine.forward.reader import KVMove, LevelRead, LevelsWanted
+from dynatree.engine.forward.level_runner import KVMove, LevelRead, LevelsWanted
 from dynatree.engine.forward.runner import Choosing
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.kv_range import KVRange
 from dynatree.engine.kv.prefix_cache import PrefixCache
-from dynatree.engine.sampling.choosing import Histories, adjusted, noise, scores, warped
-from dynatree.engine.sampling.gumbel import Stream, gumbel, node_of
+from dynatree.engine.sampling.choosing import TokenHistories, adjusted, noise, scores, warped
+from dynatree.engine.sampling.gumbel import NoiseStream, gumbel, node_of
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class EngineDraftModel:
     def __init__(self, engine: Engine, cache: PrefixCache | None = None) -> None:
         self._engine = engine
         self._moves: list[KVMove] = []  # pending moves, which go to the device with the next levels
-        self._cache = cache or PrefixCache(engine.arena, enabled=False)
+        self._cache = cache or PrefixCache(engine.kv_cache, enabled=False)
         self._warned = False
         self.context_length = engine.info.context_length
 
@@ -56,12 +56,12 @@ class EngineDraftModel:
     def move(self, kv: KVRange, slots: Sequence[int], start: int) -> None:
         """Copy the slots, in that order, to the slots from `start` on, before the next forward pass."""
         self._moves.append(KVMove(kv, slots, start))
-        if self._engine.reader is None or sum(each.kv is kv for each in self._moves) > 1:
+        if self._engine.level_runner is None or sum(each.kv is kv for each in self._moves) > 1:
             self._move()
 
     def _move(self) -> None:
         for each in self._moves:
-            self._engine.arena.move(each.kv, each.sources, each.start)
+            self._engine.kv_cache.move(each.kv, each.sources, each.start)
         self._moves = []
 
     def expand(self, expansions: Sequence[Expansion]) -> float:
@@ -99,17 +99,17 @@ class EngineDraftModel:
 
     def _reads_below(self, expansion: Expansion) -> bool:
         """Whether levels below an expansion's root may be read with it."""
-        reader, session = self._engine.reader, expansion.session
+        level_runner, session = self._engine.level_runner, expansion.session
         return (
-            reader is not None
+            level_runner is not None
             and expansion.nodes[:1] == [ROOT]
             and session.levels > 1
-            and expansion.breadth <= reader.breadth
+            and expansion.breadth <= level_runner.breadth
             and not session.draws
             and session.sampling.is_plain
             and (session.sampling.greedy or session.sampling.scheme is Scheme.GUMBEL)
-            and len(session.committed) + reader.most(session.levels - 1) <= self.context_length
-            and session.num_used + expansion.tokens + reader.slots(session.levels - 1) <= session.kv.size
+            and len(session.committed) + level_runner.most(session.levels - 1) <= self.context_length
+            and session.num_used + expansion.tokens + level_runner.slots(session.levels - 1) <= session.kv.size
         )
 
     def _read_below(self, expansions: Sequence[Expansion]) -> tuple[Sequence[Expansion], float]:
@@ -223,11 +223,13 @@ def _propose(session: DraftSession, tree: GrowingTree, nodes: Sequence[int], log
     paths: list[list[int]] = []
     if sampling.needs_history or session.draws:
         paths = [[above.token for above in reversed(tree.path(node))] for node in nodes]
-    histories = Histories(session.committed, paths, session.generated) if sampling.needs_history else None
+    histories = TokenHistories(session.committed, paths, session.generated) if sampling.needs_history else None
     positions = [len(session.committed) + tree.depth(node) for node in nodes]
     if session.draws:
         noise_of = [
-            partial(gumbel, sampling.seed, position, stream=Stream.DRAFT, round_=session.rounds, node=node_of(path))
+            partial(
+                gumbel, sampling.seed, position, stream=NoiseStream.DRAFT, round_=session.rounds, node=node_of(path)
+            )
             for position, path in zip(positions, paths, strict=True)
         ]
         drawn = _draw(adjusted(logits, sampling, histories), noise_of, sampling, breadth, session.drawing)
@@ -239,7 +241,7 @@ def _propose(session: DraftSession, tree: GrowingTree, nodes: Sequence[int], log
 
 
 def _rank(
-    logits: Tensor, positions: Sequence[int], sampling: Sampling, histories: Histories | None, breadth: int
+    logits: Tensor, positions: Sequence[int], sampling: Sampling, histories: TokenHistories | None, breadth: int
 ) -> list[tuple[Proposal, ...]]:
     """Rank the best `breadth` continuations of each row as the target ranks, with the probability of each.
 
@@ -253,7 +255,7 @@ def _rank(
         chances = ranking.log_softmax(-1)
     else:
         chances = warped(adjusted(logits, sampling, histories), sampling).log_softmax(-1)
-        ranking = chances + noise(logits, positions, sampling.seed, Stream.DRAFT)
+        ranking = chances + noise(logits, positions, sampling.seed, NoiseStream.DRAFT)
     best = ranking.topk(min(breadth, logits.shape[-1]), dim=-1).indices
     both = torch.stack((best.double(), chances.gather(-1, best).double())).cpu().numpy()  # one copy from the device
     return [_proposals(ids, values) for ids, values in zip(both[0].astype(np.int32), both[1], strict=True)]

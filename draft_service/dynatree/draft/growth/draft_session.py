@@ -21,7 +21,7 @@ class DraftSession:
     read.
 
     Attributes:
-        kv: The session's range of the KV arena.
+        kv: The session's range of the KV cache.
         committed: The committed tokens, the prompt included.
         sampling: Sampling options of the target.
         vocab_size: Number of token ids that may be proposed.

@@ -67,7 +67,7 @@ Growing = Generator[Expansion, Spent, T]  # yields one expansion after the other
 
 
 class DraftModel(Protocol):
-    """Reads tokens and proposes continuations: the draft model with its KV arena, or a recording of one.
+    """Reads tokens and proposes continuations: the draft model with its KV cache, or a recording of one.
 
     Attributes:
         context_length: The longest sequence it can read, in tokens.
@@ -96,7 +96,7 @@ class Drafter:
     """Opens, grows, commits and closes sessions on the draft model. Not thread-safe: only one thread may call it.
 
     Args:
-        model: The draft model; its arena needs `2 * max_tree_nodes` speculative slots per session.
+        model: The draft model; its KV cache needs `2 * max_tree_nodes` speculative slots per session.
         max_tree_nodes: The largest tree of any policy.
     """
 
@@ -155,7 +155,7 @@ class Drafter:
         """Give back the session's KV range."""
         self._model.release(session.kv, session.committed[: session.num_cached], session.principal)
 
-    def reading(self, session: DraftSession, policy: Policy) -> Growing[None]:
+    def prefilling(self, session: DraftSession, policy: Policy) -> Growing[None]:
         """Read the committed tokens that are not cached yet: the prefill of the draft model."""
         if policy.breadth and session.num_cached < len(session.committed) < self._model.context_length:
             yield from self._expanding(session, self.new_tree(session, 0, 0), [ROOT], policy.breadth)
@@ -196,9 +196,9 @@ class Drafter:
         """Do `growing` for one session alone."""
         return self.alone(self.growing(session, policy, max_depth, max_nodes))
 
-    def read(self, session: DraftSession, policy: Policy) -> None:
-        """Do `reading` for one session alone."""
-        self.alone(self.reading(session, policy))
+    def prefill(self, session: DraftSession, policy: Policy) -> None:
+        """Do `prefilling` for one session alone."""
+        self.alone(self.prefilling(session, policy))
 
     def alone(self, growing: Growing[T]) -> T:
         """Run a generator of expansions to its end, with one forward pass for each expansion."""

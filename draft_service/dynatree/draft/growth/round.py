@@ -66,9 +66,9 @@ class Round:
         return own[0] if own else None
 
     @property
-    def shared(self) -> PassStatistics:
+    def pass_statistics(self) -> PassStatistics:
         """The target's pass that verified the tree."""
-        return self.commit.shared
+        return self.commit.pass_statistics
 
     @property
     def draft_forwards(self) -> int:

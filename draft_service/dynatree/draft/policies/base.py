@@ -48,7 +48,7 @@ class Outcome(Protocol):
         """Seconds of the verify service's work on the tree, and of the transport."""
 
     @property
-    def shared(self) -> PassStatistics:
+    def pass_statistics(self) -> PassStatistics:
         """The target's pass that verified the tree."""
 
     @property
@@ -64,7 +64,7 @@ def cost_of(outcome: Outcome, *, caught_up: bool = True) -> RoundCost:
         draft_forwards=outcome.draft_forwards,
         draft_seconds=outcome.draft_seconds + outcome.others_draft_seconds,
         caught_up=caught_up,
-        shared=outcome.shared.open_sessions > 1,
+        shared=outcome.pass_statistics.open_sessions > 1,
     )
 
 

@@ -69,14 +69,14 @@ class Objective:
             size = larger
             self._ratio = max(self._ratio, tokens / (self._drafted + self._costs.verify(size)))
 
-    def observe(self, tokens: int, seconds: float, shared: PassStatistics) -> None:
+    def observe(self, tokens: int, seconds: float, pass_statistics: PassStatistics) -> None:
         """Take in one round: its committed tokens, its seconds, waiting included, and the pass that verified it."""
-        if shared.open_sessions <= 1:
+        if pass_statistics.open_sessions <= 1:
             self._row_price = None
         elif self._row_price is None:
-            self._row_price = shared.row_price
+            self._row_price = pass_statistics.row_price
         else:
-            self._row_price += self._control.row_price_step * (shared.row_price - self._row_price)
+            self._row_price += self._control.row_price_step * (pass_statistics.row_price - self._row_price)
         self._tokens = self._control.rate_fade * self._tokens + tokens
         self._seconds = self._control.rate_fade * self._seconds + seconds
 

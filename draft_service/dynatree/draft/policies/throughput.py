@@ -128,7 +128,7 @@ class Throughput(Policy):
         self._is_first = False
         self._costs.observe(cost_of(outcome, caught_up=self._caught_up))
         seconds = outcome.draft_seconds + outcome.waited_seconds + outcome.verify_seconds
-        self._objective.observe(len(outcome.accepted) + 1, seconds, outcome.shared)
+        self._objective.observe(len(outcome.accepted) + 1, seconds, outcome.pass_statistics)
         self._value.observe(outcome)
 
     def parameters(self) -> dict[str, float]:

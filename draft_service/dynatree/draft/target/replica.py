@@ -13,7 +13,7 @@ from statistics import median
 from dynatree.common.errors import FailedPreconditionError, PeerUnavailableError
 from dynatree.common.model_info import ModelInfo
 from dynatree.draft.target.target import Target
-from dynatree.draft.target.verify_client import VerifyClient, VerifySession
+from dynatree.draft.target.verify_client import VerifyClient, VerifyStream
 from dynatree.serving.channel import Metadata
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Replica:
     Args:
         address: Address for the log.
         connect: Opens a channel to the service.
-        draft_for: Builds a `Target` from a target's model info.
+        build_target: Builds a `Target` from a target's model info.
         changed: Called whenever `ready` may have changed.
 
     Attributes:
@@ -43,7 +43,7 @@ class Replica:
         self,
         address: str,
         connect: Callable[[], VerifyClient],
-        draft_for: Callable[[ModelInfo], Target],
+        build_target: Callable[[ModelInfo], Target],
         changed: Callable[[], None],
     ) -> None:
         self.address = address
@@ -53,7 +53,7 @@ class Replica:
         self.mismatch: str | None = None
         self._connect = connect
         self._client = connect()
-        self._draft_for = draft_for
+        self._build_target = build_target
         self._changed = changed
         self._serving = False
         self._known = False  # whether it has ever served
@@ -120,9 +120,9 @@ class Replica:
         """Return why there is no connection; "" if that is not known."""
         return await self._client.cause()
 
-    def session(self, timeout: float | None, metadata: Metadata = ()) -> VerifySession:
+    def stream(self, timeout: float | None, metadata: Metadata = ()) -> VerifyStream:
         """Open a stream for one session; the caller ends it."""
-        return self._client.session(timeout, metadata)
+        return self._client.stream(timeout, metadata)
 
     def adopt(self, info: ModelInfo) -> Target:
         """Set the target and return it; measured costs are dropped if the new target gives other tokens.
@@ -134,16 +134,16 @@ class Replica:
         if known is not None and known.info.same_tokens(info):
             self.target = replace(known, info=info)
         else:
-            self.target = self._draft_for(info)
+            self.target = self._build_target(info)
             if known is not None:
                 log.warning("the verify service at %s now has %s (%s)", self.address, info.name, info.dtype)
         return self.target
 
-    def draft_with(self, draft_for: Callable[[ModelInfo], Target]) -> None:
-        """Replace `draft_for` and rebuild the target with it; measured costs are dropped."""
-        self._draft_for = draft_for
+    def rebuild_with(self, build_target: Callable[[ModelInfo], Target]) -> None:
+        """Replace `build_target` and rebuild the target with it; measured costs are dropped."""
+        self._build_target = build_target
         if self.target is not None:
-            self.target = draft_for(self.target.info)
+            self.target = build_target(self.target.info)
 
     async def close(self) -> None:
         """Close the channel and all calls on it."""

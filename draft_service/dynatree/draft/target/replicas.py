@@ -36,14 +36,14 @@ class Replicas:
         addresses: `host:port`, `unix:PATH` or `dns:///name:port`, or several of them, comma-separated. All addresses of
             a DNS name are used, and the name is resolved again every few seconds.
         connector: Opens channels.
-        draft_for: Builds a `Target` from a target's model info.
+        build_target: Builds a `Target` from a target's model info.
     """
 
-    def __init__(self, addresses: str, connector: Connector, draft_for: Callable[[ModelInfo], Target]) -> None:
+    def __init__(self, addresses: str, connector: Connector, build_target: Callable[[ModelInfo], Target]) -> None:
         self._addresses = split_addresses(addresses)
         self._described = addresses
         self._connector = connector
-        self._draft_for = draft_for
+        self._build_target = build_target
         self._replicas: dict[str, Replica] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._resolving: asyncio.Task[None] | None = None
@@ -104,11 +104,11 @@ class Replicas:
         self._follower = tell
         self._notify()
 
-    def draft_with(self, draft_for: Callable[[ModelInfo], Target]) -> None:
-        """Replace `draft_for` and rebuild every target with it; measured costs are dropped."""
-        self._draft_for = draft_for
+    def rebuild_with(self, build_target: Callable[[ModelInfo], Target]) -> None:
+        """Replace `build_target` and rebuild every target with it; measured costs are dropped."""
+        self._build_target = build_target
         for replica in self._replicas.values():
-            replica.draft_with(partial(self._target_for, replica.address))
+            replica.rebuild_with(partial(self._target_for, replica.address))
 
     def choose(self, like: ModelInfo | None = None, avoid: Collection[Replica] = (), needed: int = 0) -> Replica | None:
         """Choose a ready service with the fewest sessions, the tokens of `like`, and a context of `needed` tokens.
@@ -174,7 +174,7 @@ class Replicas:
                     *(address, info, other.address, known),
                 )
                 break
-        return self._draft_for(info)
+        return self._build_target(info)
 
     def _notify(self) -> None:
         for waiting in self._waiting:
@@ -201,7 +201,7 @@ class Replicas:
                 log.exception("looking for verify services at %s failed", self._described)
 
     async def _resolve(self) -> None:
-        """Resolve the addresses, add new services, and remove services that are gone and have no session."""
+        """Resolve the addresses, add new services, and remove those that are lost and have no session."""
         found: dict[str, str | None] = {}  # name expected in the certificate, by address
         for address in self._addresses:
             if address.startswith(DNS):

@@ -28,7 +28,7 @@ class Target:
     def of(cls, info: ModelInfo, draft: ModelInfo, known_ids: int, ahead: bool | None) -> Target:
         """Build the target `info` for a draft model whose tokenizer has the ids [0, `known_ids`).
 
-        If `ahead` is None, the draft model drafts ahead if the target has another device or streams weights from disk.
+        If `ahead` is None, the draft model drafts ahead if the target has another device or offloads layers.
 
         Raises:
             FailedPreconditionError: The target's tokenizer is not the draft's.

@@ -131,20 +131,20 @@ class VerifyClient:
             return last.removeprefix("UNKNOWN: ").removeprefix("UNAVAILABLE: ") if found else ""
         return ""
 
-    def session(self, timeout: float | None, metadata: Metadata = ()) -> VerifySession:
+    def stream(self, timeout: float | None, metadata: Metadata = ()) -> VerifyStream:
         """Open a stream for one session; the caller ends it."""
         call = self._stub.Verify(timeout=timeout, metadata=(*self._connector.metadata(), *metadata))
-        return VerifySession(call, self.address, channel=self._channel)
+        return VerifyStream(call, self.address, channel=self._channel)
 
     async def close(self) -> None:
         """Close the channel and all calls on it."""
         await self._channel.close()
 
 
-class VerifySession:
+class VerifyStream:
     """One open stream, on which each request gets one answer.
 
-    `address` is for the log only; clients never see addresses. The session keeps a reference to its `channel`, because
+    `address` is for the log only; clients never see addresses. The stream keeps a reference to its `channel`, because
     an unreferenced channel closes.
     """
 

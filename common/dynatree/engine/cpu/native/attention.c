@@ -178,7 +178,7 @@ INLINE void gather_all(const struct scratch *s, int64_t row, int64_t tile, int64
     }
 }
 
-/* Reading and writing the arena */
+/* Reading and writing the cache */
 
 /* Copy a head's new keys or values into its slots. A number that is not finite becomes 0, and its token is marked: the
  * weight 0 of a masked slot times such a number would be NaN. */
@@ -408,7 +408,7 @@ INLINE int64_t chunk_of(int64_t rows, int64_t slots) {
 INLINE void attend(const struct layer *l, const struct shape *shape, const struct rotary *rotary,
                    const struct segment *segment, int64_t head, struct scratch *s, int64_t dtype, int paired) {
     int64_t dim = shape->dim, size = size_of(dtype), group = shape->heads / shape->kv_heads;
-    int64_t rows = segment->tokens * group, range = (head * l->arena_head + segment->base * dim) * size;
+    int64_t rows = segment->tokens * group, range = (head * l->cache_head + segment->base * dim) * size;
     char *key = l->key + (head * l->key_head + segment->first * l->key_token) * size;
     const char *value = l->value + (head * l->value_head + segment->first * l->value_token) * size;
     char *keys = l->keys + range, *values = l->values + range;
@@ -426,7 +426,7 @@ INLINE void attend(const struct layer *l, const struct shape *shape, const struc
     for (int64_t first = 0; first < rows; first += chunk) {
         /* the keys for the next chunk; after the last chunk, the keys of the head that this thread likely takes next */
         struct ahead then = {keys, s->slots};
-        if (first + chunk >= rows) then.from += omp_get_num_threads() * l->arena_head * size;
+        if (first + chunk >= rows) then.from += omp_get_num_threads() * l->cache_head * size;
         if (first + chunk >= rows && head + omp_get_num_threads() >= shape->kv_heads) then.slots = 0;
         attend_chunk(l, shape, segment, head, first, rows - first < chunk ? rows - first : chunk, keys, values, then, s,
                      dtype, paired);

@@ -43,8 +43,8 @@ struct call {
     struct rotary rotary;
     const struct segment *segments;
     int64_t segment_count;
-    char *arena;                                   /* [layers, 2, kv_heads, slots, dim] */
-    int64_t arena_layer, arena_values, arena_head; /* strides in elements */
+    char *cache;                                   /* [layers, 2, kv_heads, slots, dim] */
+    int64_t cache_layer, cache_values, cache_head; /* strides in elements */
     uint8_t *faulty;                               /* [n], see struct layer */
 };
 
@@ -116,7 +116,7 @@ static void norm_tasks(const struct operation *o, const struct call *c, int64_t 
 static void attend_tasks(const struct operation *o, const struct call *c, const struct shape *shape, float *memory,
                          int64_t *next) {
     int64_t size = size_of(shape->dtype);
-    char *keys = c->arena + o->layer * c->arena_layer * size;
+    char *keys = c->cache + o->layer * c->cache_layer * size;
     struct layer layer = {
         .query = c->buffers[o->query.buffer] + o->query.offset * size,
         .key = c->buffers[o->key.buffer] + o->key.offset * size,
@@ -128,8 +128,8 @@ static void attend_tasks(const struct operation *o, const struct call *c, const 
         .value_head = o->value.head,
         .value_token = o->value.token,
         .keys = keys,
-        .values = keys + c->arena_values * size,
-        .arena_head = c->arena_head,
+        .values = keys + c->cache_values * size,
+        .cache_head = c->cache_head,
         .output = c->buffers[o->to],
         .faulty = c->faulty,
     };
@@ -147,7 +147,7 @@ INLINE int prepared(const struct operation *operations, int64_t i) {
 uint32_t dynatree_sources(void) { return SOURCES; }
 
 /* Run a forward pass on OpenMP's threads. Return 0, or -1 if memory cannot be allocated; then the contents of the
- * buffers and of the arena's new slots are undefined. */
+ * buffers and of the cache's new slots are undefined. */
 int dynatree_forward(const struct program *p, const struct call *c) {
     int64_t floats = attention_floats(&p->shape, c->segments, c->segment_count), shared_floats = 0;
     int64_t most = c->n > c->kept ? c->n : c->kept;

@@ -9,7 +9,7 @@
 /* The tokens of one session in a forward pass. Slots are counted from the first slot of the session's range. */
 struct segment {
     int64_t first, tokens; /* index of the first token among all tokens, and number of tokens */
-    int64_t base;          /* slot of the arena at which the session's range begins */
+    int64_t base;          /* slot of the cache at which the session's range begins */
     int64_t start;         /* slot of the first token */
     const uint8_t *mask;   /* [tokens, columns] over the last `columns` slots up to the last token; NULL: causal */
     int64_t columns;
@@ -27,8 +27,8 @@ struct rotary {
 struct layer {
     char *query, *key, *value; /* of the new tokens: query [heads, n, dim], key and value [kv_heads, n, dim] */
     int64_t query_head, query_token, key_head, key_token, value_head, value_token; /* strides */
-    char *keys, *values;                                                           /* arena: [kv_heads, slots, dim] */
-    int64_t arena_head;                                                            /* stride */
+    char *keys, *values;                                                           /* cache: [kv_heads, slots, dim] */
+    int64_t cache_head;                                                            /* stride */
     char *output;                                                                  /* [n, heads, dim] */
     uint8_t *faulty; /* [n]: set to 1 for a token with a key or value that is not finite */
 };

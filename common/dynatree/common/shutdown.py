@@ -30,7 +30,7 @@ def remove_unfinished() -> None:
 
 
 @contextmanager
-def on_stop(act: Callable[[int], object]) -> Iterator[None]:
+def on_shutdown(act: Callable[[int], object]) -> Iterator[None]:
     """While the context lives, call `act` with the signal's number on the running event loop at SIGINT or SIGTERM.
 
     The loop's own handlers are not used: a closing loop restores Python's default handlers, and these would raise an

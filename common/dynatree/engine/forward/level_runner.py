@@ -68,14 +68,14 @@ class LevelRead(NodesRead):
 
 
 @dataclass(frozen=True)
-class Read:
+class SegmentRead:
     """The result for one session: the tokens of its segment, and the levels below its root."""
 
     given: NodesRead
     levels: Sequence[LevelRead]
 
 
-class Reader(Protocol):
+class LevelRunner(Protocol):
     """Computes several levels below the roots of trees.
 
     Attributes:
@@ -92,7 +92,7 @@ class Reader(Protocol):
         """Return the KV slots that a session then needs behind its segment."""
         ...
 
-    def read(self, wanted: Sequence[LevelsWanted], levels: int, moves: Sequence[KVMove]) -> list[Read] | None:
+    def read(self, wanted: Sequence[LevelsWanted], levels: int, moves: Sequence[KVMove]) -> list[SegmentRead] | None:
         """Move slots, then compute segments and about `levels` levels below them.
 
         Returns:

@@ -1,4 +1,4 @@
-"""A target that does not fit the memory: `python benchmarks/streamed.py --model FOLDER --draft FOLDER --out FILE`.
+"""A target that does not fit the memory: `python benchmarks/offload.py --model FOLDER --draft FOLDER --out FILE`.
 
 A verify service that streams the model's layers runs in a control group with a limit on its memory, so that the page
 cache cannot hold the model either. Beside it runs a draft service without a limit. The same prompts are completed by
@@ -175,7 +175,7 @@ def main() -> int:
         arguments += ["--max-tree-nodes", "512"]
         drafting = ["draft", "--draft-model", str(options.draft), "--verify", verify, "--max-tree-nodes", "512"]
         with (
-            group("dynatree-streamed", limit) as capped,
+            group("dynatree-offload", limit) as capped,
             service(arguments, verify, here / "verify.log", capped) as process,
             service(drafting, draft, here / "draft.log"),
             Client(draft) as client,

@@ -13,7 +13,7 @@ PRIOR = 2.0  # pseudo-nodes that count as both promised and accepted
 
 
 @dataclass(eq=False)
-class TrackRecord:
+class AcceptanceRecord:
     """Ratio of the accepted nodes in a session's trees to the number that its path probabilities promised.
 
         worth = (PRIOR + accepted nodes) / (PRIOR + sum of p(u) over the verified nodes u),   with the past fading

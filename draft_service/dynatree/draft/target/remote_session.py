@@ -33,7 +33,7 @@ from dynatree.common.tree import TokenTree
 from dynatree.draft.target.replica import Replica
 from dynatree.draft.target.replicas import Replicas
 from dynatree.draft.target.target import Target
-from dynatree.draft.target.verify_client import VerifySession
+from dynatree.draft.target.verify_client import VerifyStream
 from dynatree.serving.channel import Metadata
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Patience:
 PATIENCE = Patience()
 
 
-class TargetSession:
+class RemoteSession:
     """One session of a completion, kept alive across verify services. Use as a context: `open`, then `verify`.
 
     Invariant: `_committed` holds the prompt and all tokens that `open` and `verify` have returned, in order.
@@ -117,7 +117,7 @@ class TargetSession:
         self._window = resume_seconds
         self._patience = patience
         self._metadata = metadata
-        self._stream: VerifySession | None = None
+        self._stream: VerifyStream | None = None
         self._lost = False  # whether the stream's service counts as lost
         self._committed = list(request.prompt_ids)
         self._like: ModelInfo | None = None
@@ -251,9 +251,9 @@ class TargetSession:
         left = None if self._until is None else self._until - time.monotonic()
         self._replica = replica
         try:
-            self._stream, self._lost = replica.session(left, self._metadata), False
+            self._stream, self._lost = replica.stream(left, self._metadata), False
         except grpc.aio.UsageError as error:  # the service was removed and its channel closed
-            raise PeerUnavailableError("the verify service is gone") from error
+            raise PeerUnavailableError("the verify service was lost") from error
         replica.sessions += 1
         opened = await self._patiently(self._stream.open(self._request), math.inf)
         target = replica.adopt(opened.target)

@@ -8,79 +8,79 @@ import torch
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.kv import budget as kv_budget
-from dynatree.engine.kv.arena import KVArena, KVShape
 from dynatree.engine.kv.budget import KVBudget
+from dynatree.engine.kv.kv_cache import KVCache, KVShape
 from dynatree.engine.kv.prefix_cache import PrefixCache
 
 SHAPE = KVShape(layers=2, kv_heads=3, head_dim=4)
 
 
-def arena_of(size):
-    return KVArena(SHAPE, size, torch.float32, torch.device("cpu"))
+def kv_cache_of(size):
+    return KVCache(SHAPE, size, torch.float32, torch.device("cpu"))
 
 
-def fill(arena, kv, value):
-    arena.slots(kv, kv.size).fill_(value)
+def fill(kv_cache, kv, value):
+    kv_cache.slots(kv, kv.size).fill_(value)
     kv.used = kv.size
 
 
 def test_ranges_never_overlap_and_keep_what_they_hold_wherever_they_are_moved():
-    arena, generator = arena_of(100), random.Random(5)
+    kv_cache, generator = kv_cache_of(100), random.Random(5)
     held = {}
     for step in range(1, 600):
         if held and generator.random() < 0.45:
-            arena.release(held.pop(generator.choice(list(held)))[0])
+            kv_cache.release(held.pop(generator.choice(list(held)))[0])
         size = generator.randint(1, 30)
-        free = arena.free_slots
-        kv = arena.reserve(size)
+        free = kv_cache.free_slots
+        kv = kv_cache.reserve(size)
         assert (kv is not None) == (size <= free), "whatever fits by number fits"
         if kv is not None:
-            fill(arena, kv, step)
+            fill(kv_cache, kv, step)
             held[step] = kv, size
         places = sorted((kv.start, kv.start + kv.size) for kv, _ in held.values())
         assert all(before[1] <= after[0] for before, after in pairwise(places))
         assert all(start >= 0 and stop <= 100 for start, stop in places)
         for value, (kv, size) in held.items():
             assert kv.size == size
-            assert bool((arena.slots(kv, size) == value).all())
+            assert bool((kv_cache.slots(kv, size) == value).all())
     assert max(value for value in held) > 500
 
 
-def reserve(cache, arena, tokens, slots, principal="one"):
+def reserve(cache, kv_cache, tokens, slots, principal="one"):
     kv, cached = cache.reserve(slots, tokens, principal)
     assert kv is not None
     for slot in range(cached, len(tokens)):
-        arena.slots(kv, slot + 1)[:, :, :, slot] = tokens[slot]
+        kv_cache.slots(kv, slot + 1)[:, :, :, slot] = tokens[slot]
     kv.used = len(tokens)
-    assert arena.slots(kv, len(tokens))[0, 0, 0, :, 0].tolist() == list(tokens)
+    assert kv_cache.slots(kv, len(tokens))[0, 0, 0, :, 0].tolist() == list(tokens)
     return kv, cached
 
 
 def test_a_prompt_that_begins_alike_is_not_read_again_and_another_principals_is():
-    arena = arena_of(400)
-    cache = PrefixCache(arena)
+    kv_cache = kv_cache_of(400)
+    cache = PrefixCache(kv_cache)
     tokens = list(range(1, 61))
-    kv, cached = reserve(cache, arena, tokens, 100)
+    kv, cached = reserve(cache, kv_cache, tokens, 100)
     assert cached == 0
     cache.release(kv, tokens, "one")
     assert cache.slots == 60
     for other, expected in ((tokens, 59), ([*tokens[:40], 7, 8], 40), (tokens[:10], 0), ([9, *tokens], 0)):
-        kv, cached = reserve(cache, arena, other, 100)
+        kv, cached = reserve(cache, kv_cache, other, 100)
         assert cached == expected
         cache.release(kv, other[:1], "one")
-    _, cached = reserve(cache, arena, tokens, 100, principal="two")
+    _, cached = reserve(cache, kv_cache, tokens, 100, principal="two")
     assert cached == 0
 
 
 def test_cached_slots_are_free_for_the_asking_the_oldest_first():
-    arena = arena_of(100)
-    cache = PrefixCache(arena)
+    kv_cache = kv_cache_of(100)
+    cache = PrefixCache(kv_cache)
     texts = [[start] * 20 for start in (1, 2, 3)]
     for text in texts:
-        kv, _ = reserve(cache, arena, text, 30)
+        kv, _ = reserve(cache, kv_cache, text, 30)
         cache.release(kv, text, "one")
     assert cache.slots == 60
-    kv, cached = reserve(cache, arena, [*texts[0], 5], 60)  # the first entry is in use; the entries after it must go
+    kv, cached = reserve(cache, kv_cache, [*texts[0], 5], 60)  # the first entry is in use; the entries after it must go
     assert cached == 20
     cache.release(kv, [], "one")
     assert [entry.token_ids[0] for entry in cache._entries] == [1]
@@ -89,33 +89,33 @@ def test_cached_slots_are_free_for_the_asking_the_oldest_first():
 
 
 def test_entries_make_room_before_any_session_is_moved():
-    """Moving sessions takes seconds in a large pool, and no pass runs meanwhile."""
-    arena = arena_of(100)
-    cache = PrefixCache(arena)
-    ranges = [reserve(cache, arena, [start] * 20, size)[0] for start, size in ((1, 30), (2, 20), (3, 10), (4, 20))]
+    """Moving sessions takes seconds in a large KV cache, and no pass runs meanwhile."""
+    kv_cache = kv_cache_of(100)
+    cache = PrefixCache(kv_cache)
+    ranges = [reserve(cache, kv_cache, [start] * 20, size)[0] for start, size in ((1, 30), (2, 20), (3, 10), (4, 20))]
     cache.release(ranges[1], [2] * 20, "one")
     cache.release(ranges[3], [4] * 20, "one")
-    kv, _ = reserve(cache, arena, [5] * 20, 35)
+    kv, _ = reserve(cache, kv_cache, [5] * 20, 35)
     assert [each.start for each in (ranges[0], ranges[2], kv)] == [0, 50, 60]
     assert [entry.token_ids[0] for entry in cache._entries] == [2], "the older one is not in the way"
-    fill(arena, kv, 9)
+    fill(kv_cache, kv, 9)
     kv.used = 25
     cache.release(ranges[0], [], "one")
-    last, _ = reserve(cache, arena, [6], 52)  # 55 slots are free, but not contiguous
+    last, _ = reserve(cache, kv_cache, [6], 52)  # 55 slots are free, but not contiguous
     assert (ranges[2].start, kv.start, last.start) == (0, 10, 45)
     assert not cache.slots
-    assert bool((arena.slots(kv, 25) == 9).all())
+    assert bool((kv_cache.slots(kv, 25) == 9).all())
 
 
 def test_what_begins_with_a_cached_text_takes_its_place():
-    arena = arena_of(300)
-    cache = PrefixCache(arena)
+    kv_cache = kv_cache_of(300)
+    cache = PrefixCache(kv_cache)
     tokens = list(range(80))
     for length in (30, 80, 50):
-        kv, _ = reserve(cache, arena, tokens[:length], 90)
+        kv, _ = reserve(cache, kv_cache, tokens[:length], 90)
         cache.release(kv, tokens[:length], "one")
     assert [len(entry.token_ids) for entry in cache._entries] == [80]
-    assert arena.free_slots == 220
+    assert kv_cache.free_slots == 220
 
 
 @pytest.mark.parametrize(

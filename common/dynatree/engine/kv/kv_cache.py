@@ -1,4 +1,4 @@
-"""The KV arena: the keys and values of all sessions in one preallocated pool of slots."""
+"""The KV cache: the keys and values of all sessions in preallocated slots."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class KVShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
 
 
-class KVArena:
-    """A pool of slots; a slot holds one token's key and value in every layer. A session owns one contiguous range.
+class KVCache:
+    """Preallocated slots; each holds one token's key and value in every layer. A session owns one contiguous range.
 
     Keys include their rotary position, so a slot may be moved without changing its meaning.
 
-    Invariant: every number in the arena is finite; zeros replace NaN and infinity. A masked slot has weight 0, and 0
+    Invariant: every number in the KV cache is finite; zeros replace NaN and infinity. A masked slot has weight 0, and 0
     times NaN is NaN. So a rejected token, or a token of another session, that overflows in float16 would turn other
     tokens into NaN. Instead, `not_finite.spoil` sets only the logits that depend on such a token to NaN.
 
@@ -40,7 +40,7 @@ class KVArena:
         shape: Shape of one token's keys and values.
         size: Number of slots available to ranges.
         dtype: Data type of keys and values.
-        device: Device that holds the arena.
+        device: Device that holds the KV cache.
         data: Keys and values, in this order: `[layers, 2, kv_heads, slots, head_dim]`.
     """
 
@@ -53,13 +53,13 @@ class KVArena:
         *,
         read_beyond: int = 0,
     ) -> None:
-        """Allocate an arena of zeros.
+        """Allocate a KV cache of zeros.
 
         Args:
             shape: Shape of one token's keys and values.
             size: Number of slots available to ranges.
             dtype: Data type of keys and values.
-            device: Device that holds the arena.
+            device: Device that holds the KV cache.
             read_beyond: Number of slots past the end of a range that a forward pass may read; they are masked.
         """
         self.shape = shape
@@ -87,11 +87,11 @@ class KVArena:
         return reserved
 
     def release(self, kv: KVRange) -> None:
-        """Return a range to the pool."""
+        """Free a range."""
         self._ranges.remove(kv)
 
     def shrink(self, kv: KVRange, size: int) -> None:
-        """Return all slots of a range except its first `size` to the pool."""
+        """Free all slots of a range except its first `size`."""
         kv.size = size
         kv.used = min(kv.used, kv.size)
 
@@ -113,14 +113,14 @@ class KVArena:
             return
         index = torch.tensor(sources[in_place:], device=self.device)
         slots = self.slots(kv, kv.size)  # [layers, 2, kv_heads, size, head_dim]
-        # index_select copies first, so overlapping sources and targets are safe
+        # index_select copies first, so overlapping sources and destinations are safe
         slots[:, :, :, start + in_place : start + len(sources)] = slots.index_select(3, index)
 
     @torch.inference_mode()
-    def copy(self, source: KVRange, target: KVRange, stop: int) -> None:
+    def copy(self, source: KVRange, destination: KVRange, stop: int) -> None:
         """Copy slots 0 to `stop` of one range to another range."""
-        self.slots(target, stop).copy_(self.slots(source, stop))
-        target.used = stop
+        self.slots(destination, stop).copy_(self.slots(source, stop))
+        destination.used = stop
 
     def gap(self, size: int, without: Collection[KVRange] = ()) -> int | None:
         """Return the start of `size` free slots, counting those of `without` as free; None if no gap fits."""
@@ -135,11 +135,11 @@ class KVArena:
 
     @torch.inference_mode()
     def _compact(self) -> None:
-        """Move all ranges to the front of the pool and keep their order."""
+        """Move all ranges to the front of the KV cache and keep their order."""
         begin = 0
         for each in self._ranges:
             if each.start > begin:
-                step = each.start - begin  # copied at a time, so that source and target never overlap
+                step = each.start - begin  # copied at a time, so that source and destination never overlap
                 for offset in range(0, each.used, step):
                     stop = min(offset + step, each.used)
                     moved = KVRange(begin + offset, stop - offset)

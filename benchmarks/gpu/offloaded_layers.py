@@ -24,7 +24,7 @@ STEPS = 10
 ROWS = (1, 64, 256)
 
 
-def streamed(context: Context) -> Measured:
+def offloaded(context: Context) -> Measured:
     """Logits of a prompt and of steps behind it, bit by bit; what a step of each takes; how fast layers are copied."""
     context.models.free()
     folder = str(context.models.folders[0])
@@ -54,7 +54,7 @@ def streamed(context: Context) -> Measured:
                 torch.cuda.empty_cache()
     unlike = sum(not torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
     figures = {
-        "streamed layers": layers - layers // 2,
+        "offloaded layers": layers - layers // 2,
         "bytes": size,
         "sweep, s": sweep,
         "copied, bytes/s": size / sweep,
@@ -66,12 +66,12 @@ def streamed(context: Context) -> Measured:
         f"{size / 1e9:.2f} GB are copied in {1e3 * sweep:.1f} ms, {size / sweep / 1e9:.1f} GB/s",
         *(f"{rows} rows: {1e3 * half[rows]:.1f} ms, all there {1e3 * seconds[layers][rows]:.1f} ms" for rows in ROWS),
     ]
-    return Measured(figures, says, [Bound("forwards with other bits where layers are streamed", unlike, most=0)])
+    return Measured(figures, says, [Bound("forwards with other bits where layers are offloaded", unlike, most=0)])
 
 
 def _outputs(engine: Engine, prompt: tuple[int, ...]) -> list[torch.Tensor]:
     """The logits of a prompt's last token, and of greedy steps behind it."""
-    kv = engine.arena.reserve(len(prompt) + STEPS)
+    kv = engine.kv_cache.reserve(len(prompt) + STEPS)
     assert kv is not None, "no session is open"
     tokens, logits = list(prompt), []
     for _ in range(STEPS):
@@ -80,13 +80,13 @@ def _outputs(engine: Engine, prompt: tuple[int, ...]) -> list[torch.Tensor]:
         segment = Segment(kv, start, given, range(start, len(tokens)), keep=[len(given) - 1])
         logits.append(engine.forward([segment])[0].float().cpu())
         tokens.append(int(logits[-1][0].argmax()))
-    engine.arena.release(kv)
+    engine.kv_cache.release(kv)
     return logits
 
 
 def _step_seconds(engine: Engine, rows: int) -> float:
     """The median of some forwards."""
-    kv = engine.arena.reserve(rows)
+    kv = engine.kv_cache.reserve(rows)
     assert kv is not None, "no session is open"
     times = []
     for _ in range(5):
@@ -95,5 +95,5 @@ def _step_seconds(engine: Engine, rows: int) -> float:
         engine.forward([Segment(kv, 0, [5] * rows, range(rows), keep=[rows - 1])])
         engine.synchronize()
         times.append(time.perf_counter() - began)
-    engine.arena.release(kv)
+    engine.kv_cache.release(kv)
     return median(times[1:])
