@@ -291,7 +291,7 @@ class Scheduler:
                         self._records[job.session].observe(part.tree, part.nodes, len(result.accepted))
                     if result.finish_reason is not None:
                         self.forget(job.session)
-                job.settle(_commit(part, result, replace(timings, attributed=timings.forward * share), shared))
+                job.settle(_commit(part, result, replace(timings, attributed=timings.forward * share), pass_statistics))
         self._put_back(unread)
         self._observe(parts, results, rows, timings, began, now)
         self._ended = now
@@ -355,7 +355,7 @@ def _commit(part: Part, verdict: Verdict, timings: VerifyTimings, pass_statistic
         log_probs=verdict.log_probs,
         top_log_probs=verdict.top_log_probs,
         trimmed=part.trimmed,
-        shared=shared,
+        pass_statistics=pass_statistics,
     )
 
 
