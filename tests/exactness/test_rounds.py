@@ -1,4 +1,4 @@
-"""Tests that after every round the target's KV cache equals a fresh prefill, and the draft's rows the committed tokens."""
+"""Tests that after every round the target's KV cache is that of a fresh prefill, and the draft's that of its tokens."""
 
 import math
 import random

@@ -227,7 +227,7 @@ class _Simulation:
                     growth.others_seconds,
                     verify_seconds,
                     waited_seconds=max(grown - draft_seconds, 0.0) + exchange - commit.timings.forward,
-                    shared=commit.pass_statistics,
+                    pass_statistics=commit.pass_statistics,
                 )
             )
             self._figures.tokens += len(commit.token_ids)

@@ -224,7 +224,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         return replace(
             commit,
             timings=replace(commit.timings, total=time.perf_counter() - arrival),
-            shared=replace(commit.pass_statistics, kv_cache_usage=self._admission.usage),
+            pass_statistics=replace(commit.pass_statistics, kv_cache_usage=self._admission.usage),
         )
 
 
