@@ -12,7 +12,7 @@ from tests.support.paths import ROOT
 # Without checks of speed and of memory: seconds are too few for the first, and caches fill for minutes.
 CAMPAIGNS = {
     "hostile": ("--minutes=0.1", "--sites=tcp", "--speed=0"),
-    "soak": ("--minutes=0.4", "--clients=8", "--prompts=1", "--kill-every=4", "--growth=inf"),
+    "soak": ("--minutes=0.4", "--clients=8", "--prompts=1", "--kill-every=8", "--growth=inf"),
 }
 
 
