@@ -155,8 +155,8 @@ def test_a_socket_that_accepts_nothing_is_asked_again_after_a_pause(
     asyncio.run(run())
     assert pauses.count(connections.ACCEPT_AGAIN_SECONDS) == 2
     assert [record.getMessage() for record in caplog.records] == [
-        "no more connections for now: Operation not permitted",
-        "no more connections for now: Too many open files",
+        "cannot accept connections for now: Operation not permitted",
+        "cannot accept connections for now: Too many open files",
     ]
 
 

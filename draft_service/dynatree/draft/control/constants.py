@@ -8,7 +8,7 @@ from typing import Any
 
 TUNED = "tuned; `dynatree bench replay --constants` says what each is worth"
 GUARD = "a guard for loads that change, stalls, steep costs and hopeless drafts, which no recording holds"
-FALLBACK = "a first guess, for a verify service that has measured no forward"
+FALLBACK = "a first guess, for a verify service that has measured no forward pass"
 LEAST_PROB = 1e-3  # learnt rates stay this far from 0 and 1, so that log-probabilities and log-odds are finite
 TABLE = "measured on the shipped pair, six texts; docs/reference/policies.md, N-grams"
 
