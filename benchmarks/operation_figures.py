@@ -71,7 +71,7 @@ def gateway_costs() -> str:
     return markdown(rows)
 
 
-def streamed() -> str:
+def offloaded() -> str:
     """A target that does not fit the memory: what each policy gives."""
     report = operated("streamed-12b")
     runs = json_normalize(report["runs"])
@@ -95,7 +95,7 @@ def streamed() -> str:
     return markdown(rows)
 
 
-def streamed_disk() -> str:
+def offloaded_disk() -> str:
     """What the disk gives, what a plain step takes, and what accelerate's takes."""
     report = operated("streamed-12b")
     plain = median(run["round, s"] for run in report["runs"] if run["policy"] == "plain")

@@ -98,7 +98,7 @@ def test_entries_are_evenly_spaced_and_may_be_short(tmp_path: Path) -> None:
             "a.jsonl",
             b'{"turns": []}',
             Selection(1, 1),
-            "line 1: turns is neither a text nor a list that starts with one",
+            "line 1: turns is neither a text nor a list",
         ),
         ("a.jsonl", b'{"text": ""}', Selection(1, 1), "line 1: text is empty"),
         ("a.jsonl", b'{"text": "a"}\n{}', Selection(2, 1), "line 2 has no text"),
