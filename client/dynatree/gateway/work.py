@@ -153,7 +153,7 @@ class Work:
         return self._with_ids(self._answer.delta(index, stream.prompt_text, log_probs), stream.prompt_ids)
 
     def _behind_prompt(self, place: int, log_probs: Json | None) -> Json | None:
-        """Prepend the prompt's log-probabilities, encoded once for all choices, to those of a choice."""
+        """Prepend the prompt's log-probabilities to those of a choice; they are encoded once for all choices."""
         if log_probs is None:
             return None
         if place not in self._echoed:

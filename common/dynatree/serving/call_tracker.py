@@ -166,9 +166,9 @@ class CallTracker(grpc.aio.ServerInterceptor):
 class Call:
     """A call's context with its principal; a message is sent completely even if the task that writes it is cancelled.
 
-    gRPC records that a call's initial metadata are sent when the first write returns (grpc/grpc pull request 21232).
-    After a cancelled write, gRPC would send the metadata again with the status. Its core refuses that, and the client
-    would not learn why its call ended.
+    Only when the first write returns does gRPC note that a call's initial metadata were sent (grpc/grpc pull request
+    21232). After a cancelled write it would send the metadata again with the status. Its core refuses that, and the
+    client would not learn why its call ended.
 
     Attributes:
         principal: The call's principal; None if the server does not authenticate calls.

@@ -84,7 +84,7 @@ class _Server(ThreadingMixIn, HTTPServer):
                     self._hang_up(request)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a new thread, after closing the oldest connection at the limit."""
+        """Serve a connection in a new thread. If the most connections are open, close the oldest one first."""
         if not self._places.acquire(blocking=False):
             with self._lock:
                 for oldest in list(self._open)[:1]:

@@ -211,7 +211,10 @@ class Scheduler:
         return jobs, parts, price
 
     def _next_jobs(self) -> list[_Job]:
-        """Take the trees that waited longest; each counts only its root, or all rows if it is verified whole."""
+        """Take the trees that waited longest, up to `max_rows` rows.
+
+        A tree counts as one row, its root, unless it is verified whole.
+        """
         rows, count = 0, 0
         for job in self._trees:
             rows += job.rows if job.tree is not None and is_whole(job.tree) else 1

@@ -17,7 +17,7 @@ _ROUTERS = frozenset({"gate", "router"})
 
 
 def layer_of(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, native: bool) -> nn.Module:
-    """Return a linear layer of a quantised weight; with torch's kernels, one of its dequantised values."""
+    """Return a linear layer that keeps the quantised weight, or without native kernels the dequantised one."""
     if native:
         return QuantizedLinear(weight, bias, dtype)
     features, inputs = weight.codes.shape

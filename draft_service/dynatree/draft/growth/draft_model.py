@@ -182,10 +182,10 @@ def _known(token: int, vocab_size: int) -> int:
 
 
 def tree_segment(session: DraftSession, tree: GrowingTree, nodes: Sequence[int], vocab_size: int) -> Segment:
-    """Segment of nodes, ancestors first, behind the slots in use.
+    """Return the segment of nodes, ancestors first, behind the slots in use.
 
-    Each node attends to the committed prefix, its ancestors and itself. With the root the segment also has the
-    committed tokens before it that are not cached.
+    Each node attends to the committed prefix, its ancestors and itself. If the first node is the root, the segment
+    begins with the committed tokens that are not cached.
     """
     uncached = session.committed[session.num_cached :] if nodes[0] == ROOT else []
     below = nodes[1:] if uncached else nodes

@@ -88,7 +88,13 @@ class Lookup:
         }
 
     def _rate(self, rank: int, length: int, depth: int) -> _Rate:
-        """The rate of the token at `depth` in the continuation of rank `rank`, whose match has `length` tokens."""
+        """Return the measured acceptance rate of a token.
+
+        Args:
+            rank: Rank of the token's continuation; 0 is the latest.
+            length: Length in tokens of the match that the continuation follows.
+            depth: Place of the token in the continuation.
+        """
         if rank and not depth:
             return self._others
         return self._rates[self._bins[bisect_right(self._bins, length + depth) - 1]]

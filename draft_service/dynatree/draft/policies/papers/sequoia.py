@@ -156,8 +156,9 @@ class _Level:
 def _programme(rates: tuple[float, ...], max_nodes: int, max_depth: int) -> Sequence[_Level]:
     """Compute the best trees of 1, 2, ... `max_depth` levels and of at most `max_nodes` nodes.
 
-    A node whose ranks from the root are k1, k2, ... is accepted with probability rates[k1] * rates[k2] * ..., and
-    the expected length is the sum over the nodes. The dynamic programme (Sequoia, section 4.1.2) is over
+    A node whose ranks from the root are k1, k2, ... is accepted with probability rates[k1] * rates[k2] * ... The
+    expected length of the accepted path is the sum of these probabilities over all nodes. The dynamic programme
+    (Sequoia, section 4.1.2) is over
 
         F(d, k, m): the best forest of at most m nodes and d levels whose trees have the ranks k, k + 1, ...
                   = max(0, max over 1 <= j <= m of rates[k] * (1 + F(d - 1, 0, j - 1)) + F(d, k + 1, m - j))
