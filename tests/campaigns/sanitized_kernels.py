@@ -37,6 +37,9 @@ MUTANTS = (
     ("linear.c", "if (count < LANES) from = memcpy(buffer, from, count * size);", ""),
     ("linear.c", "place + c * size, buffer, count * size);", "place + c * size, buffer, (count + 1) * size);"),
     ("linear.c", "for (; at + LANES <= stop; at += LANES)", "for (; at < stop; at += LANES)"),
+    ("quantized.c", "for (int64_t i = 0; i < inputs; i += LANES)", "for (int64_t i = 0; i <= inputs; i += LANES)"),
+    ("quantized.c", "first < inputs; first += unit", "first <= inputs; first += unit"),
+    ("quantized.c", "return inputs / w->group * group_bytes(w)", "return (inputs / w->group + 1) * group_bytes(w)"),
     ("forward.c", NORM.format("<"), NORM.format("<=")),
     ("forward.c", "c->tokens[row] * bytes, bytes)", "(c->tokens[row] + 1) * bytes, bytes)"),
     ("forward.c", "(o->last ? c->keep[row] : row) * bytes", "(o->last ? c->keep[row] + 1 : row) * bytes"),
@@ -155,6 +158,7 @@ def run(library: Path, cases: int, seed: int) -> None:
     kinds: Sequence[Callable[[random.Random], Any]] = (
         attend,
         multiply,
+        multiply_quantised,
         *(lambda chooser, runner=runner: forward(chooser, *runner) for runner in runners.values()),
     )
     with torch.inference_mode():
@@ -227,6 +231,29 @@ def multiply(chooser: random.Random) -> None:
     bias = torch.randn(features).to(dtype) if chooser.random() < 0.5 else None
     layer = NativeLinear(torch.randn(features, inputs).to(dtype), bias)
     output = layer(torch.randn(chooser.choice((0, 1, 2, 5, 6, 7, 13, 24, 97, 200)), inputs))
+    assert output.shape[1] == features
+
+
+def multiply_quantised(chooser: random.Random) -> None:
+    """Run a linear layer of quantised weights over some rows."""
+    import torch
+
+    from dynatree.engine.cpu.quantized_linear import QuantizedLinear
+    from dynatree.engine.weights.gguf_blocks import repacked
+    from dynatree.engine.weights.quantized_weight import rounded
+    from tests.support.gguf_files import HALVES, random_blocks
+
+    dtype = chooser.choice((torch.float32, torch.bfloat16, torch.float16))
+    features, bits = chooser.choice((1, 15, 64, 65, 200)), chooser.choice((8, 4))
+    if chooser.random() < 0.5:
+        group = chooser.choice((16, 32, 64, 128))
+        weight = rounded(torch.randn(features, group * chooser.choice((1, 2, 3, 9))), bits, group)
+    else:
+        kind = chooser.choice(list(HALVES))
+        weight = repacked(random_blocks(kind, features, 256 * chooser.choice((1, 2, 3)), torch.Generator()), kind)
+    bias = torch.randn(features).to(dtype) if chooser.random() < 0.5 else None
+    layer = QuantizedLinear(weight, bias, dtype)
+    output = layer(torch.randn(chooser.choice((0, 1, 2, 5, 6, 7, 13, 24, 97, 200)), layer.in_features))
     assert output.shape[1] == features
 
 

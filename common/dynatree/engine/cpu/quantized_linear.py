@@ -15,6 +15,8 @@ from dynatree.engine.cpu.native_linear import PANEL, Linear, NativeLinear, Weigh
 from dynatree.engine.weights.quantized_weight import QuantizedWeight
 
 _HALVES, _FLOATS, _STEPS = range(3)  # `enum scales` of `native/kernels.h`
+_SCALE_BYTES = (2, 4, 1)  # by these kinds
+_STEP_BYTES = 2
 _SUPER = 256  # inputs that share a step
 
 
@@ -70,13 +72,21 @@ class QuantizedLinear(NativeLinear):
     def _point(self) -> None:
         panels = -(-self.out_features // PANEL)
         self.structure = Linear(
-            address(self.weight, torch.uint8, panels, -1),
+            address(self.weight, torch.uint8, panels, self._panel_bytes()),
             None if self.bias is None else address(self.bias, self.dtype, panels * PANEL),
             self.in_features,
             self.out_features,
             DTYPES[self.dtype],
             weights=self._format,
         )
+
+    def _panel_bytes(self) -> int:
+        """Return the bytes of a panel, as the kernel computes them."""
+        form = self._format
+        scales = PANEL * _SCALE_BYTES[form.scales] * (1 + form.minimums)
+        groups = self.in_features // form.group * (form.group * PANEL * form.bits // 8 + scales)
+        supers = -(-self.in_features // form.super) if form.scales == _STEPS else 0
+        return groups + supers * PANEL * _STEP_BYTES * (1 + form.minimums)
 
 
 def _format(quantized: QuantizedWeight) -> Weights:
