@@ -84,9 +84,9 @@ class QuantizedLinear(NativeLinear):
         """Return the bytes of a panel, as the kernel computes them."""
         form = self._format
         scales = PANEL * _SCALE_BYTES[form.scales] * (1 + form.minimums)
-        groups = self.in_features // form.group * (form.group * PANEL * form.bits // 8 + scales)
-        supers = -(-self.in_features // form.super) if form.scales == _STEPS else 0
-        return groups + supers * PANEL * _STEP_BYTES * (1 + form.minimums)
+        groups: int = self.in_features // form.group * (form.group * PANEL * form.bits // 8 + scales)
+        supers: int = -(-self.in_features // form.super) if form.scales == _STEPS else 0
+        return groups + supers * PANEL * _STEP_BYTES * int(1 + form.minimums)
 
 
 def _format(quantized: QuantizedWeight) -> Weights:
