@@ -49,7 +49,7 @@ KV = ("--kv-tokens", "16384")  # few enough that all are used before memory is m
 GREEDY = "greedy"  # the principal that exceeds its quota
 GREEDY_CLIENTS = 4
 ROUNDING = 1e-3  # tolerance of a log-probability
-CLOSED_SECONDS = 20.0  # time in which unused files are closed
+CLOSED_SECONDS = 60.0  # time in which unused files are closed, and killed services are connected again
 KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.8, "seed": 7},
@@ -337,8 +337,12 @@ def main() -> int:
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, secured_cluster(Path(folder)) as cluster:
+
+        def all_gauges() -> dict[str, dict[str, float]]:
+            return {each.name: gauges(cluster, each) for each in cluster.services}
+
         soak = Soak(cluster, 60 * options.minutes, options.cancelled, options.prompts)
-        before = {each.name: gauges(cluster, each) for each in cluster.services}
+        before = all_gauges()
         works = [soak.work_over_http if seed % 4 == 3 else soak.work for seed in range(options.clients)]
         threads = [threading.Thread(target=work, args=(seed,)) for seed, work in enumerate(works)]
         threads += [threading.Thread(target=soak.ask_for_more, args=(seed,)) for seed in range(GREEDY_CLIENTS)]
@@ -364,11 +368,11 @@ def main() -> int:
         while any(thread.is_alive() for thread in threads):
             time.sleep(min(10.0, soak.seconds / 30))
             sample()
-        until = time.monotonic() + CLOSED_SECONDS
-        while not all(map(files, lived)) and time.monotonic() < until:
-            time.sleep(1.0)
+        until, after = time.monotonic() + CLOSED_SECONDS, all_gauges()
+        while not (after == before and all(map(files, lived))) and time.monotonic() < until:
+            time.sleep(1.0)  # connections close, and a service that was killed last is found again
             sample()
-        after = {each.name: gauges(cluster, each) for each in cluster.services}
+            after = all_gauges()
     grown = report(samples)
     for name in before:
         print(f"{name}: gauges {json.dumps(before[name])} before, {json.dumps(after[name])} after")
