@@ -103,7 +103,7 @@ def run(command: Sequence[str]) -> None:
 def llama_servers(
     work: Path, target: str, draft: str, drafted: Sequence[int], kind: str | None = None
 ) -> Iterator[dict[str, str]]:
-    """The URLs of servers by name: plain decoding, and drafting so many tokens at a time.
+    """Start servers and yield their URLs by name: one that decodes plainly, and one for each number of drafted tokens.
 
     Args:
         work: Folder of the build and of the converted checkpoints.

@@ -20,7 +20,7 @@ def step_bytes_of(model: PreTrainedModel) -> int:
     """Return the bytes of the weights that a forward pass over one token reads, without the embedding table."""
     table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    tied = output is not None and output.weight is table  # a quantised output layer has a weight of its own
+    tied = output is not None and output.weight is table  # a quantised output layer keeps its own weight
     quantised = (each.weight.nbytes for each in model.modules() if isinstance(each, QuantizedLinear))
     read = sum(weight.nbytes for weight in model.parameters()) + sum(quantised)
     return int(read if tied else read - table.nbytes)

@@ -70,7 +70,7 @@ def fill(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def bytes_of(layer: nn.Module, bits: int | None = None) -> int:
-    """Return the bytes of a layer's parameters, if its linear layers are rounded to so many bits."""
+    """Return the bytes of a layer's parameters; with `bits`, those after its linear layers are rounded to `bits`."""
     linear = {id(each.weight) for each in layer.modules() if type(each) in (nn.Linear, Conv1D)} if bits else set()
     sizes = {True: bits_with_scales(bits or 8) / 8}
     return sum(

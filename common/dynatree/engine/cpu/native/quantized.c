@@ -38,8 +38,9 @@ INLINE int64_t panel_bytes(const struct linear *l, int64_t inputs) {
 
 int64_t quantized_panel(const struct linear *l) { return panel_bytes(l, l->inputs); }
 
-/* One block of a row: numbers in [-127, 127], their scale, and the starts of its units. A block with a number that is
- * not finite has the scale NaN; a block too small to divide by has the scale 0. */
+/* Quantise one block of a row: compute its numbers in [-127, 127], their scale, and the starts of its units. A block
+ * with a number that is not finite gets the scale NaN, and a block whose numbers are too small to divide by the scale
+ * 0. */
 INLINE void quantize_block(const struct linear *l, const char *from, int64_t inputs, int8_t *to, float *scale,
                            int32_t *starts, int64_t dtype) {
     const int64_t size = size_of(dtype), unit = unit_of(&l->weights);
@@ -99,7 +100,8 @@ void quantize_rows(const struct linear *l, const char *rows, int64_t count, char
     }
 }
 
-/* sum + the products of four unsigned weights by four signed inputs, in each lane. `narrow`: weights are below 128. */
+/* Add the products of four unsigned weights by four signed inputs to `sum`, in each lane. `narrow`: weights are below
+ * 128. */
 INLINE ivec dot(ivec sum, ivec weights, ivec inputs, int narrow) {
 #if LANES == 16 && defined(__AVX512VNNI__)
     /* as assembly: gcc 12 moves and spills the sums around its own intrinsic, which halves the speed */
@@ -127,7 +129,7 @@ INLINE ivec dot(ivec sum, ivec weights, ivec inputs, int narrow) {
 #endif
 }
 
-/* Four bytes in every lane. */
+/* Copy four bytes into every lane. */
 INLINE ivec four(const int8_t *from) {
 #if LANES == 16
     ivec v;
@@ -140,7 +142,7 @@ INLINE ivec four(const int8_t *from) {
 #endif
 }
 
-/* The scales of LANES features, or with float16 steps of a group of groups, their product with the steps. */
+/* The scales of LANES features. Scales of 8 bits are multiplied by the float16 steps in `header`. */
 INLINE vec scales_of(const char *at, const char *header, int64_t lane, int64_t kind) {
     if (kind == FLOATS) return *(const vec *)(at + lane * 4);
     if (kind == HALVES) return load(at + lane * 2, FLOAT16);
@@ -160,7 +162,7 @@ INLINE vec as_float(ivec x) {
 #endif
 }
 
-/* Some quantised rows, from a unit on. */
+/* Quantised rows, from the beginning of a unit on. */
 struct left {
     const int8_t *numbers;
     const float *scales;
@@ -168,13 +170,13 @@ struct left {
     int64_t row; /* bytes from row to row, of each of the three */
 };
 
-/* Where a panel's weights of a unit lie. */
+/* The places of a unit's weights in a panel. */
 struct right {
     const char *codes, *scales, *header;
 };
 
-/* sums[rows][vectors] += the products of one unit, for the vectors from `lane` on; `lines` of `ahead` are prefetched at
- * each 256 bytes of codes. Returns the next line to prefetch. */
+/* sums[rows][vectors] += the products of one unit, for the vectors from `lane` on. Each 256 bytes of codes prefetch
+ * `lines` cache lines, which begin at `ahead`. Return the next line to prefetch. */
 INLINE const char *meet(float *sums, struct left left, struct right right, const struct weights *w, int64_t lane,
                         int rows, int vectors, int bits, const char *ahead, int lines) {
     const ivec nibble = (ivec){0} + 0x0f0f0f0f;
@@ -222,7 +224,7 @@ INLINE const char *meet(float *sums, struct left left, struct right right, const
     return ahead;
 }
 
-/* Some rows and some inputs of a panel, from `first` on. */
+/* Add the products of some rows by the inputs of a panel from `first` on. */
 INLINE const char *meet_all(float *sums, const struct linear *l, const char *quantized, const char *right,
                             int64_t first, int64_t inputs, int rows, int bits, const char *ahead, int lines) {
     const struct weights *w = &l->weights;
@@ -263,7 +265,7 @@ INLINE void add_panel(const struct linear *l, int64_t panel, const char *quantiz
         int64_t inputs = l->inputs - input < block ? l->inputs - input : block;
         const char *next = right + panel_bytes(l, inputs), *ahead = streaming ? NULL : next;
         for (int64_t group = 0, row = 0, many; group < groups; group++, row += many) {
-            /* the groups of rows share what is prefetched; later chunks find the panel in a cache */
+            /* the groups of rows share the prefetches; later chunks find the panel in a cache */
             int lines = again ? 0 : groups > 3 ? group < 4 : groups == 3 ? 1 + !group : 4 / groups;
             many = (rows - row) / (groups - group);
 #define CASE(r)                                                                                                    \
