@@ -1,4 +1,4 @@
-"""The header of GGUF files: what is read, and what is refused."""
+"""Tests the reading of GGUF headers, and the refusal of broken ones."""
 
 import random
 import struct

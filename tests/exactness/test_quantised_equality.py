@@ -47,12 +47,17 @@ def check(client: Client, policies) -> None:
     ]
     plain = [client.generate(**each, policy="autoregressive").token_ids for each in asked]
     assert len(set(map(tuple, plain))) > 1
+    accepted = 0
     with ThreadPoolExecutor(8) as pool:
         for policy in policies:
-            alone = [client.generate(**each, policy=policy).token_ids for each in asked[:3]]
-            assert alone == plain[:3], policy
-            beside = list(pool.map(lambda each, policy=policy: client.generate(**each, policy=policy).token_ids, asked))
-            assert beside == plain, policy
+            alone = [client.generate(**each, policy=policy) for each in asked[:3]]
+            beside = list(pool.map(lambda each, policy=policy: client.generate(**each, policy=policy), asked))
+            assert [each.token_ids for each in alone] == plain[:3], policy
+            assert [each.token_ids for each in beside] == plain, policy
+            drafted = [each.stats.draft_n for each in (*alone, *beside)]
+            assert sum(drafted) > 0 or policy == "ngram", f"{policy} drew no tree, so nothing was verified"
+            accepted += sum(each.stats.draft_n_accepted for each in (*alone, *beside))
+    assert accepted > 0
 
 
 @pytest.mark.parametrize(

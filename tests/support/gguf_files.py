@@ -39,7 +39,7 @@ def save_gguf(path: Path, kinds: Sequence[str], seed: int, context: int = 160, t
         kinds: Types of the weights, which the layers take in turn.
         seed: Seed of the blocks.
         context: Context length in tokens.
-        tied: Whether the output layer reads the embedding table, so that the file has no tensor of its own for it.
+        tied: Whether the output layer reads the embedding table, so that the file has no output tensor.
     """
     tokenizer = json.loads((embedded.target_path() / "tokenizer.json").read_text())
     vocabulary = sorted(tokenizer["model"]["vocab"].items(), key=lambda pair: pair[1])

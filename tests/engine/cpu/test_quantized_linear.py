@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dynatree.engine.cpu.native_linear import Linear
 from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.weights.gguf_blocks import repacked
 from dynatree.engine.weights.quantized_weight import QuantizedWeight, rounded
@@ -86,6 +85,8 @@ def test_all_builds_give_the_same_bits(kind, on_each_build):
     weight = weights_of(kind, group=32)
     rows = torch.randn(33, 512, generator=torch.Generator().manual_seed(3)) * 3
     outputs = on_each_build(lambda: QuantizedLinear(weight, None, torch.float32)(rows))
+    if len(outputs) == 1:
+        pytest.skip("this CPU runs a single build")
     assert len({bytes(each.numpy().tobytes()) for each in outputs.values()}) == 1, list(outputs)
 
 
@@ -111,7 +112,3 @@ def test_no_rows_tiny_rows_and_numbers_that_are_not_finite():
     assert output[1:3].isnan().all()
     assert (output[3] == 0).all()
     assert output[4].isfinite().all()
-
-
-def test_the_structure_is_that_of_the_kernels():
-    assert [name for name, *_ in Linear._fields_][-1] == "weights"

@@ -250,8 +250,8 @@ def distillation_loss(target: Any, draft: Any, batch: Tensor, first: int, choice
 def distil_draft(target: Any, tokens: Tensor, own: OwnText, steps: int, tokens_per_step: int) -> Any:
     """Distil the draft from scratch.
 
-    Of every five steps, three read the target's own greedy text, which a draft sees in use (two of them long text), one
-    reads loops of many lengths, and one reads the books at every length up to the context.
+    Three of five steps read the target's own greedy text, as a served draft does; two of these
+    three read long texts. One step reads loops of many lengths, and one the books at every length up to the context.
     """
     torch.manual_seed(0)
     draft = Model(DRAFT_SHAPE.config(dropout=0.0)).train()

@@ -59,14 +59,15 @@ class _Loading:
         for tensor in self._header.tensors:
             if tied and tensor.name == _OUTPUT:
                 continue
-            module, last = self._place(tensor)
+            path, last = self._place(tensor)
+            module = self._model.get_submodule(path)
             order = self._order(tensor) if tensor.kind not in _FLOATS and len(tensor.shape) == 2 else None
             if last == "weight" and type(module) is nn.Linear and order is not None:
-                quantised.append((tensor, module, order))
+                quantised.append((tensor, path, order))
             else:
                 self._set(tensor, module, last)
-        for tensor, module, order in quantised:  # once the biases are loaded
-            self._replace(module, self._quantised(tensor, order))
+        for tensor, path, order in quantised:  # once the biases are loaded
+            self._replace(path, self._quantised(tensor, order))
         if tied:
             self._tie()
         missing = [name for name, each in self._model.named_parameters() if each.is_meta]
@@ -74,13 +75,13 @@ class _Loading:
             raise self._refusal(f"it lacks the tensor of {missing[0]}")
         return self._model
 
-    def _place(self, tensor: GGUFTensor) -> tuple[nn.Module, str]:
-        """Return the module that holds a tensor, and the tensor's name there."""
+    def _place(self, tensor: GGUFTensor) -> tuple[str, str]:
+        """Return the path of the module that holds a tensor, and the tensor's name there."""
         name = self._names.get(tensor.name)
         if name is None:
             raise self._refusal(f"{self._model.config.model_type} models have no place for its tensor {tensor.name}")
         owner, _, last = name.rpartition(".")
-        return self._model.get_submodule(owner), last
+        return owner, last
 
     def _set(self, tensor: GGUFTensor, module: nn.Module, last: str) -> None:
         """Load a tensor as floating-point numbers."""
@@ -119,21 +120,22 @@ class _Loading:
     def _raw(self, tensor: GGUFTensor) -> Tensor:
         return torch.from_numpy(self._data[tensor.start : tensor.start + tensor.bytes].copy())
 
-    def _replace(self, module: nn.Linear, weight: QuantizedWeight) -> None:
-        """Replace a layer by one of a quantised weight."""
-        if weight.codes.shape != module.weight.shape:
-            shapes = f"{list(weight.codes.shape)}, expected {list(module.weight.shape)}"
-            raise self._refusal(f"a weight is {shapes}")
-        name = next(name for name, each in self._model.named_modules() if each is module)
-        owner, _, last = name.rpartition(".")
-        setattr(self._model.get_submodule(owner), last, layer_of(weight, module.bias, self._dtype, self._native))
+    def _replace(self, path: str, weight: QuantizedWeight) -> None:
+        """Replace the linear layer at a path by one of a quantised weight."""
+        layer = self._model.get_submodule(path)
+        assert isinstance(layer, nn.Linear)
+        if weight.codes.shape != layer.weight.shape:
+            shapes = f"{list(weight.codes.shape)}, expected {list(layer.weight.shape)}"
+            raise self._refusal(f"the weight of {path} is {shapes}")
+        self._model.set_submodule(path, layer_of(weight, layer.bias, self._dtype, self._native))
 
     def _tie(self) -> None:
         """Let the output layer read the embedding table; a quantised table as it is in the file."""
         table = next((each for each in self._header.tensors if each.name == _TABLE), None)
         output = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if table is not None and table.kind not in _FLOATS and type(output) is nn.Linear:
-            self._replace(output, self._quantised(table, None))
+            path = next(path for path, each in self._model.named_modules() if each is output)
+            self._replace(path, self._quantised(table, None))
         else:
             self._model.tie_weights()
 

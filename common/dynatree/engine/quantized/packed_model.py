@@ -72,8 +72,7 @@ def _load(model: PreTrainedModel, folder: Path, name: str, packed: PackedFormat,
             weight = packed.unpacked({each: read(full) for each, full in own.items()})
             if weight.codes.shape != layer.weight.shape:
                 raise ValueError(f"{path} is {list(weight.codes.shape)}, expected {list(layer.weight.shape)}")
-            owner, _, last = path.rpartition(".")
-            setattr(model.get_submodule(owner), last, layer_of(weight, bias, model.dtype, native))
+            model.set_submodule(path, layer_of(weight, bias, model.dtype, native))
     for full, parameter in list(model.named_parameters()):
         if full in by_name and parameter.is_meta:
             owner, _, last = full.rpartition(".")

@@ -45,7 +45,7 @@ async def open_generation(
         backend: The draft model and the verify services.
         new_request: Builds the request for a target.
         fingerprint: Fingerprint of the target that the client requires; "" for any.
-        least_context: A target with a context of at least so many tokens is preferred.
+        least_context: Preferred context length of a target, in tokens.
         timeout: Seconds until the client's deadline; None: no deadline.
         charge: The prompt is charged to it.
 
