@@ -182,7 +182,7 @@ def test_services_that_start_at_once_write_a_cache_once(llama: Path, tmp_path: P
         (lambda folder: _shorten(folder / "layer-001.bin"), "layer-001.bin of the layer cache has .* bytes"),
         (
             lambda folder: _change(folder / "layer-002.bin"),
-            "[0-9a-f]{16}/layer-002.bin of the layer cache is not what was written; stop the service, remove [0-9a-f]",
+            "[0-9a-f]{16}/layer-002.bin of the layer cache differs from the layer that was written; stop the service, remove [0-9a-f]",
         ),
         (lambda folder: (folder / "layer-000.bin").unlink(), "layer-000.bin of the layer cache has 0 bytes"),
         (
@@ -439,7 +439,7 @@ def test_nothing_goes_on_reading_when_a_service_cannot_start(llama: Path, tmp_pa
         [file] = (tmp_path / "cache").glob("*/layer-002.bin")
         _change(file)
     before = set(threading.enumerate())
-    with pytest.raises(StartupError, match="is not what was written" if harmed else "--kv-tokens is 1"):
+    with pytest.raises(StartupError, match="differs from the layer that was written" if harmed else "--kv-tokens is 1"):
         load(llama, tmp_path / "cache", 0, kv_tokens=1)
     assert set(threading.enumerate()) <= before
 
@@ -589,7 +589,7 @@ def test_a_file_that_changes_fails_the_forward(disk: DiskLayers, files: list[Lay
     """Changed bytes from the disk must not change a token."""
     data = files[3].path.read_bytes()
     files[3].path.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
-    with pytest.raises(OffloadError, match=r"3.bin of the layer cache is not what was written"):
+    with pytest.raises(OffloadError, match=r"3.bin of the layer cache differs from the layer that was written"):
         _sweep(disk, times=2)  # it may have been read already
     files[3].path.write_bytes(data)
     _sweep(disk)

@@ -207,5 +207,5 @@ def _read_piece(descriptor: int, memory: mmap.mmap, start: int, stop: int, expec
         if start < stop and start % PAGE:
             raise _HarmedError("was read in part")
     if sum_of(view[begin:stop]) != expected:
-        raise _HarmedError("is not what was written")
+        raise _HarmedError("differs from the layer that was written")
     return time.thread_time() - began
