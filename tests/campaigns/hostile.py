@@ -289,7 +289,13 @@ def _table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def run_site(
-    site: Site, seconds: float, names: Sequence[str], *, shared: bool = False, least_speed: float = SPEED
+    site: Site,
+    seconds: float,
+    names: Sequence[str],
+    *,
+    shared: bool = False,
+    least_speed: float = SPEED,
+    answer_seconds: float = ANSWER_SECONDS,
 ) -> Report:
     """Attack a site and report the results.
 
@@ -299,6 +305,7 @@ def run_site(
         names: Parts of the names of the kinds to use; without names, all kinds.
         shared: Whether the machine does other work; speed is then counted in tokens per CPU second of the services.
         least_speed: Least relative speed of the well-behaved clients beside hostile traffic.
+        answer_seconds: Longest wait for a refusal and for an answer about health, on a machine without other load.
     """
     spawn = multiprocessing.get_context("spawn")
     processes = []
@@ -369,7 +376,7 @@ def run_site(
     loads = [each for when, each in load.recv() if any(begin <= when <= end for begin, end in alone)]
     for process in processes:
         process.join()
-    patience = ANSWER_SECONDS * max(1.0, sorted(loads)[len(loads) * 9 // 10])
+    patience = answer_seconds * max(1.0, sorted(loads)[len(loads) * 9 // 10])
     told: dict[tuple[str, str], Told] = {}
     for kind, target, answer in answers:
         told.setdefault((kind, target), Told()).add(answer, patience)
@@ -429,6 +436,14 @@ def main() -> int:
         metavar="RATIO",
         help="least ratio of the clients' speed beside hostile traffic; 0 means any (default: %(default)g)",
     )
+    parser.add_argument(
+        "--answer-seconds",
+        type=float,
+        default=ANSWER_SECONDS,
+        metavar="SECONDS",
+        help="longest wait for a refusal and for an answer about health, on a machine without other load"
+        " (default: %(default)g)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the tables as JSON")
     options = parser.parse_args()
     sites = options.sites.split(",")
@@ -437,8 +452,16 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder, running_site(name, Path(folder)) as site:
             names = [each for each in options.kinds.split(",") if each]
             seconds = 60 * options.minutes / len(sites)
-            reports.append(run_site(site, seconds, names, shared=options.shared, least_speed=options.speed))
-            reports[-1].show()
+            report = run_site(
+                site,
+                seconds,
+                names,
+                shared=options.shared,
+                least_speed=options.speed,
+                answer_seconds=options.answer_seconds,
+            )
+            reports.append(report)
+            report.show()
     if options.json:
         options.json.write_text(json.dumps([report.to_json() for report in reports]) + "\n")
     return 1 if any(report.failures for report in reports) else 0

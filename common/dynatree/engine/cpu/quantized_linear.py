@@ -1,6 +1,6 @@
 """Linear layers over weights of 8 and 4 bits, by the project's own CPU kernel (`native/quantized.c`).
 
-The kernel quantises each row to 8 bits with one scale for each 128 inputs, and multiplies integers. A row's result has
+The kernel quantises each row to 8 bits with one scale for each 32 inputs, and multiplies integers. A row's result has
 the same bits beside any other rows, and on every build of the kernels.
 """
 
