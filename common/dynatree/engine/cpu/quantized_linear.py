@@ -1,7 +1,7 @@
 """Linear layers over weights of 8 and 4 bits, by the project's own CPU kernel (`native/quantized.c`).
 
-The kernel quantises each row to 8 bits with one scale for each 32 inputs, and multiplies integers. A row's result has
-the same bits beside any other rows, and on every build of the kernels.
+The kernel quantises each row to 8 bits and multiplies integers. A scale serves 32 inputs of a row, or 64 if a group of
+weights has as many. A row's result has the same bits beside any other rows, and on every build of the kernels.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ enum scales { HALVES, FLOATS, STEPS };
 struct weights {
     int64_t bits;     /* 8 or 4; 0 if the weights have the layer's dtype */
     int64_t group;    /* inputs that share a scale: 16, 32, 64 or 128 */
-    int64_t super;    /* inputs that share a step; a multiple of QUANTIZED_BLOCK */
+    int64_t super;    /* inputs that share a step; a multiple of 64 */
     int64_t scales;   /* enum scales */
     int64_t minimums; /* whether there are minimums, in place of an offset */
     int64_t offset;

@@ -1,9 +1,10 @@
 /* Linear layers over weights of 8 and 4 bits: see `quantized_linear.py`.
  *
- * A row is quantised to signed 8 bits, with one scale for each block of QUANTIZED_BLOCK inputs. A unit of inputs is a
- * block or a group of weights, whichever is smaller. The sum of products over a unit is an integer, which is exact in
- * any order. Units are then added in float32, from the first to the last, in one lane for each feature. So a row's
- * result has the same bits whatever other rows are computed beside it, and the same bits on every build.
+ * A row is quantised to signed 8 bits, with one scale for each block of 32 inputs, or of 64 if a group of
+ * weights has as many. A unit of inputs is a block or a group of weights, whichever is smaller. The sum of products
+ * over a unit is an integer, which is exact in any order. Units are then added in float32, from the first to the last,
+ * in one lane for each feature. So a row's result has the same bits whatever other rows are computed beside it, and the
+ * same bits on every build.
  *
  * A quantised row is [inputs] int8, then one float scale for each block, then one int32 start for each unit: the sum of
  * its inputs times -offset, or with minimums the sum itself.
@@ -16,12 +17,14 @@
 
 #include "linear.h"
 
-INLINE int64_t blocks_of(const struct linear *l) { return (l->inputs + QUANTIZED_BLOCK - 1) / QUANTIZED_BLOCK; }
+INLINE int64_t block_of(const struct weights *w) { return w->group < 64 ? 32 : 64; }
+INLINE int64_t unit_of(const struct weights *w) { return w->group < 64 ? w->group : 64; }
+INLINE int64_t blocks_of(const struct linear *l) {
+    return (l->inputs + block_of(&l->weights) - 1) / block_of(&l->weights);
+}
 INLINE int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 INLINE int64_t scales_at(const struct linear *l) { return aligned(l->inputs); }
 INLINE int64_t starts_at(const struct linear *l) { return scales_at(l) + aligned(blocks_of(l) * 4); }
-
-INLINE int64_t unit_of(const struct weights *w) { return w->group < QUANTIZED_BLOCK ? w->group : QUANTIZED_BLOCK; }
 
 int64_t quantized_row(const struct linear *l) { return starts_at(l) + aligned(l->inputs / unit_of(&l->weights) * 4); }
 
@@ -88,11 +91,12 @@ INLINE void quantize_block(const struct linear *l, const char *from, int64_t inp
 }
 
 void quantize_rows(const struct linear *l, const char *rows, int64_t count, char *quantized) {
-    int64_t blocks = blocks_of(l), all = count * blocks, bytes = quantized_row(l), size = size_of(l->dtype);
+    int64_t wide = block_of(&l->weights), blocks = blocks_of(l), all = count * blocks, bytes = quantized_row(l),
+            size = size_of(l->dtype);
     int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     for (int64_t at = all * thread / threads, stop = all * (thread + 1) / threads; at < stop; at++) {
-        int64_t row = at / blocks, block = at % blocks, first = block * QUANTIZED_BLOCK;
-        int64_t inputs = l->inputs - first < QUANTIZED_BLOCK ? l->inputs - first : QUANTIZED_BLOCK;
+        int64_t row = at / blocks, block = at % blocks, first = block * wide;
+        int64_t inputs = l->inputs - first < wide ? l->inputs - first : wide;
         const char *from = rows + (row * l->inputs + first) * size;
         char *to = quantized + row * bytes;
         float *scale = (float *)(to + scales_at(l)) + block;
@@ -246,7 +250,7 @@ INLINE const char *meet_all(float *sums, const struct linear *l, const char *qua
             }
             struct left left = {
                 .numbers = (const int8_t *)quantized + input,
-                .scales = (const float *)(quantized + scales_at(l)) + input / QUANTIZED_BLOCK,
+                .scales = (const float *)(quantized + scales_at(l)) + input / block_of(w),
                 .starts = (const int32_t *)(quantized + starts_at(l)) + input / unit,
                 .row = quantized_row(l),
             };
@@ -378,7 +382,7 @@ INLINE void meet_tiles(float *sums, struct left left, struct expanded *right, in
         TILE_MULTIPLY(0, 1, 2);
         TILE_STORE(2, products, sizeof *products);
         const vec scale = *(vec *)(right->scales[u] + v * LANES);
-        const char *inputs = (const char *)(left.scales + u * unit / QUANTIZED_BLOCK);
+        const char *inputs = (const char *)(left.scales + (unit < 32 ? u / 2 : u));
         EACH(r, rows) {
             vec sum = as_float(*(const ivec *)products[r]) * scale;
             if (minimums) {
@@ -412,7 +416,7 @@ static void add_panel_by_tiles(const struct linear *l, int64_t panel, const char
             const char *from = quantized + row * quantized_row(l);
             const struct left left = {
                 .numbers = (const int8_t *)from + input,
-                .scales = (const float *)(from + scales_at(l)) + input / QUANTIZED_BLOCK,
+                .scales = (const float *)(from + scales_at(l)) + input / block_of(w),
                 .starts = (const int32_t *)(from + starts_at(l)) + input / unit,
                 .row = quantized_row(l),
             };
