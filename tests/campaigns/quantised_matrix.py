@@ -68,7 +68,7 @@ def runs(client: Client, prompts: Sequence[list[int]], tokens: int) -> list[dict
 def main() -> int:
     """Run the campaign; return 1 if any completion has other tokens."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", type=Path, metavar="PATH", help="target, with its kind by --kinds int8, int4 or auto")
+    parser.add_argument("--target", type=Path, metavar="PATH", help="target; --kinds then says int8, int4 or auto")
     parser.add_argument("--draft", type=Path, metavar="PATH", help="draft of --target")
     parser.add_argument("--kinds", nargs="*", default=KINDS, help="kinds of weights (default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16")
@@ -94,7 +94,8 @@ def main() -> int:
                 result["runs"] = runs(client, prompts, options.tokens)
                 result["seconds"] = round(time.monotonic() - began, 1)
         wrong = sum(run["differing"] for run in result["runs"])
-        print(f"{kind} ({result['numerics']}): {wrong} completions with other tokens, {result['seconds']} s", flush=True)
+        told = f"{wrong} completions with other tokens, {result['seconds']} s"
+        print(f"{kind} ({result['numerics']}): {told}", flush=True)
         results.append(result)
     if options.out:
         report = {**vars(environment(threads=None, read_bandwidth=None)), "prompts": len(prompts), "results": results}

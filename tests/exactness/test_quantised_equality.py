@@ -111,7 +111,8 @@ def test_a_packed_checkpoint(tmp_path, method, bits):
         running_services(tmp_path, target, draft, dtype="bfloat16", sessions=8) as services,
         Client(services.draft_address) as client,
     ):
-        assert services.target.info.numerics.startswith(f"{method if method == 'awq' else 'compressed-tensors'} weights")
+        kind = "awq" if method == "awq" else "compressed-tensors"
+        assert services.target.info.numerics.startswith(f"{kind} weights")
         check(client, POLICIES if method == "packed" else POLICIES[:3])
 
 

@@ -396,12 +396,18 @@ def _measure_costs(options: argparse.Namespace) -> Report:
 
     measured_on = _environment(options)
     hardware, weights = (options.device or "auto", options.dtype or "auto"), options.weights or "auto"
-    large, small = _path(options.target_model, embedded.target_path()), _path(options.draft_model, embedded.draft_path())
+    large = ModelSettings(
+        _path(options.target_model, embedded.target_path()), *hardware, weights=weights, sessions=KV_SESSIONS
+    )
+    small = ModelSettings(
+        _path(options.draft_model, embedded.draft_path()),
+        *hardware,
+        weights=options.draft_weights or weights,
+        sessions=1,
+        chooses_tokens=False,
+    )
     try:
-        target = load_engine(ModelSettings(large, *hardware, weights, KV_SESSIONS))
-        draft = load_engine(
-            ModelSettings(small, *hardware, options.draft_weights or weights, sessions=1, chooses_tokens=False)
-        )
+        target, draft = load_engine(large), load_engine(small)
         bench = CostBench(target, draft, options.max_nodes)
     except (StartupError, ValueError) as error:
         raise SystemExit(str(error)) from None

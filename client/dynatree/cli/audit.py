@@ -164,8 +164,8 @@ class _Audit:
             mean, most = sum(self._distances) / len(self._distances), max(self._distances)
             first = f"; the first at {self._parted[0]}" if self._parted else ""
             print(
-                f"dequantised weights in float32: log-probabilities differ by {mean:.2g} on average, at most {most:.2g}; "
-                f"{len(self._parted)} of {self._prompts} outputs part{first}"
+                f"dequantised weights in float32: log-probabilities differ by {mean:.2g} on average, at most "
+                f"{most:.2g}; {len(self._parted)} of {self._prompts} outputs part{first}"
             )
 
 

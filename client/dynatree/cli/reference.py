@@ -51,12 +51,11 @@ class Reference:
             device: Device.
         """
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        model = dequantised_model(settings, dtype, torch.device(device))
-        self.dequantised = model is not None
-        if model is None:
-            model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=getattr(torch, dtype))
+        loader: Any = AutoModelForCausalLM  # its annotations do not cover the result of from_pretrained
+        dequantised = dequantised_model(settings, dtype, torch.device(device))
+        self.dequantised = dequantised is not None
+        self._model: Any = dequantised or loader.from_pretrained(settings.model, dtype=getattr(torch, dtype)).to(device)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(**checkpoint_of(settings.model))
-        self._model: Any = model.to(device)
         self.context: int = self._model.config.get_text_config().max_position_embeddings
         self.spans = [span for span in spans(self._model.config) if span < self.context]
 

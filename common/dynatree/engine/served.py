@@ -61,8 +61,8 @@ class Served:
         size = f" of {self.weight_bytes / 1e9:.3g} GB" if self.weight_bytes else ""
         offloaded = f", {self.offloaded_layers} layers offloaded" if self.offloaded_layers else ""
         return (
-            f"{self.name}: {self.architecture} of {self.parameters / 1e9:.3g} billion parameters, {self.weights} weights"
-            f"{size}{offloaded}, {self.dtype} activations on {self.device} by {self.computed_by}, "
+            f"{self.name}: {self.architecture} of {self.parameters / 1e9:.3g} billion parameters, {self.weights} "
+            f"weights{size}{offloaded}, {self.dtype} activations on {self.device} by {self.computed_by}, "
             f"{self.kv_bytes / 1e3:.3g} kB of keys and values a token, a context of {self.context_length} tokens"
         )
 

@@ -108,11 +108,11 @@ def with_kernels_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     native.kernels.cache_clear()
 
 
-def rounded(weights: str) -> tuple[Callable[[Path], Path], dict[str, str]]:
+def rounded(weights: str) -> tuple[Callable[[Path], Path], dict[str, Any]]:
     return lambda folder: save_random_model(folder / "model", "llama", 4), {"weights": weights}
 
 
-QUANTISED: dict[str, tuple[Callable[[Path], Path], dict[str, str]]] = {
+QUANTISED: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     "int8": rounded("int8"),
     "int4": rounded("int4"),
     "GGUF": (lambda folder: save_gguf(folder / "model.gguf", ("Q4_K", "Q8_0", "F16"), seed=1, tied=True), {}),
@@ -158,15 +158,14 @@ def test_quantised_layers_are_offloaded_when_they_do_not_fit(
     """What fits is known by the quantised weights: as many bytes as `served` says."""
     save, given = QUANTISED[kind]
     model = save(tmp_path)
-    size = served(ModelSettings(str(model), **given)).weight_bytes  # type: ignore[arg-type]
+    size = served(ModelSettings(str(model), **given)).weight_bytes
     for share, offloads in ((1.01, False), (0.99, True)):
         monkeypatch.setattr(choice, "free_memory", lambda device, share=share: int(share * size / choice.WHOLE_SHARE))
         engine = load(model, tmp_path / "cache", None, max_context=64, speculative_slots=1, **given)
         assert (engine.source is not None) == offloads
         if offloads:
             source_of(engine).close()
-            told = served(ModelSettings(str(model), max_context=64, speculative_slots=1, **given))  # type: ignore[arg-type]
-            assert told.offloaded_layers > 0
+            assert served(ModelSettings(str(model), max_context=64, **given)).offloaded_layers > 0
 
 
 def test_weights_that_only_transformers_reads_are_not_offloaded(llama: Path, tmp_path: Path) -> None:

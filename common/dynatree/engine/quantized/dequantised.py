@@ -17,7 +17,7 @@ from dynatree.engine.settings import GGUF, WEIGHTS, ModelSettings
 
 @torch.inference_mode()
 def dequantised_model(settings: ModelSettings, dtype: str, device: torch.device) -> PreTrainedModel | None:
-    """Load the dequantised weights of a model in float32, on the CPU; return None if none are quantised.
+    """Load the dequantised weights of a model in float32; return None if none are quantised.
 
     transformers reads GGUF files, and this project the other formats.
 
@@ -31,19 +31,21 @@ def dequantised_model(settings: ModelSettings, dtype: str, device: torch.device)
     """
     where = checkpoint_of(settings.model)
     if settings.model.endswith(GGUF):
-        read: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-        return read
-    if settings.weights != "auto":
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    elif settings.weights != "auto":
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
         output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         quantize(model, WEIGHTS[settings.weights], torch.float32, native=False, output=output)
-        return model.float()
-    config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
-    if not unpacked_here(config, device):
-        return None
-    whole = replace(settings, dtype="float32", resident_layers=None)
-    quantised = quantised_model(whole, config, device, Path(settings.model).name, dequantises=True)
-    assert quantised is not None
-    quantised.files.fill(quantised.model)
-    quantised.model.set_attn_implementation("eager")
-    return quantised.model
+        model.float()
+    else:
+        config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
+        whole = replace(settings, dtype="float32", resident_layers=None)
+        name = Path(settings.model).name
+        packed = unpacked_here(config, device) and quantised_model(whole, config, device, name, dequantises=True)
+        if not packed:
+            return None
+        packed.files.fill(packed.model)
+        packed.model.set_attn_implementation("eager")
+        model = packed.model
+    moved: PreTrainedModel = model.to(device)  # type: ignore[arg-type]
+    return moved
