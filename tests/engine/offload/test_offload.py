@@ -100,11 +100,11 @@ def test_offloaded_layers_have_the_bits_of_layers_in_memory(
 
 
 @pytest.fixture(name="with_kernels", params=[pytest.param(True, marks=compiled), False])
-def with_kernels_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def with_kernels_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     if not request.param:
         monkeypatch.setattr(native, "builds", list)
         native.kernels.cache_clear()
-    yield
+    yield request.param
     native.kernels.cache_clear()
 
 
@@ -122,13 +122,16 @@ QUANTISED: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
 
 
 @torch.inference_mode()
-@pytest.mark.usefixtures("with_kernels", "without_amx")
+@pytest.mark.usefixtures("without_amx")
 @pytest.mark.parametrize("kind", QUANTISED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_offloaded_quantised_layers_have_the_bits_of_layers_in_memory(
-    tmp_path: Path, kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, with_kernels: bool, kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers come from the disk, or from the host's memory as for a GPU; without kernels, they are dequantised."""
+    """Layers come from the disk, or from the host's memory as for a GPU.
+
+    Without kernels, weights are dequantised, and torch multiplies by resident ones in another order.
+    """
     save, given = QUANTISED[kind]
     model, options = save(tmp_path), {**given, "dtype": dtype}
     whole = load_engine(ModelSettings(str(model), sessions=2, **options))
@@ -146,7 +149,10 @@ def test_offloaded_quantised_layers_have_the_bits_of_layers_in_memory(
             assert kv is not None
             outputs += engine.forward([Segment(kv, 0, range(5, 45), range(40))])
             engine.kv_cache.release(kv)
-        assert torch.equal(*outputs)
+        if with_kernels:
+            assert torch.equal(*outputs)
+        else:
+            assert (outputs[0] - outputs[1]).abs().max() < (1e-3 if dtype == "float32" else 0.05) * outputs[0].std()
         source.close()
 
 
