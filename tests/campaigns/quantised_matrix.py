@@ -56,9 +56,7 @@ def runs(client: Client, prompts: Sequence[list[int]], tokens: int) -> list[dict
         plain, _ = completions(client, prompts, 1, max_new_tokens=tokens, policy=PLAIN, **options)
         for policy in policy_names():
             for sessions in (1, SESSIONS):
-                ours, accepted = completions(
-                    client, prompts, sessions, max_new_tokens=tokens, policy=policy, **options
-                )
+                ours, accepted = completions(client, prompts, sessions, max_new_tokens=tokens, policy=policy, **options)
                 wrong = sum(one != other for one, other in zip(ours, plain, strict=True))
                 run = {"policy": policy, "sampling": sampling, "sessions": sessions}
                 found.append({**run, "completions": len(ours), "differing": wrong, "accepted": accepted})

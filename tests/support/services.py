@@ -102,8 +102,8 @@ def running_services(
     """Serve the pair within a context, on sockets in `folder`, or both at `address`.
 
     `weights` are those of both models unless `draft_weights` is given; `resident_layers` are those of the target, whose
-    other layers are read from a cache in `folder`. `via` maps the verify service's address to the addresses at which the
-    draft service connects to it.
+    other layers are read from a cache in `folder`. `via` maps the verify service's address to the addresses at which
+    the draft service connects to it.
     """
     shared: dict[str, Any] = {"dtype": dtype, "sessions": sessions, "fixed_rows": fixed_rows}
     target = load_engine(

@@ -127,9 +127,7 @@ class _Audit:
         self._distances: list[float] = []  # of log-probabilities from those of the dequantised weights
         self._parted: list[str] = []  # where outputs part from those of the dequantised weights
 
-    def compare(
-        self, client: Client, reference: Reference, number: int, prompt_ids: Sequence[int], count: int
-    ) -> bool:
+    def compare(self, client: Client, reference: Reference, number: int, prompt_ids: Sequence[int], count: int) -> bool:
         """Complete a prompt and compare the output; print a divergence, and return whether there is none."""
         chosen: dict[str, Any] = {"policy": self._options.policy, "policy_settings": self._options.policy_settings}
         ours = client.generate(prompt_ids, max_new_tokens=count, **chosen).token_ids

@@ -1,5 +1,6 @@
 """The fingerprint of a model with quantised weights covers all that decides its tokens, so that sessions resume only
-where their tokens continue."""
+where their tokens continue.
+"""
 
 import pytest
 import torch

@@ -14,7 +14,6 @@ from dynatree.engine.quantized.loading import quantised_model, unpacked_here
 from dynatree.engine.settings import GGUF, WEIGHTS, ModelSettings
 
 
-
 @torch.inference_mode()
 def dequantised_model(settings: ModelSettings, dtype: str, device: torch.device) -> PreTrainedModel | None:
     """Load the dequantised weights of a model in float32; return None if none are quantised.
