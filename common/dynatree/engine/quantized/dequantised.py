@@ -35,7 +35,7 @@ def dequantised_model(settings: ModelSettings, dtype: str, device: torch.device)
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
         output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         quantize(model, WEIGHTS[settings.weights], torch.float32, native=False, output=output)
-        model.float()
+        model.float()  # type: ignore[no-untyped-call]
     else:
         config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
         whole = replace(settings, dtype="float32", resident_layers=None)

@@ -80,7 +80,7 @@ class PackedFiles:
         """See `WeightFiles.fill`."""
         for path, layer in list(module.named_modules()):
             own = self._tensors(layer, prefix + path)
-            if not own or not layer.weight.is_meta:  # type: ignore[union-attr]
+            if not own or not layer.weight.is_meta:
                 continue
             stored = self._checkpoint.stored(own.values())
             try:
@@ -89,7 +89,7 @@ class PackedFiles:
                 raise self._refusal(f"its checkpoint lacks {prefix}{path}.{error.args[0]}") from None
             except ValueError as error:
                 raise self._refusal(f"{prefix}{path}: {error}") from None
-            expected = list(layer.weight.shape)  # type: ignore[arg-type]
+            expected = list(layer.weight.shape)
             if list(weight.codes.shape) != expected:
                 raise self._refusal(f"{prefix}{path} is {list(weight.codes.shape)}, expected {expected}")
             bias = f"{prefix}{path}.bias"
@@ -104,7 +104,7 @@ class PackedFiles:
         return own if type(layer) is nn.Linear and set(own) - {"weight"} else {}
 
     def _bytes(self, path: str, layer: nn.Module) -> int:
-        codes = layer.weight.numel() * self._format.bits // 8  # type: ignore[operator, union-attr]
+        codes = layer.weight.numel() * self._format.bits // 8  # type: ignore[operator]
         scales = math.prod(self._checkpoint.shape(f"{path}.{self._format.scales}"))
         return int(codes) + scales * self._format.scale_bytes
 
