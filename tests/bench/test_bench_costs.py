@@ -1,5 +1,6 @@
 """Tests `dynatree bench costs`: its curves, the absence of side effects, and the memory bandwidth."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,6 +131,15 @@ def test_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report["models"]["target"]["architecture"] == "GPTNeoXForCausalLM"
     assert main(["bench", "show", str(out)]) == 0
     assert capsys.readouterr().out == printed
+
+
+def test_costs_of_rounded_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    options = ["--max-nodes", "1", "--repetitions", "1", "--threads", "1", "--out", str(out)]
+    assert main(["bench", "costs", *options, "--weights", "int8", "--draft-weights", "auto"]) == 0
+    assert re.search(r"target embedded-target \(float32, (dequantised )?int8 weights, cpu\)", capsys.readouterr().out)
+    models = load(out)["models"]
+    assert "weights" not in models["draft"]["numerics"]
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,16 @@ def test_files_that_are_no_measurement(
     assert message in err
 
 
+def test_formats_of_quantised_weights_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = new_report("compare", [new_run("linear")])
+    report["models"]["target"]["numerics"] = "Q4_K and Q6_K weights, x86 kernels"
+    report["models"]["draft"]["numerics"] = "x86 kernels"
+    save(report, tmp_path / "a.json")
+    assert main(["bench", "show", str(tmp_path / "a.json")]) == 0
+    told = "target large (float32, Q4_K and Q6_K weights, cpu), draft small (float32, cpu); prompts"
+    assert told in capsys.readouterr().out
+
+
 def test_a_saved_measurement_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = new_run("fixed:depth=[2]", equal=False, temperature=0.7, scheme="gumbel", seed=1)
     skipped = [{"label": "ngram", "scheme": "residual", "reason": "no"}]

@@ -202,6 +202,22 @@ def test_serve_passes_on_what_the_services_take(parsed: Callable[..., argparse.N
     assert (draft.policy.settings, draft.operation.metrics) == ({"depth": 3.0, "root": "single"}, "h:7")
 
 
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        ([], ("auto", "auto")),
+        (["--weights", "int8"], ("int8", "int8")),
+        (["--draft-weights", "int4"], ("auto", "int4")),
+        (["--weights", "int8", "--draft-weights", "auto"], ("int8", "auto")),
+    ],
+)
+def test_the_draft_may_have_other_weights(
+    parsed: Callable[..., argparse.Namespace], options: list[str], weights: tuple[str, str]
+) -> None:
+    verify, draft = serve_settings(parsed("serve", *PAIR, *options))
+    assert (verify.model.weights, draft.model.weights) == weights
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_help_has_an_example_that_is_a_command_line(name: str, parsed: Callable[..., argparse.Namespace]) -> None:
     words = shlex.split(importlib.import_module(COMMANDS[name][1]).EXAMPLE)

@@ -14,6 +14,7 @@ from tests.exactness.test_equality import encode
 from tests.support.gguf_files import save_gguf
 from tests.support.kernel_builds import compiled
 from tests.support.model_zoo import save_noisy_copy, save_random_model
+from tests.support.packed_checkpoints import save_packed
 from tests.support.services import running_services
 
 pytestmark = compiled
@@ -101,3 +102,50 @@ def test_a_gguf_file(tmp_path, kinds, tied, policies):
     ):
         assert client.model_info().target.name == "target.gguf"
         check(client, policies)
+
+
+@pytest.mark.parametrize(("method", "bits"), [("awq", 4), pytest.param("packed", 8, marks=pytest.mark.long)])
+def test_a_packed_checkpoint(tmp_path, method, bits):
+    target, draft = save_packed(tmp_path, method, bits)
+    with (
+        running_services(tmp_path, target, draft, dtype="bfloat16", sessions=8) as services,
+        Client(services.draft_address) as client,
+    ):
+        kind = "awq" if method == "awq" else "compressed-tensors"
+        assert services.target.info.numerics.startswith(f"{kind} weights")
+        check(client, POLICIES if method == "packed" else POLICIES[:3])
+
+
+@pytest.mark.usefixtures("without_amx")
+@pytest.mark.parametrize("resident", [None, 1])
+def test_the_targets_own_copy_in_4_bits_drafts(tmp_path, resident):
+    """In memory, and behind a target whose layers are read from the disk: the same tokens, and most drafts right."""
+    target = save_random_model(tmp_path / "target", "llama", seed=1)
+    options = {"draft_weights": "int4", "resident_layers": resident}
+    with (
+        running_services(tmp_path, target, target, dtype="bfloat16", sessions=8, **options) as services,
+        Client(services.draft_address) as client,
+    ):
+        info = client.model_info()
+        assert (info.draft.numerics.split(",")[0], info.target.numerics) == (
+            "int4 and int8 weights",
+            services.target.info.numerics,
+        )
+        assert "weights" not in info.target.numerics
+        assert (info.target.streamed_bytes > 0) == (resident is not None)
+        check(client, POLICIES[:2])
+        policy = {"policy": "linear", "policy_settings": {"depth": 4}}
+        stats = [client.generate(each, max_new_tokens=40, **policy).stats for each in prompts()]
+        assert sum(each.draft_n_accepted for each in stats) > 0.5 * sum(each.draft_n for each in stats)
+
+
+def test_a_cached_prefix_changes_no_token(tmp_path):
+    target = save_gguf(tmp_path / "target.gguf", ("Q4_K", "Q6_K"), seed=1)
+    prompt = (encode(4 * TEXT) * 2)[:60]
+    with running_services(tmp_path, target, target) as services, Client(services.draft_address) as client:
+        first, again = (client.generate(prompt, max_new_tokens=30) for _ in range(2))
+        longer = client.generate([*prompt, *first.token_ids[:20]], max_new_tokens=10)
+        assert (first.stats.cached_tokens, again.stats.cached_tokens) == (0, len(prompt) - 1)
+        assert longer.stats.cached_tokens > len(prompt), "committed tokens are cached, since their bits are a prompt's"
+        assert again.token_ids == first.token_ids
+        assert longer.token_ids == first.token_ids[20:]

@@ -133,7 +133,7 @@ def services() -> Iterator[tuple[str, list[str]]]:
         for part, service in yaml_documents(ROOT / file)[0]["services"].items():
             if "command" not in service:
                 continue
-            for variables in ({}, {"POLICY": "linear", "KV_TOKENS": "4096"}):
+            for variables in ({}, {"POLICY": "linear", "KV_TOKENS": "4096", "WEIGHTS": "int8"}):
                 command = interpolated(service["command"], variables).split()
                 assert command[0] == part
                 yield part, command[1:]

@@ -81,6 +81,17 @@ def test_rounds_are_those_of_the_services(embedded_services: EmbeddedServices, t
                 assert (done.rounds, done.nodes, done.accepted) == (stats.rounds, stats.draft_n, stats.draft_n_accepted)
 
 
+def test_models_are_rounded_as_the_options_say(tmp_path: Path) -> None:
+    text, out = tmp_path / "story.txt", tmp_path / "story.npz"
+    text.write_text(TEXT)
+    sizes = ("--count", "1", "--prompt-tokens", "12", "--max-new-tokens", "4", "--threads", "1", "--temperature", "0")
+    weights = ("--weights", "int8", "--draft-weights", "int4")
+    assert main(["bench", "record", "--prompts", str(text), *sizes, *weights, "--out", str(out)]) == 0
+    models = recording.load(out).header["models"]
+    assert "int8 weights" in models["target"]["numerics"]
+    assert "int4 " in models["draft"]["numerics"]
+
+
 def test_what_policies_ask_for_is_recorded() -> None:
     recorder = Recorder.load(str(embedded.target_path()), str(embedded.draft_path()), "cpu", "auto", least_prob=0.5)
     run = recorder.record(0, 0, tuple(range(40, 60)), 16, 0.0, 0)

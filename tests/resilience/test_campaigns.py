@@ -13,6 +13,7 @@ from tests.support.paths import ROOT
 # the machine comes and goes too fast to be measured beside the attacks, so an answer may take long here.
 CAMPAIGNS = {
     "hostile": ("--minutes=0.1", "--sites=tcp", "--speed=0", "--answer-seconds=30"),
+    "quantised_matrix": ("--kinds", "int4", "Q4_K", "--prompts=2", "--tokens=12"),
     "soak": ("--minutes=0.4", "--clients=8", "--prompts=1", "--kill-every=8", "--growth=inf"),
 }
 

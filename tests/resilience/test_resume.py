@@ -427,10 +427,24 @@ def test_the_draft_service_is_ready_while_a_verify_service_is(
 
 
 @compiled
+@pytest.mark.parametrize(
+    ("others", "own", "numerics"),
+    [
+        ("auto", "auto", ("torch", "x86 kernels")),
+        ("auto", "int8", ("torch", "int8 weights, x86 kernels")),
+        ("int8", "auto", ("dequantised int8 weights, torch", "x86 kernels")),
+        ("int4", "int4", ("dequantised int4 weights, torch", "int4 and int8 weights, x86 kernels")),
+    ],
+)
 def test_a_completion_does_not_go_on_where_other_kernels_compute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    others: str,
+    own: str,
+    numerics: tuple[str, str],
 ) -> None:
-    """Other kernels give other bits for equal weights, so a token may differ. The error has the tokens so far."""
+    """Other kernels or weights give other bits, so a token may differ. The error has the tokens so far."""
     target, draft = (save_random_model(tmp_path / name, "llama", seed=1) for name in ("target", "draft"))
     ways: list[GrpcProxy] = []
     with ExitStack() as stack:
@@ -439,7 +453,7 @@ def test_a_completion_does_not_go_on_where_other_kernels_compute(
         with monkeypatch.context() as without_kernels:
             without_kernels.setattr(native, "builds", list)
             native.kernels.cache_clear()
-            torchs = stack.enter_context(running_services(tmp_path, target, draft))
+            torchs = stack.enter_context(running_services(tmp_path, target, draft, weights=others))
         native.kernels.cache_clear()
 
         def via(address: str) -> str:
@@ -448,8 +462,10 @@ def test_a_completion_does_not_go_on_where_other_kernels_compute(
 
         folder = tmp_path / "ours"
         folder.mkdir()
-        ours = stack.enter_context(running_services(folder, target, draft, via=via, resume_seconds=1.0))
-        assert (torchs.target.info.numerics[:5], ours.target.info.numerics) == ("torch", "x86 kernels")
+        options: dict[str, Any] = {"weights": own, "via": via, "resume_seconds": 1.0}
+        ours = stack.enter_context(running_services(folder, target, draft, **options))
+        assert torchs.target.info.numerics.startswith(numerics[0])
+        assert ours.target.info.numerics == numerics[1]
         client = stack.enter_context(Client(ours.draft_address, resume=False))
         expected = client.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids
         happened: list[GrpcProxy] = []

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -77,6 +77,8 @@ def running_services(
     *,
     dtype: str = "auto",
     weights: str = "auto",
+    draft_weights: str | None = None,
+    resident_layers: int | None = None,
     sessions: int = 4,
     queue: int = MAX_QUEUED,
     idle_seconds: float = IDLE_SECONDS,
@@ -99,15 +101,20 @@ def running_services(
 ) -> Iterator[Services]:
     """Serve the pair within a context, on sockets in `folder`, or both at `address`.
 
-    `via` maps the verify service's address to the addresses at which the draft service connects to it.
+    `weights` are those of both models unless `draft_weights` is given; `resident_layers` are those of the target, whose
+    other layers are read from a cache in `folder`. `via` maps the verify service's address to the addresses at which
+    the draft service connects to it.
     """
-    shared = {"dtype": dtype, "weights": weights, "sessions": sessions, "fixed_rows": fixed_rows}
+    shared: dict[str, Any] = {"dtype": dtype, "sessions": sessions, "fixed_rows": fixed_rows}
     target = load_engine(
         ModelSettings(
             str(target_model),
             speculative_slots=max_tree_nodes,
             kv_tokens=kv_tokens,
             max_context=target_context,
+            weights=weights,
+            resident_layers=resident_layers,
+            layer_cache=folder / "layers",
             **shared,
         )
     )
@@ -119,6 +126,7 @@ def running_services(
             speculative_slots=2 * max_tree_nodes,
             chooses_tokens=False,
             max_context=draft_context,
+            weights=draft_weights or weights,
             **shared,
         )
     )
@@ -150,3 +158,5 @@ def running_services(
         for thread in threads:
             thread.shutdown()
         loop.close()
+        if target.source is not None:
+            target.source.close()

@@ -39,7 +39,16 @@ from dynatree.cli.service_pair import service_pair
 from dynatree.client import Client, ModelInfo, ServiceInfo
 
 # Options of the services that this command starts.
-SERVICE_OPTIONS = ("draft_model", "dtype", "weights", "device", "threads", "max_sessions", "max_tree_nodes")
+SERVICE_OPTIONS = (
+    "draft_model",
+    "dtype",
+    "weights",
+    "draft_weights",
+    "device",
+    "threads",
+    "max_sessions",
+    "max_tree_nodes",
+)
 ROUNDS, REQUESTS = 2, 32  # default rounds per client of a closed loop, default requests of an open loop
 
 
@@ -386,14 +395,19 @@ def _measure_costs(options: argparse.Namespace) -> Report:
     from dynatree.engine.settings import ModelSettings
 
     measured_on = _environment(options)
-    precision = (options.device or "auto", options.dtype or "auto", options.weights or "auto")
+    hardware, weights = (options.device or "auto", options.dtype or "auto"), options.weights or "auto"
+    large = ModelSettings(
+        _path(options.target_model, embedded.target_path()), *hardware, weights=weights, sessions=KV_SESSIONS
+    )
+    small = ModelSettings(
+        _path(options.draft_model, embedded.draft_path()),
+        *hardware,
+        weights=options.draft_weights or weights,
+        sessions=1,
+        chooses_tokens=False,
+    )
     try:
-        target = load_engine(
-            ModelSettings(_path(options.target_model, embedded.target_path()), *precision, KV_SESSIONS)
-        )
-        draft = load_engine(
-            ModelSettings(_path(options.draft_model, embedded.draft_path()), *precision, 1, chooses_tokens=False)
-        )
+        target, draft = load_engine(large), load_engine(small)
         bench = CostBench(target, draft, options.max_nodes)
     except (StartupError, ValueError) as error:
         raise SystemExit(str(error)) from None

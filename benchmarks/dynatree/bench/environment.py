@@ -52,7 +52,7 @@ def environment(threads: int | None, read_bandwidth: float | None) -> Environmen
 
 def describe(model: ModelInfo) -> Any:
     """A model as a report describes it."""
-    names = ("name", "architecture", "parameters", "context_length", "dtype", "device", "version")
+    names = ("name", "architecture", "parameters", "context_length", "dtype", "device", "version", "numerics")
     described = {name: getattr(model, name) for name in names}
     return described | {"weight_bytes": model.step_bytes}
 

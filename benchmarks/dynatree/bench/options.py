@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from dynatree.bench.measurements import EMBEDDED
 from dynatree.cli.arguments import device
+from dynatree.cli.service_arguments import add_draft_weights
 from dynatree.engine.settings import DTYPES, WEIGHTS
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ def _add_hardware(group: argparse._ActionsContainer) -> None:
         "--dtype", choices=["auto", *DTYPES], help="data type of both models (default: the checkpoint's)"
     )
     group.add_argument("--weights", choices=["auto", *WEIGHTS], help="round both models' weights to 8 or 4 bits")
+    add_draft_weights(group)
     group.add_argument("--device", type=device, help="torch device (default: a GPU if there is one)")
     group.add_argument("--threads", type=at_least(1), metavar="N", help="CPU threads of each model")
 

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from dynatree.bench.figures import SIXTEEN_BIT, by, unequal
 from dynatree.bench.load.tables import failures
-from dynatree.bench.record import Report, Run
+from dynatree.bench.record import Report, Run, precision_of
 from dynatree.bench.table import Marked, Table, to_rich
 from dynatree.bench.tables import tables
 
@@ -92,8 +92,8 @@ def heading(report: Report) -> str:
     """A line that names the models and, if there are any, the prompts."""
     target, draft = report["models"]["target"], report["models"]["draft"]
     models = (
-        f"target {target['name']} ({target['dtype']}, {target['device']}), "
-        f"draft {draft['name']} ({draft['dtype']}, {draft['device']})"
+        f"target {target['name']} ({precision_of(target)}, {target['device']}), "
+        f"draft {draft['name']} ({precision_of(draft)}, {draft['device']})"
     )
     if report["command"] == "costs":
         return models

@@ -13,8 +13,9 @@ Schema, version 2; one object:
                     run elsewhere; read_bandwidth is the rate at which the target's device reads its memory, in bytes
                     per second, null if not measured
     models          {"target": MODEL, "draft": MODEL}, MODEL = {"name", "architecture", "parameters", "context_length",
-                    "dtype", "device", "version", "weight_bytes"}, as the services report them; version is the
-                    service's DynaTree version, weight_bytes are the bytes of weights that a decoding step reads
+                    "dtype", "device", "version", "numerics", "weight_bytes"}, as the services report them; version is
+                    the service's DynaTree version, numerics, absent from older files, name the formats of quantised
+                    weights and the kernels, weight_bytes are the bytes of weights that a decoding step reads
     prompts         {"file", "data_set", "sha256", "field", "count", "tokens"}: the name of the file, or of the Hugging
                     Face data set; a short name for tables; the field of JSON Lines or the column, or null; and the
                     number of tokens of each prompt
@@ -239,6 +240,7 @@ class Model(TypedDict):
     dtype: str
     device: str
     version: str
+    numerics: NotRequired[str]
     weight_bytes: Count
 
 
@@ -293,6 +295,17 @@ class Report(TypedDict):
 
 
 _REPORT = TypeAdapter(Report)
+
+
+def formats_of(model: Model) -> str:
+    """The formats of a model's quantised weights, such as "int8 weights"; "" if none are."""
+    formats = model.get("numerics", "").partition(", ")[0]
+    return formats if formats.endswith(" weights") else ""
+
+
+def precision_of(model: Model) -> str:
+    """A model's data type, and the formats of its quantised weights."""
+    return ", ".join(filter(None, (model["dtype"], formats_of(model))))
 
 
 def statistics_of(statistics: Statistics | None) -> RunStatistics | None:

@@ -31,7 +31,7 @@ from dynatree.bench.figures import (
 from dynatree.bench.load.figures import LoadRuns, load_runs
 from dynatree.bench.methods import PLAIN
 from dynatree.bench.printing import heading, remarks
-from dynatree.bench.record import PARTS, Report, load
+from dynatree.bench.record import PARTS, Report, formats_of, load, precision_of
 from dynatree.bench.table import NONE, Marked, Table, figure, markdown_text, to_markdown
 from dynatree.bench.tables import CURVES, tables
 
@@ -180,7 +180,8 @@ def _measured(records: Sequence[Record]) -> Iterator[Block]:
 
 def _models(report: Report) -> str:
     target, draft = report["models"]["target"], report["models"]["draft"]
-    return f"{target['name']} with {draft['name']}, {target['dtype']} on {target['device']}"
+    formats = f" ({formats_of(draft)})" if formats_of(draft) else ""
+    return f"{target['name']} with {draft['name']}{formats}, {precision_of(target)} on {target['device']}"
 
 
 def _settings(records: Sequence[Record], *commands: str) -> dict[str, dict[str, DataFrame]]:

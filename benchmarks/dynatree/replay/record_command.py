@@ -44,6 +44,8 @@ def run(options: argparse.Namespace) -> int:
             options.device or "auto",
             options.dtype or "auto",
             options.least_prob,
+            options.weights or "auto",
+            options.draft_weights or options.weights or "auto",
         )
     except (StartupError, FailedPreconditionError) as error:
         raise SystemExit(str(error)) from None

@@ -67,7 +67,16 @@ class Recorder:
         self._least = math.log(least_prob)
 
     @classmethod
-    def load(cls, target: str, draft: str, device: str, dtype: str, least_prob: float) -> Recorder:
+    def load(
+        cls,
+        target: str,
+        draft: str,
+        device: str,
+        dtype: str,
+        least_prob: float,
+        weights: str = "auto",
+        draft_weights: str = "auto",
+    ) -> Recorder:
         """Load both models.
 
         Raises:
@@ -75,9 +84,17 @@ class Recorder:
             FailedPreconditionError: Their tokenizers differ.
         """
         return cls(
-            load_engine(ModelSettings(target, device, dtype, sessions=1, speculative_slots=1)),
+            load_engine(ModelSettings(target, device, dtype, weights, sessions=1, speculative_slots=1)),
             load_engine(
-                ModelSettings(draft, device, dtype, sessions=1, speculative_slots=2 * MOST_NODES, chooses_tokens=False)
+                ModelSettings(
+                    draft,
+                    device,
+                    dtype,
+                    draft_weights,
+                    sessions=1,
+                    speculative_slots=2 * MOST_NODES,
+                    chooses_tokens=False,
+                )
             ),
             least_prob,
         )

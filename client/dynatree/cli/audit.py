@@ -1,4 +1,8 @@
-"""`dynatree audit`: compares the services' greedy output with transformers' own `generate()`, token by token."""
+"""`dynatree audit`: compares the services' greedy output with a reference, token by token.
+
+The reference is transformers' own `generate()`. For a target with quantised weights, the reference is plain decoding
+through the services, and the distance from the dequantised weights in float32 is reported.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dynatree.cli.arguments import add_policy_settings, device, positive
 from dynatree.cli.checks import check_pair, check_policy
 from dynatree.cli.gpus import check_device
-from dynatree.engine.settings import DTYPES
+from dynatree.cli.service_arguments import add_draft_weights
+from dynatree.engine.settings import DTYPES, WEIGHTS
 
 if TYPE_CHECKING:
     from dynatree.cli.reference import Reference
+    from dynatree.client import Client
 
 PROMPTS = (
     "It was a dark and stormy night, and the captain",
@@ -56,6 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="data type of both models, in the services and in transformers (default: the checkpoint's)",
     )
     parser.add_argument(
+        "--weights",
+        default="auto",
+        choices=["auto", *WEIGHTS],
+        help="round both models' weights to 8 or 4 bits (default: auto, as the checkpoints have them)",
+    )
+    add_draft_weights(parser)
+    parser.add_argument(
         "--device", type=device, default="auto", help="torch device; auto is a GPU if there is one (default: auto)"
     )
 
@@ -77,12 +90,12 @@ def run(options: argparse.Namespace) -> int:
     from dynatree.cli.serve import pair_settings
     from dynatree.cli.service_pair import service_pair
 
-    models = options.target_model, options.draft_model
-    settings = pair_settings(*models, dtype=options.dtype, device=options.device, max_sessions=1)
-    tokens = 0
+    chosen = {name: getattr(options, name) for name in ("dtype", "weights", "draft_weights", "device")}
+    settings = pair_settings(options.target_model, options.draft_model, **chosen, max_sessions=1)
+    audit = _Audit(options, len(prompts) + (options.prompts is None))
     with service_pair(*settings) as pair:
-        client = pair.client
-        reference = Reference(options.target_model, client.model_info().target.dtype, client.model_info().target.device)
+        info = pair.client.model_info().target
+        reference = Reference(settings[0].model, info.dtype, info.device)
         encoded = [reference.encode(prompt) for prompt in prompts]
         if options.prompts is None:
             encoded.append(_long_prompt(encoded, reference))
@@ -93,21 +106,65 @@ def run(options: argparse.Namespace) -> int:
                     f"prompt {number} has {len(prompt_ids)} tokens, "
                     f"expected fewer than the target's context of {reference.context}"
                 )
-            theirs = reference.generate(prompt_ids, count)
-            ours = client.generate(
-                prompt_ids, max_new_tokens=count, policy=options.policy, policy_settings=options.policy_settings
-            ).token_ids
-            divergence = reference.divergence(prompt_ids, ours, theirs)
-            if divergence:
-                prompt = reference.text(prompt_ids)
-                print(f"DIFFERENT at new token {divergence.position} of prompt {number} of {len(encoded)}: {prompt!r}")
-                print(f"  DynaTree      {reference.describe(divergence.ours)}")
-                print(f"  transformers  {reference.describe(divergence.theirs)}")
-                print(f"  top-2 margin of transformers' logits there: {divergence.margin:.3g}")
+            if not audit.compare(pair.client, reference, number, prompt_ids, count):
                 return 1
-            tokens += len(theirs)
-    print(f"EQUAL: {len(encoded)} prompts, {tokens} tokens, no divergence")
+    audit.report()
     return 0
+
+
+class _Audit:
+    """The comparisons of all prompts.
+
+    Args:
+        options: Options of the command.
+        prompts: Number of prompts.
+    """
+
+    def __init__(self, options: argparse.Namespace, prompts: int) -> None:
+        self._options = options
+        self._prompts = prompts
+        self._tokens = 0
+        self._distances: list[float] = []  # of log-probabilities from those of the dequantised weights
+        self._parted: list[str] = []  # where outputs part from those of the dequantised weights
+
+    def compare(self, client: Client, reference: Reference, number: int, prompt_ids: Sequence[int], count: int) -> bool:
+        """Complete a prompt and compare the output; print a divergence, and return whether there is none."""
+        chosen: dict[str, Any] = {"policy": self._options.policy, "policy_settings": self._options.policy_settings}
+        ours = client.generate(prompt_ids, max_new_tokens=count, **chosen).token_ids
+        theirs: Sequence[int] = reference.generate(prompt_ids, count)
+        program = "transformers"
+        if reference.dequantised:
+            plain = client.generate(prompt_ids, max_new_tokens=count, policy="autoregressive", log_probs=True)
+            pairs = zip(plain.log_probs, reference.log_probs(prompt_ids, plain.token_ids), strict=True)
+            self._distances += [abs(one - other) for one, other in pairs]
+            if parting := reference.divergence(prompt_ids, plain.token_ids, theirs):
+                margin = f"margin {parting.margin:.3g}"
+                self._parted.append(f"new token {parting.position} of prompt {number} ({margin})")
+            theirs, program = plain.token_ids, "plain decoding"
+        self._tokens += len(theirs)
+        divergence = reference.divergence(prompt_ids, ours, theirs)
+        if divergence is None:
+            return True
+        print(
+            f"DIFFERENT at new token {divergence.position} of prompt {number} of {self._prompts}: "
+            f"{reference.text(prompt_ids)!r}"
+        )
+        width = max(len("DynaTree"), len(program))
+        print(f"  {'DynaTree':{width}}  {reference.describe(divergence.ours)}")
+        print(f"  {program:{width}}  {reference.describe(divergence.theirs)}")
+        print(f"  top-2 margin of transformers' logits there: {divergence.margin:.3g}")
+        return False
+
+    def report(self) -> None:
+        """Print the result of prompts that were all equal."""
+        print(f"EQUAL: {self._prompts} prompts, {self._tokens} tokens, no divergence")
+        if self._distances:
+            mean, most = sum(self._distances) / len(self._distances), max(self._distances)
+            first = f"; the first at {self._parted[0]}" if self._parted else ""
+            print(
+                f"dequantised weights in float32: log-probabilities differ by {mean:.2g} on average, at most "
+                f"{most:.2g}; {len(self._parted)} of {self._prompts} outputs part{first}"
+            )
 
 
 def _long_prompt(encoded: Sequence[Sequence[int]], reference: Reference) -> list[int]:

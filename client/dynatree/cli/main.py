@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("complete a prompt", "dynatree.cli.generate"),
     "chat": ("chat with the model", "dynatree.cli.chat"),
     "demo": ("run both services on the bundled models and show one completion", "dynatree.cli.demo"),
+    "check": ("say whether and how a model or a pair would be served", "dynatree.cli.check"),
     "audit": ("check that the output equals that of transformers' generate()", "dynatree.cli.audit"),
     "trace": ("draw a trace as an HTML page", "dynatree.cli.trace"),
     "bench": ("measure and compare decoders", "dynatree.bench.arguments"),

@@ -10,7 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from dynatree import embedded
+from dynatree.engine.model.files import checkpoint_of
+from dynatree.engine.quantized.dequantised import dequantised_model
+from dynatree.engine.settings import ModelSettings
 from dynatree.engine.support.small_model import spans
 
 
@@ -32,14 +34,28 @@ class Divergence:
 
 
 class Reference:
-    """The target model run by transformers alone."""
+    """The target model run by transformers alone.
 
-    def __init__(self, model: str, dtype: str, device: str) -> None:
+    Attributes:
+        context: Tokens of the longest sequence.
+        spans: Windows of the configuration that are shorter than the context, in tokens.
+        dequantised: Whether the services' weights are quantised, and this model has them dequantised, in float32.
+    """
+
+    def __init__(self, settings: ModelSettings, dtype: str, device: str) -> None:
+        """Load the model.
+
+        Args:
+            settings: Settings of the target in the verify service.
+            dtype: Data type in which the service runs it; a model with quantised weights runs in float32 here.
+            device: Device.
+        """
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        path = str(embedded.target_path()) if model == embedded.NAME else model
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
         loader: Any = AutoModelForCausalLM  # its annotations do not cover the result of from_pretrained
-        self._model = loader.from_pretrained(path, dtype=getattr(torch, dtype)).to(device)
+        dequantised = dequantised_model(settings, dtype, torch.device(device))
+        self.dequantised = dequantised is not None
+        self._model: Any = dequantised or loader.from_pretrained(settings.model, dtype=getattr(torch, dtype)).to(device)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(**checkpoint_of(settings.model))
         self.context: int = self._model.config.get_text_config().max_position_embeddings
         self.spans = [span for span in spans(self._model.config) if span < self.context]
 
@@ -69,6 +85,15 @@ class Reference:
         top = self._model(context).logits[0, -1].float().topk(2).values
         token = [output[position] if position < len(output) else None for output in (ours, theirs)]
         return Divergence(position, token[0], token[1], (top[0] - top[1]).item())
+
+    @torch.inference_mode()
+    def log_probs(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
+        """Return the log-probability of each token after the prompt and the tokens before it."""
+        sequence = torch.tensor([[*prompt_ids, *token_ids]], device=self._model.device)
+        logits = self._model(sequence).logits[0, len(prompt_ids) - 1 : -1].float()
+        chosen = logits.log_softmax(-1).gather(-1, sequence[0, len(prompt_ids) :, None])
+        values: list[float] = chosen[:, 0].tolist()
+        return values
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids."""

@@ -18,6 +18,7 @@ from dynatree.cli.gateway import add_http_arguments
 from dynatree.cli.parser import group
 from dynatree.cli.service_arguments import (
     add_batching_arguments,
+    add_draft_weights,
     add_groups,
     add_hardware_arguments,
     add_idle_argument,
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--draft-device", type=device, metavar="DEVICE", help="torch device of the draft model (default: --device)"
     )
+    add_draft_weights(model)
     add_drafting_arguments(parser)
     add_memory_arguments(parser)
     add_placement_arguments(parser)

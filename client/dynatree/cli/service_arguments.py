@@ -191,8 +191,8 @@ def add_groups(parser: argparse.ArgumentParser, *others: str) -> None:
         group(parser, title)
 
 
-def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for running a model: device, number format, threads and fixed rows."""
+def add_precision_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options for a model's device and number formats."""
     model = group(parser, "model")
     model.add_argument(
         "--device", type=device, default="auto", help="torch device; auto is a GPU if there is one (default: auto)"
@@ -210,6 +210,19 @@ def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
         help="round the weights of linear layers to 8 or 4 bits as they are loaded (default: auto, as the checkpoint "
         "has them)",
     )
+
+
+def add_draft_weights(group: argparse._ActionsContainer) -> None:
+    """Add the option for the draft model's weights to a command that runs both models."""
+    group.add_argument(
+        "--draft-weights", choices=["auto", *WEIGHTS], help="--weights of the draft model (default: --weights)"
+    )
+
+
+def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options for running a model: device, number formats, threads and fixed rows."""
+    add_precision_arguments(parser)
+    model = group(parser, "model")
     model.add_argument(
         "--threads",
         type=threads,

@@ -38,7 +38,7 @@ def draft_settings(options: argparse.Namespace) -> DraftSettings:
         insecure=options.insecure,
     )
     services = VerifyServices(options.verify, channel, options.verify_timeout, _AHEAD[options.draft_ahead])
-    return _draft(options, options.device, services, _listening(options))
+    return _draft(options, options.device, options.weights, services, _listening(options))
 
 
 def serve_settings(options: argparse.Namespace) -> tuple[VerifySettings, DraftSettings]:
@@ -49,7 +49,8 @@ def serve_settings(options: argparse.Namespace) -> tuple[VerifySettings, DraftSe
     security = replace(security, tokens=options.token_file)
     draft = _operation(options, address=options.grpc or "", security=security, metrics=options.metrics)
     services = VerifyServices("", PLAIN, SERVE_SECONDS, _AHEAD[options.draft_ahead])
-    return _verify(options, verify), _draft(options, options.draft_device or options.device, services, draft)
+    device, weights = options.draft_device or options.device, options.draft_weights or options.weights
+    return _verify(options, verify), _draft(options, device, weights, services, draft)
 
 
 def _verify(options: argparse.Namespace, operation: OperationSettings) -> VerifySettings:
@@ -66,6 +67,7 @@ def _verify(options: argparse.Namespace, operation: OperationSettings) -> Verify
         options.target_model,
         embedded.target_path(),
         device=options.device,
+        weights=options.weights,
         sessions=options.max_sessions,
         speculative_slots=limits.max_tree_nodes,
         measured_rows=limits.batch_rows,
@@ -77,7 +79,7 @@ def _verify(options: argparse.Namespace, operation: OperationSettings) -> Verify
 
 
 def _draft(
-    options: argparse.Namespace, device: str, services: VerifyServices, operation: OperationSettings
+    options: argparse.Namespace, device: str, weights: str, services: VerifyServices, operation: OperationSettings
 ) -> DraftSettings:
     limits = DraftLimits(
         sessions=options.max_sessions,
@@ -93,6 +95,7 @@ def _draft(
         options.draft_model,
         embedded.draft_path(),
         device=device,
+        weights=weights,
         sessions=options.max_sessions,
         speculative_slots=2 * options.max_tree_nodes,
         chooses_tokens=False,
@@ -106,7 +109,6 @@ def _model(options: argparse.Namespace, model: str, embedded_path: Path, **other
     return ModelSettings(
         model=str(embedded_path) if model == embedded.NAME else model,
         dtype=options.dtype,
-        weights=options.weights,
         kv_tokens=options.kv_tokens,
         max_context=options.max_context,
         fixed_rows=options.fixed_rows,

@@ -23,6 +23,8 @@ class ModelInfo:
         step_bytes: the bytes of weights that a forward pass over one token reads.
         streamed_bytes: the part of `step_bytes` that every forward pass reads from the disk; 0 if all weights are in
             memory.
+        numerics: the formats of quantised weights, and the kernels; two services whose numerics are equal compute equal
+            bits.
     """
 
     name: str
@@ -36,6 +38,7 @@ class ModelInfo:
     version: str
     step_bytes: int
     streamed_bytes: int
+    numerics: str
 
     @classmethod
     def from_pb(cls, info: tree_pb2.ModelInfo) -> Self:
@@ -52,6 +55,7 @@ class ModelInfo:
             version=info.version,
             step_bytes=info.step_bytes,
             streamed_bytes=info.streamed_bytes,
+            numerics=info.numerics,
         )
 
 

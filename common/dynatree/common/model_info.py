@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from dynatree.common.errors import ContextLengthError, FailedPreconditionError, InvalidArgumentError
 
@@ -106,7 +107,21 @@ def token_limit(prompt_tokens: int, max_new_tokens: int | None, target: ModelInf
     return context if max_new_tokens is None else prompt_tokens + max_new_tokens
 
 
-def check_same_tokenizer(draft: ModelInfo, target: ModelInfo) -> None:
+class Tokenized(Protocol):
+    """A model with a tokenizer, such as `ModelInfo`."""
+
+    @property
+    def name(self) -> str:
+        """See `ModelInfo`."""
+        ...
+
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        """See `ModelInfo`."""
+        ...
+
+
+def check_same_tokenizer(draft: Tokenized, target: Tokenized) -> None:
     """Refuse a draft model whose tokenizer differs from the target's.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The device of a model: its identity across services, synchronization, and whether Triton is installed."""
+"""The device of a model: its choice, its identity across services, synchronization, and whether Triton is installed."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ def check_device(name: str) -> None:
         raise StartupError(
             f"--device is {name}, but torch {torch.__version__} finds only these devices: {', '.join(here)}"
         )
+
+
+def chosen_device(name: str) -> torch.device:
+    """Return the device that an option names; "auto" is the first GPU if there is one, otherwise the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
 
 
 def device_id(device: torch.device) -> str:

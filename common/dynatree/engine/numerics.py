@@ -10,7 +10,7 @@ from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.engine import Engine
 
 
-def numerics_of(engine: Engine, devices: int = 1) -> str:
+def numerics_of(engine: Engine, devices: int = 1, weights: str = "auto") -> str:
     """Return a readable name of the kernels, the processor, and the fixed rows of the engine's forward passes.
 
     The AVX2 and AVX-512 builds of the project's kernels share one name. Software versions are not part of the name.
@@ -18,15 +18,18 @@ def numerics_of(engine: Engine, devices: int = 1) -> str:
     Args:
         engine: Engine whose numerics are named.
         devices: Number of devices over which every layer is split.
+        weights: `ModelSettings.weights`.
     """
     device, dtype = engine.model.device, engine.model.dtype
     kinds = sorted({each.kind for each in engine.model.modules() if isinstance(each, QuantizedLinear)})
+    if not kinds and weights != "auto":
+        kinds = [f"dequantised {weights}"]
+    names = [f"{' and '.join(kinds)} weights"] if kinds else []
     if device.type == "cuda":
-        names = [torch.cuda.get_device_name(device)]
+        names += [torch.cuda.get_device_name(device)]
     elif device.type != "cpu":
-        names = [device.type]
+        names += [device.type]
     else:
-        names = [f"{' and '.join(kinds)} weights"] if kinds else []
         if is_native(device, dtype):
             pairs = dtype == torch.bfloat16 and multiplies_pairs()
             names += ["x86 kernels with bfloat16 pairs" if pairs else "x86 kernels"]

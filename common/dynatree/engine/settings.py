@@ -72,6 +72,8 @@ class ModelSettings:
             raise StartupError(f"--weights {self.weights} and --tensor-parallel do not go together")
 
     def _check_parallel(self) -> None:
+        if self.model.endswith(GGUF):
+            raise StartupError("--tensor-parallel: the weights of a GGUF file are not split; expected a folder")
         if find_spec("accelerate") is None:
             raise StartupError("--tensor-parallel needs the package accelerate: pip install 'dynatree[parallel]'")
         others = (

@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from dynatree.engine import loading
 from dynatree.engine.cpu import huge_pages
 from dynatree.engine.cpu.huge_pages import HUGE_PAGE, use_huge_pages
+from dynatree.engine.cpu.quantized_linear import QuantizedLinear
+from dynatree.engine.loading import load_engine
+from dynatree.engine.settings import ModelSettings
+from tests.support.gguf_files import save_gguf
+from tests.support.kernel_builds import compiled
+from tests.support.model_zoo import save_random_model
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 RELEASE = tuple(int(each) for each in Path("/proc/sys/kernel/osrelease").read_text().split("-")[0].split(".")[:2])
@@ -51,3 +58,15 @@ def test_small_weights_have_no_huge_page_to_lie_in(caplog):
     caplog.set_level(logging.INFO)
     assert use_huge_pages([torch.ones(100)], "a model") is None
     assert not caplog.text
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["int4", "GGUF"])
+def test_quantised_weights_are_among_them(kind, tmp_path, monkeypatch):
+    model = save_gguf(tmp_path / "m.gguf", ("Q4_K",), 1) if kind == "GGUF" else save_random_model(tmp_path, "llama", 1)
+    advised = []
+    monkeypatch.setattr(loading, "use_huge_pages", lambda weights, name: advised.extend(weights))
+    engine = load_engine(ModelSettings(str(model), sessions=1, weights="auto" if kind == "GGUF" else kind))
+    panels = [each.weight for each in engine.model.modules() if isinstance(each, QuantizedLinear)]
+    assert len(panels) == 3 * 7 + 1
+    assert {each.data_ptr() for each in panels} <= {each.data_ptr() for each in advised}

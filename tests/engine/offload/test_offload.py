@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from dynatree import embedded
 from dynatree.client import Client
 from dynatree.common.errors import StartupError
 from dynatree.engine import timing
+from dynatree.engine.cpu import native
 from dynatree.engine.engine import Engine
 from dynatree.engine.forward.layer_source import LayerSource
 from dynatree.engine.forward.segment import Segment
@@ -36,9 +37,13 @@ from dynatree.engine.offload.disk_layers import DiskLayers, OffloadError
 from dynatree.engine.offload.host_layers import HostLayers
 from dynatree.engine.offload.layer_file import LayerFile, write_layer
 from dynatree.engine.offload.offloaded_model import LayerPlan
+from dynatree.engine.served import served
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.timing import measure_forwards
+from tests.support.gguf_files import save_gguf
+from tests.support.kernel_builds import compiled
 from tests.support.model_zoo import ARCHITECTURES, save_random_model
+from tests.support.packed_checkpoints import save_packed
 from tests.support.processes import first_process, service, wait_until
 
 LAYERS = 5
@@ -94,23 +99,87 @@ def test_offloaded_layers_have_the_bits_of_layers_in_memory(
         offloaded.source.close()
 
 
+@pytest.fixture(name="with_kernels", params=[pytest.param(True, marks=compiled), False])
+def with_kernels_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    if not request.param:
+        monkeypatch.setattr(native, "builds", list)
+        native.kernels.cache_clear()
+    yield request.param
+    native.kernels.cache_clear()
+
+
+def rounded(weights: str) -> tuple[Callable[[Path], Path], dict[str, Any]]:
+    return lambda folder: save_random_model(folder / "model", "llama", 4), {"weights": weights}
+
+
+QUANTISED: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
+    "int8": rounded("int8"),
+    "int4": rounded("int4"),
+    "GGUF": (lambda folder: save_gguf(folder / "model.gguf", ("Q4_K", "Q8_0", "F16"), seed=1, tied=True), {}),
+    "GPTQ": (lambda folder: save_packed(folder, "gptq", 4, "qwen2")[0], {}),
+    "compressed-tensors": (lambda folder: save_packed(folder, "int", 8)[0], {}),
+}
+
+
 @torch.inference_mode()
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.usefixtures("without_amx")
+@pytest.mark.parametrize("kind", QUANTISED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_offloaded_quantised_layers_have_the_bits_of_layers_in_memory(
-    llama: Path, tmp_path: Path, weights: str, dtype: str
+    tmp_path: Path, with_kernels: bool, kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = load_engine(ModelSettings(str(llama), sessions=2, weights=weights, dtype=dtype))
-    for resident in (0, 2):
-        offloaded = load(llama, tmp_path / "cache", resident, weights=weights, dtype=dtype)
+    """Layers come from the disk, or from the host's memory as for a GPU.
+
+    Without kernels, weights are dequantised, and torch multiplies by resident ones in another order.
+    """
+    save, given = QUANTISED[kind]
+    model, options = save(tmp_path), {**given, "dtype": dtype}
+    whole = load_engine(ModelSettings(str(model), sessions=2, **options))
+    for resident, from_memory in ((0, False), (2, False), (1, True)):
+        monkeypatch.setattr(choice, "_from_memory", lambda device, answer=from_memory: answer)
+        offloaded = load(model, tmp_path / "cache", resident, **options)
+        source = offloaded.source
+        assert isinstance(source, HostLayers if from_memory else DiskLayers)
         assert offloaded.info.fingerprint == whole.info.fingerprint, "a completion may go on there"
+        assert offloaded.info.step_bytes == whole.info.step_bytes
+        assert offloaded.info.parameters == whole.info.parameters
         outputs = []
         for engine in (whole, offloaded):
             kv = engine.kv_cache.reserve(80)
             assert kv is not None
             outputs += engine.forward([Segment(kv, 0, range(5, 45), range(40))])
-        assert torch.equal(*outputs)
-        source_of(offloaded).close()
+            engine.kv_cache.release(kv)
+        if with_kernels:
+            assert torch.equal(*outputs)
+        else:
+            assert (outputs[0] - outputs[1]).abs().max() < (1e-3 if dtype == "float32" else 0.05) * outputs[0].std()
+        source.close()
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["int8", "GGUF", "GPTQ"])
+def test_quantised_layers_are_offloaded_when_they_do_not_fit(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fits is known by the quantised weights: as many bytes as `served` says."""
+    save, given = QUANTISED[kind]
+    model = save(tmp_path)
+    size = served(ModelSettings(str(model), **given)).weight_bytes
+    for share, offloads in ((1.01, False), (0.99, True)):
+        monkeypatch.setattr(choice, "free_memory", lambda device, share=share: int(share * size / choice.WHOLE_SHARE))
+        engine = load(model, tmp_path / "cache", None, max_context=64, speculative_slots=1, **given)
+        assert (engine.source is not None) == offloads
+        if offloads:
+            source_of(engine).close()
+            assert served(ModelSettings(str(model), max_context=64, **given)).offloaded_layers > 0
+
+
+def test_weights_that_only_transformers_reads_are_not_offloaded(llama: Path, tmp_path: Path) -> None:
+    """Their layers would be read without their scales."""
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(StartupError, match="quantised weights, which do not go together with --resident-layers"):
+        load(llama, tmp_path / "cache", 0)
 
 
 def test_a_cache_is_written_once_and_anew_for_another_checkpoint(model: Path, tmp_path: Path) -> None:

@@ -160,13 +160,12 @@ def pack(model: PreTrainedModel, native: bool, apart: Collection[nn.Module] = ()
 
     Args:
         model: Model on the CPU, changed in place.
-        native: Whether the project's own kernels are available. oneDNN's kernels are faster if the CPU has AMX, except
-            beside quantised layers, which a native program needs.
+        native: Whether the project's own kernels are available.
         apart: Modules of the model that stay unchanged.
     """
     left = {id(each) for module in apart for each in module.modules()}
     quantised = any(isinstance(module, NativeLinear) for module in model.modules())
-    if native and (quantised or not (model.dtype in _SUPPORTED and torch.cpu._is_amx_tile_supported())):
+    if native and multiplies_natively(model.dtype, quantised):
         _replace_linear(model, NativeLinear, everywhere=True, left=left)
     elif can_pack(model.dtype):
         _replace_linear(model, PackedLinear, left=left)
@@ -177,6 +176,15 @@ def pack(model: PreTrainedModel, native: bool, apart: Collection[nn.Module] = ()
         for parameter in module.parameters(recurse=False):
             if id(module) not in left:
                 parameter.data = parameter.data.clone()
+
+
+def multiplies_natively(dtype: torch.dtype, quantised: bool) -> bool:
+    """Whether linear layers take the project's own kernels where they are available.
+
+    In 16 bits, oneDNN's kernels are faster if the CPU has AMX, except beside quantised layers, which a native program
+    needs.
+    """
+    return quantised or not (dtype in _SUPPORTED and torch.cpu._is_amx_tile_supported())
 
 
 def weights_of(model: PreTrainedModel) -> Iterator[Tensor]:

@@ -37,8 +37,9 @@ class QuantizedLinear(NativeLinear):
         self.out_features, self.in_features = quantized.codes.shape
         self.dtype = dtype
         self.kind = quantized.kind
+        padded = None if bias is None else pad(bias.detach().to(dtype), (0, -len(bias) % PANEL)).contiguous()
         self.register_buffer("weight", _panels(quantized))  # part of the model's state, and of its fingerprint
-        self.bias = None if bias is None else pad(bias.detach().to(dtype), (0, -len(bias) % PANEL)).contiguous()
+        self.register_buffer("bias", padded)
         self._format = _format(quantized)
         self._point()
 
@@ -59,7 +60,7 @@ class QuantizedLinear(NativeLinear):
         layer.kind, *numbers = form.split()
         layer._format = Weights(*map(int, numbers))
         layer.register_buffer("weight", weight)
-        layer.bias = bias
+        layer.register_buffer("bias", bias)
         layer._point()
         return layer
 

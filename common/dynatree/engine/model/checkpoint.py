@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -24,20 +25,19 @@ _SAMPLE_BYTES = 512
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by the model's parameter names, in the model's dtype.
+    """The tensors of a checkpoint by the model's parameter names; implements `WeightFiles`.
 
     Attributes:
         name: Name of the model, for messages.
     """
 
-    def __init__(self, folder: Path, name: str, model: PreTrainedModel, prefix: str) -> None:
+    def __init__(self, folder: Path, name: str, model: PreTrainedModel) -> None:
         """Find the tensors.
 
         Args:
             folder: Folder with the safetensors files.
             name: Name of the model, for messages.
             model: Model that the tensors belong to, which also gives the dtype.
-            prefix: Prefix of the layers' names in the model: names in layer N begin with `prefix.N.`.
 
         Raises:
             StartupError: There are no safetensors files.
@@ -45,7 +45,6 @@ class Checkpoint:
         self.name = name
         self._folder = folder
         self._dtype = model.dtype
-        self._prefix = prefix
         files = files_of(folder, name)
         named = names_in(model, files)
         self._files = {ours: (files[theirs], theirs) for theirs, ours in named.items()}
@@ -66,32 +65,55 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def read(self, names: list[str]) -> dict[str, Tensor]:
-        """Read tensors by name.
-
-        Raises:
-            StartupError: The checkpoint lacks a tensor, or a tensor is not finite.
-        """
-        missing = [name for name in names if name not in self._files]
+    def fill(self, module: nn.Module, prefix: str = "") -> None:
+        """See `WeightFiles.fill`."""
+        wanted = {prefix + name: each for name, each in module.named_parameters() if each.is_meta}
+        for name, tensor in self.read([name for name in wanted if name in self]).items():
+            if tensor.shape != wanted[name].shape:
+                shapes = f"{list(tensor.shape)}, expected {list(wanted[name].shape)}"
+                raise StartupError(f"model {self.name} cannot be served: its tensor {name} is {shapes}")
+            owner, _, last = name.removeprefix(prefix).rpartition(".")
+            setattr(module.get_submodule(owner), last, nn.Parameter(tensor.clone(), requires_grad=False))
+        if isinstance(module, PreTrainedModel):
+            module.tie_weights()
+        missing = [prefix + name for name, each in module.named_parameters() if each.is_meta]
         if missing:
             raise StartupError(
                 f"model {self.name}: its layers cannot be offloaded, because its checkpoint does not contain "
                 f"{missing[0]} in the form that the model uses"
             )
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read floating-point tensors by name, in the model's dtype.
+
+        Raises:
+            StartupError: A tensor holds integers, or is not finite.
+        """
         found = {}
-        for path in sorted({self._files[name][0] for name in names}):
-            with safe_open(self._folder / path, "pt") as file:
-                for name in names:
-                    if self._files[name][0] == path:
-                        found[name] = file.get_tensor(self._files[name][1]).to(self._dtype)
+        for name, tensor in self.stored(names).items():
+            if not tensor.is_floating_point():
+                raise StartupError(f"model {self.name} cannot be served: its tensor {name} holds {tensor.dtype}")
+            found[name] = tensor.to(self._dtype)
         check_weights(self.name, found.items())
         return found
 
-    def layer(self, layer: int) -> Mapping[str, Tensor]:
-        """Read the tensors of one layer, by their names in the layer."""
-        prefix = f"{self._prefix}.{layer}."
-        names = [name for name in self._files if name.startswith(prefix)]
-        return {name.removeprefix(prefix): tensor for name, tensor in self.read(names).items()}
+    def stored(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read tensors by name as they are in the files."""
+        found = {}
+        wanted = list(names)
+        for path in sorted({self._files[name][0] for name in wanted}):
+            with safe_open(self._folder / path, "pt") as file:
+                for name in wanted:
+                    if self._files[name][0] == path:
+                        found[name] = file.get_tensor(self._files[name][1])
+        return found
+
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of a tensor, without reading it."""
+        path, theirs = self._files[name]
+        with safe_open(self._folder / path, "pt") as file:
+            shape: list[int] = file.get_slice(theirs).get_shape()
+        return shape
 
 
 def files_of(folder: Path, name: str) -> dict[str, str]:
@@ -119,9 +141,14 @@ def _samples(path: Path) -> Iterator[bytes]:
         yield header
         for tensor in json.loads(header).values():
             begin, end = tensor.get("data_offsets", (0, 0))  # metadata have none
-            for sample in range(_SAMPLES):
-                at = begin + (end - begin - _SAMPLE_BYTES) * sample // (_SAMPLES - 1)
-                yield os.pread(file.fileno(), min(_SAMPLE_BYTES, end - begin), 8 + size + max(at, begin))
+            yield from samples_of(file, 8 + size + begin, 8 + size + end)
+
+
+def samples_of(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
+    """Yield samples of the bytes from `begin` to `end` of a file, spread from the first to the last."""
+    for sample in range(_SAMPLES):
+        at = begin + (end - begin - _SAMPLE_BYTES) * sample // (_SAMPLES - 1)
+        yield os.pread(file.fileno(), min(_SAMPLE_BYTES, end - begin), max(at, begin))
 
 
 def names_in(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:

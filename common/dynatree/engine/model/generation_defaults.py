@@ -11,9 +11,11 @@ that changes greedy tokens is either adopted or refused. Three groups need neith
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from dynatree.common.errors import StartupError
 from dynatree.common.sampling import MAX_PENALTY
@@ -50,6 +52,12 @@ NEUTRAL: dict[str, float] = {
     "guidance_scale": 1.0,
     "penalty_alpha": 0.0,
 }
+
+
+def adopt_generation_config(model: PreTrainedModel, where: str | Path) -> None:
+    """Give a model from `skeleton` the generation_config of its folder or hub name, if there is one."""
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(where)
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,19 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dynatree.engine.cpu.native_linear import PANEL, NativeLinear
 from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 
 
 def parameters_of(model: PreTrainedModel) -> int:
     """Return the number of a model's parameters."""
-    quantised = (each.in_features * each.out_features for each in model.modules() if isinstance(each, QuantizedLinear))
-    return sum(weight.numel() for weight in model.parameters()) + sum(quantised)
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    output: Any = model.get_output_embeddings() if tied else None  # type: ignore[no-untyped-call]
+    count = sum(weight.numel() for weight in model.parameters())
+    for each in model.modules():
+        if isinstance(each, QuantizedLinear) and each is not output:
+            count += each.out_features * (each.in_features + (each.bias is not None))
+    return count
 
 
 def step_bytes_of(model: PreTrainedModel) -> int:
@@ -21,6 +27,12 @@ def step_bytes_of(model: PreTrainedModel) -> int:
     table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     tied = output is not None and output.weight is table  # a quantised output layer keeps its own weight
-    quantised = (each.weight.nbytes for each in model.modules() if isinstance(each, QuantizedLinear))
-    read = sum(weight.nbytes for weight in model.parameters()) + sum(quantised)
+    read = sum(weight.nbytes for weight in model.parameters())
+    read += sum(_bytes(each) for each in model.modules() if isinstance(each, NativeLinear))
     return int(read if tied else read - table.nbytes)
+
+
+def _bytes(linear: NativeLinear) -> int:
+    """Return the bytes of a layer in the kernels' layout, without those that fill up its last panel."""
+    bias = 0 if linear.bias is None else linear.bias.itemsize
+    return linear.out_features * (linear.weight.nbytes // -(-linear.out_features // PANEL) // PANEL + bias)

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import GenerationConfig, PretrainedConfig
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from dynatree.common.errors import StartupError
+from dynatree.engine.cpu.native import is_native
+from dynatree.engine.device import chosen_device
 from dynatree.engine.kv.budget import CPU_SHARE, GPU_SHARE, free_memory
 from dynatree.engine.kv.kv_cache import KVShape
+from dynatree.engine.model.checkpoint import Checkpoint
+from dynatree.engine.model.generation_defaults import adopt_generation_config
 from dynatree.engine.model.skeleton import skeleton
+from dynatree.engine.model.weight_files import QuantizedFiles, Unfilled, WeightFiles
 from dynatree.engine.offload.layer_cache import default_folder
-from dynatree.engine.offload.layout import bytes_of
 from dynatree.engine.offload.offloaded_model import OffloadedModel, load_offloaded, plan_of
+from dynatree.engine.quantized.layers import bytes_of
+from dynatree.engine.quantized.loading import method_of
 from dynatree.engine.settings import WEIGHTS, ModelSettings
+from dynatree.engine.support.explained import named
 
 log = logging.getLogger(__name__)
 
@@ -28,55 +38,145 @@ WEIGHTS_SHARE = 0.7
 GPU_WEIGHTS_SHARE = 0.9  # in both cases on a GPU, where nothing else runs
 _LOADED_SHARE = 0.97  # loading leaves some memory in use besides the weights
 
+BytesOf = Callable[[nn.Module, str], int]
 
-def offloaded_model(settings: ModelSettings, config: PretrainedConfig, device: str, name: str) -> OffloadedModel | None:
+
+@dataclass(frozen=True)
+class Placement:
+    """How many of a model's layers stay in memory.
+
+    Attributes:
+        resident: Layers in memory.
+        layers: All layers.
+        layer_bytes: Bytes of the largest layer.
+    """
+
+    resident: int
+    layers: int
+    layer_bytes: int
+
+
+def weight_bytes(settings: ModelSettings, name: str, model: PreTrainedModel, files: QuantizedFiles | None) -> BytesOf:
+    """Return the function for the bytes of memory that the weights of a part of a model take.
+
+    Args:
+        settings: Settings of the model.
+        name: Name of the model, for messages.
+        model: Model from `skeleton`.
+        files: Files of its quantised weights; None if the checkpoint has others.
+
+    Raises:
+        StartupError: The weights cannot be rounded as requested.
+    """
+    if files is not None:
+        return files.bytes_of
+    bits = WEIGHTS.get(settings.weights)
+    output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    with named(name):
+        bytes_of(model, bits, output)
+    kept = bits if is_native(chosen_device(settings.device), model.dtype) else None
+    return lambda part, _: bytes_of(part, kept, output)
+
+
+def placement(
+    settings: ModelSettings, config: PretrainedConfig, model: PreTrainedModel, size: BytesOf
+) -> Placement | None:
+    """Decide how many layers stay in memory; return None if all do.
+
+    Args:
+        settings: Settings of the model.
+        config: Its configuration.
+        model: Model from `skeleton`.
+        size: Function from `weight_bytes`.
+
+    Raises:
+        StartupError: Offloading is requested, but impossible.
+    """
+    asked, where = settings.resident_layers, chosen_device(settings.device)
+    if where.type not in ("cpu", "cuda"):
+        if asked is not None:
+            raise StartupError(f"layers can be offloaded on a CPU or a CUDA GPU, but the device is {settings.device}")
+        return None
+    free = free_memory(where)
+    if asked is None and (free is None or size(model, "") <= _share(where, WHOLE_SHARE) * free):
+        return None
+    plan = plan_of(model, size)
+    fitting = plan.layers
+    if free is not None:
+        room = _session_bytes(settings, config, model.dtype) / (CPU_SHARE if where.type == "cpu" else GPU_SHARE)
+        fitting = plan.resident(int(min(_share(where, WEIGHTS_SHARE) * free, _LOADED_SHARE * free - room)))
+    resident = fitting if asked is None else min(asked, plan.layers)
+    return None if resident == plan.layers else Placement(resident, plan.layers, plan.layer_bytes)
+
+
+def offloaded_model(
+    settings: ModelSettings, config: PretrainedConfig, name: str, quantised: Unfilled | None
+) -> OffloadedModel | None:
     """Load the model with offloaded layers if requested or if it does not fit; return None if all layers are resident.
 
     On a CPU, offloaded layers are read from the disk. On a GPU, they are copied from the host's memory.
 
+    Args:
+        settings: Settings of the model.
+        config: Its configuration.
+        name: Its name, for messages.
+        quantised: The model without weights if its files hold quantised ones that this project reads.
+
     Raises:
         StartupError: The layers cannot be offloaded, or their files differ from the files that were written.
     """
-    asked, folder, where = settings.resident_layers, Path(settings.model), torch.device(device)
-    if where.type not in ("cpu", "cuda"):
-        if asked is not None:
-            raise StartupError(f"layers can be offloaded on a CPU or a CUDA GPU, but the device is {device}")
+    if quantised is None and method_of(config) is not None:
+        return None  # only transformers reads these weights
+    model = skeleton(config, dtype_of(settings, config)) if quantised is None else quantised.model
+    size = weight_bytes(settings, name, model, quantised.files if quantised else None)
+    placed = placement(settings, config, model, size)
+    if placed is None:
         return None
-    named = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    dtype = named or getattr(config, "dtype", None) or torch.float32
-    model = skeleton(config, dtype)
-    free, bits = free_memory(where), WEIGHTS.get(settings.weights)
-    if asked is None and (free is None or bytes_of(model, bits) <= _share(where, WHOLE_SHARE) * free):
-        return None
-    plan = plan_of(model, bits)
-    fitting = plan.layers
-    if free is not None:
-        room = _session_bytes(settings, config, dtype) / (CPU_SHARE if where.type == "cpu" else GPU_SHARE)
-        fitting = plan.resident(int(min(_share(where, WEIGHTS_SHARE) * free, _LOADED_SHARE * free - room)))
-    resident = fitting if asked is None else min(asked, plan.layers)
-    if resident == plan.layers:
-        return None
+    where = chosen_device(settings.device)
     cache = None if _from_memory(where) else settings.layer_cache or default_folder()
     if cache is None:
-        _check_host((plan.layers - resident) * plan.layer_bytes)
+        _check_host((placed.layers - placed.resident) * placed.layer_bytes)
         if settings.fixed_rows:
             raise StartupError("on a GPU, --fixed-rows cannot be combined with offloaded layers")
-    source = cache or "the host's memory"
     log.info(
-        "%s: %d of %d layers stay in memory, the others are offloaded from %s", name, resident, plan.layers, source
+        "%s: %d of %d layers stay in memory, the others are offloaded from %s",
+        name,
+        placed.resident,
+        placed.layers,
+        cache or "the host's memory",
     )
-    if not folder.is_dir():
-        wanted, others = ["*.safetensors", "*.json"], ["*/*", "consolidated*"]  # the same weights in other forms
-        folder = Path(snapshot_download(settings.model, allow_patterns=wanted, ignore_patterns=others))
-    loaded = load_offloaded(model, folder, name, resident, where, cache, bits)
-    if (folder / "generation_config.json").exists():
-        loaded.model.generation_config = GenerationConfig.from_pretrained(folder)
+    files: WeightFiles
+    if quantised is not None:
+        files = quantised.files
+    else:
+        folder = Path(settings.model)
+        if not folder.is_dir():
+            wanted, others = ["*.safetensors", "*.json"], ["*/*", "consolidated*"]  # the same weights in other forms
+            folder = Path(snapshot_download(settings.model, allow_patterns=wanted, ignore_patterns=others))
+        files = Checkpoint(folder, name, model)
+        adopt_generation_config(model, folder)
+    loaded = load_offloaded(model, files, placed.resident, where, cache, WEIGHTS.get(settings.weights))
     try:
         loaded.turns.source.check()
     except BaseException:
         loaded.turns.source.close()
         raise
     return loaded
+
+
+def dtype_of(settings: ModelSettings, config: PretrainedConfig) -> torch.dtype:
+    """Return the dtype of a checkpoint in which no weights are quantised."""
+    named: torch.dtype | None = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    return named or getattr(config, "dtype", None) or torch.float32
+
+
+def kv_bytes_of(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of a token's keys and values; 0 if the configuration lacks the usual attribute names."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None) or 0
+    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    shape = KVShape(text.num_hidden_layers, getattr(text, "num_key_value_heads", None) or heads, size)
+    return shape.slot_bytes(dtype)
 
 
 def _share(device: torch.device, of_cpu: float) -> float:
@@ -97,10 +197,7 @@ def _check_host(needed: int) -> None:
 
 
 def _session_bytes(settings: ModelSettings, config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of a session's keys and values, or 0 if the configuration lacks the usual attribute names."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None) or 0
-    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    shape = KVShape(text.num_hidden_layers, getattr(text, "num_key_value_heads", None) or heads, size)
-    context = getattr(text, "max_position_embeddings", None) or 0
-    return (min(context, settings.max_context or context) + settings.speculative_slots) * shape.slot_bytes(dtype)
+    """Return the bytes of a session's keys and values, as far as the configuration tells."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    slots = min(context, settings.max_context or context) + settings.speculative_slots
+    return slots * kv_bytes_of(config, dtype)

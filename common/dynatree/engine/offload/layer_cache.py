@@ -12,21 +12,19 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dynatree.common.errors import StartupError
 from dynatree.common.shutdown import unfinished
-from dynatree.engine.model.checkpoint import Checkpoint
-from dynatree.engine.model.fingerprint import sums_of
+from dynatree.engine.model.weight_files import WeightFiles
 from dynatree.engine.offload.layer_file import LayerFile, Place, named, remedy, write_layer
-from dynatree.engine.offload.layout import tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +33,12 @@ _FORMAT = 3  # version of the table and the files, which is part of the folder's
 _ROOT = 0  # user id of root
 _SPARE = 1 << 28  # bytes that must stay free on the disk
 
+Build = Callable[[int], tuple[dict[str, Tensor], dict[str, list[Any]]]]
+
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """One layer's file, and the sums of its checkpoint tensors for the model's fingerprint."""
+    """One layer's file, and the sums of its weights for the model's fingerprint."""
 
     file: LayerFile
     sums: dict[str, list[Any]]
@@ -49,26 +49,20 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynatree" / "layers"
 
 
-def cached_layers(
-    root: Path,
-    checkpoint: Checkpoint,
-    layout: str,
-    layers: int,
-    build: Callable[[int, Mapping[str, Tensor]], nn.Module],
-) -> list[CachedLayer]:
-    """Return the cached files of a checkpoint's layers; write them first if they do not exist.
+def cached_layers(root: Path, files: WeightFiles, layout: str, layers: int, build: Build) -> list[CachedLayer]:
+    """Return the cached files of a model's layers; write them first if they do not exist.
 
     Args:
         root: Folder of all caches.
-        checkpoint: Checkpoint with the layers.
+        files: Files of the model's weights.
         layout: Name of the tensors' layout.
         layers: Number of layers.
-        build: Makes a layer with its final layout from the checkpoint's tensors.
+        build: Returns the tensors of a layer in that layout, and the sums for the fingerprint, of the layer's number.
 
     Raises:
         StartupError: The disk is full or fails, or the table of a cache cannot be read.
     """
-    name = hashlib.sha256(f"{_FORMAT} {layout} {checkpoint.identity()}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(f"{_FORMAT} {layout} {files.identity()}".encode()).hexdigest()[:16]
     folder = root / name
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -78,7 +72,7 @@ def cached_layers(
             with _alone(folder):
                 if not (folder / _TABLE).exists():
                     with unfinished(folder):
-                        return _write(folder, checkpoint, layers, build)
+                        return _write(folder, files.name, layers, build)
         return _read_table(folder)
     except OSError as error:
         raise StartupError(
@@ -100,13 +94,11 @@ def _check_owner(folder: Path) -> None:
         )
 
 
-def _write(
-    folder: Path, checkpoint: Checkpoint, layers: int, build: Callable[[int, Mapping[str, Tensor]], nn.Module]
-) -> list[CachedLayer]:
+def _write(folder: Path, model: str, layers: int, build: Build) -> list[CachedLayer]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        written = [_write_layer(folder, layer, layers, checkpoint, build) for layer in range(layers)]
+        written = [_write_layer(folder, layer, layers, model, build) for layer in range(layers)]
         _write_table(folder, [_row(each) for each in written])
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -133,20 +125,12 @@ def _sum_of(rows: list[dict[str, Any]]) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
-def _write_layer(
-    folder: Path,
-    layer: int,
-    layers: int,
-    checkpoint: Checkpoint,
-    build: Callable[[int, Mapping[str, Tensor]], nn.Module],
-) -> CachedLayer:
-    given = checkpoint.layer(layer)
-    tensors = tensors_of(build(layer, given))
+def _write_layer(folder: Path, layer: int, layers: int, model: str, build: Build) -> CachedLayer:
+    tensors, sums = build(layer)
     if layer == 0:
         size = layers * sum(tensor.nbytes for tensor in tensors.values())
         _check_room(folder, size)
-        log.info("%s: writing the layer cache %s, %.2f GB, once", checkpoint.name, folder, size / 1e9)
-    sums = {key: sums_of(tensor) for key, tensor in given.items()}
+        log.info("%s: writing the layer cache %s, %.2f GB, once", model, folder, size / 1e9)
     return CachedLayer(write_layer(folder / f"layer-{layer:03}.bin", tensors), sums)
 
 

@@ -11,7 +11,6 @@ from transformers.pytorch_utils import Conv1D
 
 from dynatree.engine.cpu.native_linear import NativeLinear
 from dynatree.engine.cpu.quantized_linear import QuantizedLinear
-from dynatree.engine.weights.quantized_weight import bits_with_scales
 
 _WEIGHT, _BIAS = "packed weight", "packed bias"
 
@@ -56,24 +55,3 @@ def _sizes(linear: nn.Module) -> tuple[int, int]:
     assert isinstance(linear.weight, Tensor)
     out_features, in_features = linear.weight.shape
     return (in_features, out_features) if type(linear) is Conv1D else (out_features, in_features)
-
-
-def fill(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Replace the meta tensors of a layer by copies of `tensors`, by parameter name.
-
-    Raises:
-        KeyError: A tensor is missing.
-    """
-    for name, _ in list(layer.named_parameters()):
-        owner, _, last = name.rpartition(".")
-        setattr(layer.get_submodule(owner), last, nn.Parameter(tensors[name].clone(), requires_grad=False))
-
-
-def bytes_of(layer: nn.Module, bits: int | None = None) -> int:
-    """Return the bytes of a layer's parameters; with `bits`, those after its linear layers are rounded to `bits`."""
-    linear = {id(each.weight) for each in layer.modules() if type(each) in (nn.Linear, Conv1D)} if bits else set()
-    sizes = {True: bits_with_scales(bits or 8) / 8}
-    return sum(
-        int(parameter.numel() * sizes.get(id(parameter) in linear, parameter.element_size()))
-        for parameter in layer.parameters()
-    )

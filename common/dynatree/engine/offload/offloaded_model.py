@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from dynatree.engine.cpu.native import is_native
 from dynatree.engine.cpu.packing import pack_linear
 from dynatree.engine.forward.layer_source import SLOTS, LayerSource
 from dynatree.engine.forward.offloaded_layers import OffloadedLayers
-from dynatree.engine.model.checkpoint import Checkpoint
 from dynatree.engine.model.fingerprint import sums_of
 from dynatree.engine.model.size import parameters_of, step_bytes_of
+from dynatree.engine.model.weight_files import WeightFiles
 from dynatree.engine.offload.disk_layers import DiskLayers
 from dynatree.engine.offload.host_layers import HostLayers, blob_of
 from dynatree.engine.offload.layer_cache import cached_layers
 from dynatree.engine.offload.layer_file import Place
-from dynatree.engine.offload.layout import bind, bytes_of, fill, tensors_of
+from dynatree.engine.offload.layout import bind, tensors_of
 from dynatree.engine.quantized.layers import quantize
 
 
@@ -35,7 +35,7 @@ class OffloadedModel:
     Attributes:
         model: The model with all modules; the weights of offloaded layers lie in the source's slots.
         turns: Loads and releases the offloaded layers during a forward pass.
-        sums: Sums of the offloaded tensors, for the model's fingerprint.
+        sums: Sums of the layers' tensors before they are rounded, for the model's fingerprint.
         parameters: Number of parameters of the whole model.
         step_bytes: Bytes of the weights that a forward pass over one token reads.
     """
@@ -66,11 +66,6 @@ class LayerPlan:
     layer_bytes: int
     other_bytes: int
 
-    @property
-    def step_bytes(self) -> int:
-        """Bytes of all weights."""
-        return self.layers * self.layer_bytes + self.other_bytes
-
     def resident(self, free: int) -> int:
         """Return the number of layers that fit into `free` bytes beside the other weights and the offloading slots."""
         room = free - self.other_bytes
@@ -79,11 +74,16 @@ class LayerPlan:
         return max(min(room // self.layer_bytes - SLOTS, self.layers - 1), 0)
 
 
-def plan_of(model: PreTrainedModel, bits: int | None) -> LayerPlan:
-    """Return the memory plan of a model without weights, whose linear layers are rounded to `bits` if given."""
-    _, layers = layers_of(model)
-    each = [bytes_of(layer, bits) for layer in layers]
-    return LayerPlan(len(layers), max(each), bytes_of(model, bits) - sum(each))
+def plan_of(model: PreTrainedModel, bytes_of: Callable[[nn.Module, str], int]) -> LayerPlan:
+    """Return the memory plan of a model without weights.
+
+    Args:
+        model: Model from `skeleton`.
+        bytes_of: Returns the bytes of a module's weights, of the module and the beginning of its weights' names.
+    """
+    prefix, layers = layers_of(model)
+    each = [bytes_of(layer, f"{prefix}.{index}.") for index, layer in enumerate(layers)]
+    return LayerPlan(len(layers), max(each), bytes_of(model, "") - sum(each))
 
 
 def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -101,45 +101,44 @@ def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 def load_offloaded(
     model: PreTrainedModel,
-    folder: Path,
-    name: str,
+    files: WeightFiles,
     resident: int,
     device: torch.device,
     cache: Path | None,
     bits: int | None = None,
 ) -> OffloadedModel:
-    """Load the weights of a model from its checkpoint and offload its last layers.
+    """Load the weights of a model and offload its last layers.
 
     Args:
         model: Model from `skeleton`.
-        folder: Folder of the checkpoint.
-        name: Name of the model, for messages.
+        files: Files of its weights.
         resident: Number of layers that stay on the device.
         device: Device that computes.
         cache: Folder of the layer caches that layers are read from; None means to copy them from the host's memory.
-        bits: Bits to which the weights of linear layers are rounded; None for the checkpoint's own.
+        bits: Bits to which the weights of linear layers are rounded; None for the files' own.
 
     Raises:
-        StartupError: The checkpoint or the cache cannot be used.
+        StartupError: The files or the cache cannot be used.
     """
     parameters = parameters_of(model)  # before packing, which hides weights
-    step_bytes = step_bytes_of(model) if bits is None else plan_of(model, bits).step_bytes
     prefix, layers = layers_of(model)
-    checkpoint = Checkpoint(folder, name, model, prefix)
     native = is_native(device, model.dtype)
     layout = f"{'panels' if native else 'rows'}{f' of int{bits}' if bits else ''}"
 
-    def build(index: int, given: Mapping[str, Tensor]) -> nn.Module:
-        layer = copy.deepcopy(layers[index])
-        try:
-            fill(layer, given)
-        except KeyError as error:
-            raise StartupError(f"model {name}: its checkpoint lacks {error} of layer {index}") from error
+    def filled(index: int, layer: nn.Module) -> dict[str, list[Any]]:
+        """Load a layer, and return the sums of its weights before they are rounded."""
+        files.fill(layer, f"{prefix}.{index}.")
+        sums = {name: sums_of(each) for name, each in layer.state_dict().items()}
         if bits is not None:
             quantize(layer, bits, model.dtype, native)
+        return sums
+
+    def build(index: int) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
+        layer = copy.deepcopy(layers[index])
+        sums = filled(index, layer)
         if native:
             pack_linear(layer)
-        return layer
+        return tensors_of(layer), sums
 
     places: list[Mapping[str, Place]] = []
     sums: dict[str, list[Any]] = {}
@@ -147,49 +146,30 @@ def load_offloaded(
     if cache is None:
         blobs = []
         for index in range(resident, len(layers)):
-            given = checkpoint.layer(index)
-            blob, where = blob_of(tensors_of(build(index, given)), pinned=device.type == "cuda")
+            tensors, own = build(index)
+            blob, where = blob_of(tensors, pinned=device.type == "cuda")
             blobs.append(blob)
             places.append(where)
-            sums |= {f"{prefix}.{index}.{key}": sums_of(each) for key, each in given.items()}
+            sums |= {f"{prefix}.{index}.{name}": each for name, each in own.items()}
         source = HostLayers(blobs, device)
     else:
-        cached = cached_layers(cache, checkpoint, layout, len(layers), build)
+        cached = cached_layers(cache, files, layout, len(layers), build)
         for index, each in enumerate(cached[resident:], resident):
             places.append(each.file.places)
-            sums |= {f"{prefix}.{index}.{key}": value for key, value in each.sums.items()}
+            sums |= {f"{prefix}.{index}.{name}": value for name, value in each.sums.items()}
         source = DiskLayers([each.file for each in cached[resident:]])
     for index, layer in enumerate(layers):
         if index < resident:
-            fill(layer, checkpoint.layer(index))
-            if bits is not None:
-                sums |= _sums(layer, f"{prefix}.{index}.")
-                quantize(layer, bits, model.dtype, native)
+            sums |= {f"{prefix}.{index}.{name}": each for name, each in filled(index, layer).items()}
         else:
             memory, where = source.memory(index - resident), places[index - resident]
             bind(layer, {name: place.of(memory) for name, place in where.items()})
-    _load_others(model, checkpoint)
+    files.fill(model)
     if bits is not None:
-        sums = _sums(model) | sums
+        sums |= {name: sums_of(each) for name, each in model.state_dict().items() if name not in sums}
         output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        quantize(model, bits, model.dtype, native, output)
+        quantize(model, bits, model.dtype, native, output, apart=list(layers))
     model.to(device)  # type: ignore[arg-type]
     turns = OffloadedLayers(source, resident, len(layers))
     turns.hook(layers)
-    return OffloadedModel(model, turns, sums, parameters, step_bytes)
-
-
-def _sums(module: nn.Module, prefix: str = "") -> dict[str, list[Any]]:
-    """Return the sums of a module's weights before they are rounded, by their names in the model."""
-    return {f"{prefix}{name}": sums_of(weight) for name, weight in module.named_parameters(remove_duplicate=False)}
-
-
-def _load_others(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-    """Load the weights outside the layers; tied weights take the tensor that they are tied to."""
-    names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    for name, tensor in checkpoint.read([name for name in names if name in checkpoint]).items():
-        owner, _, last = name.rpartition(".")
-        setattr(model.get_submodule(owner), last, nn.Parameter(tensor.clone(), requires_grad=False))
-    model.tie_weights()
-    # parameters still on the meta device are missing from the checkpoint, so this raises StartupError
-    checkpoint.read([name for name, parameter in model.named_parameters() if parameter.is_meta])
+    return OffloadedModel(model, turns, sums, parameters, step_bytes_of(model))

@@ -1,54 +1,86 @@
-"""Loads models whose files hold quantised weights: GGUF files, and folders with a `quantization_config`."""
+"""Finds the quantised weights of a model: in a GGUF file, or in a folder with a `quantization_config`."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from dynatree.common.errors import StartupError
+from dynatree.common.limits import ALL_LAYERS
 from dynatree.engine.cpu.native import is_native
-from dynatree.engine.quantized.gguf_model import load_gguf
-from dynatree.engine.quantized.packed_model import load_packed, method_of
+from dynatree.engine.model.generation_defaults import adopt_generation_config
+from dynatree.engine.model.skeleton import skeleton
+from dynatree.engine.model.weight_files import Unfilled
+from dynatree.engine.quantized.gguf_file import GGUFFile
+from dynatree.engine.quantized.packed_files import PackedFiles
 from dynatree.engine.settings import GGUF, ModelSettings
 from dynatree.engine.weights.packed_weights import METHODS
 
 _DTYPE = torch.bfloat16  # of activations, where neither the file nor the user names one
 
 
-def quantized_model(
-    settings: ModelSettings, config: PretrainedConfig, device: torch.device, name: str
-) -> PreTrainedModel | None:
-    """Load a model with quantised weights; return None if its files hold others, or ones that transformers reads.
+def method_of(config: PretrainedConfig) -> str | None:
+    """Return the method of a configuration's quantised weights, or None if they are not quantised."""
+    return _quantization(config).get("quant_method")
+
+
+def unpacked_here(config: PretrainedConfig, device: torch.device) -> bool:
+    """Whether a checkpoint has packed weights that this project reads, and not transformers with other packages."""
+    return device.type == "cpu" and method_of(config) in METHODS
+
+
+def quantised_model(
+    settings: ModelSettings, config: PretrainedConfig, device: torch.device, name: str, *, dequantises: bool = False
+) -> Unfilled | None:
+    """Find the quantised weights of a model; return None if its files hold others, or ones that transformers reads.
 
     GPTQ, AWQ and compressed-tensors are read on a CPU. On a GPU, and for other methods, transformers and the method's
     packages decide.
+
+    Args:
+        settings: Settings of the model.
+        config: Its configuration.
+        device: Device that computes.
+        name: Name of the model, for messages.
+        dequantises: Whether all weights are dequantised even where the project's own kernels are available.
 
     Raises:
         StartupError: The files cannot be served, or options exclude them.
     """
     path = Path(settings.model)
-    if path.suffix != GGUF and (device.type != "cpu" or method_of(config) not in METHODS):
+    if path.suffix != GGUF and method_of(config) is None:
         return None
+    ours = path.suffix == GGUF or unpacked_here(config, device)
     for option, given in (
         ("--weights", settings.weights != "auto"),
-        ("--resident-layers", settings.resident_layers is not None),
-        ("--tensor-parallel", settings.tensor_parallel > 1),
+        ("--resident-layers", not ours and settings.resident_layers not in (None, ALL_LAYERS)),
     ):
         if given:
             raise StartupError(f"model {name} has quantised weights, which do not go together with {option}")
+    if not ours:
+        return None
     dtype = _DTYPE if path.suffix == GGUF or not isinstance(config.dtype, torch.dtype) else config.dtype
     if settings.dtype != "auto":
         dtype = getattr(torch, settings.dtype)
-    native = is_native(device, dtype)
+    native = is_native(device, dtype) and not dequantises
     if path.suffix == GGUF:
-        model = load_gguf(path, config, dtype, native)
-    else:
-        if not path.is_dir():
-            wanted = ["*.safetensors", "*.json"]
-            path = Path(snapshot_download(settings.model, allow_patterns=wanted, ignore_patterns=["*/*"]))
-        model = load_packed(path, name, config, dtype, native)
-    moved: PreTrainedModel = model.to(device)  # type: ignore[arg-type]
-    return moved
+        model = skeleton(config, dtype)
+        return Unfilled(model, GGUFFile(path, model, native))
+    if not path.is_dir():
+        wanted = ["*.safetensors", "*.json"]
+        path = Path(snapshot_download(settings.model, allow_patterns=wanted, ignore_patterns=["*/*"]))
+    plain = copy.deepcopy(config)
+    del plain.quantization_config
+    model = skeleton(plain, dtype)
+    adopt_generation_config(model, path)
+    return Unfilled(model, PackedFiles(path, name, _quantization(config), model, native))
+
+
+def _quantization(config: PretrainedConfig) -> dict[str, Any]:
+    settings: Any = getattr(config, "quantization_config", None) or {}
+    return dict(settings if isinstance(settings, dict) else settings.to_dict())

@@ -26,12 +26,25 @@ class PackedFormat:
     """How a checkpoint stores the weights of its linear layers.
 
     Attributes:
+        name: Name of the method.
+        bits: Bits of a code.
+        symmetric: Whether one code stands for zero in all groups.
         tensors: Names of a layer's tensors in the checkpoint, the codes first; others than the first may be absent.
+        scales: Name of the scales among them.
         unpacked: Makes a weight of a layer's tensors by these names.
     """
 
+    name: str
+    bits: int
+    symmetric: bool
     tensors: tuple[str, ...]
+    scales: str
     unpacked: Callable[[Mapping[str, Tensor]], QuantizedWeight]
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a group's scale in memory, with its minimum if there is one, where scales are float16."""
+        return 2 if self.symmetric else 8
 
 
 def format_of(settings: Mapping[str, Any]) -> PackedFormat:
@@ -60,7 +73,8 @@ def _gptq(settings: Mapping[str, Any]) -> PackedFormat:
                 raise ValueError("its groups of inputs are not in order (desc_act)")
         return _weight("gptq", codes, scales, zeros, bits)
 
-    return PackedFormat(("qweight", "qzeros", "scales", "g_idx"), unpacked)
+    tensors = ("qweight", "qzeros", "scales", "g_idx")
+    return PackedFormat("gptq", bits, bool(settings.get("sym")), tensors, "scales", unpacked)
 
 
 def _awq(settings: Mapping[str, Any]) -> PackedFormat:
@@ -78,7 +92,7 @@ def _awq(settings: Mapping[str, Any]) -> PackedFormat:
         codes, zeros = in_order(tensors["qweight"]).T, in_order(tensors["qzeros"]).T
         return _weight("awq", codes, tensors["scales"].T, zeros, bits)
 
-    return PackedFormat(("qweight", "qzeros", "scales"), unpacked)
+    return PackedFormat("awq", bits, False, ("qweight", "qzeros", "scales"), "scales", unpacked)
 
 
 def _compressed(settings: Mapping[str, Any]) -> PackedFormat:
@@ -111,7 +125,8 @@ def _compressed(settings: Mapping[str, Any]) -> PackedFormat:
         return _weight("compressed-tensors", codes, scales, zeros, bits)
 
     names = ("weight_packed", "weight", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
-    return PackedFormat(names, unpacked)
+    symmetric = bool(weights.get("symmetric", True))
+    return PackedFormat("compressed-tensors", bits, symmetric, names, "weight_scale", unpacked)
 
 
 def _checked_bits(bits: object) -> int:

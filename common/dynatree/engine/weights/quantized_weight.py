@@ -45,6 +45,12 @@ class QuantizedWeight:
         """Inputs that share a scale."""
         return self.codes.shape[1] // self.scales.shape[1]
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the codes and of all scales."""
+        scales = (self.scales, self.minimums, self.steps, self.minimum_steps)
+        return self.codes.numel() * self.bits // 8 + sum(each.nbytes for each in scales if each is not None)
+
     def dequantized(self) -> Tensor:
         """Return the weight as float32 `[features, inputs]`."""
         scales = _stepped(self.scales, self.steps)
@@ -65,11 +71,6 @@ def _stepped(numbers: Tensor, steps: Tensor | None) -> Tensor:
 def group_of(inputs: int, most: int) -> int | None:
     """Return the largest size of a group, up to `most`, that divides a number of inputs; None if there is none."""
     return next((group for group in GROUPS if group <= most and inputs % group == 0), None)
-
-
-def bits_with_scales(bits: int) -> float:
-    """Return the bits that a weight takes with its share of the scale, as `rounded` stores it by default."""
-    return bits + 16 / MOST_INPUTS[bits]
 
 
 def rounded(weight: Tensor, bits: int, group: int) -> QuantizedWeight:

@@ -7,9 +7,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dynatree.common.errors import StartupError
+from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.loading import load_engine
-from dynatree.engine.quantized.gguf_model import load_gguf
+from dynatree.engine.model.skeleton import skeleton
+from dynatree.engine.quantized.gguf_file import GGUFFile
+from dynatree.engine.served import served
 from dynatree.engine.settings import ModelSettings
 from tests.support.gguf_files import save_gguf
 from tests.support.kernel_builds import compiled
@@ -27,10 +30,25 @@ def test_the_weights_are_those_that_transformers_reads(tmp_path, kinds, tied):
     path = save_gguf(tmp_path / "model.gguf", kinds, seed=1, tied=tied)
     theirs = transformers_model(path).state_dict()
     config = AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
-    ours = load_gguf(path, config, torch.float32, native=False).state_dict()
+    model = skeleton(config, torch.float32)
+    GGUFFile(path, model, native=False).fill(model)
+    ours = model.state_dict()
     assert set(ours) == set(theirs)
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), name
+
+
+@compiled
+@pytest.mark.parametrize(("kinds", "tied"), MIXTURES)
+def test_the_memory_of_the_weights_is_known_from_the_header(tmp_path, kinds, tied):
+    path = save_gguf(tmp_path / "model.gguf", kinds, seed=1, tied=tied)
+    model = skeleton(AutoConfig.from_pretrained(tmp_path, gguf_file=path.name), torch.bfloat16)
+    files = GGUFFile(path, model, native=True)
+    told = files.bytes_of(model), files.bytes_of(model.model.layers[1], "model.layers.1.")
+    files.fill(model)
+    for module, size in zip((model, model.model.layers[1]), told, strict=True):
+        panels = (each.weight for each in module.modules() if isinstance(each, QuantizedLinear))
+        assert size == sum(each.nbytes for each in (*module.parameters(), *panels))
 
 
 @compiled
@@ -58,6 +76,7 @@ def test_the_tokenizer_is_that_of_the_file(tmp_path):
 
 @pytest.mark.parametrize("change", ["missing", "unknown", "shape", "nan"])
 def test_tensors_that_do_not_go_together_are_refused(tmp_path, change):
+    """`served` knows what the header tells, and says it with the same words."""
     path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1)
     reader = gguf.GGUFReader(path)
     at = {each.name: each for each in reader.tensors}
@@ -78,5 +97,9 @@ def test_tensors_that_do_not_go_together_are_refused(tmp_path, change):
         raw[begin : begin + 2] = np.float16(np.nan).tobytes()
         reason = "blk.1.ffn_up.weight: a scale is NaN"
     path.write_bytes(raw)
-    with pytest.raises(StartupError, match=reason):
+    with pytest.raises(StartupError, match=reason) as refused:
         load_engine(ModelSettings(str(path), sessions=1))
+    if change != "nan":
+        with pytest.raises(StartupError) as told:
+            served(ModelSettings(str(path)))
+        assert str(told.value) == str(refused.value)

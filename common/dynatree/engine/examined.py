@@ -1,0 +1,90 @@
+"""Examines a model's configuration, and refuses a model that cannot be served exactly, before weights are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoConfig, PretrainedConfig
+
+from dynatree import embedded
+from dynatree.common.errors import StartupError
+from dynatree.engine.model.files import check_path, checkpoint_of
+from dynatree.engine.model.tokenizer import first_line
+from dynatree.engine.settings import ModelSettings
+from dynatree.engine.small_engine import small_engine
+from dynatree.engine.support.explained import explained, named
+from dynatree.engine.support.families import check_cache, check_config
+from dynatree.engine.support.probe import check_computation
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A model whose family and configuration can be served.
+
+    Attributes:
+        name: Name of the model, for messages.
+        config: Its configuration.
+        context_length: Tokens of the longest sequence that is served.
+    """
+
+    name: str
+    config: PretrainedConfig
+    context_length: int
+
+
+def examined(settings: ModelSettings, probes: bool = True) -> Examined:
+    """Load a model's configuration and examine it.
+
+    Args:
+        settings: Settings of the model.
+        probes: Whether a small model of the configuration is probed.
+
+    Raises:
+        StartupError: The model is missing or cannot be served.
+    """
+    name = display_name(settings.model)
+    config = _config(settings, name)
+    with named(name):
+        check_config(config)
+    with explained(name, config):
+        context_length = _context_length(config, settings)
+        if probes:
+            check_computation(config, context_length, small_engine)
+        check_cache(config, context_length)
+    return Examined(name, config, context_length)
+
+
+def display_name(model: str) -> str:
+    """Return a hub name unchanged, and only the last component of a local path, because messages name no paths."""
+    if Path(model) in (embedded.target_path(), embedded.draft_path()):
+        return f"embedded-{Path(model).name}"
+    return Path(model).resolve().name if Path(model).exists() else model
+
+
+def unloadable(model: str, name: str, error: Exception) -> StartupError:
+    """Return the refusal of a model whose files could not be loaded."""
+    where = "" if Path(model).exists() else "it is no local folder; as a hub name: "
+    return StartupError(f"model {name!r} could not be loaded: {where}{first_line(error)}")
+
+
+def _config(settings: ModelSettings, name: str) -> PretrainedConfig:
+    check_path(settings.model)
+    try:
+        where = checkpoint_of(settings.model)
+        config: PretrainedConfig = AutoConfig.from_pretrained(**where, trust_remote_code=False)
+    except Exception as error:  # transformers and the hub client raise their own types here
+        raise unloadable(settings.model, name, error) from error
+    return config
+
+
+def _context_length(config: PretrainedConfig, settings: ModelSettings) -> int:
+    """Return the length of the longest sequence that is served, in tokens.
+
+    Raises:
+        StartupError: The configuration does not name the model's context length.
+    """
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(length, int):
+        raise StartupError(f"the configuration of {config.model_type} has no max_position_embeddings")
+    return min(length, settings.max_context or length)

@@ -1,0 +1,213 @@
+"""Loads weights from a GGUF file: quantised weights are repacked, and never rounded again.
+
+The configuration, the tokenizer and the names of the tensors are as transformers reads them from the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+from dynatree.common.errors import StartupError
+from dynatree.engine.forward.not_finite import check_weights
+from dynatree.engine.model.checkpoint import samples_of
+from dynatree.engine.model.gguf_header import BLOCKS, GGUFTensor, read_header
+from dynatree.engine.quantized.layers import layer_of
+from dynatree.engine.weights.gguf_blocks import repacked
+from dynatree.engine.weights.quantized_weight import QuantizedWeight
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_OUTPUT, _TABLE = "output.weight", "token_embd.weight"
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A tensor of the file and its place in the model.
+
+    Attributes:
+        tensor: The tensor.
+        name: Name of its weight in the model.
+        kept: Whether a linear layer takes it, whose weight stays quantised.
+    """
+
+    tensor: GGUFTensor
+    name: str
+    kept: bool
+
+
+class GGUFFile:
+    """The tensors of a GGUF file; implements `QuantizedFiles`.
+
+    Attributes:
+        name: Name of the file, for messages.
+    """
+
+    def __init__(self, path: Path, model: PreTrainedModel, native: bool) -> None:
+        """Find the place of every tensor in the model.
+
+        Args:
+            path: The file.
+            model: Model from `skeleton` of the configuration that transformers reads from the file. Its dtype is that
+                of activations, and of weights that are not quantised.
+            native: Whether the project's own kernels compute the model.
+
+        Raises:
+            StartupError: The file lacks a tensor of the model, has one that the model lacks, or one of another shape.
+        """
+        self.name = path.name
+        self._path = path
+        self._native = native
+        self._model_type, self._dtype = model.config.model_type, model.dtype
+        self._tied = bool(model.config.tie_word_embeddings)
+        header = read_header(path)
+        self._data = np.memmap(path, np.uint8, "r")
+        processor = TENSOR_PROCESSORS.get(header.values["general.architecture"], TensorProcessor)
+        self._processor: Any = processor(config=model.config.to_dict())  # type: ignore[no-untyped-call]
+        self._names: dict[str, str] = get_gguf_hf_weights_map(model, self._processor)  # by names of the file
+        tensors = (each for each in header.tensors if not (self._tied and each.name == _OUTPUT))
+        self._placed = [self._place(each, model) for each in tensors]
+        there = {each.name for each in self._placed}
+        missing = [name for name, _ in model.named_parameters() if name not in there]
+        if missing:
+            raise self._refusal(f"it lacks the tensor of {missing[0]}")
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """See `QuantizedFiles.formats`."""
+        return tuple(sorted({each.tensor.kind for each in self._placed if each.tensor.kind not in _FLOATS}))
+
+    def identity(self) -> str:
+        """Return a hash of the dtype, of the file's name, size and time, and of samples of every tensor."""
+        stat = self._path.stat()
+        parts = hashlib.sha256(f"{self._dtype} {self.name} {stat.st_size} {stat.st_mtime_ns}".encode())
+        with self._path.open("rb", buffering=0) as file:
+            for each in self._placed:
+                parts.update(f"\n{each}\n".encode())
+                for sample in samples_of(file, each.tensor.start, each.tensor.start + each.tensor.bytes):
+                    parts.update(sample)
+        return parts.hexdigest()
+
+    def bytes_of(self, module: nn.Module, prefix: str = "") -> int:
+        """See `QuantizedFiles.bytes_of`."""
+        size = sum(self._bytes(each.tensor, each.kept) for each in self._placed if each.name.startswith(prefix))
+        table = self._table
+        return size + (self._bytes(table, kept=True) if table is not None and not prefix else 0)
+
+    @torch.inference_mode()
+    def fill(self, module: nn.Module, prefix: str = "") -> None:
+        """See `WeightFiles.fill`."""
+        linear = []
+        for each in self._placed:
+            path, _, last = each.name.removeprefix(prefix).rpartition(".")
+            if not each.name.startswith(prefix) or not getattr(module.get_submodule(path), last).is_meta:
+                continue
+            if each.kept:
+                linear.append((path, each.tensor))
+            else:
+                setattr(module.get_submodule(path), last, nn.Parameter(self._floats(each), requires_grad=False))
+        for path, tensor in linear:  # once the biases are loaded
+            self._replace(module, path, self._quantised(tensor, self._order(tensor)))
+        if isinstance(module, PreTrainedModel) and self._tied:
+            self._tie(module)
+
+    def _place(self, tensor: GGUFTensor, model: PreTrainedModel) -> _Placed:
+        name = self._names.get(tensor.name)
+        if name is None:
+            raise self._refusal(f"{self._model_type} models have no place for its tensor {tensor.name}")
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
+        in_order = len(tensor.shape) == 2 and self._order(tensor) is not None
+        shape = list(tensor.shape if in_order else self._processed(tensor, np.zeros(tensor.shape, np.float32)).shape)
+        expected = list(getattr(module, last).shape)
+        if shape != expected:
+            raise self._refusal(f"its tensor {tensor.name} is {shape}, expected {expected}")
+        kept = in_order and tensor.kind not in _FLOATS and last == "weight" and type(module) is nn.Linear
+        return _Placed(tensor, name, kept)
+
+    def _floats(self, placed: _Placed) -> Tensor:
+        """Read a tensor as floating-point numbers."""
+        tensor = placed.tensor
+        if tensor.kind in _FLOATS:
+            values = self._raw(tensor).view(_FLOATS[tensor.kind]).view(tensor.shape).float()
+        else:
+            values = self._quantised(tensor, None).dequantized().view(tensor.shape)
+        loaded = torch.from_numpy(np.ascontiguousarray(self._processed(tensor, values.numpy()))).to(self._dtype)
+        check_weights(self.name, [(placed.name, loaded)])
+        return loaded
+
+    def _processed(self, tensor: GGUFTensor, values: NDArray[Any]) -> NDArray[Any]:
+        """Return values of a tensor as transformers keeps them."""
+        processed = self._processor.process(
+            weights=values, name=tensor.name, tensor_key_mapping=self._names, parsed_parameters={"tensors": {}}
+        )
+        if processed.name is None:
+            raise self._refusal(f"its tensor {tensor.name} holds several experts, which are not read from GGUF files")
+        return np.asarray(processed.weights)
+
+    def _order(self, tensor: GGUFTensor) -> Tensor | None:
+        """Return the order of rows in which transformers keeps a weight, or None if it is not such an order."""
+        rows = np.arange(tensor.shape[0], dtype=np.int64)[:, None]
+        processed = self._processor.process(weights=rows, name=tensor.name, tensor_key_mapping=self._names)
+        order = np.asarray(processed.weights)
+        same = processed.name == tensor.name and order.shape == rows.shape
+        return torch.from_numpy(order[:, 0].copy()) if same and np.array_equal(np.sort(order, 0), rows) else None
+
+    def _quantised(self, tensor: GGUFTensor, order: Tensor | None) -> QuantizedWeight:
+        values, size = BLOCKS[tensor.kind]
+        inputs = tensor.shape[-1]
+        raw = self._raw(tensor).view(-1, inputs // values, size)
+        try:
+            return repacked(raw if order is None else raw[order], tensor.kind)
+        except ValueError as error:
+            raise self._refusal(f"its tensor {tensor.name}: {error}") from None
+
+    def _raw(self, tensor: GGUFTensor) -> Tensor:
+        return torch.from_numpy(self._data[tensor.start : tensor.start + tensor.bytes].copy())
+
+    def _replace(self, module: nn.Module, path: str, weight: QuantizedWeight) -> None:
+        """Replace the linear layer at a path by one of a quantised weight."""
+        layer = module.get_submodule(path)
+        assert isinstance(layer, nn.Linear)
+        module.set_submodule(path, layer_of(weight, layer.bias, self._dtype, self._native))
+
+    @property
+    def _table(self) -> GGUFTensor | None:
+        """The embedding table, if the output layer reads it as the file has it, quantised."""
+        tensors = (each.tensor for each in self._placed if each.tensor.name == _TABLE)
+        table = next(tensors, None)
+        shared = table is not None and table.kind not in _FLOATS and self._tied and self._native
+        return table if shared else None
+
+    def _tie(self, model: PreTrainedModel) -> None:
+        """Let the output layer read the embedding table; a quantised table as it is in the file."""
+        output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        if self._table is not None and type(output) is nn.Linear:
+            path = next(path for path, each in model.named_modules() if each is output)
+            self._replace(model, path, self._quantised(self._table, None))
+        else:
+            model.tie_weights()
+
+    def _bytes(self, tensor: GGUFTensor, kept: bool) -> int:
+        count = math.prod(tensor.shape)
+        return int(count * _bits_of(tensor.kind) / 8) if kept and self._native else count * self._dtype.itemsize
+
+    def _refusal(self, reason: str) -> StartupError:
+        return StartupError(f"model {self.name} cannot be served: {reason}")
+
+
+@cache
+def _bits_of(kind: str) -> float:
+    """Return the bits that a weight of a quantised type takes in memory, with its share of the scales."""
+    values, size = BLOCKS[kind]
+    return 8 * repacked(torch.zeros(1, 1, size, dtype=torch.uint8), kind).bytes / values

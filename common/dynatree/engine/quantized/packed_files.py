@@ -1,0 +1,112 @@
+"""Loads weights from a checkpoint that packs them in 4 or 8 bits (GPTQ, AWQ, compressed-tensors)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from dynatree.common.errors import StartupError
+from dynatree.engine.model.checkpoint import Checkpoint
+from dynatree.engine.quantized.layers import layer_of
+from dynatree.engine.weights.packed_weights import format_of
+
+
+class PackedFiles:
+    """The tensors of a checkpoint with packed weights; implements `QuantizedFiles`.
+
+    Attributes:
+        name: Name of the model, for messages.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, settings: Mapping[str, Any], model: PreTrainedModel, native: bool
+    ) -> None:
+        """Find the tensors.
+
+        Args:
+            folder: Folder of the checkpoint.
+            name: Name of the model, for messages.
+            settings: Its `quantization_config`.
+            model: Model from `skeleton`. Its dtype is that of activations, and of weights that are not quantised.
+            native: Whether the project's own kernels compute the model.
+
+        Raises:
+            StartupError: The format is not served, or a tensor is missing.
+        """
+        self.name = name
+        self._native = native
+        self._dtype = model.dtype
+        try:
+            self._format = format_of(settings)
+        except ValueError as error:
+            raise self._refusal(error) from None
+        self._checkpoint = Checkpoint(folder, name, model)
+        packed = {path for path, layer in model.named_modules() if self._tensors(layer, path)}
+        needed = [
+            f"{owner}.{self._format.scales}" if last == "weight" and owner in packed else name
+            for name, _ in model.named_parameters()
+            for owner, _, last in [name.rpartition(".")]
+        ]
+        missing = [each for each in needed if each not in self._checkpoint]
+        if missing:
+            raise self._refusal(f"its checkpoint lacks {missing[0]}")
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """See `QuantizedFiles.formats`."""
+        return (f"{self._format.name} of {self._format.bits} bits",)
+
+    def identity(self) -> str:
+        """See `WeightFiles.identity`."""
+        return self._checkpoint.identity()
+
+    def bytes_of(self, module: nn.Module, prefix: str = "") -> int:
+        """See `QuantizedFiles.bytes_of`."""
+        packed = {prefix + path: layer for path, layer in module.named_modules() if self._tensors(layer, prefix + path)}
+        if not self._native:
+            packed = {}
+        floats = {prefix + name: each for name, each in module.named_parameters()}
+        total = sum(each.numel() for name, each in floats.items() if name.removesuffix(".weight") not in packed)
+        return total * self._dtype.itemsize + sum(self._bytes(path, layer) for path, layer in packed.items())
+
+    @torch.inference_mode()
+    def fill(self, module: nn.Module, prefix: str = "") -> None:
+        """See `WeightFiles.fill`."""
+        for path, layer in list(module.named_modules()):
+            own = self._tensors(layer, prefix + path)
+            if not own or not layer.weight.is_meta:
+                continue
+            stored = self._checkpoint.stored(own.values())
+            try:
+                weight = self._format.unpacked({each: stored[full] for each, full in own.items()})
+            except KeyError as error:
+                raise self._refusal(f"its checkpoint lacks {prefix}{path}.{error.args[0]}") from None
+            except ValueError as error:
+                raise self._refusal(f"{prefix}{path}: {error}") from None
+            expected = list(layer.weight.shape)
+            if list(weight.codes.shape) != expected:
+                raise self._refusal(f"{prefix}{path} is {list(weight.codes.shape)}, expected {expected}")
+            bias = f"{prefix}{path}.bias"
+            loaded = None if layer.bias is None else self._checkpoint.read([bias])[bias]
+            module.set_submodule(path, layer_of(weight, loaded, self._dtype, self._native))
+        self._checkpoint.fill(module, prefix)
+
+    def _tensors(self, layer: nn.Module, path: str) -> dict[str, str]:
+        """Return the packed tensors of the layer at a path in the model, by their names in the format."""
+        named = {each: f"{path}.{each}" for each in self._format.tensors}
+        own = {each: full for each, full in named.items() if full in self._checkpoint}
+        return own if type(layer) is nn.Linear and set(own) - {"weight"} else {}
+
+    def _bytes(self, path: str, layer: nn.Module) -> int:
+        codes = layer.weight.numel() * self._format.bits // 8  # type: ignore[operator]
+        scales = math.prod(self._checkpoint.shape(f"{path}.{self._format.scales}"))
+        return int(codes) + scales * self._format.scale_bytes
+
+    def _refusal(self, reason: object) -> StartupError:
+        return StartupError(f"model {self.name} cannot be served: {reason}")

@@ -1,0 +1,65 @@
+"""Tests `dynatree check`: its lines, its JSON, and its exit status."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dynatree.cli.main import main
+from tests.support.gguf_files import save_gguf
+from tests.support.kernel_builds import compiled
+from tests.support.model_zoo import save_random_model
+from tests.support.packed_checkpoints import save_packed
+
+
+@pytest.fixture(name="gguf")
+def gguf_fixture(tmp_path: Path) -> str:
+    return str(save_gguf(tmp_path / "model.gguf", ("Q4_K", "Q6_K"), seed=1))
+
+
+@compiled
+def test_a_pair_has_a_line_for_each_model(gguf: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draft, _ = save_packed(tmp_path, "awq", 4)
+    capsys.readouterr()
+    assert main(["check", "--target-model", gguf, "--draft-model", str(draft)]) == 0
+    target_line, draft_line = capsys.readouterr().out.splitlines()
+    assert target_line.startswith("target model.gguf: LlamaForCausalLM of 0.00")
+    assert "Q4_K and Q6_K weights of 0.00" in target_line
+    assert "bfloat16 activations on cpu by a native program" in target_line
+    assert target_line.endswith("a context of 160 tokens")
+    assert "awq of 4 bits weights" in draft_line
+
+
+@compiled
+def test_json_has_every_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(save_random_model(tmp_path / "model", "gpt_neox", seed=1))
+    capsys.readouterr()
+    line = ["check", "--target-model", model, "--draft-model", model, "--draft-weights", "int4", "--dtype", "float32"]
+    assert main([*line, "--max-context", "100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [found[role]["weights"] for role in ("target", "draft")] == ["float32", "int4"]
+    assert 0 < found["draft"]["weight_bytes"] < found["target"]["weight_bytes"]
+    assert found["target"]["context_length"] == 100
+
+
+def test_a_refusal_is_one_line_or_json(gguf: str, capsys: pytest.CaptureFixture[str]) -> None:
+    refused = "--weights int8: a GGUF file has its own precision, expected auto"
+    line = ["check", "--target-model", gguf, "--weights", "int8"]
+    assert main(line) == 1
+    assert capsys.readouterr() == ("", f"dynatree: error: {refused}\n")
+    assert main([*line, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"refusal": {"message": refused}}
+
+
+def test_models_with_other_tokenizers_are_no_pair(
+    gguf: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = save_random_model(tmp_path / "draft", "llama", seed=1)
+    tokenizer = json.loads((draft / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[100:102]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    capsys.readouterr()
+    assert main(["check", "--target-model", gguf, "--draft-model", str(draft)]) == 1
+    assert "draft model draft and target model model.gguf have different tokenizers" in capsys.readouterr().err

@@ -1,0 +1,114 @@
+"""How a model would be served is known before its weights are loaded, and refusals have the words of loading."""
+
+import json
+
+import pytest
+
+from dynatree.common.errors import StartupError
+from dynatree.engine.loading import load_engine
+from dynatree.engine.served import served
+from dynatree.engine.settings import ModelSettings
+from tests.support.gguf_files import save_gguf
+from tests.support.kernel_builds import compiled
+from tests.support.model_zoo import save_random_model
+from tests.support.packed_checkpoints import save_packed
+
+PROGRAM = "a native program"
+
+
+def gguf(folder):
+    return save_gguf(folder / "model.gguf", ("Q4_K", "Q6_K", "Q8_0"), seed=1, tied=True)
+
+
+def packed(folder):
+    return save_packed(folder, "gptq", 4)[0]
+
+
+def plain(family):
+    return lambda folder: save_random_model(folder / family, family, seed=1)
+
+
+@compiled
+@pytest.mark.usefixtures("without_amx")
+@pytest.mark.parametrize(
+    ("save", "settings", "weights", "computed_by"),
+    [
+        (gguf, {}, "Q4_K and Q6_K and Q8_0", PROGRAM),
+        (gguf, {"dtype": "float32"}, "Q4_K and Q6_K and Q8_0", PROGRAM),
+        (packed, {}, "gptq of 4 bits", PROGRAM),
+        (plain("llama"), {"dtype": "bfloat16"}, "bfloat16", PROGRAM),
+        (plain("gpt_neox"), {"dtype": "bfloat16", "weights": "int8"}, "int8", PROGRAM),
+        (plain("gpt2"), {"weights": "int4"}, "int4", "native kernels in transformers' modules"),
+    ],
+    ids=["gguf", "gguf-float32", "gptq", "bfloat16", "int8", "int4"],
+)
+def test_it_is_what_loading_finds(tmp_path, save, settings, weights, computed_by):
+    path = str(save(tmp_path))
+    told = served(ModelSettings(path, **settings))
+    engine = load_engine(ModelSettings(path, sessions=1, **settings))
+    info = engine.info
+    assert (told.weights, told.computed_by, told.offloaded_layers) == (weights, computed_by, 0)
+    for name in ("name", "architecture", "parameters", "dtype", "device", "context_length", "tokenizer_fingerprint"):
+        assert getattr(told, name) == getattr(info, name), name
+    assert (computed_by == PROGRAM) == engine.batch_invariant
+    assert told.kv_bytes == engine.kv_cache.shape.slot_bytes(engine.model.dtype)
+    table = 0 if told.weight_bytes == info.step_bytes else engine.model.get_input_embeddings().weight.nbytes
+    assert told.weight_bytes == pytest.approx(info.step_bytes + table, rel=0.02)
+    assert f"{weights} weights" in str(told)
+
+
+def lacks_a_tensor(folder):
+    path = gguf(folder)
+    path.write_bytes(path.read_bytes().replace(b"blk.1.attn_k.weight", b"blk.9.attn_k.weight"))
+    return path, {}
+
+
+def three_bits(folder):
+    path = packed(folder)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["bits"] = 3
+    (path / "config.json").write_text(json.dumps(config))
+    return path, {}
+
+
+def other_method(folder):
+    path = packed(folder)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "version": "gemv"}
+    (path / "config.json").write_text(json.dumps(config))
+    return path, {}
+
+
+def rounded_twice(folder):
+    return packed(folder), {"weights": "int8"}
+
+
+def inputs_in_no_group(folder):
+    changes = {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 2}
+    return save_random_model(folder / "model", "llama", seed=1, **changes), {"weights": "int4"}
+
+
+def beams(folder):
+    path = packed(folder)
+    (path / "generation_config.json").write_text(json.dumps({"num_beams": 4}))
+    return path, {}
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lacks_a_tensor, "no place for its tensor blk.9.attn_k.weight"),
+        (three_bits, "its weights have 3 bits, expected 4 or 8"),
+        (other_method, "version gemv, expected 4 and gemm"),
+        (rounded_twice, "has quantised weights, which do not go together with --weights"),
+        (inputs_in_no_group, "has 72 inputs, expected multiples of 16"),
+        (beams, "its generation_config sets num_beams"),
+    ],
+)
+def test_refusals_have_the_words_of_loading(tmp_path, harm, words):
+    path, settings = harm(tmp_path)
+    with pytest.raises(StartupError, match=words) as refused:
+        load_engine(ModelSettings(str(path), sessions=1, **settings))
+    with pytest.raises(StartupError) as told:
+        served(ModelSettings(str(path), **settings))
+    assert str(told.value) == str(refused.value)
