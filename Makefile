@@ -24,7 +24,7 @@ KERNELS := $(wildcard common/dynatree/engine/cpu/native/*.[ch])
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-long test-all sanitize check figures figures-write pictures docs bench bench-quick protos protos-check hashes sbom audit clean
 # Two workers keep two cores busy; tests that share services stay on one of them (tests/conftest.py).
-PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 10
+PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10
 
 # The documents whose figures come out of benchmarks/, by cog.
 FIGURES := README.md $(wildcard docs/*.md docs/*/*.md)

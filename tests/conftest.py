@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +34,7 @@ from dynatree.verify.settings import VerifySettings
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-_SERVICES = "services"  # group of the tests that use the session's services
+_SERVICES = "services"  # unit of the tests that use the session's services
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 
@@ -63,25 +65,30 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest tests first, and all files that use the session's services on one worker."""
+    """Run the longest tests first, and check that the scheduler knows which files use the session's services."""
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
-    shared = {item.path for item in items if "embedded_services" in getattr(item, "fixturenames", ())}
     for item in items:
-        if item.path in shared:
-            item.add_marker(pytest.mark.xdist_group(_SERVICES))
+        assert "embedded_services" not in getattr(item, "fixturenames", ()) or _uses_services(item.path), item.path
 
 
-class _Scheduling(LoadFileScheduling):
-    """Keeps the tests of a file, which share fixtures, on one worker."""
+class Scheduling(LoadFileScheduling):
+    """Keeps the tests of a file, which share fixtures, on one worker, and all files that use the session's services."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return _SERVICES if nodeid.endswith(f"@{_SERVICES}") else super()._split_scope(nodeid)
+        file: str = super()._split_scope(nodeid)
+        return _SERVICES if _uses_services(self.config.rootpath / file) else file
+
+
+@cache
+def _uses_services(file: Path) -> bool:
+    """Whether a file names a fixture that needs the session's services; the scheduling process collects no tests."""
+    return re.search("embedded_services|shared_pair|gateway_fixture", file.read_text(encoding="utf-8")) is not None
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Scheduling:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
     """Return the scheduler, whatever `--dist` says."""
-    return _Scheduling(config, log)
+    return Scheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

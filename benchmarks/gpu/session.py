@@ -235,10 +235,10 @@ def drive(options: argparse.Namespace, store: Store) -> int:
         str(until),
         str(since),
     ]
-    while True:
-        before = [name for name in names if store.settled(name, since)]
+    status = 0
+    while left := [name for name in names if not store.settled(name, since)]:
         status = subprocess.run(command).returncode
-        if status == 0 or before == [name for name in names if store.settled(name, since)]:
+        if status == 0 or left == [name for name in names if not store.settled(name, since)]:
             break
         print(f"the process ended with status {status}; another goes on behind the step that it was at")
     progress = Progress({name: store.read(name) for name in names})

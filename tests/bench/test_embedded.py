@@ -196,7 +196,7 @@ def test_audit_finds_no_divergence_in_the_pair(capsys):
 
 @pytest.mark.long
 def test_audit_with_services_of_its_own():
-    result = run("audit", *PAIR, "--max-new-tokens", "32")
+    result = run("audit", *PAIR, "--max-new-tokens", "8")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "EQUAL: 9 prompts" in result.stdout
 

@@ -240,6 +240,7 @@ def test_what_is_not_installed_is_said_first(monkeypatch: pytest.MonkeyPatch) ->
 # All of it
 
 
+@pytest.mark.early
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_tiny_session_measures_all_parts(tmp_path: Path) -> None:

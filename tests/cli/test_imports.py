@@ -10,26 +10,37 @@ from dynatree.bench.arguments import MEASUREMENTS
 from dynatree.cli.main import COMMANDS
 
 SLOW = {"torch", "transformers", "numpy"}
-# Run each command line in its own fork of a process that has imported only the command.
+# Run each command line in its own fork of a process that has imported only the subcommand, as `main` does first.
 ANSWERS = """
 import json, os, sys
-from dynatree.cli.main import main
+from importlib import import_module
+from itertools import groupby
+from dynatree.cli.main import COMMANDS, main
 
-answers = []
-for line in json.load(sys.stdin):
+def forked(work, *arguments):
     read, write = os.pipe()
     if os.fork() == 0:
-        for output in (1, 2):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-        status = main(line)
         with open(write, "w") as answer:
-            json.dump([status, list(sys.modules)], answer)
+            json.dump(work(*arguments), answer)
         os._exit(0)
     os.close(write)
     with open(read) as answer:
-        answers.append(json.load(answer))
+        found = json.load(answer)
     os.wait()
-print(json.dumps(answers))
+    return found
+
+def answers_of(name, lines):
+    if name in COMMANDS:
+        import_module(COMMANDS[name][1])
+    return [forked(answer_of, line) for line in lines]
+
+def answer_of(line):
+    for output in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return [main(line), list(sys.modules)]
+
+groups = groupby(json.load(sys.stdin), key=lambda line: line[0])
+print(json.dumps([answer for name, lines in groups for answer in forked(answers_of, name, list(lines))]))
 """
 PAIR = ["--target-model", "embedded", "--draft-model", "embedded"]
 DRAFT = ["draft", "--draft-model", "embedded", "--verify", "localhost:1"]
@@ -97,7 +108,10 @@ REFUSED = [
     [*LOAD, "--clients", "2", "--policy", "linear:depth=99"],
     ["trace", "/no/such/file", "--html", "page.html"],
 ]
-STATUSES = [*((line, 0) for line in HELP), *((line, 2) for line in WRONG), *((line, 1) for line in REFUSED)]
+STATUSES = sorted(
+    [*((line, 0) for line in HELP), *((line, 2) for line in WRONG), *((line, 1) for line in REFUSED)],
+    key=lambda each: each[0][0],  # by subcommand
+)
 
 
 @pytest.fixture(scope="module")

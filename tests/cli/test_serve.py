@@ -22,7 +22,7 @@ import pytest
 from dynatree.client import Client
 from tests.campaigns.interrupted_starts import COMMANDS, interrupted, verify_service
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.early, pytest.mark.long]
 
 
 class Serve:

@@ -16,14 +16,19 @@ DTYPES = ["float32", "bfloat16"]
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
-def check(model, folder, dtype, reason):
-    """Check that the model is refused for this reason."""
-    found = served(saved(model, folder / "model"), dtype)
-    assert found.refusal is not None, f"{found.wrong} of {found.compared} tokens are wrong"
-    assert reason in found.refusal
+def in_every_dtype(model, folder, **settings):
+    """Yield each dtype, and the result of serving the model in it."""
+    path = saved(model, folder / "model")
+    for dtype in DTYPES:
+        yield dtype, served(path, dtype, **settings)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def check_refusal(model, folder, reason):
+    for dtype, found in in_every_dtype(model, folder):
+        assert found.refusal is not None, f"{dtype}: {found.wrong} of {found.compared} tokens are wrong"
+        assert reason in found.refusal, dtype
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
@@ -56,34 +61,31 @@ def check(model, folder, dtype, reason):
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic rotary"),
     ],
 )
-def test_what_is_not_computed_is_refused_in_every_dtype(tmp_path, family, changes, reason, dtype):
-    config = tiny_config(family, **changes)
-    check(tiny_model(config), tmp_path, dtype, reason)
+def test_what_is_not_computed_is_refused_in_every_dtype(tmp_path, family, changes, reason):
+    check_refusal(tiny_model(tiny_config(family, **changes)), tmp_path, reason)
 
 
 def test_rotary_scaling_is_found_in_nested_dictionaries(tmp_path):
     longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     rope = {kind: longrope | {"original_max_position_embeddings": 32, "factor": 8.0} for kind in WINDOWS["layer_types"]}
     config = tiny_config("gemma3_text", layer_types=["full_attention"] * 4, rope_parameters=rope)
-    check(tiny_model(config), tmp_path, "float32", "longrope rotary scaling")
+    check_refusal(tiny_model(config), tmp_path, "longrope rotary scaling")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("max_context", [16, 17])
-def test_a_window_counts_where_the_context_is_longer(tmp_path, max_context, dtype):
-    config = tiny_config("mistral", sliding_window=16)
-    found = served(saved(tiny_model(config), tmp_path / "model"), dtype, max_context=max_context)
-    assert (found.refusal is None) == (max_context == 16)
-    assert found.wrong == 0
+def test_a_window_counts_where_the_context_is_longer(tmp_path, max_context):
+    model = tiny_model(tiny_config("mistral", sliding_window=16))
+    for dtype, found in in_every_dtype(model, tmp_path, max_context=max_context):
+        assert (found.refusal is None) == (max_context == 16), dtype
+        assert found.wrong == 0, dtype
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3", "gemma", "qwen3_moe", "mistral", "gpt2", "phi"])
-def test_what_is_served_has_the_right_tokens(tmp_path, family, dtype):
+def test_what_is_served_has_the_right_tokens(tmp_path, family):
     changes = {"sliding_window": None} if family == "mistral" else {}
-    found = served(saved(tiny_model(tiny_config(family, **changes)), tmp_path / "model"), dtype)
-    assert (found.refusal, found.wrong) == (None, 0)
-    assert found.compared > 20
+    for dtype, found in in_every_dtype(tiny_model(tiny_config(family, **changes)), tmp_path):
+        assert (found.refusal, found.wrong) == (None, 0), dtype
+        assert found.compared > 20, dtype
 
 
 def test_a_masked_token_of_the_output_layer_is_no_reason(tmp_path):
@@ -132,10 +134,9 @@ SERVED = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_served_with_the_right_tokens_or_refused(tmp_path, family, dtype):
-    found = served(saved(tiny_model(tiny_config(family)), tmp_path / "model"), dtype)
-    assert found.wrong == 0, f"{found.wrong} of {found.compared} tokens are wrong"
-    assert found.refusal is None or family not in SERVED, found.refusal
-    assert found.refusal or found.compared > 20
+def test_every_family_is_served_with_the_right_tokens_or_refused(tmp_path, family):
+    for dtype, found in in_every_dtype(tiny_model(tiny_config(family)), tmp_path):
+        assert found.wrong == 0, f"{dtype}: {found.wrong} of {found.compared} tokens are wrong"
+        assert found.refusal is None or family not in SERVED, f"{dtype}: {found.refusal}"
+        assert found.refusal or found.compared > 20, dtype

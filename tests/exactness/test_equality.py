@@ -62,6 +62,7 @@ def encode(text):
 @dataclass(eq=False)
 class Pair:
     client: Client
+    address: str
     reference: object
 
     def expected(self, prompt, count, **options):
@@ -81,6 +82,14 @@ class Pair:
             )
         return output[0, len(prompt) :].tolist()
 
+    def tokens(self, prompt, count, policy):
+        name, settings = policy
+        return self._completed(tuple(prompt), count, name, tuple(settings.items()))
+
+    @cache  # noqa: B019 - several tests compare the same completions
+    def _completed(self, prompt, count, name, settings):
+        return list(self.completion(prompt, count, (name, dict(settings))).token_ids)
+
     def completion(self, prompt, count, policy, **options):
         name, settings = policy
         return self.client.generate(prompt, max_new_tokens=count, policy=name, policy_settings=settings, **options)
@@ -88,7 +97,8 @@ class Pair:
 
 def open_pair(folder, target, draft, **options):
     with running_services(folder, target, draft, **options) as services, Client(services.draft_address) as client:
-        yield Pair(client, AutoModelForCausalLM.from_pretrained(target, dtype=options.get("dtype", "auto")).eval())
+        reference = AutoModelForCausalLM.from_pretrained(target, dtype=options.get("dtype", "auto")).eval()
+        yield Pair(client, services.draft_address, reference)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +120,11 @@ def perfect(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def embedded_pair(tmp_path_factory):
     yield from open_pair(tmp_path_factory.mktemp("s"), embedded.target_path(), embedded.draft_path(), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def pair_in_16_bits(tmp_path_factory):
+    yield from open_pair(tmp_path_factory.mktemp("s"), embedded.target_path(), embedded.draft_path(), dtype="bfloat16")
 
 
 def prompts(lengths):
@@ -196,22 +211,20 @@ def test_the_embedded_pair_up_to_its_context(embedded_pair, prompt_tokens, count
     [(TEXTS[:1], (CHAIN, DEFAULT)), pytest.param(TEXTS, EMBEDDED_POLICIES, marks=pytest.mark.long)],
     ids=["one text", "every text"],
 )
-def test_bfloat16_divergences_are_near_ties(tmp_path, record_property, texts, policies):
+def test_bfloat16_divergences_are_near_ties(pair_in_16_bits, record_property, texts, policies):
     """In bfloat16, passes over n rows and over one row may round differently; count that, and print the margins."""
     margins = []
     tokens = 0
-    for pair in open_pair(tmp_path, embedded.target_path(), embedded.draft_path(), dtype="bfloat16"):
-        for text in texts:
-            prompt = encode(text)
-            for policy in policies:
-                ours = list(pair.completion(prompt, MOST, policy).token_ids)
-                theirs = pair.expected(prompt, MOST)
-                tokens += len(theirs)
-                if ours != theirs:
-                    at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
-                    with torch.inference_mode():
-                        logits = pair.reference(torch.tensor([prompt + theirs[:at]])).logits[0, -1].float()
-                    margins.append((logits[theirs[at]] - logits[ours[at]]).abs().item() / logits.abs().max().item())
+    for prompt in map(encode, texts):
+        theirs = pair_in_16_bits.expected(prompt, MOST)
+        for policy in policies:
+            ours = pair_in_16_bits.tokens(prompt, MOST, policy)
+            tokens += len(theirs)
+            if ours != theirs:
+                at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+                with torch.inference_mode():
+                    logits = pair_in_16_bits.reference(torch.tensor([prompt + theirs[:at]])).logits[0, -1].float()
+                margins.append((logits[theirs[at]] - logits[ours[at]]).abs().item() / logits.abs().max().item())
     record_property(
         "figure", f"bfloat16, embedded pair: {len(margins)} divergences in {tokens} tokens; relative margins {margins}"
     )
@@ -225,25 +238,20 @@ def test_bfloat16_divergences_are_near_ties(tmp_path, record_property, texts, po
     [(TEXTS[:1], (BUSH, DEFAULT)), pytest.param(TEXTS, EMBEDDED_POLICIES, marks=pytest.mark.long)],
     ids=["one text", "every text"],
 )
-def test_in_bfloat16_every_tree_gives_plain_decodings_tokens(tmp_path, texts, policies):
+def test_in_bfloat16_every_tree_gives_plain_decodings_tokens(pair_in_16_bits, texts, policies):
     """With the project's kernels a token has the same bits in any forward pass, so near-ties are decided alike."""
-    for pair in open_pair(tmp_path, embedded.target_path(), embedded.draft_path(), dtype="bfloat16"):
-        for text in texts:
-            prompt = encode(text)
-            plain = pair.completion(prompt, MOST, PLAIN).token_ids
-            for policy in policies:
-                assert pair.completion(prompt, MOST, policy).token_ids == plain
+    for prompt in map(encode, texts):
+        plain = pair_in_16_bits.tokens(prompt, MOST, PLAIN)
+        for policy in policies:
+            assert pair_in_16_bits.tokens(prompt, MOST, policy) == plain
 
 
 @needs_equal_bits
-def test_in_bfloat16_a_conversation_goes_on_from_what_its_answer_left(tmp_path):
+def test_in_bfloat16_a_conversation_goes_on_from_what_its_answer_left(pair_in_16_bits):
     """The slots that trees wrote equal those that a prefill would have written."""
     prompt = encode(TEXTS[0])
-    with (
-        running_services(tmp_path, embedded.target_path(), embedded.draft_path(), dtype="bfloat16") as services,
-        Client(services.draft_address, principal="one") as client,
-        Client(services.draft_address, principal="another") as other,
-    ):
+    address = pair_in_16_bits.address
+    with Client(address, principal="one") as client, Client(address, principal="another") as other:
         answer = client.generate(prompt, max_new_tokens=40, policy="fixed").token_ids
         longer = [*prompt, *answer, *encode(" And then")]
         again = client.generate(longer, max_new_tokens=40)

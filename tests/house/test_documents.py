@@ -192,6 +192,7 @@ def test_what_the_trial_leaves_out_or_replaces_is_there() -> None:
     assert [pattern for pattern in patterns if not any(re.search(pattern, text) for text in shown)] == []
 
 
+@pytest.mark.early
 @pytest.mark.long
 def test_the_commands_of_the_quickstart_run() -> None:
     command = [sys.executable, str(ROOT / "docs/try_commands.py"), str(ROOT / "docs/quickstart.md")]

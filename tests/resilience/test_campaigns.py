@@ -18,6 +18,7 @@ CAMPAIGNS = {
 }
 
 
+@pytest.mark.early
 @pytest.mark.long
 @pytest.mark.parametrize("name", CAMPAIGNS)
 def test_a_campaign_in_its_short_form(name: str) -> None:

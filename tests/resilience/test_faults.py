@@ -16,7 +16,7 @@ import pytest
 from dynatree.client import Client, Completion, ServerUnavailableError
 from tests.support.faults import OPTIONS, PROMPT, Cluster, Fault, combinations, complete, outcome, running_cluster
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.early, pytest.mark.long]
 SOME = [each for number, each in enumerate(combinations()) if number % 27 == 0 and each[1] != "queue"]
 QUEUED = [each for each in combinations() if each[1] == "queue" and each[3] == "greedy"]
 

@@ -21,6 +21,7 @@ from dynatree.engine.gpu.tree_attention import BLOCK, SPLIT_BLOCKS
 warnings.simplefilter("ignore")
 
 SIZES = ((32, 32, 80), (32, 8, 128), (14, 2, 64))  # heads, key heads, head size
+TYPES = {80: ("bf16", "fp16", "bf16"), 90: ("fp16", "bf16", "fp16")}  # of these sizes; each pair on one architecture
 Kernels = dict[str, Any]
 
 
@@ -123,9 +124,9 @@ def fused(dtype: str, arch: int) -> dict[str, Kernels]:
 def main(arch: int) -> None:
     """Compile all kernels for one architecture, such as 90."""
     found: dict[str, Any] = {"attention": {}, "fused": {}}
+    for sizes, dtype in (*zip(SIZES, TYPES[arch], strict=True), (SIZES[0], "fp32")):
+        found["attention"][f"{dtype} {sizes}"] = attention(*sizes, dtype, arch)
     for dtype in ("bf16", "fp16", "fp32"):
-        for sizes in SIZES if dtype != "fp32" else SIZES[:1]:  # fp32 takes longest to compile
-            found["attention"][f"{dtype} {sizes}"] = attention(*sizes, dtype, arch)
         found["fused"][dtype] = fused(dtype, arch)
     print(json.dumps(found))
 

@@ -1,7 +1,6 @@
 """A gateway started by its command line in a separate process, and clients of it.
 
-A test module imports the fixtures that it uses by their functions' names; it also names `embedded_services`, so that
-pytest runs it on the worker that has those services.
+A test module imports the fixtures that it uses by their functions' names.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 from dynatree.cli import interrupts
 from dynatree.cli.parser import Parser, environment_help, suggestion
@@ -153,7 +153,8 @@ def _parser(name: str | None, command: Command | None) -> tuple[Parser, Parser]:
     parser = own = Parser(
         prog="dynatree", description="Lossless tree speculative decoding as two services.", allow_abbrev=False
     )
-    parser.add_argument("--version", action="version", version=f"dynatree {_version()}")
+    suppress = argparse.SUPPRESS
+    parser.add_argument("--version", action=_Version, nargs=0, dest=suppress, default=suppress, help=_Version.HELP)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for each, (help_line, _) in COMMANDS.items():
         subparser = subparsers.add_parser(
@@ -171,6 +172,22 @@ def _parser(name: str | None, command: Command | None) -> tuple[Parser, Parser]:
                 own.environment = os.environ
                 own.epilog += f"\n\n{environment_help()}"
     return parser, own
+
+
+class _Version(argparse.Action):
+    """Prints the version; only then is it looked up, because `importlib.metadata` takes 20 ms to import."""
+
+    HELP = "show program's version number and exit"
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        print(f"dynatree {_version()}")
+        parser.exit()
 
 
 def _version() -> str:

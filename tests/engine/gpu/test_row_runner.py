@@ -16,6 +16,7 @@ from tests.support.model_zoo import ARCHITECTURES, CONTEXT, save_noisy_copy, sav
 from tests.support.services import running_services
 
 ROWS = 32
+NEW = 60  # tokens up to the end of the context
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -77,17 +78,17 @@ def test_a_mask_may_reach_back_before_the_segment(engines):
 def test_completions_equal_those_of_plain_transformers(tmp_path, options):
     target = save_random_model(tmp_path / "target", "llama", seed=7)
     draft = save_noisy_copy(tmp_path / "draft", target, seed=8)
-    prompt = random.Random(5).choices(range(2, 2048), k=30)
+    prompt = random.Random(5).choices(range(2, 2048), k=CONTEXT - NEW)
     with running_services(tmp_path, target, draft, fixed_rows=(ROWS,)) as services, Client(services.draft_address) as c:
         outputs = [
-            c.generate(prompt, policy=policy, max_new_tokens=CONTEXT - 30, ignore_eos=True, **options)
+            c.generate(prompt, policy=policy, max_new_tokens=NEW, ignore_eos=True, **options)
             for policy in ("autoregressive", "linear", "fixed", "dyspec")
         ]
     if not options:
         model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
         generated = model.generate(
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=CONTEXT - 30, eos_token_id=None, pad_token_id=0
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0
         )
-        assert outputs[0].token_ids == tuple(generated[0, 30:].tolist())
+        assert outputs[0].token_ids == tuple(generated[0, -NEW:].tolist())
     assert all(output.token_ids == outputs[0].token_ids for output in outputs)
     assert outputs[1].stats.tokens_per_round > 1.5

@@ -173,18 +173,22 @@ def test_a_token_has_equal_bits_in_a_tree_and_alone() -> None:
 
     The interpreter shows that the same numbers are summed in the same order; equal bits on a GPU need a run there.
     """
-    root, nodes = 60, 9
+    root, nodes = 60, 6
     kv = KVRange(0, 300)
     query, key, value = tensors(2, 2, 2 * nodes + 1, 64, torch.bfloat16)
     prefix = torch.randn((2, 2, SLOTS + 1, 64), generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
     # the chain comes after another branch, in rows 0 and nodes + 1 to 2 * nodes
     tree = tree_segment(kv, root, [*chain(nodes), -1, *range(nodes, 2 * nodes - 1)])
-    in_tree = triton_kernels(query, key, value, prefix.clone(), filled(RowSizes(20, 16, 1), [tree]).plan, 0.1)
+    sizes = RowSizes(2 * nodes + 2, 16, 1)  # a row is left over
+    in_tree = triton_kernels(query, key, value, prefix.clone(), filled(sizes, [tree]).plan, 0.1)
     rows = [0, *range(nodes + 1, 2 * nodes + 1)]
     layer = prefix.clone()
     for place, row in enumerate(rows):
-        alone = filled(RowSizes(20, 16, 1), [Segment(kv, root + place, [0], [root + place])])
-        each = [torch.cat([part[:, row : row + 1], part[:, :1].expand(-1, 19, -1)], 1) for part in (query, key, value)]
+        alone = filled(sizes, [Segment(kv, root + place, [0], [root + place])])
+        padding = sizes.rows - 1
+        each = [
+            torch.cat([part[:, row : row + 1], part[:, :1].expand(-1, padding, -1)], 1) for part in (query, key, value)
+        ]
         output = triton_kernels(each[0], each[1], each[2], layer, alone.plan, 0.1)
         assert torch.equal(output[0], in_tree[row]), place
 

@@ -23,6 +23,7 @@ from tests.support.forked import Forked
 from tests.support.model_zoo import save_noisy_copy, save_random_model
 from tests.support.packed_checkpoints import save_packed
 from tests.support.processes import is_running, wait_until
+from tests.support.services import running_services
 
 FAMILIES = {"gpt_neox": {}, "llama": {}, "qwen2": {"num_key_value_heads": 2}}
 PROMPTS = int(os.environ.get("DYNATREE_PROMPTS", "3"))  # prompts of each policy; 20 take minutes
@@ -41,33 +42,31 @@ def children(process: Forked) -> list[int]:
     return [int(each) for each in listed.split()]
 
 
+@pytest.mark.early
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, family: str) -> None:
-    """The test runs all policies in float32, and checks that nothing is left at the end."""
+    """Every policy gives the tokens of plain decoding in one process, in float32, and nothing is left at the end."""
     target = save_random_model(tmp_path / "target", family, seed=1, **FAMILIES[family])
     draft = save_noisy_copy(tmp_path / "draft", target, seed=2)
     generator = random.Random(4)
     prompts = [generator.choices(range(2, 2048), k=generator.randrange(1, 60)) for _ in range(PROMPTS)]
-    outputs = []
-    for size in (1, 2):
-        verify_arguments = ("verify", "--target-model", str(target), "--tensor-parallel", str(size))
-        with (
-            service(tmp_path, f"verify{size}", *verify_arguments) as (verify, process, _),
-            service(tmp_path, f"draft{size}", "draft", "--draft-model", str(draft), "--verify", verify) as (server, *_),
-            Client(server) as client,
-        ):
-            followers = children(process)
-            assert len(followers) == size - 1
-            outputs.append(
-                [
-                    client.generate(prompt, policy=policy, max_new_tokens=20, ignore_eos=True).token_ids
-                    for policy in policy_names()
-                    for prompt in prompts
-                ]
-            )
-        assert not any(map(is_running, followers))
-    assert outputs[1] == outputs[0]
+
+    def tokens(client: Client, policy: str) -> list[tuple[int, ...]]:
+        options = {"policy": policy, "max_new_tokens": 20, "ignore_eos": True}
+        return [client.generate(prompt, **options).token_ids for prompt in prompts]
+
+    with running_services(tmp_path, target, draft) as services, Client(services.draft_address) as client:
+        plain = tokens(client, "autoregressive")
+    with (
+        service(tmp_path, "ranks", "verify", "--target-model", str(target), "--tensor-parallel", "2") as started,
+        service(tmp_path, "drafting", "draft", "--draft-model", str(draft), "--verify", started[0]) as (server, *_),
+        Client(server) as client,
+    ):
+        [follower] = children(started[1])
+        for policy in policy_names():
+            assert tokens(client, policy) == plain, policy
+    assert not is_running(follower)
 
 
 @pytest.mark.long

@@ -1,0 +1,14 @@
+"""Tests which test files `make test` gives to one worker."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import Scheduling
+
+
+def test_all_files_that_use_the_sessions_services_are_one_unit_of_work(pytestconfig: pytest.Config) -> None:
+    scheduling = object.__new__(Scheduling)  # without the nodes that it would schedule
+    scheduling.config = pytestconfig
+    files = ("bench/test_embedded.py", "bench/test_bench_runs.py", "gateway/test_gateway.py")
+    assert len({scheduling._split_scope(f"tests/{file}::test") for file in files}) == 1
+    assert scheduling._split_scope("tests/common/test_tree.py::test") == "tests/common/test_tree.py"
