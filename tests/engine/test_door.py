@@ -78,7 +78,9 @@ def test_a_window_counts_where_the_context_is_longer(tmp_path, max_context, dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3", "gemma", "qwen3_moe", "mistral", "gpt2", "phi"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt_neox", "qwen3", "gemma", "qwen3_moe", "mistral", "gpt2", "phi", "phi3", "smollm3"]
+)
 def test_what_is_served_has_the_right_tokens(tmp_path, family, dtype):
     changes = {"sliding_window": None} if family == "mistral" else {}
     found = served(saved(tiny_model(tiny_config(family, **changes)), tmp_path / "model"), dtype)

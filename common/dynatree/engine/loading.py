@@ -42,6 +42,7 @@ from dynatree.engine.kv.kv_cache import KVCache, KVShape
 from dynatree.engine.model.files import check_path, checkpoint_of
 from dynatree.engine.model.fingerprint import model_fingerprint, with_numerics
 from dynatree.engine.model.generation_defaults import GenerationDefaults
+from dynatree.engine.model.gguf_config import gguf_config, has_own_config
 from dynatree.engine.model.size import parameters_of, step_bytes_of
 from dynatree.engine.model.tokenizer import fingerprint, first_line, load_tokenizer
 from dynatree.engine.numerics import numerics_of
@@ -223,8 +224,12 @@ def _config(settings: ModelSettings, name: str) -> PretrainedConfig:
     """
     check_path(settings.model)
     try:
+        if has_own_config(settings.model):
+            return gguf_config(Path(settings.model))
         where = checkpoint_of(settings.model)
         config: PretrainedConfig = AutoConfig.from_pretrained(**where, trust_remote_code=False)
+    except StartupError:
+        raise
     except Exception as error:  # transformers and the hub client raise their own types here
         raise _unloadable(settings, name, error) from error
     return config

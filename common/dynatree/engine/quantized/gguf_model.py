@@ -1,6 +1,7 @@
 """Loads a model from a GGUF file: quantised weights are repacked, and never rounded again.
 
-The configuration, the tokenizer and the names of the tensors are as transformers reads them from the file.
+The tokenizer and the names of the tensors are as transformers reads them from the file, and so is the configuration
+except for the families of `gguf_config.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from dynatree.engine.weights.quantized_weight import QuantizedWeight
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OUTPUT, _TABLE = "output.weight", "token_embd.weight"
+# Architectures whose tensors transformers cannot convert, and those that llama.cpp stores in the same way: Gemma's norms
+# plus 1, and SmolLM3's queries and keys in another order.
+_STORED_AS = {"gemma": "gemma2", "smollm3": "llama"}
 
 
 @torch.inference_mode()
@@ -49,7 +53,7 @@ class _Loading:
         self._dtype, self._native = dtype, native
         self._model = skeleton(config, dtype)
         architecture = self._header.values["general.architecture"]
-        processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+        processor = TENSOR_PROCESSORS.get(_STORED_AS.get(architecture, architecture), TensorProcessor)
         self._processor: Any = processor(config=config.to_dict())  # type: ignore[no-untyped-call]
         self._names: dict[str, str] = get_gguf_hf_weights_map(self._model, self._processor)  # by names of the file
 
