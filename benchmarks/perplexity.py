@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def main() -> None:
         record = {
             "text": options.text.name,
             "window": WINDOW,
-            "environment": environment(None, None),
+            "environment": asdict(environment(None, None)),
             "results": results,
         }
         options.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,4 +1,8 @@
-"""The OpenAPI description of the routes: request bodies, responses and errors."""
+"""The OpenAPI description of the routes: request bodies, responses and errors.
+
+FastAPI would generate the paths. It reads bodies itself, without the deadlines and the account of memory of
+`bodies.py`; so routes would go on reading their bodies here, and these would be described by hand there too.
+"""
 
 from __future__ import annotations
 

@@ -101,6 +101,9 @@ void linear_tasks(const struct linear *linear, const char *rows, int64_t count, 
 int64_t quantized_row(const struct linear *linear);
 int64_t quantized_panel(const struct linear *linear);
 
+/* Rows behind the last quantised row whose memory may be read; nobody uses their results. */
+int64_t quantized_spare_rows(void);
+
 /* Quantise a thread's part of the rows. */
 void quantize_rows(const struct linear *linear, const char *rows, int64_t count, char *quantized);
 

@@ -21,7 +21,8 @@ INLINE int widened(const struct linear *l) {
 }
 
 int64_t linear_shared_floats(const struct linear *l, int64_t rows) {
-    return l->weights.bits ? rows * quantized_row(l) / 4 : widened(l) ? rows * l->inputs : 0;
+    if (l->weights.bits) return (rows + quantized_spare_rows()) * quantized_row(l) / 4;
+    return widened(l) ? rows * l->inputs : 0;
 }
 
 void linear_prepare(const struct linear *l, const char *rows, int64_t count, float *shared) {

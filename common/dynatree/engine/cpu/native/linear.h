@@ -10,6 +10,9 @@
 #define BLOCK (16 * 1024)  /* bytes of a block of weights */
 #define AHEAD 2048         /* prefetch distance in bytes, if a panel is read once from end to end */
 #define QUANTIZED_BLOCK 32 /* inputs of a row that share a scale when the row is quantised */
+#define TILE_ROWS 16       /* most rows of one of AMX's tiles */
+#define TILE_LEAST 7       /* rows from which on AMX is faster than VNNI; above ROWS */
+#define TILE_INPUTS 256 /* inputs whose weights are expanded for AMX together; a multiple of each group and `super` */
 
 /* Vectors of a panel that are multiplied with `rows` rows at a time: as many as the registers hold. */
 INLINE int across(int rows) { return LANES == 16 ? ACROSS : rows == 1 ? 4 * ACROSS : rows < 4 ? 2 * ACROSS : ACROSS; }

@@ -8,6 +8,12 @@
  * A quantised row is [inputs] int8, then one float scale for each block, then one int32 start for each unit: the sum of
  * its inputs times -offset, or with minimums the sum itself.
  */
+#ifdef __AVX512BF16__
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "linear.h"
 
 INLINE int64_t blocks_of(const struct linear *l) { return (l->inputs + QUANTIZED_BLOCK - 1) / QUANTIZED_BLOCK; }
@@ -279,8 +285,163 @@ INLINE void add_panel(const struct linear *l, int64_t panel, const char *quantiz
     }
 }
 
+/* Tiles: AMX multiplies up to TILE_ROWS rows by LANES features and by a unit of inputs in one instruction. The integers
+ * and the order of the float32 sums are those of `meet`, and so are the bits. */
+
+int64_t quantized_spare_rows(void) { return CHUNK / TILE_ROWS - 1; }
+
+#ifdef __AVX512BF16__
+static int has_tiles; /* whether the CPU has AMX for 8 bits, and the system lets this process use it */
+
+__attribute__((constructor)) static void look_for_tiles(void) {
+    enum { LEAF = 7, TILES = 1 << 24, EIGHT_BITS = 1 << 25, REQUEST = 0x1023 /* ARCH_REQ_XCOMP_PERM */, DATA = 18 };
+    unsigned a, b, c, d = 0;
+    if (__get_cpuid_count(LEAF, 0, &a, &b, &c, &d) && d & TILES && d & EIGHT_BITS)
+        has_tiles = syscall(SYS_arch_prctl, REQUEST, DATA) == 0;
+}
+
+/* The operand of `ldtilecfg`. */
+struct tiles {
+    uint8_t palette, first_row, reserved[14];
+    uint16_t bytes[16]; /* of a row, by tile */
+    uint8_t rows[16];   /* by tile */
+};
+
+/* As assembly, because gcc's intrinsics for loads do not tell the compiler which memory they read. */
+#define TILE_LOAD(tile, from, stride) \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(from), "r"((int64_t)(stride)) : "memory")
+#define TILE_STORE(tile, to, stride) \
+    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(to), "r"((int64_t)(stride)) : "memory")
+#define TILE_MULTIPLY(left, right, to)                                    \
+    __asm__ volatile("tilezero %%tmm" #to                                 \
+                     "\n\t"                                               \
+                     "tdpbssd %%tmm" #right ", %%tmm" #left ", %%tmm" #to \
+                     :                                                    \
+                     :)
+
+/* The weights of TILE_INPUTS inputs of a panel: signed numbers, whose vector v of LANES features has a row of LANES
+ * times four inputs for each four inputs, and float32 scales and minimums by unit. */
+struct expanded {
+    int8_t numbers[PANEL / LANES][TILE_INPUTS / 4][LANES * 4];
+    int32_t products[2][TILE_ROWS][LANES]; /* by turns, so that one is written while the other is read */
+    float scales[TILE_INPUTS / 16][PANEL], minimums[TILE_INPUTS / 16][PANEL];
+};
+_Static_assert(sizeof(struct expanded) + 63 <= BLOCK / 2 * sizeof(float), "`linear_floats` has room for it");
+
+/* Whether codes minus the offset are signed numbers of 8 bits. */
+INLINE int fits_tiles(const struct weights *w) {
+    return w->bits == 4 || w->narrow || (!w->minimums && w->offset == 128);
+}
+
+/* Expand the next `inputs` of a panel. Return the address behind them. */
+INLINE const char *expand(struct expanded *to, const struct weights *w, const char *right, int64_t inputs) {
+    const __m512i nibble = _mm512_set1_epi8(15), offset = _mm512_set1_epi8(w->minimums ? 0 : (char)w->offset);
+    const int64_t codes = w->group * PANEL * w->bits / 8, unit = unit_of(w);
+    const char *header = NULL;
+    int64_t four = 0, units = 0;
+    for (int64_t input = 0; input < inputs; input += w->group) {
+        if (w->scales == STEPS && input % w->super == 0) header = right, right += header_bytes(w);
+        for (const char *end = right + codes; right < end; right += PANEL * 4, four += 8 / w->bits) {
+            EACH(v, PANEL / LANES) {
+                __m512i code = _mm512_loadu_si512(right + v * LANES * 4);
+                __m512i low = w->bits == 8 ? code : _mm512_and_si512(code, nibble);
+                _mm512_storeu_si512(to->numbers[v][four], _mm512_sub_epi8(low, offset));
+                if (w->bits == 8) continue;
+                __m512i high = _mm512_and_si512(_mm512_srli_epi16(code, 4), nibble);
+                _mm512_storeu_si512(to->numbers[v][four + 1], _mm512_sub_epi8(high, offset));
+            }
+        }
+        for (int64_t begun = 0; begun < w->group; begun += unit, units++) {
+            for (int64_t lane = 0; lane < PANEL; lane += LANES) {
+                *(vec *)(to->scales[units] + lane) = scales_of(right, header, lane, w->scales);
+                if (!w->minimums) continue;
+                const char *minimums = right + scale_bytes(w), *steps = header + PANEL * 2;
+                *(vec *)(to->minimums[units] + lane) = scales_of(minimums, steps, lane, w->scales);
+            }
+        }
+        right += scale_bytes(w) * (1 + w->minimums);
+    }
+    return right;
+}
+
+/* sums[rows] += the products of `units` units, for the vector of features `v`. Each unit prefetches `lines` cache
+ * lines, which begin at `ahead`. */
+INLINE void meet_tiles(float *sums, struct left left, struct expanded *right, int64_t unit, int64_t units, int v,
+                       int rows, int minimums, const char *ahead, int lines) {
+    vec s[TILE_ROWS];
+    EACH(r, rows) s[r] = *(vec *)(sums + r * PANEL + v * LANES);
+    for (int64_t u = 0; u < units; u++) {
+        for (int line = 0; line < lines; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+        const int32_t (*products)[LANES] = right->products[u & 1];
+        TILE_LOAD(0, left.numbers + u * unit, left.row);
+        TILE_LOAD(1, right->numbers[v][u * unit / 4], LANES * 4);
+        TILE_MULTIPLY(0, 1, 2);
+        TILE_STORE(2, products, sizeof *products);
+        const vec scale = *(vec *)(right->scales[u] + v * LANES);
+        const char *inputs = (const char *)(left.scales + u * unit / QUANTIZED_BLOCK);
+        EACH(r, rows) {
+            vec sum = as_float(*(const ivec *)products[r]) * scale;
+            if (minimums) {
+                float start = *(const int32_t *)((const char *)(left.starts + u) + r * left.row);
+                sum = fused(splat(start), *(vec *)(right->minimums[u] + v * LANES), sum);
+            }
+            s[r] = fused(splat(*(const float *)(inputs + r * left.row)), sum, s[r]);
+        }
+    }
+    EACH(r, rows) *(vec *)(sums + r * PANEL + v * LANES) = s[r];
+}
+
+/* Do the same as `add_panel`. Groups of rows have one size: the last may multiply spare rows, which nobody reads. */
+static void add_panel_by_tiles(const struct linear *l, int64_t panel, const char *quantized, int64_t rows, int again,
+                               float *sums) {
+    const struct weights *w = &l->weights;
+    const int64_t unit = unit_of(w), groups = (rows + TILE_ROWS - 1) / TILE_ROWS, many = (rows + groups - 1) / groups;
+    const uint16_t wide = LANES * 4;
+    const struct tiles tiles = {.palette = 1, .bytes = {unit, wide, wide}, .rows = {many, unit / 4, many}};
+    struct expanded *expanded = (struct expanded *)aligned((intptr_t)(sums + CHUNK * PANEL));
+    const char *right = l->weight + panel * quantized_panel(l);
+    memset(sums, 0, groups * many * PANEL * sizeof(float));
+    __asm__ volatile("ldtilecfg %0" : : "m"(tiles));
+    for (int64_t input = 0; input < l->inputs; input += TILE_INPUTS) {
+        const int64_t inputs = l->inputs - input < TILE_INPUTS ? l->inputs - input : TILE_INPUTS, units = inputs / unit;
+        const char *ahead = expand(expanded, w, right, inputs);
+        const int64_t turns = groups * units * (PANEL / LANES);
+        const int64_t lines = again ? 0 : ((ahead - right) / 64 + turns - 1) / turns;
+        right = ahead;
+        for (int64_t row = 0; row < groups * many; row += many) {
+            const char *from = quantized + row * quantized_row(l);
+            const struct left left = {
+                .numbers = (const int8_t *)from + input,
+                .scales = (const float *)(from + scales_at(l)) + input / QUANTIZED_BLOCK,
+                .starts = (const int32_t *)(from + starts_at(l)) + input / unit,
+                .row = quantized_row(l),
+            };
+            for (int v = 0; v < PANEL / LANES; v++, ahead += lines * units * 64) {
+#define TILES(r)                                                                                \
+    case r:                                                                                     \
+        if (w->minimums)                                                                        \
+            meet_tiles(sums + row * PANEL, left, expanded, unit, units, v, r, 1, ahead, lines); \
+        else                                                                                    \
+            meet_tiles(sums + row * PANEL, left, expanded, unit, units, v, r, 0, ahead, lines); \
+        break;
+                switch (many) {
+                    TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12) TILES(13) TILES(14) TILES(15) TILES(16)
+                }
+            }
+        }
+    }
+    __asm__ volatile("tilerelease");
+}
+#endif
+
 void quantized_sums(const struct linear *l, int64_t panel, const char *quantized, int64_t rows, int again,
                     float *sums) {
+#ifdef __AVX512BF16__
+    if (has_tiles && rows >= TILE_LEAST && fits_tiles(&l->weights)) {
+        add_panel_by_tiles(l, panel, quantized, rows, again, sums);
+        return;
+    }
+#endif
     if (l->weights.bits == 8)
         add_panel(l, panel, quantized, rows, again, sums, 8);
     else
