@@ -76,7 +76,9 @@ def written_gguf(
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"num_hidden_layers": 3, "vocab_size": len(vocabulary), "max_position_embeddings": context}
     ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
-    config = CONFIG_MAPPING[family](**sizes | ids | FAMILIES[family] | changes, tie_word_embeddings=tied or family == "gemma")
+    config = CONFIG_MAPPING[family](
+        **sizes | ids | FAMILIES[family] | changes, tie_word_embeddings=tied or family == "gemma"
+    )
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     writer = gguf.GGUFWriter(str(path), family)
     _add_sizes(writer, config)
