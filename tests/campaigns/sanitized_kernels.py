@@ -41,8 +41,9 @@ MUTANTS = (
     ("quantized.c", "first < inputs; first += unit", "first <= inputs; first += unit"),
     ("quantized.c", "return inputs / w->group * group_bytes(w)", "return (inputs / w->group + 1) * group_bytes(w)"),
     ("forward.c", NORM.format("<"), NORM.format("<=")),
-    ("forward.c", "c->tokens[row] * bytes, bytes)", "(c->tokens[row] + 1) * bytes, bytes)"),
-    ("forward.c", "(o->last ? c->keep[row] : row) * bytes", "(o->last ? c->keep[row] + 1 : row) * bytes"),
+    ("forward.c", "c->tokens[row] * bytes;", "(c->tokens[row] + 1) * bytes;"),
+    ("forward.c", "(o->last ? c->keep[row] : row) *", "(o->last ? c->keep[row] + 1 : row) *"),
+    ("forward.c", "*stop = from + o->parts * bytes;", "*stop = from + (o->parts + 1) * bytes;"),
 )
 
 
@@ -154,7 +155,7 @@ def run(library: Path, cases: int, seed: int) -> None:
     kv_cache._zeros = lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
     # a forward's buffers lie side by side in one allocation
     native_runner.NativeRunner._lay_out = lay_out_apart  # type: ignore[method-assign]
-    runners = {key: runner_of(*key) for key in (("llama", "float32"), ("gpt_neox", "bfloat16"), ("llama", "float16"))}
+    runners = {key: runner_of(*key) for key in (("llama", "float32"), ("gpt_neox", "bfloat16"), ("qwen3", "float16"))}
     kinds: Sequence[Callable[[random.Random], Any]] = (
         attend,
         multiply,

@@ -80,7 +80,9 @@ def test_a_window_counts_where_the_context_is_longer(tmp_path, max_context):
         assert found.wrong == 0, dtype
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3", "gemma", "qwen3_moe", "mistral", "gpt2", "phi"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt_neox", "qwen3", "gemma", "qwen3_moe", "mistral", "gpt2", "phi", "phi3", "smollm3"]
+)
 def test_what_is_served_has_the_right_tokens(tmp_path, family):
     changes = {"sliding_window": None} if family == "mistral" else {}
     for dtype, found in in_every_dtype(tiny_model(tiny_config(family, **changes)), tmp_path):

@@ -12,9 +12,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 
 from dynatree import embedded
 from dynatree.common.errors import StartupError
+from dynatree.engine.cpu.native_runner import NativeRunner
 from dynatree.engine.loading import load_engine
 from dynatree.engine.settings import ModelSettings
 from tests.cli.test_reference import rows_of
+from tests.support.kernel_builds import CAN_COMPILE
 
 CONTEXT = 4096
 WINDOW = 512  # window of layers that do not see the whole context
@@ -48,7 +50,8 @@ ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("llama4_text", {"num_local_experts": 2, "intermediate_size_mlp": 128, "attention_chunk_size": WINDOW}),
     ],
     "Qwen2.5": [("qwen2", {"sliding_window": 1024, "use_sliding_window": False})],
-    "Qwen3, dense and MoE": [("qwen3", {}), ("qwen3_moe", EXPERTS | {"num_experts": 4})],
+    "Qwen3": [("qwen3", {})],
+    "Qwen3 MoE": [("qwen3_moe", EXPERTS | {"num_experts": 4})],
     "Qwen3-Next, Qwen3.5": [
         ("qwen3_next", EXPERTS | GATED | {"num_experts": 4, "shared_expert_intermediate_size": 64}),
         ("qwen3_5_text", GATED),
@@ -109,7 +112,9 @@ def save(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
 def test_a_row_says_what_the_loader_does(row: str, family: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     settings = ModelSettings(str(save(tmp_path, *family)), device="cpu", dtype="float32", sessions=1, kv_tokens=6000)
     if SHOWN[row].startswith("yes"):
-        load_engine(settings)
+        engine = load_engine(settings)
+        if CAN_COMPILE:
+            assert isinstance(engine.runner, NativeRunner) == SHOWN[row].endswith("native")
         return
     with pytest.raises(StartupError, match="cannot be served"):
         load_engine(settings)

@@ -72,6 +72,10 @@ def check(client: Client, policies) -> None:
         pytest.param("llama", "int4", "bfloat16", OTHERS, marks=pytest.mark.long),
         pytest.param("qwen2", "int4", "float16", SOME, marks=pytest.mark.long),
         pytest.param("gpt2", "int8", "float32", OTHERS, marks=pytest.mark.long),
+        pytest.param("qwen3", "int4", "bfloat16", POLICIES[:2], marks=pytest.mark.long),
+        pytest.param("gemma", "int8", "float32", POLICIES[2:4], marks=pytest.mark.long),
+        pytest.param("phi3", "int4", "float16", POLICIES[4:6], marks=pytest.mark.long),
+        pytest.param("smollm3", "int8", "bfloat16", POLICIES[6:8], marks=pytest.mark.long),
     ],
 )
 def test_a_model_that_is_rounded_as_it_is_loaded(tmp_path, architecture, weights, dtype, policies):
@@ -86,18 +90,22 @@ def test_a_model_that_is_rounded_as_it_is_loaded(tmp_path, architecture, weights
 
 
 @pytest.mark.parametrize(
-    ("kinds", "tied", "policies"),
+    ("family", "kinds", "tied", "policies"),
     [
-        (("Q4_K", "Q6_K", "Q8_0"), True, POLICIES[:2]),
-        pytest.param(("Q4_K", "Q4_K", "Q6_K"), False, SOME, marks=pytest.mark.long),
-        pytest.param(("Q4_0", "Q4_1", "F16"), False, OTHERS, marks=pytest.mark.long),
-        pytest.param(("Q5_0", "Q5_1", "Q5_K"), True, SOME, marks=pytest.mark.long),
-        pytest.param(("Q8_0",), False, OTHERS, marks=pytest.mark.long),
+        ("llama", ("Q4_K", "Q6_K", "Q8_0"), True, POLICIES[:2]),
+        pytest.param("llama", ("Q4_K", "Q4_K", "Q6_K"), False, SOME, marks=pytest.mark.long),
+        pytest.param("llama", ("Q4_0", "Q4_1", "F16"), False, OTHERS, marks=pytest.mark.long),
+        pytest.param("llama", ("Q5_0", "Q5_1", "Q5_K"), True, SOME, marks=pytest.mark.long),
+        pytest.param("llama", ("Q8_0",), False, OTHERS, marks=pytest.mark.long),
+        pytest.param("qwen3", ("Q4_K", "Q4_K", "Q6_K"), False, POLICIES[:2], marks=pytest.mark.long),
+        pytest.param("gemma", ("Q4_K", "Q4_K", "Q6_K"), True, POLICIES[2:4], marks=pytest.mark.long),
+        pytest.param("phi3", ("Q4_K", "Q4_K", "Q6_K"), False, POLICIES[4:6], marks=pytest.mark.long),
+        pytest.param("smollm3", ("Q4_K", "Q4_K", "Q6_K"), True, POLICIES[6:8], marks=pytest.mark.long),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_a_gguf_file(tmp_path, kinds, tied, policies):
-    target = save_gguf(tmp_path / "target.gguf", kinds, seed=1, tied=tied)
+def test_a_gguf_file(tmp_path, family, kinds, tied, policies):
+    target = save_gguf(tmp_path / "target.gguf", kinds, seed=1, tied=tied, family=family)
     with (
         running_services(tmp_path, target, target, sessions=8) as services,
         Client(services.draft_address) as client,

@@ -1,13 +1,14 @@
 """GGUF files and blocks for tests."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import gguf
-import numpy as np
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from dynatree import embedded
 from dynatree.engine.model.gguf_header import BLOCKS
@@ -19,6 +20,14 @@ HALVES |= {"Q6_K": [208]}
 SPREADS = {"Q8_0": 74, "Q4_0": 4.6, "Q4_1": 4.6, "Q5_0": 9.2, "Q5_1": 9.2, "Q4_K": 166, "Q5_K": 332, "Q6_K": 1367}
 SPREAD = 0.06  # of a model's weights
 MIDDLES = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}  # of a minimum in steps of the scale
+# Families by llama.cpp's names of architectures, which are also transformers' types, with sizes of their own.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 128},
+    "gemma": {"head_dim": 128},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "smollm3": {"num_hidden_layers": 4},  # the fourth has no rotary embedding
+}
 
 
 def random_blocks(kind: str, features: int, inputs: int, generator: torch.Generator) -> Tensor:
@@ -31,32 +40,100 @@ def random_blocks(kind: str, features: int, inputs: int, generator: torch.Genera
     return raw
 
 
-def save_gguf(path: Path, kinds: Sequence[str], seed: int, context: int = 160, tied: bool = False) -> Path:
-    """Save a small Llama of random blocks as a GGUF file, with the embedded pair's tokenizer.
+def save_gguf(
+    path: Path, kinds: Sequence[str], seed: int, context: int = 160, tied: bool = False, family: str = "llama"
+) -> Path:
+    """Save a small model as `written_gguf` does; return the path."""
+    written_gguf(path, kinds, seed, context, tied, family)
+    return path
+
+
+@torch.no_grad()
+def written_gguf(
+    path: Path,
+    kinds: Sequence[str],
+    seed: int,
+    context: int = 160,
+    tied: bool = False,
+    family: str = "llama",
+    values: Mapping[str, str] | None = None,
+    **changes: object,
+) -> PreTrainedModel:
+    """Save a small model of random blocks as a GGUF file, as llama.cpp's converter does; return the model in float32.
 
     Args:
-        path: The file.
+        path: The file, with the embedded pair's tokenizer.
         kinds: Types of the weights, which the layers take in turn.
         seed: Seed of the blocks.
         context: Context length in tokens.
-        tied: Whether the output layer reads the embedding table, so that the file has no output tensor.
+        tied: Whether the output layer reads the embedding table, so that the file has no output tensor; always in Gemma.
+        family: A key of `FAMILIES`.
+        values: More values of the file's header.
+        changes: Changes of the configuration.
     """
     tokenizer = json.loads((embedded.target_path() / "tokenizer.json").read_text())
     vocabulary = sorted(tokenizer["model"]["vocab"].items(), key=lambda pair: pair[1])
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": 3, "vocab_size": len(vocabulary), "max_position_embeddings": context}
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+    config = CONFIG_MAPPING[family](
+        **sizes | ids | FAMILIES[family] | changes, tie_word_embeddings=tied or family == "gemma"
+    )
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    writer = gguf.GGUFWriter(str(path), family)
+    _add_sizes(writer, config)
+    _add_tokenizer(writer, tokenizer, vocabulary)
+    for key, value in (values or {}).items():
+        writer.add_string(key, value)
+    [architecture] = [each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == family]
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    generator = torch.Generator().manual_seed(seed)
+    count = 0
+    for full, parameter in model.named_parameters():
+        name = names.get_name(full, try_suffixes=(".weight",))
+        if parameter.dim() == 1:
+            norm = 1.0 + 0.1 * torch.randn(parameter.shape, generator=generator)
+            writer.add_tensor(name, norm.numpy())
+            parameter.copy_(norm - 1.0 if family == "gemma" else norm)
+            continue
+        weight = _add_weight(writer, name, kinds[count % len(kinds)], *parameter.shape, generator)
+        count += 1
+        if family in ("llama", "smollm3") and (".q_proj." in full or ".k_proj." in full):
+            heads = config.num_attention_heads if ".q_proj." in full else config.num_key_value_heads
+            # the two halves of a head's dimensions alternate in the file
+            weight = weight.view(heads, -1, 2, parameter.shape[1]).transpose(1, 2).reshape(parameter.shape)
+        parameter.copy_(weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    if config.model_type in ("qwen3", "gemma"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    else:
+        writer.add_rope_dimension_count(int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)))
+    if config.model_type != "gemma":
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if config.model_type == "phi3":
+        writer.add_sliding_window(config.sliding_window or 0)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], vocabulary: list[tuple[str, int]]) -> None:
     special = {each["content"] for each in tokenizer["added_tokens"]}
     merges = [each if isinstance(each, str) else " ".join(each) for each in tokenizer["model"]["merges"]]
-    hidden, middle, heads, kv_heads, layers = 256, 512, 4, 2, 3
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_context_length(context)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(middle)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(hidden // heads)
-    writer.add_vocab_size(len(vocabulary))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([token for token, _ in vocabulary])
@@ -64,38 +141,18 @@ def save_gguf(path: Path, kinds: Sequence[str], seed: int, context: int = 160, t
     writer.add_token_merges(merges)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
-    generator = torch.Generator().manual_seed(seed)
-    count = 0
 
-    def add(name: str, features: int, inputs: int) -> None:
-        nonlocal count
-        kind = kinds[count % len(kinds)]
-        count += 1
-        kept = gguf.GGMLQuantizationType[kind]
-        if kind in ("F32", "F16"):
-            values = torch.randn(features, inputs, generator=generator).numpy() * 0.06
-            writer.add_tensor(f"{name}.weight", values.astype(np.float16 if kind == "F16" else np.float32))
-        else:
-            raw = random_blocks(kind, features, inputs, generator).flatten(1).numpy()
-            writer.add_tensor(f"{name}.weight", raw, raw_dtype=kept)
 
-    norm = np.ones(hidden, dtype=np.float32)
-    add("token_embd", len(vocabulary), hidden)
-    for layer in range(layers):
-        writer.add_tensor(f"blk.{layer}.attn_norm.weight", norm)
-        writer.add_tensor(f"blk.{layer}.ffn_norm.weight", norm)
-        add(f"blk.{layer}.attn_q", hidden, hidden)
-        add(f"blk.{layer}.attn_k", hidden // heads * kv_heads, hidden)
-        add(f"blk.{layer}.attn_v", hidden // heads * kv_heads, hidden)
-        add(f"blk.{layer}.attn_output", hidden, hidden)
-        add(f"blk.{layer}.ffn_gate", middle, hidden)
-        add(f"blk.{layer}.ffn_up", middle, hidden)
-        add(f"blk.{layer}.ffn_down", hidden, middle)
-    writer.add_tensor("output_norm.weight", norm)
-    if not tied:
-        add("output", len(vocabulary), hidden)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+def _add_weight(
+    writer: gguf.GGUFWriter, name: str, kind: str, features: int, inputs: int, generator: torch.Generator
+) -> Tensor:
+    """Add a random weight; return it as float32 in the file's order of rows."""
+    if kind in ("F32", "F16"):
+        weight = torch.randn(features, inputs, generator=generator) * SPREAD
+        weight = weight.half() if kind == "F16" else weight
+        writer.add_tensor(name, weight.numpy())
+        return weight.float()
+    raw = random_blocks(kind, features, inputs, generator).flatten(1).numpy()
+    kept = gguf.GGMLQuantizationType[kind]
+    writer.add_tensor(name, raw, raw_dtype=kept)
+    return torch.from_numpy(gguf.quants.dequantize(raw, kept))

@@ -5,12 +5,16 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
 )
 
 from dynatree import embedded
@@ -27,6 +31,10 @@ def _configurations() -> dict[str, PretrainedConfig]:
         "gpt_neox_sequential": GPTNeoXConfig(**common, **narrow, use_parallel_residual=False),
         "llama": LlamaConfig(**common, **narrow, num_key_value_heads=2),
         "qwen2": Qwen2Config(**common, **narrow, num_key_value_heads=1),
+        "qwen3": Qwen3Config(**common, **narrow, num_key_value_heads=2, head_dim=24),
+        "gemma": GemmaConfig(**common, **narrow, num_key_value_heads=1, head_dim=24),
+        "phi3": Phi3Config(**common, **narrow, num_key_value_heads=2, pad_token_id=0),
+        "smollm3": SmolLM3Config(**common, **narrow, num_key_value_heads=2, pad_token_id=0, no_rope_layers=[1, 0] * 4),
         "gpt2": GPT2Config(
             vocab_size=VOCAB_SIZE, n_positions=CONTEXT, n_embd=64, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0
         ),

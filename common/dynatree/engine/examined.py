@@ -10,6 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 from dynatree import embedded
 from dynatree.common.errors import StartupError
 from dynatree.engine.model.files import check_path, checkpoint_of
+from dynatree.engine.model.gguf_config import gguf_config, has_own_config
 from dynatree.engine.model.tokenizer import first_line
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.small_engine import small_engine
@@ -70,6 +71,8 @@ def unloadable(model: str, name: str, error: Exception) -> StartupError:
 
 def _config(settings: ModelSettings, name: str) -> PretrainedConfig:
     check_path(settings.model)
+    if has_own_config(settings.model):
+        return gguf_config(Path(settings.model))
     try:
         where = checkpoint_of(settings.model)
         config: PretrainedConfig = AutoConfig.from_pretrained(**where, trust_remote_code=False)

@@ -12,10 +12,10 @@ from dynatree.engine.kv.kv_range import KVRange
 from dynatree.engine.loading import load_engine
 from dynatree.engine.settings import ModelSettings
 from tests.support.kernel_builds import compiled
-from tests.support.model_zoo import VOCAB_SIZE, save_random_model
+from tests.support.model_zoo import ARCHITECTURES, VOCAB_SIZE, save_random_model
 
 pytestmark = [compiled, pytest.mark.usefixtures("without_amx")]
-FAMILIES = ("gpt_neox", "gpt_neox_sequential", "llama", "qwen2")
+FAMILIES = tuple(each for each in ARCHITECTURES if each != "gpt2")
 TOKENS = torch.randint(2, VOCAB_SIZE, (90,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
@@ -59,6 +59,10 @@ def test_every_activation(family, activation, tmp_path):
         ("llama", {"head_dim": 22, "num_key_value_heads": 4}),
         ("llama", {"tie_word_embeddings": True, "intermediate_size": 130}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+        ("qwen3", {"attention_bias": True, "head_dim": 22, "num_key_value_heads": 4}),
+        ("gemma", {"hidden_size": 70, "tie_word_embeddings": False}),
+        ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
+        ("smollm3", {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [0, 0, 0]}),
     ],
 )
 def test_variants_of_a_family(family, changes, tmp_path):
@@ -77,15 +81,18 @@ def test_mistral_is_written_as_llama_is(tmp_path):
     check_logits(folder)
 
 
-def test_what_has_no_program_goes_through_transformers_modules(tmp_path):
-    folder = save_random_model(tmp_path / "model", "llama", seed=4, hidden_act="tanh")
+@pytest.mark.parametrize(
+    ("family", "changes"), [("llama", {"hidden_act": "tanh"}), ("phi3", {"intermediate_size": 130})]
+)
+def test_what_has_no_program_goes_through_transformers_modules(family, changes, tmp_path):
+    folder = save_random_model(tmp_path / "model", family, seed=4, **changes)
     engine = load_engine(ModelSettings(str(folder), sessions=1))
     assert isinstance(engine.runner, EagerRunner)
 
 
 @pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "qwen3", "gemma", "phi3", "smollm3"])
 def test_a_token_has_the_same_bits_in_any_company(family, dtype, tmp_path):
     engine = load(save_random_model(tmp_path / "model", family, seed=2), dtype)
     one, other = engine.kv_cache.reserve(100), engine.kv_cache.reserve(100)
@@ -115,6 +122,8 @@ def test_a_token_has_the_same_bits_in_any_company(family, dtype, tmp_path):
         ("gpt_neox", {"hidden_size": 70, "num_attention_heads": 1, "hidden_act": "gelu_new"}),
         ("llama", {"hidden_size": 92, "head_dim": 22, "num_key_value_heads": 4, "intermediate_size": 130}),
         ("qwen2", {"hidden_size": 36, "num_attention_heads": 3, "hidden_act": "relu"}),
+        ("qwen3", {"head_dim": 22}),
+        ("gemma", {"hidden_size": 70}),
     ],
 )
 def test_builds_without_pairs_give_equal_bits(family, changes, dtype, tmp_path, monkeypatch):

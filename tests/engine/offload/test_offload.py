@@ -62,7 +62,7 @@ def source_of(engine: Engine) -> DiskLayers:
 @pytest.fixture(name="model", params=ARCHITECTURES)
 def model_fixture(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     changes = {"n_layer" if request.param == "gpt2" else "num_hidden_layers": LAYERS}
-    if request.param == "qwen2":
+    if request.param in ("qwen2", "qwen3", "smollm3"):
         changes |= {"layer_types": ["full_attention"] * LAYERS}  # type: ignore[dict-item]
     return save_random_model(tmp_path / "model", request.param, 4, **changes)
 

@@ -1,4 +1,4 @@
-"""Models from GGUF files: the weights and tokens are those that transformers reads from the file."""
+"""Models from GGUF files: the weights and tokens are those that were written, and that transformers reads."""
 
 import gguf
 import numpy as np
@@ -6,43 +6,58 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from dynatree import embedded
 from dynatree.common.errors import StartupError
+from dynatree.engine.cpu.native_runner import NativeRunner
 from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.loading import load_engine
+from dynatree.engine.model.gguf_config import gguf_config, has_own_config
 from dynatree.engine.model.skeleton import skeleton
+from dynatree.engine.model.tokenizer import load_tokenizer
 from dynatree.engine.quantized.gguf_file import GGUFFile
 from dynatree.engine.served import served
 from dynatree.engine.settings import ModelSettings
-from tests.support.gguf_files import save_gguf
+from tests.support.gguf_files import FAMILIES, save_gguf, written_gguf
 from tests.support.kernel_builds import compiled
 
 MIXTURES = [(("Q4_K", "Q6_K", "Q8_0"), True), (("Q4_0", "Q4_1", "F16"), False), (("Q5_0", "Q5_1", "Q5_K"), False)]
 MIXTURES += [(("F32",), True)]
+CASES = [("llama", *mixture) for mixture in MIXTURES]
+CASES += [(family, ("Q4_K", "Q6_K", "Q8_0", "F16"), family == "gemma") for family in list(FAMILIES)[1:]]
 
 
-def transformers_model(path):
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+def config_of(path):
+    own = has_own_config(str(path))
+    return gguf_config(path) if own else AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
 
 
-@pytest.mark.parametrize(("kinds", "tied"), MIXTURES)
-def test_the_weights_are_those_that_transformers_reads(tmp_path, kinds, tied):
-    path = save_gguf(tmp_path / "model.gguf", kinds, seed=1, tied=tied)
-    theirs = transformers_model(path).state_dict()
-    config = AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
-    model = skeleton(config, torch.float32)
+def same_weights(path, theirs):
+    model = skeleton(config_of(path), torch.float32)
     GGUFFile(path, model, native=False).fill(model)
     ours = model.state_dict()
-    assert set(ours) == set(theirs)
-    for name, tensor in theirs.items():
-        assert torch.equal(ours[name], tensor), name
+    assert set(ours) == set(theirs.state_dict())
+    return all(torch.equal(ours[name], tensor) for name, tensor in theirs.state_dict().items())
+
+
+@pytest.mark.parametrize(("family", "kinds", "tied"), CASES)
+def test_the_weights_are_those_that_were_written(tmp_path, family, kinds, tied):
+    path = tmp_path / "model.gguf"
+    assert same_weights(path, written_gguf(path, kinds, seed=1, tied=tied, family=family))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_the_weights_are_those_that_transformers_reads(tmp_path, family):
+    path = save_gguf(tmp_path / "model.gguf", ("Q4_0", "Q6_K", "F16"), seed=1, family=family)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
+    assert same_weights(path, theirs)
 
 
 @compiled
-@pytest.mark.parametrize(("kinds", "tied"), MIXTURES)
-def test_the_memory_of_the_weights_is_known_from_the_header(tmp_path, kinds, tied):
-    path = save_gguf(tmp_path / "model.gguf", kinds, seed=1, tied=tied)
-    model = skeleton(AutoConfig.from_pretrained(tmp_path, gguf_file=path.name), torch.bfloat16)
+@pytest.mark.parametrize(("family", "kinds", "tied"), CASES)
+def test_the_memory_of_the_weights_is_known_from_the_header(tmp_path, family, kinds, tied):
+    path = save_gguf(tmp_path / "model.gguf", kinds, seed=1, tied=tied, family=family)
+    model = skeleton(config_of(path), torch.bfloat16)
     files = GGUFFile(path, model, native=True)
     told = files.bytes_of(model), files.bytes_of(model.model.layers[1], "model.layers.1.")
     files.fill(model)
@@ -52,26 +67,50 @@ def test_the_memory_of_the_weights_is_known_from_the_header(tmp_path, kinds, tie
 
 
 @compiled
-@pytest.mark.parametrize(("kinds", "tied"), MIXTURES)
-def test_quantised_logits_are_close_to_those_of_the_weights_in_float32(tmp_path, kinds, tied):
-    path = save_gguf(tmp_path / "model.gguf", kinds, seed=1, tied=tied)
+@pytest.mark.parametrize(("family", "kinds", "tied"), CASES)
+def test_quantised_logits_are_close_to_those_of_the_weights_in_float32(tmp_path, family, kinds, tied):
+    path = tmp_path / "model.gguf"
+    written = written_gguf(path, kinds, seed=1, tied=tied, family=family)
     engine = load_engine(ModelSettings(str(path), dtype="float32", sessions=1))
+    assert isinstance(engine.runner, NativeRunner)
     tokens = list(range(100, 160))
     kv = engine.kv_cache.reserve(len(tokens))
     with torch.inference_mode():
         (ours,) = engine.forward([Segment(kv, 0, tokens, range(len(tokens)))])
-        theirs = transformers_model(path)(torch.tensor([tokens])).logits[0]
+        theirs = written(torch.tensor([tokens])).logits[0]
     error = (ours - theirs).square().mean().sqrt() / theirs.std()
     assert error < 0.03, "rows are rounded to 8 bits, by half a percent of their largest number"
     assert (ours.argmax(1) == theirs.argmax(1)).float().mean() > 0.9
 
 
-def test_the_tokenizer_is_that_of_the_file(tmp_path):
-    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1)
-    tokenizer = load_engine(ModelSettings(str(path), sessions=1)).tokenizer
-    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokenizer_is_that_of_the_file(tmp_path, family):
+    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, family=family)
+    theirs = AutoTokenizer.from_pretrained(embedded.target_path())
     text = "Once upon a time, there was a tree."
-    assert tokenizer(text)["input_ids"] == theirs(text)["input_ids"]
+    assert load_tokenizer(str(path))(text)["input_ids"] == theirs(text)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("qwen3", {"values": {"qwen3.rope.scaling.type": "yarn"}}, "yarn rotary scaling is not read from its file"),
+        ("smollm3", FAMILIES["phi3"], "its heads rotate 32 of 64 dimensions"),
+        ("phi3", {"sliding_window": 100}, "sliding window of 100 tokens"),
+    ],
+)
+def test_features_that_are_not_computed_are_refused(tmp_path, family, changes, reason):
+    path = tmp_path / "model.gguf"
+    written_gguf(path, ("Q8_0",), seed=1, family=family, **changes)
+    with pytest.raises(StartupError, match=reason):
+        load_engine(ModelSettings(str(path), sessions=1))
+
+
+def test_a_file_without_a_size_is_refused(tmp_path):
+    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, family="gemma")
+    path.write_bytes(path.read_bytes().replace(b"gemma.block_count", b"gemma.block_total"))
+    with pytest.raises(StartupError, match="it has no block_count"):
+        load_engine(ModelSettings(str(path), sessions=1))
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown", "shape", "nan"])

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm, GemmaTextScaledWordEmbedding
 
 from dynatree.engine.cpu.native import DTYPES, address
 from dynatree.engine.cpu.native_attention import Shape
-from dynatree.engine.cpu.native_linear import Linear, NativeLinear
+from dynatree.engine.cpu.native_linear import PANEL, Linear, NativeLinear
 
 _EMBED, _NORM, _LINEAR, _ATTEND = range(4)
 _ALONE, _PLUS, _TIMES = range(3)
@@ -52,14 +53,18 @@ class _Operation(ctypes.Structure):
         ("scale", ctypes.c_void_p),
         ("shift", ctypes.c_void_p),
         ("width", ctypes.c_int64),
+        ("parts", ctypes.c_int64),
         ("centered", ctypes.c_int64),
         ("last", ctypes.c_int64),
         ("epsilon", ctypes.c_float),
+        ("offset", ctypes.c_float),
+        ("factor", ctypes.c_float),
         ("linear", Linear),
         ("query", _Place),
         ("key", _Place),
         ("value", _Place),
         ("layer", ctypes.c_int64),
+        ("rotated", ctypes.c_int64),
     )
 
 
@@ -86,31 +91,39 @@ class _Writer:
 
     def embed(self, model: PreTrainedModel, target: int) -> None:
         module: Any = model.get_input_embeddings()
-        if type(module) is not nn.Embedding or module.weight.dtype != self.dtype or not module.weight.is_contiguous():
+        scaled = type(module) is GemmaTextScaledWordEmbedding
+        if not scaled and type(module) is not nn.Embedding:
+            raise _NoProgramError
+        if module.weight.dtype != self.dtype or not module.weight.is_contiguous():
             raise _NoProgramError
         width = self.widths[target]
         table = address(module.weight, self.dtype, module.num_embeddings, width)
-        self._add(kind=_EMBED, target=target, scale=table, width=width)
+        factor = module.embed_scale.to(self.dtype).item() if scaled else 1.0
+        self._add(kind=_EMBED, target=target, scale=table, width=width, factor=factor)
 
     def norm(self, module: Any, source: int, target: int, last: bool = False) -> None:
-        """Add a `LayerNorm`, or any family's `RMSNorm`."""
-        centered = type(module) is nn.LayerNorm
+        """Add a `LayerNorm`, or any family's `RMSNorm`, of rows or of each head within them."""
+        centered, around_one = type(module) is nn.LayerNorm, type(module) is GemmaRMSNorm
         if not centered and not type(module).__name__.endswith("RMSNorm"):
             raise _NoProgramError
-        epsilon = module.eps if centered else module.variance_epsilon
-        parts = (module.weight, getattr(module, "bias", None))
-        if any(part is not None and (part.dtype != self.dtype or not part.is_contiguous()) for part in parts):
+        weight, bias = module.weight, getattr(module, "bias", None)
+        if any(each is not None and (each.dtype != self.dtype or not each.is_contiguous()) for each in (weight, bias)):
+            raise _NoProgramError
+        parts, rest = divmod(self.widths[source], len(weight))
+        if rest or self.widths[target] != self.widths[source]:
             raise _NoProgramError
         self._add(
             kind=_NORM,
             source=source,
             target=target,
-            scale=address(parts[0], self.dtype, self.widths[source]),
-            shift=None if parts[1] is None else address(parts[1], self.dtype, self.widths[source]),
-            width=self.widths[source],
+            scale=address(weight, self.dtype, -1),
+            shift=None if bias is None else address(bias, self.dtype, len(weight)),
+            width=len(weight),
+            parts=parts,
             centered=centered,
             last=last,
-            epsilon=epsilon,
+            epsilon=module.eps if centered or around_one else module.variance_epsilon,
+            offset=float(around_one),
         )
 
     def linear(
@@ -121,19 +134,29 @@ class _Writer:
         activation: int = _IDENTITY,
         combination: int = _ALONE,
         other: int = -1,
+        part: int = 0,
+        parts: int = 1,
     ) -> None:
+        """Add a linear layer, or only one of `parts` equal parts of its features."""
         if not isinstance(module, NativeLinear) or module.dtype != self.dtype:
             raise _NoProgramError
-        if (module.in_features, module.out_features) != (self.widths[source], self.widths[target]):
+        features = self.widths[target]
+        if (module.in_features, module.out_features) != (self.widths[source], parts * features):
             raise _NoProgramError
         if other >= 0 and self.widths[other] != self.widths[target]:
             raise _NoProgramError
+        if parts > 1 and features % PANEL:  # a part begins and ends with a panel
+            raise _NoProgramError
         linear = Linear.from_buffer_copy(module.structure)
+        linear.weight += part * (module.weight.nbytes // parts)
+        if module.bias is not None:
+            linear.bias += part * (module.bias.nbytes // parts)
+        linear.features = features
         linear.activation, linear.combination = activation, combination
         self._add(kind=_LINEAR, source=source, target=target, other=other, linear=linear)
 
-    def attend(self, query: _Place, key: _Place, value: _Place, target: int, layer: int) -> None:
-        self._add(kind=_ATTEND, target=target, query=query, key=key, value=value, layer=layer)
+    def attend(self, query: _Place, key: _Place, value: _Place, target: int, layer: int, rotated: bool = True) -> None:
+        self._add(kind=_ATTEND, target=target, query=query, key=key, value=value, layer=layer, rotated=rotated)
 
     def _add(self, **fields: Any) -> None:
         self.operations.append(_Operation(**{"other": -1, **fields}))
@@ -200,7 +223,11 @@ def _write_llama(model: Any, to: _Writer) -> _Parts:
         to.linear(layer.self_attn.q_proj, normed, queries)
         to.linear(layer.self_attn.k_proj, normed, keys)
         to.linear(layer.self_attn.v_proj, normed, values)
-        to.attend(query, key, value, attended, index)
+        if hasattr(layer.self_attn, "q_norm"):  # Qwen3
+            to.norm(layer.self_attn.q_norm, queries, queries)
+            to.norm(layer.self_attn.k_norm, keys, keys)
+        rotated = bool(getattr(layer.self_attn, "use_rope", True))  # SmolLM3
+        to.attend(query, key, value, attended, index, rotated)
         to.linear(layer.self_attn.o_proj, attended, x, combination=_PLUS, other=x)
         to.norm(layer.post_attention_layernorm, x, normed)
         to.linear(layer.mlp.gate_proj, normed, middle, _activation(model))
@@ -212,12 +239,47 @@ def _write_llama(model: Any, to: _Writer) -> _Parts:
     return _Parts(Shape(heads, kv_heads, dim, 0, attention.scaling), model.model.rotary_emb)
 
 
-# Writers by model_type; a writer uses only the modules that all of its families share.
+def _write_phi3(model: Any, to: _Writer) -> _Parts:
+    config, attention = model.config, model.model.layers[0].self_attn
+    hidden, heads, kv_heads, dim = (
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        attention.head_dim,
+    )
+    if heads % kv_heads:
+        raise _NoProgramError
+    row = (heads + 2 * kv_heads) * dim
+    x, normed, attended = to.buffer(hidden), to.buffer(hidden), to.buffer(heads * dim)
+    qkv, middle = to.buffer(row), to.buffer(config.intermediate_size)
+    query, key, value = (_Place(qkv, first * dim, dim, row) for first in (0, heads, heads + kv_heads))
+    to.embed(model, x)
+    for index, layer in enumerate(model.model.layers):
+        to.layer()
+        to.norm(layer.input_layernorm, x, normed)
+        to.linear(layer.self_attn.qkv_proj, normed, qkv)
+        to.attend(query, key, value, attended, index)
+        to.linear(layer.self_attn.o_proj, attended, x, combination=_PLUS, other=x)
+        to.norm(layer.post_attention_layernorm, x, normed)
+        to.linear(layer.mlp.gate_up_proj, normed, middle, _activation(model), parts=2)
+        to.linear(layer.mlp.gate_up_proj, normed, middle, combination=_TIMES, other=middle, part=1, parts=2)
+        to.linear(layer.mlp.down_proj, middle, x, combination=_PLUS, other=x)
+    to.layer()
+    to.norm(model.model.norm, x, normed, last=True)
+    to.linear(model.get_output_embeddings(), normed, to.buffer(config.vocab_size))
+    return _Parts(Shape(heads, kv_heads, dim, 0, attention.scaling), model.model.rotary_emb)
+
+
+# Writers by model_type; a writer uses only the modules that all of its families share, except where it says so.
 _WRITERS: dict[str, Callable[[Any, _Writer], _Parts]] = {
+    "gemma": _write_llama,
     "gpt_neox": _write_gpt_neox,
     "llama": _write_llama,
     "mistral": _write_llama,
+    "phi3": _write_phi3,
     "qwen2": _write_llama,
+    "qwen3": _write_llama,
+    "smollm3": _write_llama,
 }
 
 

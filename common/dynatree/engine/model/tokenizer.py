@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.model.files import check_path, checkpoint_of
+from dynatree.engine.model.gguf_config import has_own_config
 
 # Texts whose ids distinguish tokenizers. They are part of the fingerprint, so a change here changes every fingerprint.
 PROBES = (
@@ -52,10 +54,9 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         StartupError: The tokenizer is missing or cannot be read.
     """
     check_path(model)
+    loader: Any = PreTrainedTokenizerFast if has_own_config(model) else AutoTokenizer
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            **checkpoint_of(model), trust_remote_code=False
-        )
+        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(**checkpoint_of(model), trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and its backends' own types here
         raise StartupError(f"no tokenizer could be loaded for model {model!r}: {first_line(error)}") from error
     return tokenizer

@@ -1,6 +1,7 @@
 """Loads weights from a GGUF file: quantised weights are repacked, and never rounded again.
 
-The configuration, the tokenizer and the names of the tensors are as transformers reads them from the file.
+The tokenizer and the names of the tensors are as transformers reads them from the file, and so is the configuration
+except for the families of `gguf_config.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from dynatree.engine.weights.quantized_weight import QuantizedWeight
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OUTPUT, _TABLE = "output.weight", "token_embd.weight"
+# Architectures that transformers cannot convert, and others that llama.cpp stores in the same way: Gemma's norms plus 1,
+# and SmolLM3's queries and keys in another order.
+_STORED_AS = {"gemma": "gemma2", "smollm3": "llama"}
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,7 @@ class GGUFFile:
 
         Args:
             path: The file.
-            model: Model from `skeleton` of the configuration that transformers reads from the file. Its dtype is that
-                of activations, and of weights that are not quantised.
+            model: Model from `skeleton` of the file's configuration. Its dtype is that of activations, and of weights that are not quantised.
             native: Whether the project's own kernels compute the model.
 
         Raises:
@@ -72,7 +75,8 @@ class GGUFFile:
         self._tied = bool(model.config.tie_word_embeddings)
         header = read_header(path)
         self._data = np.memmap(path, np.uint8, "r")
-        processor = TENSOR_PROCESSORS.get(header.values["general.architecture"], TensorProcessor)
+        architecture = header.values["general.architecture"]
+        processor = TENSOR_PROCESSORS.get(_STORED_AS.get(architecture, architecture), TensorProcessor)
         self._processor: Any = processor(config=model.config.to_dict())  # type: ignore[no-untyped-call]
         self._names: dict[str, str] = get_gguf_hf_weights_map(model, self._processor)  # by names of the file
         tensors = (each for each in header.tensors if not (self._tied and each.name == _OUTPUT))

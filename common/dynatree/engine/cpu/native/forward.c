@@ -18,15 +18,17 @@ struct place {
 struct operation {
     int64_t kind;
     int64_t from, to, other; /* indices of buffers; other < 0: none */
-    /* NORM: LayerNorm (Ba et al. 2016) if centered, otherwise RMSNorm (Zhang and Sennrich 2019). `last`: only the rows
-     * whose logits are requested are normalized; all later operations compute `kept` rows. */
+    /* NORM: LayerNorm (Ba et al. 2016) if centered, otherwise RMSNorm (Zhang and Sennrich 2019), of each of a row's
+     * `parts` vectors by itself. `last`: only the rows whose logits are requested are normalized; all later operations
+     * compute `kept` rows. */
     const char *scale, *shift; /* NORM: [width], shift may be NULL. EMBED: scale is the table [vocabulary, width] */
-    int64_t width, centered, last;
-    float epsilon;
-    struct linear linear; /* LINEAR */
+    int64_t width, parts, centered, last;
+    float epsilon, offset; /* NORM: `offset` is added to each scale */
+    float factor;          /* EMBED: multiplies the embeddings */
+    struct linear linear;  /* LINEAR */
     /* ATTEND */
     struct place query, key, value;
-    int64_t layer;
+    int64_t layer, rotated; /* rotated: whether the layer has a rotary embedding */
 };
 
 struct program {
@@ -81,13 +83,14 @@ INLINE void normalize(const struct operation *o, const char *from, char *to, int
     }
     float factor = 1.0f / sqrtf(square / width + o->epsilon);
     for (int64_t d = 0; d < whole; d += LANES) {
-        vec x = (load(from + d * size, dtype) - mean) * factor, scale = load(o->scale + d * size, dtype);
+        vec x = (load(from + d * size, dtype) - mean) * factor, scale = load(o->scale + d * size, dtype) + o->offset;
         vec result = x * scale;
         if (o->shift) result = fused(x, scale, load(o->shift + d * size, dtype));
         store(to + d * size, result, dtype);
     }
     for (int64_t d = whole; d < width; d++) {
-        float x = (load_one(from + d * size, dtype) - mean) * factor, scale = load_one(o->scale + d * size, dtype);
+        float x = (load_one(from + d * size, dtype) - mean) * factor;
+        float scale = load_one(o->scale + d * size, dtype) + o->offset;
         float result = x * scale;
         if (o->shift) result = fused_one(x, scale, load_one(o->shift + d * size, dtype));
         store_one(to + d * size, result, dtype);
@@ -95,21 +98,30 @@ INLINE void normalize(const struct operation *o, const char *from, char *to, int
 }
 
 static void embed_tasks(const struct operation *o, const struct call *c, int64_t dtype, int64_t *next) {
-    int64_t bytes = o->width * size_of(dtype);
-    TASKS(row, c->n, next) memcpy(c->buffers[o->to] + row * bytes, o->scale + c->tokens[row] * bytes, bytes);
+    int64_t whole = o->width / LANES * LANES, size = size_of(dtype), bytes = o->width * size;
+    TASKS(row, c->n, next) {
+        const char *from = o->scale + c->tokens[row] * bytes;
+        char *to = c->buffers[o->to] + row * bytes;
+        for (int64_t d = 0; d < whole; d += LANES)
+            store(to + d * size, load(from + d * size, dtype) * o->factor, dtype);
+        for (int64_t d = whole; d < o->width; d++)
+            store_one(to + d * size, load_one(from + d * size, dtype) * o->factor, dtype);
+    }
 }
 
 static void norm_tasks(const struct operation *o, const struct call *c, int64_t rows, int64_t dtype, int64_t *next) {
     int64_t bytes = o->width * size_of(dtype);
     TASKS(row, rows, next) {
-        const char *from = c->buffers[o->from] + (o->last ? c->keep[row] : row) * bytes;
-        char *to = c->buffers[o->to] + row * bytes;
-        if (dtype == FLOAT32)
-            normalize(o, from, to, FLOAT32);
-        else if (dtype == BFLOAT16)
-            normalize(o, from, to, BFLOAT16);
-        else
-            normalize(o, from, to, FLOAT16);
+        const char *from = c->buffers[o->from] + (o->last ? c->keep[row] : row) * o->parts * bytes;
+        char *to = c->buffers[o->to] + row * o->parts * bytes;
+        for (const char *stop = from + o->parts * bytes; from < stop; from += bytes, to += bytes) {
+            if (dtype == FLOAT32)
+                normalize(o, from, to, FLOAT32);
+            else if (dtype == BFLOAT16)
+                normalize(o, from, to, BFLOAT16);
+            else
+                normalize(o, from, to, FLOAT16);
+        }
     }
 }
 
@@ -133,7 +145,8 @@ static void attend_tasks(const struct operation *o, const struct call *c, const 
         .output = c->buffers[o->to],
         .faulty = c->faulty,
     };
-    attention_tasks(&layer, shape, &c->rotary, c->segments, c->segment_count, memory, next);
+    const struct rotary *rotary = o->rotated ? &c->rotary : NULL;
+    attention_tasks(&layer, shape, rotary, c->segments, c->segment_count, memory, next);
 }
 
 /* Whether the previous operation prepared the same rows in the same way, as for queries, keys and values. */
