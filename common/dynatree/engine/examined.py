@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from dynatree import embedded
 from dynatree.common.errors import StartupError
-from dynatree.engine.model.files import check_path, checkpoint_of
-from dynatree.engine.model.gguf_config import gguf_config, has_own_config
+from dynatree.engine.model.files import check_path
+from dynatree.engine.model.gguf_config import config_of
 from dynatree.engine.model.tokenizer import first_line
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.small_engine import small_engine
@@ -71,14 +71,12 @@ def unloadable(model: str, name: str, error: Exception) -> StartupError:
 
 def _config(settings: ModelSettings, name: str) -> PretrainedConfig:
     check_path(settings.model)
-    if has_own_config(settings.model):
-        return gguf_config(Path(settings.model))
     try:
-        where = checkpoint_of(settings.model)
-        config: PretrainedConfig = AutoConfig.from_pretrained(**where, trust_remote_code=False)
+        return config_of(settings.model)
+    except StartupError:
+        raise
     except Exception as error:  # transformers and the hub client raise their own types here
         raise unloadable(settings.model, name, error) from error
-    return config
 
 
 def _context_length(config: PretrainedConfig, settings: ModelSettings) -> int:

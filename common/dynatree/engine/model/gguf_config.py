@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from dynatree.common.errors import StartupError
+from dynatree.engine.model.files import checkpoint_of
 from dynatree.engine.model.gguf_header import GGUFHeader, read_header
 from dynatree.engine.settings import GGUF
 
@@ -38,6 +39,19 @@ def has_own_config(model: str) -> bool:
     """
     path = Path(model)
     return path.suffix == GGUF and path.is_file() and _family(read_header(path)) in _FAMILIES
+
+
+def config_of(model: str) -> PretrainedConfig:
+    """Return the configuration of a model: of its GGUF file, or as transformers reads it.
+
+    Raises:
+        StartupError: A GGUF file's configuration cannot be served.
+        Exception: transformers and the hub client raise types of their own.
+    """
+    if has_own_config(model):
+        return gguf_config(Path(model))
+    config: PretrainedConfig = AutoConfig.from_pretrained(**checkpoint_of(model), trust_remote_code=False)
+    return config
 
 
 def gguf_config(path: Path) -> PretrainedConfig:

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dynatree.engine.model.files import checkpoint_of
+from dynatree.engine.model.gguf_config import config_of, has_own_config
 from dynatree.engine.quantized.layers import quantize
 from dynatree.engine.quantized.loading import quantised_model, unpacked_here
 from dynatree.engine.settings import GGUF, WEIGHTS, ModelSettings
@@ -18,7 +19,7 @@ from dynatree.engine.settings import GGUF, WEIGHTS, ModelSettings
 def dequantised_model(settings: ModelSettings, dtype: str, device: torch.device) -> PreTrainedModel | None:
     """Load the dequantised weights of a model in float32; return None if none are quantised.
 
-    transformers reads GGUF files, and this project the other formats.
+    transformers reads the GGUF files that it can, and this project the other files.
 
     Args:
         settings: Settings with which the model is served.
@@ -29,7 +30,8 @@ def dequantised_model(settings: ModelSettings, dtype: str, device: torch.device)
         StartupError: The model cannot be served.
     """
     where = checkpoint_of(settings.model)
-    if settings.model.endswith(GGUF):
+    is_file = settings.model.endswith(GGUF)
+    if is_file and not has_own_config(settings.model):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     elif settings.weights != "auto":
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
@@ -37,12 +39,13 @@ def dequantised_model(settings: ModelSettings, dtype: str, device: torch.device)
         quantize(model, WEIGHTS[settings.weights], torch.float32, native=False, output=output)
         model.float()  # type: ignore[no-untyped-call]
     else:
-        config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
+        config = config_of(settings.model)
         whole = replace(settings, dtype="float32", resident_layers=None)
         name = Path(settings.model).name
-        packed = unpacked_here(config, device) and quantised_model(whole, config, device, name, dequantises=True)
-        if not packed:
+        if not is_file and not unpacked_here(config, device):
             return None
+        packed = quantised_model(whole, config, device, name, dequantises=True)
+        assert packed is not None
         packed.files.fill(packed.model)
         packed.model.set_attn_implementation("eager")
         model = packed.model
