@@ -24,8 +24,8 @@ from dynatree.engine.weights.quantized_weight import QuantizedWeight
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OUTPUT, _TABLE = "output.weight", "token_embd.weight"
-# Architectures that transformers cannot convert, and others that llama.cpp stores in the same way: Gemma's norms plus 1,
-# and SmolLM3's queries and keys in another order.
+# Architectures that transformers cannot convert, and others that llama.cpp stores in the same way: Gemma's norms are
+# stored plus 1, and the rows of SmolLM3's queries and keys in another order.
 _STORED_AS = {"gemma": "gemma2", "smollm3": "llama"}
 
 
