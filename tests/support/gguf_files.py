@@ -66,7 +66,7 @@ def written_gguf(
         kinds: Types of the weights, which the layers take in turn.
         seed: Seed of the blocks.
         context: Context length in tokens.
-        tied: Whether the output layer reads the embedding table, so that the file has no output tensor; always in Gemma.
+        tied: Whether the output layer reads the embedding table, so that the file has no output tensor. Gemma is tied.
         family: A key of `FAMILIES`.
         values: More values of the file's header.
         changes: Changes of the configuration.
@@ -75,10 +75,8 @@ def written_gguf(
     vocabulary = sorted(tokenizer["model"]["vocab"].items(), key=lambda pair: pair[1])
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"num_hidden_layers": 3, "vocab_size": len(vocabulary), "max_position_embeddings": context}
-    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
-    config = CONFIG_MAPPING[family](
-        **sizes | ids | FAMILIES[family] | changes, tie_word_embeddings=tied or family == "gemma"
-    )
+    others = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": tied or family == "gemma"}
+    config = CONFIG_MAPPING[family](**sizes | others | FAMILIES[family] | changes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     writer = gguf.GGUFWriter(str(path), family)
     _add_sizes(writer, config)
@@ -141,6 +139,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], vocabular
     writer.add_token_merges(merges)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
+    writer.add_pad_token_id(0)
 
 
 def _add_weight(

@@ -32,7 +32,8 @@ def _configurations() -> dict[str, PretrainedConfig]:
         "llama": LlamaConfig(**common, **narrow, num_key_value_heads=2),
         "qwen2": Qwen2Config(**common, **narrow, num_key_value_heads=1),
         "qwen3": Qwen3Config(**common, **narrow, num_key_value_heads=2, head_dim=24),
-        "gemma": GemmaConfig(**common, **narrow, num_key_value_heads=1, head_dim=24),
+        # with tied embeddings, which Gemma multiplies by 8, every token would be followed by itself
+        "gemma": GemmaConfig(**common, **narrow, num_key_value_heads=1, head_dim=24, tie_word_embeddings=False),
         "phi3": Phi3Config(**common, **narrow, num_key_value_heads=2, pad_token_id=0),
         "smollm3": SmolLM3Config(**common, **narrow, num_key_value_heads=2, pad_token_id=0, no_rope_layers=[1, 0] * 4),
         "gpt2": GPT2Config(

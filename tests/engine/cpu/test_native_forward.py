@@ -60,7 +60,7 @@ def test_every_activation(family, activation, tmp_path):
         ("llama", {"tie_word_embeddings": True, "intermediate_size": 130}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
         ("qwen3", {"attention_bias": True, "head_dim": 22, "num_key_value_heads": 4}),
-        ("gemma", {"hidden_size": 70, "tie_word_embeddings": False}),
+        ("gemma", {"hidden_size": 70, "tie_word_embeddings": True}),
         ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
         ("smollm3", {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [0, 0, 0]}),
     ],
