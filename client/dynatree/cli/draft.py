@@ -124,12 +124,13 @@ def serve(settings: DraftSettings) -> int:
     if settings.model is None:
         log.info("no draft model: drafting from n-grams alone")
         without_torch()
-        from dynatree.draft.serve_ngrams import run as run_ngrams
-
-        return run_ngrams(settings)
-    log.info("loading %s", described(settings.model.model))  # torch's import also takes seconds
+    else:
+        log.info("loading %s", described(settings.model.model))  # torch's import also takes seconds
 
     with without_collection():
-        from dynatree.draft.serve_draft import run
+        if settings.model is None:
+            from dynatree.draft.serve_ngrams import run
+        else:
+            from dynatree.draft.serve_draft import run
 
     return run(settings)
