@@ -129,7 +129,9 @@ def _mistakes(folder: Path, http: str, free: str) -> list[Mistake]:
                 ("--draft-ahead", "on"),
             )
         ),
-        Mistake("serve none: --draft-device", [*serve_alone, "--draft-device", "cpu"], "--draft-device is an option of"),
+        Mistake(
+            "serve none: --draft-device", [*serve_alone, "--draft-device", "cpu"], "--draft-device is an option of"
+        ),
         Mistake("serve none: --draft-ahead", [*serve_alone, "--draft-ahead", "off"], "--draft-ahead is an option of"),
         Mistake("a GPU that is not there", [*verify, "embedded", "--device", "cuda:77"], "--device is cuda:77, but"),
         Mistake("serve: a GPU for the draft", [*serve, "--draft-device", "cuda:77"], "--draft-device is cuda:77, but"),

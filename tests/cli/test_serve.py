@@ -131,7 +131,6 @@ def test_a_target_alone(tmp_path: Path) -> None:
         assert ("libtorch" in serve.maps_of("verify"), "libtorch" in serve.maps_of("draft")) == (True, False)
 
 
-
 def test_a_target_larger_than_the_memory(tmp_path: Path) -> None:
     """Layers are offloaded to a cache, and trees may be larger than usual."""
     large = ("--resident-layers", "1", "--layer-cache", str(tmp_path / "cache"), "--max-tree-nodes", "300")

@@ -116,7 +116,7 @@ def test_the_files_of_a_tokenizer_make_the_same_one(make, template):
 
 @pytest.mark.parametrize("files", [{}, {"tokenizer.json": b"{"}, {"..": b"x"}], ids=["none", "malformed", "a folder"])
 def test_files_of_no_tokenizer(files):
-    with pytest.raises(StartupError, match="^the target's tokenizer could not be loaded: "):
+    with pytest.raises(StartupError, match=r"^the target's tokenizer could not be loaded: "):
         tokenizer_of(files)
 
 

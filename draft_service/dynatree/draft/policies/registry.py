@@ -98,11 +98,15 @@ def create_policy(
     """
     entry = _REGISTRY.get(name)
     if entry is None:
-        raise InvalidArgumentError(f"unknown policy {name!r}, expected one of {', '.join(policy_names(has_model=has_model))}")
+        raise InvalidArgumentError(
+            f"unknown policy {name!r}, expected one of {', '.join(policy_names(has_model=has_model))}"
+        )
     if not has_model:
         if entry.without_model is None:
             usable = ", ".join(policy_names(has_model=False))
-            raise InvalidArgumentError(f"policy {name} needs a draft model, and there is none; expected one of {usable}")
+            raise InvalidArgumentError(
+                f"policy {name} needs a draft model, and there is none; expected one of {usable}"
+            )
         settings = {**entry.without_model, **settings}
     # settings that policies have in common come last
     known = {field.name: field for field in sorted(fields(entry.settings), key=lambda field: field.kw_only is True)}
