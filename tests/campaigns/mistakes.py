@@ -65,6 +65,8 @@ def _mistakes(folder: Path, http: str, free: str) -> list[Mistake]:
     pair = ["--target-model", "embedded", *draft]
     serve = ["serve", *pair, "--listen", "127.0.0.1:0"]
     drafting = ["draft", *draft, "--verify", free, "--listen", "localhost:0"]
+    alone = ["draft", "--draft-model", "none", "--verify", free, "--listen", "localhost:0"]
+    serve_alone = ["serve", "--target-model", "embedded", "--listen", "127.0.0.1:0"]
     text = folder / "notes.txt"
     text.write_text("no model\n")
     typeless = folder / "typeless"
@@ -110,6 +112,27 @@ def _mistakes(folder: Path, http: str, free: str) -> list[Mistake]:
         Mistake("a setting out of range", [*drafting, "--policy", "linear", "--set", "depth=0"], "depth is 0"),
         Mistake("serve: an unknown setting", [*serve, "--set", "dept=1"], "has no setting dept"),
         Mistake("demo: an unknown policy", ["demo", "--policy", "nope"], "unknown policy 'nope'"),
+        Mistake("none: a policy that drafts", [*alone, "--policy", "dyspec"], "policy dyspec needs a draft model, and"),
+        Mistake("serve none: such a policy", [*serve_alone, "--policy", "linear"], "policy linear needs a draft model"),
+        Mistake("demo none: such a policy", ["demo", "--draft-model", "none", "--policy", "hybrid"], "hybrid needs a"),
+        Mistake("none: a setting that drafts", [*alone, "--set", "breadth=4"], "breadth is 4, expected 0, because"),
+        *(
+            Mistake(f"none: {option}", [*alone, option, value], f"{option} is an option of the draft model, and")
+            for option, value in (
+                ("--device", "cpu"),
+                ("--dtype", "float32"),
+                ("--weights", "int8"),
+                ("--threads", "1"),
+                ("--fixed-rows", "off"),
+                ("--max-context", "100"),
+                ("--kv-tokens", "100"),
+                ("--draft-ahead", "on"),
+            )
+        ),
+        Mistake(
+            "serve none: --draft-device", [*serve_alone, "--draft-device", "cpu"], "--draft-device is an option of"
+        ),
+        Mistake("serve none: --draft-ahead", [*serve_alone, "--draft-ahead", "off"], "--draft-ahead is an option of"),
         Mistake("a GPU that is not there", [*verify, "embedded", "--device", "cuda:77"], "--device is cuda:77, but"),
         Mistake("serve: a GPU for the draft", [*serve, "--draft-device", "cuda:77"], "--draft-device is cuda:77, but"),
         Mistake("traces to nowhere", [*verify, "embedded", "--traces", "nowhere"], "--traces is 'nowhere'"),

@@ -28,9 +28,9 @@ pytestmark = [pytest.mark.early, pytest.mark.long]
 class Serve:
     """A running `dynatree serve`."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, draft: bool) -> None:
         self._log = folder / "serve.log"
-        models = ("--target-model", "embedded", "--draft-model", "embedded")
+        models = ("--target-model", "embedded", *(("--draft-model", "embedded") if draft else ()))
         command = [sys.executable, "-m", "dynatree.cli.main", "serve", *models, *options]
         with self._log.open("wb") as log:
             # A terminal interrupts the whole process group; so does the test.
@@ -62,10 +62,15 @@ class Serve:
         )
         return [line for line in listed.stdout.decode().splitlines() if " Z" not in line]
 
+    def maps_of(self, service: str) -> str:
+        """Return the names of the files that a service has mapped into its memory."""
+        process = next(line for line in self.members() if "cli.service_pair" in line and f" {service} " in line)
+        return Path(f"/proc/{process.split()[0]}/maps").read_text()
+
 
 @contextmanager
-def serving(folder: Path, *options: str) -> Iterator[Serve]:
-    serve = Serve(folder, *options)
+def serving(folder: Path, *options: str, draft: bool = True) -> Iterator[Serve]:
+    serve = Serve(folder, *options, draft=draft)
     try:
         yield serve
     finally:
@@ -105,6 +110,25 @@ def test_an_interrupt_at_any_moment_of_a_start_ends_it_in_order(name: str) -> No
         ends = [*starting, interrupted(name, None, verify)]
     assert all(end.good for end in ends), ends
     assert [end.status for end in ends] == [130, 130, 0]
+
+
+def test_a_target_alone(tmp_path: Path) -> None:
+    """Without a draft model, text is drafted from n-grams, in a process that has no torch."""
+    grpc_address = f"unix:{tmp_path}/grpc.sock"
+    with serving(tmp_path, "--http", "127.0.0.1:0", "--grpc", grpc_address, draft=False) as serve:
+        command = shlex.split(serve.wait_for(r"Try\s+(curl .*)"))
+        assert " INFO dynatree.cli.draft: no draft model: drafting from n-grams alone\n" in serve.log
+        answered = subprocess.run([*command, "-sS"], capture_output=True, timeout=60, check=True)
+        with Client(grpc_address) as client:
+            plain = client.generate("Once upon a time", max_new_tokens=32, policy="autoregressive")
+            again = client.generate("Once upon a time", max_new_tokens=200)
+        assert json.loads(answered.stdout)["choices"][0]["text"] == plain.text
+        assert again.text.startswith(plain.text)
+        assert again.stats.draft_n_accepted > 0
+        url = serve.wait_for(r"serving HTTP on (\S+)")
+        listed = json.load(urllib.request.urlopen(f"{url}/v1/models", timeout=30))["data"][0]
+        assert (listed["draft_model"], "dyspec" in listed["policies"]) == ("none", False)
+        assert ("libtorch" in serve.maps_of("verify"), "libtorch" in serve.maps_of("draft")) == (True, False)
 
 
 def test_a_target_larger_than_the_memory(tmp_path: Path) -> None:

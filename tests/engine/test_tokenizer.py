@@ -9,12 +9,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from dynatree import embedded
-from dynatree.common.errors import FailedPreconditionError
+from dynatree.common.errors import FailedPreconditionError, StartupError
 from dynatree.common.model_info import check_same_tokenizer
 from dynatree.engine.loading import load_engine
-from dynatree.engine.model.tokenizer import fingerprint, load_tokenizer
+from dynatree.engine.model.tokenizer import files_of, fingerprint, load_tokenizer, tokenizer_of
 from dynatree.engine.settings import ModelSettings
 from tests.support.model_zoo import save_random_model
+from tests.support.tokenizer_zoo import TOKENIZERS
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 SYLLABLES = ["th", "he", "the", "qz", "zx", "qzx"]
@@ -100,6 +101,23 @@ def test_the_fingerprint_survives_saving_and_another_process(tmp_path):
         [sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True, timeout=120
     )
     assert printed.stdout.strip() == fingerprint(tokenizer)
+
+
+@pytest.mark.parametrize("make", [*TOKENIZERS.values(), lambda: word_piece(True)], ids=[*TOKENIZERS, "cleanup"])
+@pytest.mark.parametrize("template", [None, "{{ messages }}", {"default": "{{ messages }}", "tool_use": "{{ tools }}"}])
+def test_the_files_of_a_tokenizer_make_the_same_one(make, template):
+    tokenizer = tokenizer_of(files_of(make()))  # as loaded from a checkpoint
+    tokenizer.chat_template = template
+    again = tokenizer_of(files_of(tokenizer))
+    assert fingerprint(again) == fingerprint(tokenizer)
+    assert again.chat_template == template
+    assert again.added_tokens_decoder == tokenizer.added_tokens_decoder
+
+
+@pytest.mark.parametrize("files", [{}, {"tokenizer.json": b"{"}, {"..": b"x"}], ids=["none", "malformed", "a folder"])
+def test_files_of_no_tokenizer(files):
+    with pytest.raises(StartupError, match=r"^the target's tokenizer could not be loaded: "):
+        tokenizer_of(files)
 
 
 def test_the_embedded_pair_shares_a_tokenizer():

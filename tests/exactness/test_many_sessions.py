@@ -12,7 +12,7 @@ import pytest
 from dynatree.client import Client, DynaTreeError, InvalidRequestError, ServerBusyError
 from dynatree.common.limits import MAX_SESSIONS, MAX_TREE_NODES
 from dynatree.common.wire import model_info_to_pb
-from dynatree.draft import serve_draft
+from dynatree.draft import draft_server
 from dynatree.draft.policies import policy_names, residual_policies
 from dynatree.engine.shared_cores import SharedCores
 from dynatree.serving.admission import Admission
@@ -172,7 +172,7 @@ def test_of_many_calls_half_are_cancelled_and_nothing_of_them_remains(tmp_path, 
             admissions.append(self)
 
     monkeypatch.setattr(serve_verify, "Admission", Noted)
-    monkeypatch.setattr(serve_draft, "Admission", Noted)
+    monkeypatch.setattr(draft_server, "Admission", Noted)
     target = save_random_model(tmp_path / "target", "gpt_neox", seed=3)
     draft = save_noisy_copy(tmp_path / "draft", target, seed=4)
     generator = random.Random(5)

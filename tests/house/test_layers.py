@@ -31,6 +31,7 @@ TURNED = [
     ("protobuf", "draft_service/dynatree/draft/completion/opening.py", "import dynatree.v1.draft_pb2"),
     ("protobuf", "verify_service/dynatree/verify/verifier.py", "import dynatree.v1.verify_pb2"),
     ("policies", "draft_service/dynatree/draft/policies/papers/dynatree.py", "import torch"),
+    ("ngrams", "draft_service/dynatree/draft/completion/generation.py", "import dynatree.engine.engine"),
     ("acceptance", "verify_service/dynatree/verify/accept.py", "import dynatree.engine"),
     ("circles", "common/dynatree/common/errors.py", "import dynatree.common.tree"),
     ("circles", "common/dynatree/engine/kv/kv_cache.py", "import dynatree.engine.forward.attention"),

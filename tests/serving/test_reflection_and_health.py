@@ -24,6 +24,7 @@ METHODS = {
     "dynatree.v1.VerifyService": {
         "Verify": ("VerifyRequest", "VerifyResponse", True, True),
         "GetModelInfo": ("VerifyServiceGetModelInfoRequest", "VerifyServiceGetModelInfoResponse", False, False),
+        "GetTokenizer": ("GetTokenizerRequest", "GetTokenizerResponse", False, True),
     },
 }
 

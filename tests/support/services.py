@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry
 
 from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_TREE_NODES, RESUME_SECONDS
+from dynatree.draft.draft_server import start_draft
 from dynatree.draft.policies import DEFAULT_POLICY
-from dynatree.draft.serve_draft import start_draft, targets_for
+from dynatree.draft.serve_draft import source_of, targets_for
+from dynatree.draft.serve_ngrams import NGramDrafting
 from dynatree.draft.settings import DefaultPolicy, DraftLimits
 from dynatree.draft.target.replicas import Replicas
 from dynatree.engine.engine import Engine
@@ -35,19 +37,19 @@ T = TypeVar("T")
 
 @dataclass
 class Services:
-    """A running pair: its addresses, and its engines for inspection."""
+    """A running pair: its addresses, and its engines for inspection; `draft` is None without a draft model."""
 
     draft_address: str
     verify_address: str
     target: Engine
-    draft: Engine
+    draft: Engine | None
     draft_registry: CollectorRegistry
     verify_registry: CollectorRegistry
 
     @property
     def idle(self) -> bool:
         """Whether no session is open on either side; valid only without a prefix cache."""
-        kv_caches = (self.target.kv_cache, self.draft.kv_cache)
+        kv_caches = [engine.kv_cache for engine in (self.target, self.draft) if engine is not None]
         return all(kv_cache.free_slots == kv_cache.size for kv_cache in kv_caches)
 
 
@@ -73,7 +75,7 @@ class _Loop:
 def running_services(
     folder: Path,
     target_model: Path,
-    draft_model: Path,
+    draft_model: Path | None,
     *,
     dtype: str = "auto",
     weights: str = "auto",
@@ -120,16 +122,18 @@ def running_services(
     )
     verify_limits = VerifyLimits(sessions, queue, max_tree_nodes, batch_rows, idle_seconds, prefix_cache)
     draft_limits = DraftLimits(sessions, queue, idle_seconds, prefix_cache, resume_seconds, quota, max_tree_nodes)
-    draft = load_engine(
-        ModelSettings(
-            str(draft_model),
-            speculative_slots=2 * max_tree_nodes,
-            chooses_tokens=False,
-            max_context=draft_context,
-            weights=draft_weights or weights,
-            **shared,
+    draft = None
+    if draft_model is not None:
+        draft = load_engine(
+            ModelSettings(
+                str(draft_model),
+                speculative_slots=2 * max_tree_nodes,
+                chooses_tokens=False,
+                max_context=draft_context,
+                weights=draft_weights or weights,
+                **shared,
+            )
         )
-    )
     threads = ModelThread("verify-model"), ModelThread("draft-model")
     operations = Operation(verify_security, tracing=tracing), Operation(security, tracing=tracing)
     loop = _Loop()
@@ -137,12 +141,18 @@ def running_services(
     async def start() -> tuple[Server, Server, Replicas]:
         verify_address = address or f"unix:{folder}/verify.sock"
         verify_server = await start_verify(target, threads[0], verify_address, verify_limits, operations[0])
-        replicas = Replicas(via(verify_server.address), Connector(channel), targets_for(draft, ahead))
+        ngrams = NGramDrafting(threads[1], 10.0)
+        build_target = targets_for(draft, ahead) if draft else ngrams.target
+        replicas = Replicas(via(verify_server.address), Connector(channel), build_target)
         await replicas.start(10.0)
+        if draft:
+            source = source_of(draft, threads[1], prefix_cache=prefix_cache)
+        else:
+            source = await ngrams.source(replicas)
         default = DefaultPolicy(DEFAULT_POLICY, {})
         draft_address = address or f"unix:{folder}/draft.sock"
         draft_server = await start_draft(
-            draft, threads[1], replicas, draft_address, default, draft_limits, operations[1]
+            source, threads[1], replicas, draft_address, default, draft_limits, operations[1]
         )
         return verify_server, draft_server, replicas
 

@@ -16,6 +16,7 @@ from dynatree.cli.arguments import add_policy_settings, device, positive
 from dynatree.cli.checks import check_pair, check_policy
 from dynatree.cli.gpus import check_device
 from dynatree.cli.service_arguments import add_draft_weights
+from dynatree.common.model_info import NO_MODEL
 from dynatree.engine.settings import DTYPES, WEIGHTS
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         StartupError: The command line is wrong, as found before the models load.
     """
     prompts = _prompts(options.prompts)
-    check_policy(options.policy, options.policy_settings)
+    check_policy(options.policy, options.policy_settings, has_model=options.draft_model != NO_MODEL)
     check_device("--device", options.device)
     check_pair(options.target_model, options.draft_model)
 

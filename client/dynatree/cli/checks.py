@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from dynatree.cli.gpus import check_device
 from dynatree.cli.probe import another_service
 from dynatree.common.errors import InvalidArgumentError, StartupError
+from dynatree.common.model_info import NO_MODEL
 from dynatree.engine.model.files import check_model
 from dynatree.engine.model.vocabularies import check_vocabularies
 from dynatree.serving.address import DNS, split_addresses
@@ -40,15 +41,17 @@ def check_draft(settings: DraftSettings) -> None:
     """Check the settings of `dynatree draft`."""
     from dynatree.serving.channel import Connector
 
-    services = settings.verify
-    check_policy(settings.policy.name, settings.policy.settings)
+    services, model = settings.verify, settings.model
+    check_policy(settings.policy.name, settings.policy.settings, has_model=model is not None)
     Connector(services.channel).check(split_addresses(services.addresses))
-    check_device("--device", settings.model.device)
+    if model is not None:
+        check_device("--device", model.device)
     _check_operation(settings.operation)
     check_free(*_addresses(settings.operation))
     if services.channel.ca is None:
         check_grpc(services.addresses, "a verify service")
-    check_model(settings.model.model)
+    if model is not None:
+        check_model(model.model)
 
 
 def check_serve(options: argparse.Namespace) -> tuple[VerifySettings, DraftSettings]:
@@ -61,7 +64,7 @@ def check_serve(options: argparse.Namespace) -> tuple[VerifySettings, DraftSetti
             "--api-key cannot be combined with --grpc or --token-file; "
             "expected --token-file alone, whose tokens are API keys"
         )
-    check_policy(options.policy, options.policy_settings)
+    check_policy(options.policy, options.policy_settings, has_model=options.draft_model != NO_MODEL)
     check_device("--device", options.device)
     if options.draft_device is not None:
         check_device("--draft-device", options.draft_device)
@@ -78,18 +81,19 @@ def check_serve(options: argparse.Namespace) -> tuple[VerifySettings, DraftSetti
 
 
 def check_pair(target: str, draft: str) -> None:
-    """Check that both models exist and that their vocabularies match."""
+    """Check that both models exist and that their vocabularies match; the draft may be none."""
     check_model(target)
-    check_model(draft)
-    check_vocabularies(target, draft)
+    if draft != NO_MODEL:
+        check_model(draft)
+        check_vocabularies(target, draft)
 
 
-def check_policy(name: str | None, settings: dict[str, Any]) -> None:
-    """Check the name of a policy (None means the default) and its settings."""
+def check_policy(name: str | None, settings: dict[str, Any], *, has_model: bool = True) -> None:
+    """Check the name of a policy (None means the default) and its settings, with a draft model or without one."""
     from dynatree.draft.policies import DEFAULT_POLICY, create_policy
 
     try:
-        create_policy(DEFAULT_POLICY if name is None else name, settings)
+        create_policy(DEFAULT_POLICY if name is None else name, settings, has_model=has_model)
     except InvalidArgumentError as error:
         raise StartupError(str(error)) from None
 

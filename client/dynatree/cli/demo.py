@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dynatree.cli.arguments import add_policy_settings
 from dynatree.cli.checks import check_pair, check_policy
+from dynatree.common.model_info import NO_MODEL
 from dynatree.engine.settings import DTYPES
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         StartupError: The command line is wrong, as found before the models load.
     """
-    check_policy(options.policy, options.policy_settings)
+    check_policy(options.policy, options.policy_settings, has_model=options.draft_model != NO_MODEL)
     check_pair(options.target_model, options.draft_model)
 
     from rich.console import Console

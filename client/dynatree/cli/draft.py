@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dynatree.cli.arguments import add_policy_settings, positive
 from dynatree.cli.checks import check_draft
-from dynatree.cli.imports import without_collection
+from dynatree.cli.imports import without_collection, without_torch
 from dynatree.cli.parser import group
 from dynatree.cli.service_arguments import add_groups, add_service_arguments, network_addresses, seconds
 from dynatree.common.limits import RESUME_SECONDS
@@ -31,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dynatree draft`."""
     add_groups(parser, _WAY, _QUOTAS)
     group(parser, "model").add_argument(
-        "--draft-model", required=True, metavar="embedded|PATH|HUB_ID", help="small model, which drafts"
+        "--draft-model",
+        required=True,
+        metavar="embedded|PATH|HUB_ID|none",
+        help="small model, which drafts; none: draft from n-grams of the text alone",
     )
     group(parser, "network").add_argument(
         "--verify",
@@ -118,9 +121,16 @@ def serve(settings: DraftSettings) -> int:
     """
     check_draft(settings)
     configure_logging(settings.operation.log_format, settings.operation.log_level)
-    log.info("loading %s", described(settings.model.model))  # torch's import also takes seconds
+    if settings.model is None:
+        log.info("no draft model: drafting from n-grams alone")
+        without_torch()
+    else:
+        log.info("loading %s", described(settings.model.model))  # torch's import also takes seconds
 
     with without_collection():
-        from dynatree.draft.serve_draft import run
+        if settings.model is None:
+            from dynatree.draft.serve_ngrams import run
+        else:
+            from dynatree.draft.serve_draft import run
 
     return run(settings)

@@ -20,9 +20,9 @@ from dynatree.cli.parser import Parser, environment_help, suggestion
 # Name -> help line, module.
 COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("serve the target model", "dynatree.cli.verify"),
-    "draft": ("serve the draft model, and the completions that clients request", "dynatree.cli.draft"),
+    "draft": ("serve the completions that clients request, with a draft model or without one", "dynatree.cli.draft"),
     "gateway": ("serve OpenAI's HTTP API and a live page in front of a draft service", "dynatree.cli.gateway"),
-    "serve": ("serve both models and the gateway on this machine", "dynatree.cli.serve"),
+    "serve": ("serve a target, a draft model if there is one, and the gateway on this machine", "dynatree.cli.serve"),
     "generate": ("complete a prompt", "dynatree.cli.generate"),
     "chat": ("chat with the model", "dynatree.cli.chat"),
     "demo": ("run both services on the bundled models and show one completion", "dynatree.cli.demo"),

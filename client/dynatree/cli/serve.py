@@ -28,6 +28,7 @@ from dynatree.cli.service_arguments import (
     network_address,
 )
 from dynatree.cli.verify import add_batch_argument, add_placement_arguments
+from dynatree.common.model_info import NO_MODEL
 from dynatree.gateway.limits import Limits
 
 if TYPE_CHECKING:
@@ -48,10 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dynatree serve`."""
     add_groups(parser)
     model = group(parser, "model")
-    for role, what in (("target", "large model, whose output is produced"), ("draft", "small model, which drafts")):
-        model.add_argument(
-            f"--{role}-model", required=True, metavar="embedded|PATH|HUB_ID", help=f"{what}; embedded: the bundled one"
-        )
+    model.add_argument(
+        "--target-model",
+        required=True,
+        metavar="embedded|PATH|HUB_ID",
+        help="large model, whose output is produced; embedded: the bundled one",
+    )
+    model.add_argument(
+        "--draft-model",
+        default=NO_MODEL,
+        metavar="embedded|PATH|HUB_ID|none",
+        help="small model, which drafts; none: draft from n-grams of the text alone (default: none)",
+    )
     add_hardware_arguments(parser)
     model.add_argument(
         "--draft-device", type=device, metavar="DEVICE", help="torch device of the draft model (default: --device)"

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from dynatree.cli import interrupts
 from dynatree.cli.main import COMMANDS, MODEL_ENVIRONMENT, finished
 from dynatree.client import AuthenticationError, Client, ServerUnavailableError
+from dynatree.common.model_info import NO_MODEL
 from dynatree.engine.model.files import described
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def service_pair(verify: VerifySettings, draft: DraftSettings, start_timeout: fl
     """
     from rich.console import Console
 
-    loading = f"loading {described(verify.model.model)}, and {described(draft.model.model)}"
+    models = [each.model for each in (verify.model, draft.model) if each is not None]
+    loading = f"loading {', and '.join(map(described, models))}"
     with starting_pair(verify, draft) as pair:
         until = time.monotonic() + start_timeout
         with Console(stderr=True).status(loading):  # on a terminal
@@ -177,7 +179,7 @@ def _child(folder: Path, name: str, settings: VerifySettings | DraftSettings, sh
     log = folder / f"{name}.log"
     # No preexec_fn: between fork and exec, gRPC's fork handlers can break the child of a process that has channels.
     command = [sys.executable, "-m", "dynatree.cli.service_pair", str(os.getpid()), name]
-    command.append(settings.model.model)  # shown by `ps`
+    command.append(settings.model.model if settings.model else NO_MODEL)  # shown by `ps`
     child: _Child | None = None
     try:
         with log.open("wb") as output, _held_back(signal.SIGINT, signal.SIGTERM):

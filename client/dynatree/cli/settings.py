@@ -6,11 +6,14 @@ Services that `dynatree serve` starts get their missing addresses, which are emp
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dynatree import embedded
+from dynatree.common.errors import StartupError
+from dynatree.common.model_info import NO_MODEL
 from dynatree.draft.settings import DefaultPolicy, DraftLimits, DraftSettings, VerifyServices
 from dynatree.engine.settings import ModelSettings
 from dynatree.serving.admission import Quota
@@ -21,6 +24,9 @@ from dynatree.verify.settings import AUTO_ROWS, VerifyLimits, VerifySettings
 
 SERVE_SECONDS = 3600.0  # for both models of `serve` to load; an offloaded target is first written to the layer cache
 _AHEAD = {"auto": None, "on": True, "off": False}
+# The options of `dynatree draft` about its model, and the values that they have if they are not given.
+_OF_MODEL = ("device", "dtype", "weights", "threads", "fixed_rows", "max_context", "kv_tokens", "draft_ahead")
+_NOT_GIVEN = (None, "auto")
 
 
 def verify_settings(options: argparse.Namespace) -> VerifySettings:
@@ -38,11 +44,15 @@ def draft_settings(options: argparse.Namespace) -> DraftSettings:
         insecure=options.insecure,
     )
     services = VerifyServices(options.verify, channel, options.verify_timeout, _AHEAD[options.draft_ahead])
+    if options.draft_model == NO_MODEL:
+        _check_no_model(options, _OF_MODEL)
     return _draft(options, options.device, options.weights, services, _listening(options))
 
 
 def serve_settings(options: argparse.Namespace) -> tuple[VerifySettings, DraftSettings]:
     """Return the settings of both services of `dynatree serve`."""
+    if options.draft_model == NO_MODEL:
+        _check_no_model(options, ("draft_device", "draft_weights", "draft_ahead"))
     security = SecuritySettings(insecure=options.insecure)
     metrics = None if options.metrics is None else _next_port(options.metrics)
     verify = _operation(options, address="", security=security, metrics=metrics)
@@ -51,6 +61,17 @@ def serve_settings(options: argparse.Namespace) -> tuple[VerifySettings, DraftSe
     services = VerifyServices("", PLAIN, SERVE_SECONDS, _AHEAD[options.draft_ahead])
     device, weights = options.draft_device or options.device, options.draft_weights or options.weights
     return _verify(options, verify), _draft(options, device, weights, services, draft)
+
+
+def _check_no_model(options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Refuse options of a draft model that are given without one.
+
+    Raises:
+        StartupError: One of the options `names` is given.
+    """
+    for name in names:
+        if getattr(options, name) not in _NOT_GIVEN:
+            raise StartupError(f"--{name.replace('_', '-')} is an option of the draft model, and --draft-model is none")
 
 
 def _verify(options: argparse.Namespace, operation: OperationSettings) -> VerifySettings:
@@ -90,16 +111,18 @@ def _draft(
         quota=Quota(options.principal_sessions, options.principal_queue, options.principal_tokens),
         max_tree_nodes=options.max_tree_nodes,
     )
-    model = _model(
-        options,
-        options.draft_model,
-        embedded.draft_path(),
-        device=device,
-        weights=weights,
-        sessions=options.max_sessions,
-        speculative_slots=2 * options.max_tree_nodes,
-        chooses_tokens=False,
-    )
+    model = None
+    if options.draft_model != NO_MODEL:
+        model = _model(
+            options,
+            options.draft_model,
+            embedded.draft_path(),
+            device=device,
+            weights=weights,
+            sessions=options.max_sessions,
+            speculative_slots=2 * options.max_tree_nodes,
+            chooses_tokens=False,
+        )
     policy = DefaultPolicy(options.policy, options.policy_settings)
     return DraftSettings(model, services, policy, limits, operation)
 

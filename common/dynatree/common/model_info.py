@@ -12,6 +12,8 @@ from dynatree.common.errors import ContextLengthError, FailedPreconditionError, 
 # small. (`dynatree bench replay` without 3 and 5: 1 to 5 % slower at temperature 0.7 and 1 on AVX2, elsewhere 1 %.)
 FORWARD_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096)
 
+NO_MODEL = "none"  # name of the draft model of a service that drafts from n-grams alone
+
 
 @dataclass(frozen=True)
 class ForwardCost:
@@ -122,13 +124,14 @@ class Tokenized(Protocol):
 
 
 def check_same_tokenizer(draft: Tokenized, target: Tokenized) -> None:
-    """Refuse a draft model whose tokenizer differs from the target's.
+    """Refuse a draft model, or a draft service without one, whose tokenizer differs from the target's.
 
     Raises:
         FailedPreconditionError: The fingerprints differ; the message names both models.
     """
     if draft.tokenizer_fingerprint != target.tokenizer_fingerprint:
+        who = "the draft service" if draft.name == NO_MODEL else f"draft model {draft.name or '(unnamed)'}"
         raise FailedPreconditionError(
-            f"draft model {draft.name or '(unnamed)'} and target model {target.name} have different tokenizers "
+            f"{who} and target model {target.name} have different tokenizers "
             f"({draft.tokenizer_fingerprint[:12] or 'none'} and {target.tokenizer_fingerprint[:12]})"
         )

@@ -91,7 +91,7 @@ class Admission:
 
     Args:
         sessions: Maximum number of concurrent sessions.
-        slots: KV slots of all sessions together.
+        slots: KV slots of all sessions together; may be infinite.
         queue: Maximum number of waiting requests.
         quota: Limits of each principal.
         clock: Time in seconds, for the token quota.
@@ -100,7 +100,7 @@ class Admission:
     def __init__(
         self,
         sessions: int,
-        slots: int,
+        slots: float,
         queue: int,
         quota: Quota = NO_QUOTA,
         clock: Callable[[], float] = time.monotonic,

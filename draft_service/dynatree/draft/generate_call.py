@@ -16,7 +16,7 @@ from dynatree.common.seeds import completion_seed
 from dynatree.common.tree import check_token_ids
 from dynatree.common.wire import decoding_from_pb
 from dynatree.draft.completion.generation import NOTHING_RECEIVED, GenerationRequest, Received
-from dynatree.draft.policies import RESIDUAL_POLICY, Policy, create_policy, residual_policies
+from dynatree.draft.policies import Policy, create_policy, default_policy, residual_policies
 from dynatree.draft.settings import DefaultPolicy
 from dynatree.draft.target.target import Target
 from dynatree.draft.wire import policy_settings_from_pb
@@ -38,6 +38,7 @@ class GenerateCall:
         prompt_ids: The prompt.
         special_ids: The ids of the special tokens among the stop strings.
         default_policy: The policy of requests that name none.
+        has_model: Whether the service has a draft model.
         seed: The seed in force.
         first: Index of the first completion to make.
         received: The part of that completion that the client already has.
@@ -49,6 +50,7 @@ class GenerateCall:
     prompt_ids: tuple[int, ...]
     special_ids: tuple[int, ...]
     default_policy: DefaultPolicy
+    has_model: bool
     seed: int
     first: int
     received: Received
@@ -63,6 +65,7 @@ class GenerateCall:
         *,
         special_ids: tuple[int, ...],
         default_policy: DefaultPolicy,
+        has_model: bool,
         context_length: int,
         principal: str,
         request_id: str,
@@ -75,7 +78,9 @@ class GenerateCall:
         received = _received(message, context_length)
         seed = message.sampling.seed if message.sampling.HasField("seed") else secrets.randbits(63)
         first = message.resume.index
-        return cls(message, prompt_ids, special_ids, default_policy, seed, first, received, principal, request_id)
+        return cls(
+            message, prompt_ids, special_ids, default_policy, has_model, seed, first, received, principal, request_id
+        )
 
     @property
     def indices(self) -> range:
@@ -141,17 +146,18 @@ class GenerateCall:
         """Create a completion's policy from the name and settings of the message, or from the service's default.
 
         Raises:
-            InvalidArgumentError: The name is unknown, a setting is wrong, or the policy does not support residual
-                sampling.
+            InvalidArgumentError: The name is unknown, a setting is wrong, the policy needs a draft model and there is
+                none, or it does not support residual sampling.
         """
-        message, default = self.message.policy, self.default_policy
-        name = message.name or _default_name(default.name, sampling)
+        message, default, has_model = self.message.policy, self.default_policy, self.has_model
+        name = message.name or default_policy(default.name, residual=sampling.residual, has_model=has_model)
         inherited = default.settings if name == default.name else {}
-        policy = create_policy(name, {**inherited, **policy_settings_from_pb(message)}, target.costs)
+        settings = {**inherited, **policy_settings_from_pb(message)}
+        policy = create_policy(name, settings, target.costs, has_model=has_model)
         if sampling.residual and not policy.supports_residual:
             raise InvalidArgumentError(
                 f"policy {name} chooses nodes by their tokens, which scheme residual does not allow; "
-                f"expected one of {', '.join(residual_policies())}"
+                f"expected one of {', '.join(residual_policies(has_model=has_model))}"
             )
         return policy
 
@@ -170,11 +176,6 @@ def check_message(message: draft_pb2.GenerateRequest) -> None:
 
 def _completions(message: draft_pb2.GenerateRequest) -> int:
     return message.n if message.HasField("n") else 1
-
-
-def _default_name(default: str, sampling: Sampling) -> str:
-    """Policy of a request that names none: the service's default, or one that supports residual sampling."""
-    return default if not sampling.residual or default in residual_policies() else RESIDUAL_POLICY
 
 
 def _received(message: draft_pb2.GenerateRequest, context_length: int) -> Received:

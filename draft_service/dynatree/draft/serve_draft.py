@@ -1,20 +1,17 @@
-"""`dynatree draft`: serve a draft model in front of a verify service."""
+"""`dynatree draft` with a draft model."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
 
-from dynatree.common.logs import announce_ready
 from dynatree.common.model_info import ModelInfo
-from dynatree.draft.completion.generation import Backend
-from dynatree.draft.growth.best_guesses import BestGuesses
+from dynatree.draft import draft_server
 from dynatree.draft.growth.draft_model import EngineDraftModel
-from dynatree.draft.growth.drafter import Drafter
-from dynatree.draft.growth.shared_growth import SharedGrowth
-from dynatree.draft.metrics import DraftMetrics
-from dynatree.draft.service import SERVICE_NAME, DraftService
-from dynatree.draft.settings import DefaultPolicy, DraftLimits, DraftSettings
+from dynatree.draft.growth.draft_source import DraftSource
+from dynatree.draft.settings import DraftSettings
 from dynatree.draft.target.replicas import Replicas
 from dynatree.draft.target.target import Target
 from dynatree.engine.engine import Engine
@@ -23,15 +20,7 @@ from dynatree.engine.loading import load_engine, with_forward_costs
 from dynatree.engine.model_thread import ModelThread
 from dynatree.engine.shared_cores import HalfTheThreads, SharedCores
 from dynatree.engine.timing import choose_threads
-from dynatree.serving.address import split_addresses
-from dynatree.serving.admission import Admission
-from dynatree.serving.channel import Connector
-from dynatree.serving.operation import Operation
-from dynatree.serving.server import Server
 from dynatree.serving.service_process import run_service
-from dynatree.v1 import draft_pb2_grpc
-
-log = logging.getLogger(__name__)
 
 MEASURED_ROWS = 6  # typical number of rows in a level of a tree
 
@@ -42,37 +31,44 @@ def run(settings: DraftSettings) -> int:
 
 
 async def serve(settings: DraftSettings) -> None:
-    """Load the draft, find the verify services, then serve until a signal.
+    """Load the draft model, find the verify services, then serve until a signal.
 
     Raises:
-        StartupError: The model, an address, a file or the verify services cannot be used, or the models do not fit
-            together.
+        StartupError: As `draft_server.serve`.
     """
-    verify, operation = settings.verify, settings.operation
-    with Operation.running(operation, "draft") as running:
-        connector = Connector(verify.channel)
-        connector.check(split_addresses(verify.addresses))
-        thread = ModelThread("draft-model")
-        engine = await thread.run(load_engine, settings.model)
-        replicas = Replicas(verify.addresses, connector, targets_for(engine, verify.ahead))
-        try:
-            if not replicas.ready:
-                log.info("waiting up to %g s for the verify service at %s", verify.timeout, verify.addresses)
-            await replicas.start(verify.timeout)
-            # measured after the verify service has measured itself: on one machine they would slow each other down
-            if settings.model.threads is None:
-                await thread.run(choose_threads, engine)
-            engine = await thread.run(with_forward_costs, engine, MEASURED_ROWS)
-            replicas.rebuild_with(targets_for(engine, verify.ahead))
-            server = await start_draft(
-                engine, thread, replicas, operation.address, settings.policy, settings.limits, running
-            )
-            info, target = engine.info, replicas.target.info
-            ready = f"{info.name} ({info.dtype}, {info.device}) for {target.name} on {server.address}"
-            await server.wait(operation.grace, lambda: announce_ready("draft", ready))
-            thread.shutdown()
-        finally:
-            await replicas.close()
+    await draft_server.serve(settings, partial(_ModelDrafting.load, settings))
+
+
+@dataclass(frozen=True)
+class _ModelDrafting:
+    """Drafting with a loaded model; implements `Drafting`."""
+
+    engine: Engine
+    thread: ModelThread
+    settings: DraftSettings
+    chooses_threads: bool
+
+    @classmethod
+    async def load(cls, settings: DraftSettings, thread: ModelThread) -> Self:
+        """Load the model on its thread.
+
+        Raises:
+            StartupError: The model cannot be used.
+        """
+        assert settings.model is not None, "without a model, `serve_ngrams` serves"
+        return cls(await thread.run(load_engine, settings.model), thread, settings, settings.model.threads is None)
+
+    def target(self, info: ModelInfo) -> Target:
+        """See `Drafting.target`."""
+        return targets_for(self.engine, self.settings.verify.ahead)(info)
+
+    async def source(self, replicas: Replicas) -> DraftSource:
+        """Measure the model after the verify service, since on one machine they would slow each other down."""
+        if self.chooses_threads:
+            await self.thread.run(choose_threads, self.engine)
+        engine = await self.thread.run(with_forward_costs, self.engine, MEASURED_ROWS)
+        replicas.rebuild_with(targets_for(engine, self.settings.verify.ahead))
+        return source_of(engine, self.thread, prefix_cache=self.settings.limits.prefix_cache)
 
 
 def targets_for(engine: Engine, ahead: bool | None) -> Callable[[ModelInfo], Target]:
@@ -81,38 +77,8 @@ def targets_for(engine: Engine, ahead: bool | None) -> Callable[[ModelInfo], Tar
     return lambda info: Target.of(info, engine.info, known_ids, ahead)
 
 
-async def start_draft(
-    engine: Engine,
-    thread: ModelThread,
-    replicas: Replicas,
-    address: str,
-    policy: DefaultPolicy,
-    limits: DraftLimits,
-    operation: Operation,
-) -> Server:
-    """Serve completions at `address`; `thread` is the thread that loaded the draft model.
-
-    Raises:
-        StartupError: The address or a file of the security settings cannot be used.
-    """
-    cache = PrefixCache(engine.kv_cache, enabled=limits.prefix_cache)
-    drafter = Drafter(EngineDraftModel(engine, cache), limits.max_tree_nodes)
+def source_of(engine: Engine, thread: ModelThread, *, prefix_cache: bool) -> DraftSource:
+    """Make a source of candidates of a draft model that was loaded on this thread."""
+    model = EngineDraftModel(engine, PrefixCache(engine.kv_cache, enabled=prefix_cache))
     cores = SharedCores(HalfTheThreads(thread))
-    growth = SharedGrowth(drafter, thread)
-    backend = Backend(engine, drafter, thread, growth, replicas, cores, BestGuesses(), limits.resume_seconds)
-    admission = Admission(limits.sessions, engine.kv_cache.size, limits.queue, limits.quota)
-    metrics = DraftMetrics(operation.registry, admission, replicas)
-    server = Server([SERVICE_NAME], limits.idle_seconds, operation.security, limits.sessions + limits.queue)
-    service = DraftService(backend, policy, admission, metrics, operation.tracing)
-    draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]
-    await server.start(address)
-    draft, target = engine.info, replicas.target.info
-    if draft.context_length < target.context_length:
-        log.warning(
-            "the draft's context of %d tokens is shorter than the target's of %d: beyond it, completions continue "
-            "without drafting",
-            draft.context_length,
-            target.context_length,
-        )
-    replicas.follow(server.set_serving)
-    return server
+    return DraftSource(model, engine.info, engine.tokenizer, engine.kv_cache.size, cores.shared)

@@ -37,7 +37,7 @@ VOCABULARY_PART = 2**14  # tokens per message
 
 
 class DraftService(draft_pb2_grpc.DraftServiceServicer):
-    """Serves completions with one draft model and the verify services behind it.
+    """Serves completions with one draft model, or without one, and the verify services behind it.
 
     A verify service may restart with another model, so each opened session reports its target.
 
@@ -61,7 +61,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._admission = admission
         self._metrics = metrics
         self._tracing = tracing
-        self._prompts = PromptReader(backend.engine.tokenizer)
+        self._prompts = PromptReader(backend.source.tokenizer)
         self._default_policy = default_policy
         self._nothing_ready = False  # whether the last request found no verify service ready
 
@@ -70,9 +70,9 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
         """Return both models and the policies, default first; the last known target if no verify service answers."""
         default = self._default_policy.name
-        others = [name for name in policy_names() if name != default]
+        others = [name for name in policy_names(has_model=self._backend.source.has_model) if name != default]
         return draft_pb2.DraftServiceGetModelInfoResponse(
-            draft=model_info_to_pb(self._backend.engine.info),
+            draft=model_info_to_pb(self._backend.source.info),
             target=model_info_to_pb(self._backend.replicas.target.info),
             policies=[default, *others],
             chat_template=self._prompts.has_chat_template,
@@ -138,6 +138,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             prompt_ids,
             special_ids=self._prompts.special_ids(request.stop),
             default_policy=self._default_policy,
+            has_model=self._backend.source.has_model,
             context_length=target.info.context_length,
             principal=principal,
             request_id=context.request_id,

@@ -65,14 +65,14 @@ class DraftSettings:
     """All settings of a draft service.
 
     Attributes:
-        model: The draft model.
+        model: The draft model; None means that candidates are n-grams alone.
         verify: The verify services.
         policy: The policy of requests that name none.
         limits: The limits of completions.
         operation: Listening address, security and observability.
     """
 
-    model: ModelSettings
+    model: ModelSettings | None
     verify: VerifyServices
     policy: DefaultPolicy
     limits: DraftLimits

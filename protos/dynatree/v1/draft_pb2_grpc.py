@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class DraftServiceStub(object):
-    """The service that clients call. It drafts with the small model, and the verify service checks its drafts.
+    """The service that clients call. It drafts with the small model or from n-grams alone, and the verify service checks
+    its drafts.
     """
 
     def __init__(self, channel):
@@ -63,7 +64,8 @@ class DraftServiceStub(object):
 
 
 class DraftServiceServicer(object):
-    """The service that clients call. It drafts with the small model, and the verify service checks its drafts.
+    """The service that clients call. It drafts with the small model or from n-grams alone, and the verify service checks
+    its drafts.
     """
 
     def Generate(self, request, context):
@@ -138,7 +140,8 @@ def add_DraftServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DraftService(object):
-    """The service that clients call. It drafts with the small model, and the verify service checks its drafts.
+    """The service that clients call. It drafts with the small model or from n-grams alone, and the verify service checks
+    its drafts.
     """
 
     @staticmethod

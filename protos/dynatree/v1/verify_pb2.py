@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from dynatree.v1 import tree_pb2 as dynatree_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64ynatree/v1/verify.proto\x12\x0b\x64ynatree.v1\x1a\x16\x64ynatree/v1/tree.proto\"\"\n VerifyServiceGetModelInfoRequest\"J\n!VerifyServiceGetModelInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.dynatree.v1.ModelInfo\"l\n\rVerifyRequest\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.dynatree.v1.OpenSessionH\x00\x12&\n\x04tree\x18\x02 \x01(\x0b\x32\x16.dynatree.v1.TokenTreeH\x00\x42\t\n\x07request\"\xcd\x02\n\x0bOpenSession\x12\x12\n\nprompt_ids\x18\x01 \x03(\r\x12\x1b\n\x0emax_new_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nignore_eos\x18\x03 \x01(\x08\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.dynatree.v1.SamplingOptions\x12%\n\x05\x64raft\x18\x05 \x01(\x0b\x32\x16.dynatree.v1.ModelInfo\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x11\n\tlog_probs\x18\x07 \x01(\x08\x12\x11\n\tprincipal\x18\x08 \x01(\t\x12\x11\n\tgenerated\x18\t \x01(\r\x12\r\n\x05round\x18\n \x01(\x04\x12\x15\n\rtop_log_probs\x18\x0b \x01(\r\x12\x18\n\x10prompt_log_probs\x18\x0c \x01(\x08\x42\x11\n\x0f_max_new_tokens\"q\n\x0eVerifyResponse\x12,\n\x06opened\x18\x01 \x01(\x0b\x32\x1a.dynatree.v1.SessionOpenedH\x00\x12%\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x13.dynatree.v1.CommitH\x00\x42\n\n\x08response\"\xa8\x02\n\rSessionOpened\x12\x16\n\x0emax_tree_nodes\x18\x01 \x01(\r\x12#\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.dynatree.v1.Commit\x12&\n\x06target\x18\x05 \x01(\x0b\x32\x16.dynatree.v1.ModelInfo\x12\x15\n\rqueue_seconds\x18\x07 \x01(\x01\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x18\n\x10prompt_log_probs\x18\t \x03(\x02\x12\x36\n\x14prompt_top_log_probs\x18\n \x01(\x0b\x32\x18.dynatree.v1.TopLogProbsJ\x04\x08\x02\x10\x03J\x04\x08\x04\x10\x05J\x04\x08\x06\x10\x07R\x0e\x63ontext_lengthR\x04seedR\nreplica_id\"\xec\x02\n\x06\x43ommit\x12\x12\n\nnext_round\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x04 \x03(\r\x12\x35\n\nacceptance\x18\x05 \x01(\x0b\x32!.dynatree.v1.AcceptanceStatistics\x12+\n\x07timings\x18\x06 \x01(\x0b\x32\x1a.dynatree.v1.VerifyTimings\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.dynatree.v1.FinishReason\x12\x11\n\tlog_probs\x18\x08 \x03(\x02\x12\x34\n\x0fpass_statistics\x18\t \x01(\x0b\x32\x1b.dynatree.v1.PassStatistics\x12/\n\rtop_log_probs\x18\n \x01(\x0b\x32\x18.dynatree.v1.TopLogProbs\"\x88\x01\n\x0ePassStatistics\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x11\n\trow_price\x18\x03 \x01(\x01\x12\x14\n\x0chold_seconds\x18\x04 \x01(\x01\x12\x15\n\ropen_sessions\x18\x05 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x06 \x01(\x01\"L\n\x14\x41\x63\x63\x65ptanceStatistics\x12\x0f\n\x07trimmed\x18\x04 \x01(\rJ\x04\x08\x01\x10\x04R\x07\x64raftedR\x08\x61\x63\x63\x65ptedR\ntree_depth\"\x8b\x01\n\rVerifyTimings\x12\x17\n\x0f\x66orward_seconds\x18\x01 \x01(\x01\x12\x16\n\x0e\x61\x63\x63\x65pt_seconds\x18\x02 \x01(\x01\x12\x16\n\x0e\x63ommit_seconds\x18\x03 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x04 \x01(\x01\x12\x1a\n\x12\x61ttributed_seconds\x18\x05 \x01(\x01\x32\xc5\x01\n\rVerifyService\x12\x45\n\x06Verify\x12\x1a.dynatree.v1.VerifyRequest\x1a\x1b.dynatree.v1.VerifyResponse(\x01\x30\x01\x12m\n\x0cGetModelInfo\x12-.dynatree.v1.VerifyServiceGetModelInfoRequest\x1a..dynatree.v1.VerifyServiceGetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64ynatree/v1/verify.proto\x12\x0b\x64ynatree.v1\x1a\x16\x64ynatree/v1/tree.proto\"\"\n VerifyServiceGetModelInfoRequest\"J\n!VerifyServiceGetModelInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.dynatree.v1.ModelInfo\"\x15\n\x13GetTokenizerRequest\"2\n\x14GetTokenizerResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"l\n\rVerifyRequest\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.dynatree.v1.OpenSessionH\x00\x12&\n\x04tree\x18\x02 \x01(\x0b\x32\x16.dynatree.v1.TokenTreeH\x00\x42\t\n\x07request\"\xcd\x02\n\x0bOpenSession\x12\x12\n\nprompt_ids\x18\x01 \x03(\r\x12\x1b\n\x0emax_new_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nignore_eos\x18\x03 \x01(\x08\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.dynatree.v1.SamplingOptions\x12%\n\x05\x64raft\x18\x05 \x01(\x0b\x32\x16.dynatree.v1.ModelInfo\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x11\n\tlog_probs\x18\x07 \x01(\x08\x12\x11\n\tprincipal\x18\x08 \x01(\t\x12\x11\n\tgenerated\x18\t \x01(\r\x12\r\n\x05round\x18\n \x01(\x04\x12\x15\n\rtop_log_probs\x18\x0b \x01(\r\x12\x18\n\x10prompt_log_probs\x18\x0c \x01(\x08\x42\x11\n\x0f_max_new_tokens\"q\n\x0eVerifyResponse\x12,\n\x06opened\x18\x01 \x01(\x0b\x32\x1a.dynatree.v1.SessionOpenedH\x00\x12%\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x13.dynatree.v1.CommitH\x00\x42\n\n\x08response\"\xa8\x02\n\rSessionOpened\x12\x16\n\x0emax_tree_nodes\x18\x01 \x01(\r\x12#\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.dynatree.v1.Commit\x12&\n\x06target\x18\x05 \x01(\x0b\x32\x16.dynatree.v1.ModelInfo\x12\x15\n\rqueue_seconds\x18\x07 \x01(\x01\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x18\n\x10prompt_log_probs\x18\t \x03(\x02\x12\x36\n\x14prompt_top_log_probs\x18\n \x01(\x0b\x32\x18.dynatree.v1.TopLogProbsJ\x04\x08\x02\x10\x03J\x04\x08\x04\x10\x05J\x04\x08\x06\x10\x07R\x0e\x63ontext_lengthR\x04seedR\nreplica_id\"\xec\x02\n\x06\x43ommit\x12\x12\n\nnext_round\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x04 \x03(\r\x12\x35\n\nacceptance\x18\x05 \x01(\x0b\x32!.dynatree.v1.AcceptanceStatistics\x12+\n\x07timings\x18\x06 \x01(\x0b\x32\x1a.dynatree.v1.VerifyTimings\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.dynatree.v1.FinishReason\x12\x11\n\tlog_probs\x18\x08 \x03(\x02\x12\x34\n\x0fpass_statistics\x18\t \x01(\x0b\x32\x1b.dynatree.v1.PassStatistics\x12/\n\rtop_log_probs\x18\n \x01(\x0b\x32\x18.dynatree.v1.TopLogProbs\"\x88\x01\n\x0ePassStatistics\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x11\n\trow_price\x18\x03 \x01(\x01\x12\x14\n\x0chold_seconds\x18\x04 \x01(\x01\x12\x15\n\ropen_sessions\x18\x05 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x06 \x01(\x01\"L\n\x14\x41\x63\x63\x65ptanceStatistics\x12\x0f\n\x07trimmed\x18\x04 \x01(\rJ\x04\x08\x01\x10\x04R\x07\x64raftedR\x08\x61\x63\x63\x65ptedR\ntree_depth\"\x8b\x01\n\rVerifyTimings\x12\x17\n\x0f\x66orward_seconds\x18\x01 \x01(\x01\x12\x16\n\x0e\x61\x63\x63\x65pt_seconds\x18\x02 \x01(\x01\x12\x16\n\x0e\x63ommit_seconds\x18\x03 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x04 \x01(\x01\x12\x1a\n\x12\x61ttributed_seconds\x18\x05 \x01(\x01\x32\x9c\x02\n\rVerifyService\x12\x45\n\x06Verify\x12\x1a.dynatree.v1.VerifyRequest\x1a\x1b.dynatree.v1.VerifyResponse(\x01\x30\x01\x12m\n\x0cGetModelInfo\x12-.dynatree.v1.VerifyServiceGetModelInfoRequest\x1a..dynatree.v1.VerifyServiceGetModelInfoResponse\x12U\n\x0cGetTokenizer\x12 .dynatree.v1.GetTokenizerRequest\x1a!.dynatree.v1.GetTokenizerResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,22 +36,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFYSERVICEGETMODELINFOREQUEST']._serialized_end=99
   _globals['_VERIFYSERVICEGETMODELINFORESPONSE']._serialized_start=101
   _globals['_VERIFYSERVICEGETMODELINFORESPONSE']._serialized_end=175
-  _globals['_VERIFYREQUEST']._serialized_start=177
-  _globals['_VERIFYREQUEST']._serialized_end=285
-  _globals['_OPENSESSION']._serialized_start=288
-  _globals['_OPENSESSION']._serialized_end=621
-  _globals['_VERIFYRESPONSE']._serialized_start=623
-  _globals['_VERIFYRESPONSE']._serialized_end=736
-  _globals['_SESSIONOPENED']._serialized_start=739
-  _globals['_SESSIONOPENED']._serialized_end=1035
-  _globals['_COMMIT']._serialized_start=1038
-  _globals['_COMMIT']._serialized_end=1402
-  _globals['_PASSSTATISTICS']._serialized_start=1405
-  _globals['_PASSSTATISTICS']._serialized_end=1541
-  _globals['_ACCEPTANCESTATISTICS']._serialized_start=1543
-  _globals['_ACCEPTANCESTATISTICS']._serialized_end=1619
-  _globals['_VERIFYTIMINGS']._serialized_start=1622
-  _globals['_VERIFYTIMINGS']._serialized_end=1761
-  _globals['_VERIFYSERVICE']._serialized_start=1764
-  _globals['_VERIFYSERVICE']._serialized_end=1961
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=177
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=198
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=200
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=250
+  _globals['_VERIFYREQUEST']._serialized_start=252
+  _globals['_VERIFYREQUEST']._serialized_end=360
+  _globals['_OPENSESSION']._serialized_start=363
+  _globals['_OPENSESSION']._serialized_end=696
+  _globals['_VERIFYRESPONSE']._serialized_start=698
+  _globals['_VERIFYRESPONSE']._serialized_end=811
+  _globals['_SESSIONOPENED']._serialized_start=814
+  _globals['_SESSIONOPENED']._serialized_end=1110
+  _globals['_COMMIT']._serialized_start=1113
+  _globals['_COMMIT']._serialized_end=1477
+  _globals['_PASSSTATISTICS']._serialized_start=1480
+  _globals['_PASSSTATISTICS']._serialized_end=1616
+  _globals['_ACCEPTANCESTATISTICS']._serialized_start=1618
+  _globals['_ACCEPTANCESTATISTICS']._serialized_end=1694
+  _globals['_VERIFYTIMINGS']._serialized_start=1697
+  _globals['_VERIFYTIMINGS']._serialized_end=1836
+  _globals['_VERIFYSERVICE']._serialized_start=1839
+  _globals['_VERIFYSERVICE']._serialized_end=2123
 # @@protoc_insertion_point(module_scope)

@@ -17,6 +17,18 @@ class VerifyServiceGetModelInfoResponse(_message.Message):
     model: _tree_pb2.ModelInfo
     def __init__(self, model: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ...) -> None: ...
 
+class GetTokenizerRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetTokenizerResponse(_message.Message):
+    __slots__ = ("name", "data")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    data: bytes
+    def __init__(self, name: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class VerifyRequest(_message.Message):
     __slots__ = ("open", "tree")
     OPEN_FIELD_NUMBER: _ClassVar[int]

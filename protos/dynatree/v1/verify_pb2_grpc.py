@@ -45,6 +45,11 @@ class VerifyServiceStub(object):
                 request_serializer=dynatree_dot_v1_dot_verify__pb2.VerifyServiceGetModelInfoRequest.SerializeToString,
                 response_deserializer=dynatree_dot_v1_dot_verify__pb2.VerifyServiceGetModelInfoResponse.FromString,
                 _registered_method=True)
+        self.GetTokenizer = channel.unary_stream(
+                '/dynatree.v1.VerifyService/GetTokenizer',
+                request_serializer=dynatree_dot_v1_dot_verify__pb2.GetTokenizerRequest.SerializeToString,
+                response_deserializer=dynatree_dot_v1_dot_verify__pb2.GetTokenizerResponse.FromString,
+                _registered_method=True)
 
 
 class VerifyServiceServicer(object):
@@ -67,6 +72,13 @@ class VerifyServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTokenizer(self, request, context):
+        """Streams the files of the target's tokenizer, which a draft service without a draft model loads.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VerifyServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -79,6 +91,11 @@ def add_VerifyServiceServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=dynatree_dot_v1_dot_verify__pb2.VerifyServiceGetModelInfoRequest.FromString,
                     response_serializer=dynatree_dot_v1_dot_verify__pb2.VerifyServiceGetModelInfoResponse.SerializeToString,
+            ),
+            'GetTokenizer': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetTokenizer,
+                    request_deserializer=dynatree_dot_v1_dot_verify__pb2.GetTokenizerRequest.FromString,
+                    response_serializer=dynatree_dot_v1_dot_verify__pb2.GetTokenizerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -136,6 +153,33 @@ class VerifyService(object):
             '/dynatree.v1.VerifyService/GetModelInfo',
             dynatree_dot_v1_dot_verify__pb2.VerifyServiceGetModelInfoRequest.SerializeToString,
             dynatree_dot_v1_dot_verify__pb2.VerifyServiceGetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dynatree.v1.VerifyService/GetTokenizer',
+            dynatree_dot_v1_dot_verify__pb2.GetTokenizerRequest.SerializeToString,
+            dynatree_dot_v1_dot_verify__pb2.GetTokenizerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,6 +25,7 @@ from dynatree.common.wire import (
     session_opened_to_pb,
     tree_from_pb,
 )
+from dynatree.engine.model.tokenizer import files_of
 from dynatree.engine.model_thread import ModelThread
 from dynatree.engine.shared_cores import SharedCores, ShortWaits
 from dynatree.serving.admission import Admission
@@ -40,6 +41,7 @@ from dynatree.verify.verifier import Verifier
 Context = Call
 Requests = AsyncIterator[verify_pb2.VerifyRequest]
 Arrival = tuple[verify_pb2.VerifyRequest | None, float]  # a request (None at the end) and its arrival time
+FILE_PART = 2**20  # bytes of a tokenizer's file per message
 SERVICE_NAME = verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name
 
 
@@ -74,12 +76,23 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         self._tracing = tracing
         self._idle_seconds = idle_seconds
         self._cores = SharedCores(ShortWaits())
+        self._tokenizer: dict[str, bytes] = {}  # its files by name, made at the first use
 
     async def GetModelInfo(  # noqa: N802
         self, request: verify_pb2.VerifyServiceGetModelInfoRequest, context: Context
     ) -> verify_pb2.VerifyServiceGetModelInfoResponse:
         """Return the description of the target model."""
         return verify_pb2.VerifyServiceGetModelInfoResponse(model=model_info_to_pb(self._verifier.target))
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: verify_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[verify_pb2.GetTokenizerResponse]:
+        """Stream the files of the target's tokenizer, in parts."""
+        if not self._tokenizer:
+            self._tokenizer = await asyncio.to_thread(files_of, self._verifier.engine.tokenizer)
+        for name, data in self._tokenizer.items():
+            for start in range(0, len(data), FILE_PART):
+                yield verify_pb2.GetTokenizerResponse(name=name, data=data[start : start + FILE_PART])
 
     async def Verify(self, request_iterator: Requests, context: Context) -> None:  # noqa: N802
         """Open a session when its turn comes, then answer each tree with a commit.

@@ -18,7 +18,8 @@ const key = () => byId("key").value; // kept nowhere else
 async function loadModel() {
   const { data } = await (await ask("/v1/models", key())).json();
   model = data[0];
-  byId("model").textContent = model.draft_model ? `${model.id}, drafted by ${model.draft_model}` : model.id;
+  const draft = model.draft_model === "none" ? "n-grams" : model.draft_model;
+  byId("model").textContent = draft ? `${model.id}, drafted by ${draft}` : model.id;
   byId("policy").replaceChildren(...model.policies.map((name) => html("option", { value: name }, name)));
   byId("max-tokens").max = model.max_model_len;
   byId("prompt-label").textContent = isChat() ? "Message" : "Prompt";

@@ -1,9 +1,12 @@
-"""Loads tokenizers, and computes the fingerprint by which two services verify that they share a tokenizer."""
+"""Loads and copies tokenizers, and computes the fingerprint by which two services verify that they share one."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -60,6 +63,29 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and its backends' own types here
         raise StartupError(f"no tokenizer could be loaded for model {model!r}: {first_line(error)}") from error
     return tokenizer
+
+
+def files_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """Return the contents of a tokenizer's files by name; `tokenizer_of` makes the same tokenizer of them."""
+    with TemporaryDirectory(prefix="dynatree-") as folder:
+        tokenizer.save_pretrained(folder, save_jinja_files=False)  # else chat templates may be in a folder below
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def tokenizer_of(files: Mapping[str, bytes]) -> PreTrainedTokenizerBase:
+    """Load the tokenizer whose files these are.
+
+    Raises:
+        StartupError: They are not the files of a tokenizer, or it needs a package that is not installed.
+    """
+    with TemporaryDirectory(prefix="dynatree-") as folder:
+        try:
+            for name, data in files.items():
+                (Path(folder) / name).write_bytes(data)
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # as in `load_tokenizer`
+            raise StartupError(f"the target's tokenizer could not be loaded: {first_line(error)}") from error
+        return tokenizer
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -19,6 +19,7 @@ from dynatree.draft.completion.ahead import DraftingAhead
 from dynatree.draft.completion.statistics import Statistics, StatisticsRecorder
 from dynatree.draft.growth.best_guesses import BestGuesses
 from dynatree.draft.growth.draft_session import DraftSession
+from dynatree.draft.growth.draft_source import DraftSource
 from dynatree.draft.growth.drafter import Drafter, Growing
 from dynatree.draft.growth.round import Growth, Round
 from dynatree.draft.growth.shared_growth import SharedGrowth
@@ -31,9 +32,7 @@ from dynatree.draft.text.detokenizer import Detokenizer
 from dynatree.draft.text.stop_strings import StopStrings
 from dynatree.draft.text.text_stream import TextStream
 from dynatree.draft.text.vocabulary import vocabulary_of
-from dynatree.engine.engine import Engine
 from dynatree.engine.model_thread import ModelThread
-from dynatree.engine.shared_cores import SharedCores
 from dynatree.serving.grpc_options import REQUEST_ID
 from dynatree.serving.tracing import NO_SPAN, Span
 
@@ -45,22 +44,20 @@ class Backend:
     """The resources that all completions share.
 
     Attributes:
-        engine: The draft model's engine.
-        drafter: Grows trees with the draft model.
+        source: The draft model, or its absence.
+        drafter: Grows trees with it.
         thread: The thread on which the draft model runs.
         growth: Batches the draft forward passes of all sessions.
         replicas: The verify services.
-        cores: CPU cores that draft and target share if they are on one device.
         guesses: Statistics of the draft model's best guesses.
         resume_seconds: Seconds that a completion waits for a new verify service after losing its own.
     """
 
-    engine: Engine
+    source: DraftSource
     drafter: Drafter
     thread: ModelThread
     growth: SharedGrowth
     replicas: Replicas
-    cores: SharedCores
     guesses: BestGuesses
     resume_seconds: float = RESUME_SECONDS
 
@@ -178,7 +175,7 @@ class Generation:
         self._thread = backend.thread
         self._growth = backend.growth
         self._guesses = backend.guesses
-        self._vocabulary = vocabulary_of(backend.engine.tokenizer, special_tokens=True)
+        self._vocabulary = vocabulary_of(backend.source.tokenizer, special_tokens=True)
         self._session = session
         self._remote_session = remote_session
         self._opened = opened
@@ -189,7 +186,7 @@ class Generation:
             cached_tokens=opened.cached_tokens,
             received=len(request.received.token_ids),
         )
-        self._text = TextStream(Detokenizer(backend.engine.tokenizer, request.prompt_ids), StopStrings(request.stop))
+        self._text = TextStream(Detokenizer(backend.source.tokenizer, request.prompt_ids), StopStrings(request.stop))
         self._limit = request.limit
         self._replayed, _ = self._text.push(request.received.token_ids)
         self._seen = request.received.characters
@@ -228,7 +225,7 @@ class Generation:
         open_session = OpenSession(
             prompt_ids=request.begun_ids,
             decoding=request.decoding,
-            draft=backend.engine.info,
+            draft=backend.source.info,
             principal=request.principal,
             generated=len(request.received.token_ids),
             round=request.received.rounds,
@@ -241,12 +238,12 @@ class Generation:
             prefill = partial(backend.growth.run, partial(drafter.prefilling, session, request.policy))
             # on one device the two prefills would slow each other down, and the target makes the first token
             reading = prefill() if request.target.ahead else None
-            one_device = request.target.info.device_id == backend.engine.info.device_id
+            one_device = request.target.info.device_id == backend.source.info.device_id
             try:
                 with request.span.child("open session", tokens=len(request.begun_ids)):
                     opened = await remote_session.open(request.target.info)
                 reading = reading or prefill()
-                with backend.cores.shared() if one_device else nullcontext():
+                with backend.source.sharing() if one_device else nullcontext():
                     yield cls(request, backend, session, remote_session, opened, reading, arrival)
             finally:
                 if reading is not None:

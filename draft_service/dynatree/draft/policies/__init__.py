@@ -3,20 +3,20 @@
 from dynatree.draft.policies.base import Outcome, Policy
 from dynatree.draft.policies.registry import (
     DEFAULT_POLICY,
-    RESIDUAL_POLICY,
     Setting,
     create_policy,
+    default_policy,
     policy_names,
     residual_policies,
 )
 
 __all__ = [
     "DEFAULT_POLICY",
-    "RESIDUAL_POLICY",
     "Outcome",
     "Policy",
     "Setting",
     "create_policy",
+    "default_policy",
     "policy_names",
     "residual_policies",
 ]

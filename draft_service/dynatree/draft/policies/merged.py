@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.common.tree import ROOT
@@ -18,6 +19,8 @@ from dynatree.draft.policies.lookup import Lookup, NGramSettings
 class MergedSettings:
     """The node budget, the depth and breadth of the draft model's part, and the n-gram settings of `ngram`."""
 
+    LEAST_BREADTH: ClassVar[int] = 1
+
     max_nodes: int
     max_depth: int
     breadth: int
@@ -29,7 +32,7 @@ class MergedSettings:
     def __post_init__(self) -> None:
         check_range("max_nodes", self.max_nodes, 1, MOST_TREE_NODES)
         check_range("max_depth", self.max_depth, 1, 64)
-        check_range("breadth", self.breadth, 1, 64)
+        check_range("breadth", self.breadth, self.LEAST_BREADTH, 64)
         check_range("ngram_depth", self.ngram_depth, 1, 64)
         self.ngrams()
 

@@ -27,41 +27,51 @@ from dynatree.draft.policies.throughput import Throughput, ThroughputSettings
 Setting = float | str | Sequence[float]
 
 DEFAULT_POLICY = "throughput"
-RESIDUAL_POLICY = "dyspec"  # the default under residual sampling, which `throughput` does not support
+# Defaults under residual sampling, which `throughput` does not support, by whether there is a draft model.
+_RESIDUAL_POLICIES = {True: "dyspec", False: "autoregressive"}
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A policy's settings class, and its factory from settings, shared costs and tuned constants."""
+    """A policy's settings class, and its factory from settings, shared costs and tuned constants.
+
+    `without_model` has the settings with which the policy needs no draft model; None means that it always needs one.
+    """
 
     settings: type[Any]
     create: Callable[[Any, Costs, ControlSettings], Policy]
+    without_model: Mapping[str, Setting] | None = None
 
 
 _REGISTRY = {
-    "autoregressive": _Entry(AutoregressiveSettings, lambda *_: Autoregressive()),
+    "autoregressive": _Entry(AutoregressiveSettings, lambda *_: Autoregressive(), {}),
     "dynatree": _Entry(DynaTreeSettings, lambda settings, costs, _: DynaTree(settings, costs.track_record)),
     "dyspec": _Entry(DySpecSettings, lambda settings, *_: DySpec(settings)),
     "dyspec-threshold": _Entry(DySpecThresholdSettings, lambda settings, *_: DySpecThreshold(settings)),
     "fixed": _Entry(FixedSettings, lambda settings, *_: Fixed(settings)),
     "hybrid": _Entry(HybridSettings, lambda settings, _, control: Hybrid(settings, control)),
     "linear": _Entry(LinearSettings, lambda settings, *_: linear(settings)),
-    "ngram": _Entry(NGramSettings, lambda settings, _, control: NGram(settings, control)),
+    "ngram": _Entry(NGramSettings, lambda settings, _, control: NGram(settings, control), {}),
     "opt-tree": _Entry(OptTreeSettings, lambda settings, *_: OptTree(settings)),
     "sequoia": _Entry(SequoiaSettings, lambda settings, costs, _: Sequoia(settings, costs)),
     "specinfer": _Entry(SpecInferSettings, lambda settings, *_: SpecInfer(settings)),
-    "throughput": _Entry(ThroughputSettings, Throughput),
+    "throughput": _Entry(ThroughputSettings, Throughput, {"breadth": 0}),
 }
 
 
-def policy_names() -> tuple[str, ...]:
-    """The names of all policies, in alphabetical order."""
-    return tuple(sorted(_REGISTRY))
+def policy_names(*, has_model: bool = True) -> tuple[str, ...]:
+    """The names of all policies, or of those that can do without a draft model, in alphabetical order."""
+    return tuple(sorted(name for name, entry in _REGISTRY.items() if has_model or entry.without_model is not None))
 
 
-def residual_policies() -> tuple[str, ...]:
-    """The names of the policies that support residual sampling."""
-    return tuple(name for name in policy_names() if create_policy(name, {}).supports_residual)
+def residual_policies(*, has_model: bool = True) -> tuple[str, ...]:
+    """The names of those of these policies that support residual sampling."""
+    return tuple(name for name in policy_names(has_model=has_model) if create_policy(name, {}).supports_residual)
+
+
+def default_policy(name: str, *, residual: bool, has_model: bool) -> str:
+    """The policy of requests that name none: `name`, or one that supports residual sampling if that is required."""
+    return name if not residual or name in residual_policies(has_model=has_model) else _RESIDUAL_POLICIES[has_model]
 
 
 def create_policy(
@@ -70,6 +80,7 @@ def create_policy(
     costs: Costs | None = None,
     *,
     control: ControlSettings = DEFAULT_CONTROL,
+    has_model: bool = True,
 ) -> Policy:
     """Create a policy for one session.
 
@@ -79,14 +90,24 @@ def create_policy(
             their defaults. A single number is accepted for a list of one, and 0 or 1 for the words "0" and "1".
         costs: The costs and the track record that all sessions of the service share.
         control: The tuned constants of the policy; `costs` has its own.
+        has_model: Whether the service has a draft model.
 
     Raises:
-        InvalidArgumentError: The policy or a setting is unknown (the message lists the known ones), or a value is out
-            of range.
+        InvalidArgumentError: The policy or a setting is unknown (the message lists the known ones), a value is out of
+            range, or the policy needs a draft model and there is none.
     """
     entry = _REGISTRY.get(name)
     if entry is None:
-        raise InvalidArgumentError(f"unknown policy {name!r}, expected one of {', '.join(policy_names())}")
+        raise InvalidArgumentError(
+            f"unknown policy {name!r}, expected one of {', '.join(policy_names(has_model=has_model))}"
+        )
+    if not has_model:
+        if entry.without_model is None:
+            usable = ", ".join(policy_names(has_model=False))
+            raise InvalidArgumentError(
+                f"policy {name} needs a draft model, and there is none; expected one of {usable}"
+            )
+        settings = {**entry.without_model, **settings}
     # settings that policies have in common come last
     known = {field.name: field for field in sorted(fields(entry.settings), key=lambda field: field.kw_only is True)}
     unknown = sorted(set(settings) - set(known))
@@ -100,6 +121,8 @@ def create_policy(
         policy = Calibrated(policy, CalibratedValue(costs.track_record, control))
     if isinstance(checked, DrawingSettings):
         policy.drawing = checked.drawing
+    if not has_model and policy.breadth:
+        raise InvalidArgumentError(f"breadth is {policy.breadth}, expected 0, because there is no draft model")
     return policy
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.common.tree import ROOT
@@ -27,7 +28,10 @@ class ThroughputSettings(MergedSettings):
     """Upper limits of the control, and the n-gram settings of `ngram`.
 
     `max_nodes` of 0 means the largest size that startup measurements show to be nearly free, at least `LEAST_NODES`.
+    `breadth` of 0 means that the draft model is not used: all candidates are n-grams.
     """
+
+    LEAST_BREADTH: ClassVar[int] = 0
 
     max_nodes: int = 0
     max_depth: int = 16
@@ -52,9 +56,9 @@ class ThroughputSettings(MergedSettings):
 class Throughput(Policy):
     """Maximises tokens per second (`Objective`) over trees of any size, the empty tree included.
 
-    Candidates come from the session's n-grams and the draft model. Their values are calibrated path probabilities. The
-    draft model pauses while it is not expected to pay (`Pause`). A session begins with the track record of the sessions
-    before it.
+    Candidates come from the session's n-grams and the draft model, if there is one. Their values are calibrated path
+    probabilities. The draft model pauses while it is not expected to pay (`Pause`). A session begins with the track
+    record of the sessions before it.
     """
 
     def __init__(self, settings: ThroughputSettings, costs: Costs, control: ControlSettings) -> None:
@@ -84,6 +88,8 @@ class Throughput(Policy):
         if self._costs.plain_is_due and self._objective.row_price is None:
             return []
         level = [ROOT, *self._ngrams.add_to(tree)]
+        if not self.breadth:
+            return []
         if tree.is_expanded(ROOT):  # expanding it is free, so nodes that cost a forward pass are left out
             level = [node for node in level if tree.is_expanded(node)]
         leaves = open_mass(tree, level)

@@ -120,6 +120,15 @@ class Replica:
         """Return why there is no connection; "" if that is not known."""
         return await self._client.cause()
 
+    async def tokenizer_files(self, timeout: float) -> dict[str, bytes]:
+        """Return the contents of the files of the target's tokenizer, by name.
+
+        Raises:
+            PeerUnavailableError: The service is out of reach.
+            FailedPreconditionError: The service is too old to send them, or refuses to.
+        """
+        return await self._client.tokenizer_files(timeout)
+
     def stream(self, timeout: float | None, metadata: Metadata = ()) -> VerifyStream:
         """Open a stream for one session; the caller ends it."""
         return self._client.stream(timeout, metadata)

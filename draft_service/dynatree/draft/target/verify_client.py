@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 import grpc
@@ -85,14 +86,34 @@ class VerifyClient:
         try:
             response = await self._stub.GetModelInfo(request, timeout=timeout, metadata=self._connector.metadata())
         except grpc.aio.AioRpcError as error:
-            if error.code() in PASSING or was_dropped(error.code(), error.details()):
-                raise PeerUnavailableError("the verify service is out of reach") from error
-            if error.code() == grpc.StatusCode.UNIMPLEMENTED:
-                reason = f"the service at {self.address} is not a verify service of DynaTree"
-            else:
-                reason = f"the verify service at {self.address} refused: {error.details()}"
-            raise FailedPreconditionError(reason) from error
+            raise self._refusal(error, "is not a verify service of DynaTree") from error
         return model_info_from_pb(response.model)
+
+    async def tokenizer_files(self, timeout: float) -> dict[str, bytes]:
+        """Ask for the files of the target's tokenizer, by name.
+
+        Raises:
+            PeerUnavailableError: The service is out of reach.
+            FailedPreconditionError: The service is too old to send them, or refuses to.
+        """
+        files: dict[str, bytearray] = {}
+        call = self._stub.GetTokenizer(
+            verify_pb2.GetTokenizerRequest(), timeout=timeout, metadata=self._connector.metadata()
+        )
+        try:
+            async for part in call:
+                files.setdefault(PurePath(part.name).name, bytearray()).extend(part.data)
+        except grpc.aio.AioRpcError as error:
+            raise self._refusal(error, "is too old to send its tokenizer") from error
+        return {name: bytes(data) for name, data in files.items()}
+
+    def _refusal(self, error: grpc.aio.AioRpcError, unknown: str) -> PeerUnavailableError | FailedPreconditionError:
+        """Translate the error of a call outside sessions; `unknown` is said of a service without the call's method."""
+        if error.code() in PASSING or was_dropped(error.code(), error.details()):
+            return PeerUnavailableError("the verify service is out of reach")
+        if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+            return FailedPreconditionError(f"the service at {self.address} {unknown}")
+        return FailedPreconditionError(f"the verify service at {self.address} refused: {error.details()}")
 
     async def serving(self) -> AsyncGenerator[bool]:
         """Yield whether the service serves, now and after each change; wait for it to come up.
