@@ -12,6 +12,7 @@ from dynatree.cli.gpus import check_device
 from dynatree.cli.parser import group
 from dynatree.cli.service_arguments import add_draft_weights, add_precision_arguments, context
 from dynatree.common.errors import FailedPreconditionError, StartupError
+from dynatree.common.model_info import NO_MODEL
 from dynatree.engine.model.files import check_model
 
 if TYPE_CHECKING:
@@ -62,9 +63,10 @@ def _check(options: argparse.Namespace, found: dict[str, dict[str, Any]]) -> Non
     from dynatree.common.model_info import check_same_tokenizer
     from dynatree.engine.served import served
 
-    roles = {"target": target} | ({"draft": draft} if options.draft_model is not None else {})
     models = {}
-    for role, settings in roles.items():
+    for role, settings in (("target", target), ("draft", draft)):
+        if settings is None:
+            continue
         models[role] = served(settings)
         found[role] = asdict(models[role])
         if not options.json:
@@ -76,10 +78,10 @@ def _check(options: argparse.Namespace, found: dict[str, dict[str, Any]]) -> Non
             raise StartupError(str(error)) from None
 
 
-def _settings(options: argparse.Namespace) -> tuple[ModelSettings, ModelSettings]:
+def _settings(options: argparse.Namespace) -> tuple[ModelSettings, ModelSettings | None]:
     from dynatree.cli.serve import pair_settings
 
     names = ("device", "dtype", "weights", "draft_weights", "max_context")
     chosen = {name: getattr(options, name) for name in names}
-    verify, draft = pair_settings(options.target_model, options.draft_model or options.target_model, **chosen)
+    verify, draft = pair_settings(options.target_model, options.draft_model or NO_MODEL, **chosen)
     return verify.model, draft.model

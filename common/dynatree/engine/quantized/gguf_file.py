@@ -30,8 +30,8 @@ from dynatree.engine.weights.quantized_weight import QuantizedWeight
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OUTPUT, _TABLE = "output.weight", "token_embd.weight"
-# Architectures that transformers cannot convert, and others that llama.cpp stores in the same way: Gemma's norms plus 1,
-# and SmolLM3's queries and keys in another order.
+# Architectures that transformers cannot convert, and others that llama.cpp stores in the same way: Gemma's norms plus
+# 1, and SmolLM3's queries and keys in another order.
 _STORED_AS = {"gemma": "gemma2", "smollm3": "llama"}
 
 
@@ -62,7 +62,8 @@ class GGUFFile:
 
         Args:
             path: The file.
-            model: Model from `skeleton` of the file's configuration. Its dtype is that of activations, and of weights that are not quantised.
+            model: Model from `skeleton` of the file's configuration. Its dtype is that of activations, and of weights
+                that are not quantised.
             native: Whether the project's own kernels compute the model.
 
         Raises:
