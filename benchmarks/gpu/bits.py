@@ -34,8 +34,7 @@ ROWS = (32, 64, 128, 256)
 LINEAR = ((2560, 7680, True), (2560, 2560, True), (2560, 10240, True), (10240, 2560, True), (2560, 50304, False))
 TINY_LINEAR = ((64, 192, True), (64, 512, False))
 LONGEST = 2304  # slots of a session: its context, and a tree
-TINY_LONGEST = 512  # the interpreter also runs the programs of slots that are not there
-NODES = 9  # of the chain that is compared
+NODES, TINY_NODES = 9, 5  # of the chain that is compared
 LAYERS = 32
 
 
@@ -151,42 +150,37 @@ def attention_bits(context: Context) -> Measured:
 
 def _differing_tokens(shape: Heads, root: int, context: Context) -> int:
     device = torch.device(context.device)
-    longest = TINY_LONGEST if context.sizes.tiny else LONGEST
-    beside, kv = KVRange(0, 64), KVRange(70, longest)
-    tree = _tree(kv, root, [*_chain(NODES), -1, *range(NODES, 2 * NODES - 1)])
+    beside, kv = KVRange(0, 64), KVRange(70, LONGEST)
+    nodes = TINY_NODES if context.sizes.tiny else NODES
+    tree = _tree(kv, root, [*_chain(nodes), -1, *range(nodes, 2 * nodes - 1)])
     other = Segment(beside, 3, [0] * 11, range(3, 14))
     generator = torch.Generator(device).manual_seed(root)
     count = len(other.token_ids) + len(tree.token_ids)
     sizes = RowSizes(32, tile_rows(shape.heads, shape.kv_heads), 2)
     numbers = _query_key_value(shape, count, generator)
-    prefix = _random((2, shape.kv_heads, 80 + longest, shape.dim), shape.dtype, device, generator)
+    prefix = _random((2, shape.kv_heads, 80 + LONGEST, shape.dim), shape.dtype, device, generator)
     scale = shape.dim**-0.5
-    in_tree = _attended(numbers, prefix.clone(), sizes, [other, tree], scale, longest)
+    in_tree = _attended(numbers, prefix.clone(), sizes, [other, tree], scale)
     first = len(other.token_ids)
-    rows = [first, *range(first + NODES + 1, first + 2 * NODES + 1)]
+    rows = [first, *range(first + nodes + 1, first + 2 * nodes + 1)]
     layer = prefix.clone()
     differing = 0
     for place, row in enumerate(rows):
         alone = Segment(kv, root + place, [0], [root + place])
-        output = _attended([each[:, row : row + 1] for each in numbers], layer, sizes, [alone], scale, longest)
+        output = _attended([each[:, row : row + 1] for each in numbers], layer, sizes, [alone], scale)
         differing += not torch.equal(output[0], in_tree[row])
     return differing
 
 
 def _attended(
-    numbers: Sequence[Tensor],
-    layer: Tensor,
-    sizes: RowSizes,
-    segments: Sequence[Segment],
-    scale: float,
-    longest: int = LONGEST,
+    numbers: Sequence[Tensor], layer: Tensor, sizes: RowSizes, segments: Sequence[Segment], scale: float
 ) -> Tensor:
     """The attention of a forward of fixed rows; padding repeats the first row's numbers."""
     [pieces] = sizes.cut(segments)
     buffers = RowBuffers(sizes, layer.shape[2] - 1, layer.device)
     buffers.fill(segments, pieces)
     padded = [torch.cat([each, each[:, :1].expand(-1, sizes.rows - each.shape[1], -1)], 1) for each in numbers]
-    return by_triton(padded[0], padded[1], padded[2], layer, buffers.plan, longest, scale)
+    return by_triton(padded[0], padded[1], padded[2], layer, buffers.plan, LONGEST, scale)
 
 
 def attention_in_float64(context: Context) -> Measured:
