@@ -65,16 +65,16 @@ def gguf_config(path: Path) -> PretrainedConfig:
     scaling = values.get("rope.scaling.type", "none")
     if scaling != "none":
         raise StartupError(f"model {path.name} cannot be served: {scaling} rotary scaling is not read from its file")
-    config: PretrainedConfig = CONFIG_MAPPING[family](
-        **fields,
-        head_dim=head_dim,
-        rope_parameters=rope,
-        sliding_window=values.get("attention.sliding_window") or None,
-        tie_word_embeddings=all(each.name != "output.weight" for each in header.tensors),
-        bos_token_id=values.get("tokenizer.ggml.bos_token_id"),
-        eos_token_id=values.get("tokenizer.ggml.eos_token_id"),
-        pad_token_id=values.get("tokenizer.ggml.padding_token_id"),
-    )
+    fields |= {
+        "head_dim": head_dim,
+        "rope_parameters": rope,
+        "sliding_window": values.get("attention.sliding_window") or None,
+        "tie_word_embeddings": all(each.name != "output.weight" for each in header.tensors),
+        "bos_token_id": values.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": values.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": values.get("tokenizer.ggml.padding_token_id"),
+    }
+    config: PretrainedConfig = CONFIG_MAPPING[family](**fields)
     return config
 
 
