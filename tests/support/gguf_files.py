@@ -12,6 +12,7 @@ from torch import Tensor
 from dynatree import embedded
 from dynatree.engine.model.gguf_header import BLOCKS
 
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Where each type keeps its float16 numbers, in bytes of a block.
 HALVES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}
 HALVES |= {"Q6_K": [208]}
@@ -31,7 +32,15 @@ def random_blocks(kind: str, features: int, inputs: int, generator: torch.Genera
     return raw
 
 
-def save_gguf(path: Path, kinds: Sequence[str], seed: int, context: int = 160, tied: bool = False) -> Path:
+def save_gguf(
+    path: Path,
+    kinds: Sequence[str],
+    seed: int,
+    context: int = 160,
+    tied: bool = False,
+    sizes: tuple[int, int, int] = (256, 512, 3),
+    words: int | None = None,
+) -> Path:
     """Save a small Llama of random blocks as a GGUF file, with the embedded pair's tokenizer.
 
     Args:
@@ -40,12 +49,16 @@ def save_gguf(path: Path, kinds: Sequence[str], seed: int, context: int = 160, t
         seed: Seed of the blocks.
         context: Context length in tokens.
         tied: Whether the output layer reads the embedding table, so that the file has no output tensor.
+        sizes: Width, width of the feed-forward layers, and number of layers.
+        words: Number of the tokenizer's first tokens that are kept; None means all.
     """
     tokenizer = json.loads((embedded.target_path() / "tokenizer.json").read_text())
-    vocabulary = sorted(tokenizer["model"]["vocab"].items(), key=lambda pair: pair[1])
+    vocabulary = sorted(tokenizer["model"]["vocab"].items(), key=lambda pair: pair[1])[:words]
+    kept = {token for token, _ in vocabulary}
     special = {each["content"] for each in tokenizer["added_tokens"]}
     merges = [each if isinstance(each, str) else " ".join(each) for each in tokenizer["model"]["merges"]]
-    hidden, middle, heads, kv_heads, layers = 256, 512, 4, 2, 3
+    merges = [each for each in merges if each.replace(" ", "") in kept]
+    (hidden, middle, layers), heads, kv_heads = sizes, 4, 2
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(context)
     writer.add_embedding_length(hidden)
@@ -71,13 +84,12 @@ def save_gguf(path: Path, kinds: Sequence[str], seed: int, context: int = 160, t
         nonlocal count
         kind = kinds[count % len(kinds)]
         count += 1
-        kept = gguf.GGMLQuantizationType[kind]
-        if kind in ("F32", "F16"):
-            values = torch.randn(features, inputs, generator=generator).numpy() * 0.06
-            writer.add_tensor(f"{name}.weight", values.astype(np.float16 if kind == "F16" else np.float32))
+        if kind in FLOATS:
+            values = torch.randn(features, inputs, generator=generator) * 0.06
+            raw = values.to(FLOATS[kind]).view(torch.uint8)
         else:
-            raw = random_blocks(kind, features, inputs, generator).flatten(1).numpy()
-            writer.add_tensor(f"{name}.weight", raw, raw_dtype=kept)
+            raw = random_blocks(kind, features, inputs, generator).flatten(1)
+        writer.add_tensor(f"{name}.weight", raw.numpy(), raw_dtype=gguf.GGMLQuantizationType[kind])
 
     norm = np.ones(hidden, dtype=np.float32)
     add("token_embd", len(vocabulary), hidden)

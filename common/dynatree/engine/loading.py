@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -43,6 +43,7 @@ from dynatree.engine.model.files import check_path, checkpoint_of
 from dynatree.engine.model.fingerprint import model_fingerprint, with_numerics
 from dynatree.engine.model.generation_defaults import GenerationDefaults
 from dynatree.engine.model.size import parameters_of, step_bytes_of
+from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.tokenizer import fingerprint, first_line, load_tokenizer
 from dynatree.engine.numerics import numerics_of
 from dynatree.engine.offload.choice import offloaded_model
@@ -50,7 +51,7 @@ from dynatree.engine.offload.offloaded_model import OffloadedModel
 from dynatree.engine.parallel.parallel_engine import ParallelKVCache
 from dynatree.engine.parallel.ranks import Ranks
 from dynatree.engine.parallel.starting import leading, started_ranks
-from dynatree.engine.quantized.layers import quantize
+from dynatree.engine.quantized.layers import check_groups, quantize
 from dynatree.engine.quantized.loading import quantized_model
 from dynatree.engine.settings import DTYPES, WEIGHTS, ModelSettings
 from dynatree.engine.support.explained import explained, named
@@ -92,10 +93,13 @@ def load_engine(settings: ModelSettings, ranks: Ranks | None = None) -> Engine:
         if ranks is None or ranks.rank == 0:
             check_computation(config, context_length, small_engine)
         check_cache(config, context_length)
+        if settings.weights != "auto":
+            check_groups(skeleton(config, torch.float32), WEIGHTS[settings.weights])
+    tokenizer = load_tokenizer(settings.model)  # before the weights, which take longer
     model, offloaded = _load_model(settings, name, config, ranks)
     log.info("%s: loaded after %.1f s; testing its outputs and its speed", name, time.monotonic() - begun)
     try:
-        return _engine_of(settings, name, context_length, ranks, model, offloaded)
+        return _engine_of(settings, name, context_length, ranks, tokenizer, model, offloaded)
     except BaseException:
         if offloaded:
             offloaded.turns.source.close()
@@ -107,6 +111,7 @@ def _engine_of(
     name: str,
     context_length: int,
     ranks: Ranks | None,
+    tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
     offloaded: OffloadedModel | None,
 ) -> Engine:
@@ -122,7 +127,6 @@ def _engine_of(
         parameters, step_bytes = parameters_of(model), step_bytes_of(model)  # before packing, which hides weights
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)  # for this thread, which runs all of the model's work
-    tokenizer = load_tokenizer(settings.model)
     native = is_native(model.device, model.dtype)
     with explained(name, model.config):
         defaults = GenerationDefaults.of(model.generation_config if settings.chooses_tokens else None)
@@ -267,7 +271,7 @@ def _load_model(
 
 
 def _unloadable(settings: ModelSettings, name: str, error: Exception) -> StartupError:
-    where = "" if Path(settings.model).is_dir() else "it is no local folder; as a hub name: "
+    where = "" if Path(settings.model).exists() else "it is no local folder; as a hub name: "
     return StartupError(f"model {name!r} could not be loaded: {where}{first_line(error)}")
 
 

@@ -7,11 +7,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dynatree.common.errors import StartupError
+from dynatree.engine import loading
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.loading import load_engine
+from dynatree.engine.quantized import gguf_model
 from dynatree.engine.quantized.gguf_model import load_gguf
 from dynatree.engine.settings import ModelSettings
+from tests.campaigns.fuzz_gguf import REFUSED, SERVED, outcomes
 from tests.support.gguf_files import save_gguf
+from tests.support.gguf_mutants import KINDS, Parts
 from tests.support.kernel_builds import compiled
 
 MIXTURES = [(("Q4_K", "Q6_K", "Q8_0"), True), (("Q4_0", "Q4_1", "F16"), False), (("Q5_0", "Q5_1", "Q5_K"), False)]
@@ -80,3 +84,37 @@ def test_tensors_that_do_not_go_together_are_refused(tmp_path, change):
     path.write_bytes(raw)
     with pytest.raises(StartupError, match=reason):
         load_engine(ModelSettings(str(path), sessions=1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (b"gpt2", b"bert", "stating tokenizer 'bert'"),
+        (b"tokenizer.ggml.tokens", b"tokenizer.ggml.others", "tokens"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_is_refused_before_the_weights_are(tmp_path, monkeypatch, old, new, reason):
+    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1)
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    monkeypatch.setattr(loading, "quantized_model", lambda *_: pytest.fail("the weights were read"))
+    with pytest.raises(StartupError, match=reason) as refusal:
+        load_engine(ModelSettings(str(path), sessions=1))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_file_that_lacks_a_tensor_is_refused_before_any_is_read(tmp_path, monkeypatch):
+    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1)
+    parts = Parts.of(path)
+    parts.infos = [each for each in parts.infos if each.name != b"blk.2.ffn_up.weight"]
+    path.write_bytes(parts.written()[0])
+    monkeypatch.setattr(gguf_model._Loading, "_raw", lambda *_: pytest.fail("a tensor was read"))
+    with pytest.raises(StartupError, match="it lacks the tensor of model.layers.2.mlp.up_proj.weight"):
+        load_engine(ModelSettings(str(path), sessions=1))
+
+
+def test_harmed_files_are_refused_in_a_line_or_served_as_transformers_reads_them():
+    """The short form of `python -m tests.campaigns.fuzz_gguf`."""
+    found = list(outcomes(first=0, count=6 * len(KINDS)))
+    assert [each for each in found if each.end not in (SERVED, REFUSED)] == []
+    assert {each.end for each in found} == {SERVED, REFUSED}
+    assert {each.kind for each in found} == set(KINDS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,11 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
 _ALIGNMENT = 32  # bytes, where the file names no other
+_TABLE = "token_embd.weight"
+# Sizes of a model; none is larger than every side of its tensors. transformers makes modules of these sizes.
+_SIZES = ("embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv", "expert_count")
+_SIZES += ("attention.key_length", "attention.value_length", "rope.dimension_count", "vocab_size")
+_SPECIAL = ("bos", "eos", "unknown", "padding")
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ class _Cursor:
             self.skip(length * struct.calcsize(f"<{_SCALARS[inner]}"))
         elif inner == _STRING:
             for _ in range(length):  # ends at the file's end, since each string takes 8 bytes
-                self.skip(self.number("Q"))
+                self.text()
         else:
             raise _MalformedError(f"it has an array of the unsupported type {inner}")
         return length
@@ -152,8 +158,8 @@ def _header(cursor: _Cursor) -> GGUFHeader:
     if not isinstance(values.get("general.architecture"), str):
         raise _MalformedError("it names no general.architecture")
     alignment = values.get("general.alignment", _ALIGNMENT)
-    if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
-        raise _MalformedError(f"its general.alignment is {alignment}, expected a multiple of 8")
+    if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
+        raise _MalformedError(f"its general.alignment is {alignment!r}, expected a power of two from 8 on")
     found = [_tensor(cursor) for _ in range(tensors)]
     begin = -(-cursor.at // alignment) * alignment
     placed = [GGUFTensor(each.name, each.kind, each.shape, begin + each.start, each.bytes) for each in found]
@@ -164,7 +170,37 @@ def _header(cursor: _Cursor) -> GGUFHeader:
             raise _MalformedError(f"it ends within its tensor {each.name}; download it again")
     if len({each.name for each in placed}) < len(placed):
         raise _MalformedError("it has two tensors of one name")
+    _check_sizes(values, placed)
+    _check_tokens(values, placed)
     return GGUFHeader(values, tuple(placed))
+
+
+def _check_sizes(values: Mapping[str, Any], tensors: Sequence[GGUFTensor]) -> None:
+    """Bound the model's sizes by those of the file's tensors, before transformers spends time and memory by them."""
+    architecture = values["general.architecture"]
+    largest = max((max(each.shape) for each in tensors), default=0)
+    for name, most in (("block_count", len(tensors)), *((each, largest) for each in _SIZES)):
+        size = values.get(f"{architecture}.{name}", 0)
+        if not isinstance(size, int) or not 0 <= size <= most:
+            raise _MalformedError(f"its {architecture}.{name} is {size!r}, expected at most {most} by its tensors")
+
+
+def _check_tokens(values: Mapping[str, Any], tensors: Sequence[GGUFTensor]) -> None:
+    """Compare the tokenizer's arrays with each other, with the special tokens and with the embedding table."""
+    tokens = values.get("tokenizer.ggml.tokens", 0)
+    if not isinstance(tokens, int):
+        raise _MalformedError(f"its tokenizer.ggml.tokens are {tokens!r}, expected an array")
+    for name in ("scores", "token_type"):
+        count = values.get(f"tokenizer.ggml.{name}", tokens)
+        if count != tokens:
+            raise _MalformedError(f"its tokenizer.ggml.tokens are {tokens}, but its tokenizer.ggml.{name} {count}")
+    for name in _SPECIAL:
+        token = values.get(f"tokenizer.ggml.{name}_token_id")
+        if token is not None and not (isinstance(token, int) and 0 <= token < tokens):
+            raise _MalformedError(f"its tokenizer.ggml.{name}_token_id is {token!r}, but its tokens are {tokens}")
+    rows = next((each.shape[0] for each in tensors if each.name == _TABLE), tokens)
+    if tokens > rows:
+        raise _MalformedError(f"its tokenizer.ggml.tokens are {tokens}, but its {_TABLE} has {rows} rows")
 
 
 def _tensor(cursor: _Cursor) -> GGUFTensor:

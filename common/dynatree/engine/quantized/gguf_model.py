@@ -5,6 +5,7 @@ The configuration, the tokenizer and the names of the tensors are as transformer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,17 @@ class _Loading:
     def model(self) -> PreTrainedModel:
         quantised = []
         tied = bool(self._model.config.tie_word_embeddings)
-        for tensor in self._header.tensors:
-            if tied and tensor.name == _OUTPUT:
-                continue
-            path, last = self._place(tensor)
+        places = [(each, self._place(each)) for each in self._header.tensors if not (tied and each.name == _OUTPUT)]
+        stored = {f"{path}.{last}" for _, (path, last) in places}
+        missing = [name for name, _ in self._model.named_parameters() if name not in stored]
+        if missing:
+            raise self._refusal(f"it lacks the tensor of {missing[0]}")
+        for tensor, (path, last) in places:
             module = self._model.get_submodule(path)
             order = self._order(tensor) if tensor.kind not in _FLOATS and len(tensor.shape) == 2 else None
             if last == "weight" and type(module) is nn.Linear and order is not None:
+                if tensor.shape != module.weight.shape:
+                    raise self._misfit(tensor, tensor.shape, module.weight.shape)
                 quantised.append((tensor, path, order))
             else:
                 self._set(tensor, module, last)
@@ -70,9 +75,6 @@ class _Loading:
             self._replace(path, self._quantised(tensor, order))
         if tied:
             self._tie()
-        missing = [name for name, each in self._model.named_parameters() if each.is_meta]
-        if missing:
-            raise self._refusal(f"it lacks the tensor of {missing[0]}")
         return self._model
 
     def _place(self, tensor: GGUFTensor) -> tuple[str, str]:
@@ -97,7 +99,7 @@ class _Loading:
         loaded = torch.from_numpy(np.ascontiguousarray(processed.weights)).to(self._dtype)
         wanted = getattr(module, last)
         if wanted.shape != loaded.shape:
-            raise self._refusal(f"its tensor {tensor.name} is {list(loaded.shape)}, expected {list(wanted.shape)}")
+            raise self._misfit(tensor, loaded.shape, wanted.shape)
         setattr(module, last, nn.Parameter(loaded, requires_grad=False))
 
     def _order(self, tensor: GGUFTensor) -> Tensor | None:
@@ -124,9 +126,6 @@ class _Loading:
         """Replace the linear layer at a path by one of a quantised weight."""
         layer = self._model.get_submodule(path)
         assert isinstance(layer, nn.Linear)
-        if weight.codes.shape != layer.weight.shape:
-            shapes = f"{list(weight.codes.shape)}, expected {list(layer.weight.shape)}"
-            raise self._refusal(f"the weight of {path} is {shapes}")
         self._model.set_submodule(path, layer_of(weight, layer.bias, self._dtype, self._native))
 
     def _tie(self) -> None:
@@ -138,6 +137,9 @@ class _Loading:
             self._replace(path, self._quantised(table, None))
         else:
             self._model.tie_weights()
+
+    def _misfit(self, tensor: GGUFTensor, shape: Sequence[int], expected: Sequence[int]) -> StartupError:
+        return self._refusal(f"its tensor {tensor.name} is {list(shape)}, expected {list(expected)}")
 
     def _refusal(self, reason: str) -> StartupError:
         return StartupError(f"model {self._name} cannot be served: {reason}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -9,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from dynatree.common.errors import StartupError
 from dynatree.engine.cpu.packing import weight_of
 from dynatree.engine.cpu.quantized_linear import QuantizedLinear
-from dynatree.engine.weights.quantized_weight import MOST_INPUTS, QuantizedWeight, group_of, rounded
+from dynatree.engine.weights.quantized_weight import GROUPS, MOST_INPUTS, QuantizedWeight, group_of, rounded
 
 _OUTPUT_BITS = 8  # at least, in the output layer
 # Layers that choose a token's experts keep their precision; they are small, and an error changes the choice.
@@ -40,17 +42,37 @@ def quantize(module: nn.Module, bits: int, dtype: torch.dtype, native: bool, out
         output: The output layer, which has 8 bits in any case.
 
     Raises:
+        StartupError: See `check_groups`.
+    """
+    for parent, name, layer in _linear_layers(module):
+        own = max(bits, _OUTPUT_BITS) if layer is output else bits
+        bias: Tensor | None = layer.bias  # type: ignore[assignment]
+        weight = rounded(weight_of(layer), own, _group(name, layer, own))
+        setattr(parent, name, layer_of(weight, bias, dtype, native))
+
+
+def check_groups(model: nn.Module, bits: int) -> None:
+    """Refuse a model that `quantize` would refuse; the weights may be on the meta device.
+
+    Raises:
         StartupError: A layer's number of inputs is no multiple of the smallest group.
     """
-    for parent in list(module.modules()):
+    for _, name, layer in _linear_layers(model):
+        _group(name, layer, bits)
+
+
+def _linear_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yield each layer that `quantize` replaces, behind the module that has it and its name there."""
+    parents = [each for each in module.modules() if next(each.children(), None) is not None]  # keeps no layer in memory
+    for parent in parents:
         for name, layer in list(parent.named_children()):
-            if type(layer) not in (nn.Linear, Conv1D) or name in _ROUTERS:
-                continue
-            weight, own = weight_of(layer), max(bits, _OUTPUT_BITS) if layer is output else bits
-            group = group_of(weight.shape[1], MOST_INPUTS[own])
-            if group is None:
-                raise StartupError(
-                    f"--weights int{bits}: {name} has {weight.shape[1]} inputs, expected multiples of 16"
-                )
-            bias: Tensor | None = layer.bias  # type: ignore[assignment]
-            setattr(parent, name, layer_of(rounded(weight, own, group), bias, dtype, native))
+            if type(layer) in (nn.Linear, Conv1D) and name not in _ROUTERS:
+                yield parent, name, layer
+
+
+def _group(name: str, layer: nn.Module, bits: int) -> int:
+    inputs = weight_of(layer).shape[1]
+    group = group_of(inputs, MOST_INPUTS[bits])
+    if group is None:
+        raise StartupError(f"--weights: {name} has {inputs} inputs, expected multiples of {GROUPS[-1]}")
+    return group

@@ -65,22 +65,34 @@ def _load(model: PreTrainedModel, folder: Path, name: str, packed: PackedFormat,
         tensor: Tensor = opened[files[theirs]].get_tensor(theirs)  # type: ignore[no-untyped-call]
         return tensor
 
-    for path, layer in list(model.named_modules()):
+    def parameter_of(ours: str, expected: Tensor) -> nn.Parameter:
+        loaded = read(ours)
+        if loaded.shape != expected.shape or not loaded.is_floating_point():
+            raise ValueError(f"{ours} is {loaded.dtype} {list(loaded.shape)}, expected {list(expected.shape)}")
+        return nn.Parameter(loaded.to(model.dtype), requires_grad=False)
+
+    quantised = {}
+    for path, layer in model.named_modules():
         own = {each: f"{path}.{each}" for each in packed.tensors if f"{path}.{each}" in by_name}
         if type(layer) is nn.Linear and own and set(own) != {"weight"}:
-            bias = read(f"{path}.bias") if layer.bias is not None else None
-            weight = packed.unpacked({each: read(full) for each, full in own.items()})
-            if weight.codes.shape != layer.weight.shape:
-                raise ValueError(f"{path} is {list(weight.codes.shape)}, expected {list(layer.weight.shape)}")
-            model.set_submodule(path, layer_of(weight, bias, model.dtype, native))
-    for full, parameter in list(model.named_parameters()):
-        if full in by_name and parameter.is_meta:
-            owner, _, last = full.rpartition(".")
-            loaded = read(full)
-            if loaded.shape != parameter.shape or not loaded.is_floating_point():
-                raise ValueError(f"{full} is {loaded.dtype} {list(loaded.shape)}, expected {list(parameter.shape)}")
-            setattr(model.get_submodule(owner), last, nn.Parameter(loaded.to(model.dtype), requires_grad=False))
-    model.tie_weights()
-    missing = [full for full, parameter in model.named_parameters() if parameter.is_meta]
+            quantised[path] = own
+    stored = {*by_name, *(f"{path}.weight" for path in quantised)}
+    missing = [full for full, _ in model.named_parameters() if full not in stored]
     if missing:
         raise ValueError(f"its checkpoint lacks {missing[0]}")
+    for path, own in quantised.items():
+        layer = model.get_submodule(path)
+        assert isinstance(layer, nn.Linear)
+        bias = parameter_of(f"{path}.bias", layer.bias) if layer.bias is not None else None
+        try:
+            weight = packed.unpacked({each: read(full) for each, full in own.items()})
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        if weight.codes.shape != layer.weight.shape:
+            raise ValueError(f"{path} is {list(weight.codes.shape)}, expected {list(layer.weight.shape)}")
+        model.set_submodule(path, layer_of(weight, bias, model.dtype, native))
+    for full, parameter in list(model.named_parameters()):
+        if parameter.is_meta:
+            owner, _, last = full.rpartition(".")
+            setattr(model.get_submodule(owner), last, parameter_of(full, parameter))
+    model.tie_weights()
