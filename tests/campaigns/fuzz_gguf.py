@@ -1,9 +1,10 @@
 """Fuzz the loading of GGUF files: `python -m tests.campaigns.fuzz_gguf [--count N] [--first N] [--seed N]`.
 
 Every file is a harmed copy of a small valid one (tests/support/gguf_mutants.py). It is either refused in one line that
-names it, or served with the weights that transformers reads from it. Files are opened in a process of their own, so that a
-crash, a hang and the memory that a file takes are seen. The campaign prints what went wrong with the file's number, by
-which `--first N --count 1` repeats it. `--reasons` counts the reasons of refusals.
+names it, or served with the weights that transformers reads from it. Files are opened in a process of their own, so
+that a crash, a hang and the memory that a file takes are seen. The campaign prints what went wrong with the file's
+number, by which `--first N --count 1` repeats it. `--reasons` counts the reasons of refusals.
+An interrupt ends it early.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from dynatree.common.errors import StartupError
+from dynatree.engine import loading
+from dynatree.engine.forward.not_finite import check_weights
 from dynatree.engine.loading import load_engine
 from dynatree.engine.model.files import check_model
+from dynatree.engine.model.tokenizer import load_tokenizer
 from dynatree.engine.quantized.gguf_model import load_gguf
 from dynatree.engine.settings import ModelSettings
 from tests.support.gguf_mutants import Parts, families, mutant
@@ -38,6 +42,7 @@ from tests.support.gguf_mutants import Parts, families, mutant
 SECONDS = 20  # time limit of a file; a valid one takes a fraction of a second
 MOST_BYTES = 256 << 20  # of memory that opening a file takes; a valid one takes a few MiB
 ADDRESSES = 16 << 30  # bytes of addresses beyond those of the libraries; protects the machine
+WHOLE = 10  # one file in so many is loaded with all probes, which take ten times as long as reading it
 SERVED, REFUSED = "served", "refused"
 NAME = "mutant.gguf"
 _ERRORS = "errors"
@@ -99,7 +104,7 @@ def _work(folder: Path, valid: list[Parts], numbers: range, seed: int, reports: 
             faulthandler.dump_traceback_later(SECONDS, exit=True, file=errors)
             before = _memory("VmRSS")
             Path("/proc/self/clear_refs").write_text("5")  # resets the largest resident size
-            end, told = opened(path)
+            end, told = opened(path, whole=number % WHOLE == 0)
             taken = _memory("VmHWM") - before
             faulthandler.cancel_dump_traceback_later()
             if taken > MOST_BYTES:
@@ -113,11 +118,18 @@ def _memory(name: str) -> int:
     return int(found[1]) << 10
 
 
-def opened(path: Path) -> tuple[str, str]:
-    """Open a file as `dynatree verify` does; return how it ended, and a message."""
+def opened(path: Path, whole: bool) -> tuple[str, str]:
+    """Open a file as `dynatree verify` does, with its probes if `whole`; return how it ended, and a message."""
+    settings = ModelSettings(str(path), sessions=1, max_context=64)
     try:
-        check_model(str(path))
-        load_engine(ModelSettings(str(path), sessions=1, max_context=64))
+        check_model(settings.model)
+        if whole:
+            load_engine(settings)
+        else:
+            config = loading._config(settings, path.name)
+            load_tokenizer(settings.model)
+            model, _ = loading._load_model(settings, path.name, config, None)
+            check_weights(path.name, model.named_parameters())
     except StartupError as error:
         message = str(error)
         return (REFUSED if message.count("\n") == 0 and path.name in message else "unclear refusal"), message
@@ -125,7 +137,7 @@ def opened(path: Path) -> tuple[str, str]:
         return "exception", "".join(traceback.format_exception(error))
     try:
         read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    except BaseException as error:
+    except Exception as error:
         return "served but unreadable for transformers", "".join(traceback.format_exception(error))
     theirs = read.state_dict()
     ours = load_gguf(path, read.config, torch.float32, native=False).state_dict()
@@ -146,12 +158,13 @@ def main() -> int:
     ends: Counter[tuple[str, str]] = Counter()
     reasons: Counter[str] = Counter()
     faults = 0
-    for outcome in outcomes(options.first, options.count, options.seed):
-        ends[outcome.kind, outcome.end] += 1
-        reasons[re.sub(r"\d+", "N", outcome.told)] += outcome.end == REFUSED
-        if outcome.end not in (SERVED, REFUSED):
-            faults += 1
-            print(f"{outcome.number} ({outcome.kind}): {outcome.end}\n{outcome.told}", flush=True)
+    with suppress(KeyboardInterrupt):  # ends the campaign early
+        for outcome in outcomes(options.first, options.count, options.seed):
+            ends[outcome.kind, outcome.end] += 1
+            reasons[re.sub(r"\d+", "N", outcome.told)] += outcome.end == REFUSED
+            if outcome.end not in (SERVED, REFUSED):
+                faults += 1
+                print(f"{outcome.number} ({outcome.kind}): {outcome.end}\n{outcome.told}", flush=True)
     for (kind, end), count in sorted(ends.items()):
         print(f"{kind}: {count} {end}")
     if options.reasons:

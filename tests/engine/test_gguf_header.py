@@ -11,8 +11,8 @@ from dynatree.common.errors import StartupError
 from dynatree.engine.model.files import check_model
 from dynatree.engine.model.gguf_header import BLOCKS, read_header
 
-
-VALUES = {"llama.block_count": 1, "tokenizer.ggml.tokens": ["a", "b", "<unk>"], "numbers": [1.0, 2.0]}
+VALUES = {"llama.block_count": 1, "llama.embedding_length": 4, "llama.attention.head_count": 1, "numbers": [1.0, 2.0]}
+VALUES["tokenizer.ggml.tokens"] = ["a", "b", "<unk>"]
 
 
 def save(path, values=VALUES):
@@ -86,11 +86,15 @@ def test_a_type_that_is_not_served_is_refused_by_its_name(path, tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("llama.block_count", 2**31, "block_count is 2147483648, expected at most 5 by its tensors"),
-        ("llama.block_count", "one", "block_count is 'one', expected at most 5"),
-        ("llama.embedding_length", 2**30, "embedding_length is 1073741824, expected at most 512"),
-        ("llama.attention.head_count", 1.5, "head_count is 1.5, expected at most 512"),
-        ("llama.rope.dimension_count", 513, "dimension_count is 513, expected at most 512"),
+        ("llama.block_count", 2**31, "block_count is 2147483648, expected 1 to 5 by its tensors"),
+        ("llama.block_count", "one", "block_count is 'one', expected 1 to 5"),
+        ("llama.embedding_length", 2**30, "embedding_length is 1073741824, expected 1 to 512"),
+        ("llama.attention.head_count", 1.5, "head_count is 1.5, expected 1 to 512"),
+        ("llama.rope.dimension_count", 513, "dimension_count is 513, expected 0 to 512"),
+        ("llama.attention.head_count", 0, "head_count is 0, expected 1 to 512"),
+        ("llama.vocab_size", "x" * 5000, "vocab_size is '[x]{39}, expected 0 to 512"),
+        ("llama.new\nline", 1, "a name that is no printable text"),
+        ("l" * 300, 1, "a name that is no printable text of at most 256 characters"),
         ("general.alignment", 24, "general.alignment is 24, expected a power of two"),
         ("general.alignment", "32", "general.alignment is '32', expected a power of two"),
         ("tokenizer.ggml.tokens", "abc", "tokens are 'abc', expected an array"),
@@ -102,9 +106,16 @@ def test_a_type_that_is_not_served_is_refused_by_its_name(path, tmp_path):
     ],
 )
 def test_metadata_that_its_tensors_or_tokens_contradict_are_refused(tmp_path, key, value, reason):
-    """transformers would spend time and memory by such numbers, or fail without a cause."""
+    """By it, transformers would spend time and memory by such numbers, or fail without a cause."""
     with pytest.raises(StartupError, match=reason):
         check_model(str(save(tmp_path / "model.gguf", VALUES | {key: value})))
+
+
+@pytest.mark.parametrize("key", ["llama.block_count", "llama.embedding_length", "llama.attention.head_count"])
+def test_a_file_without_a_size_is_refused(tmp_path, key):
+    """By it, transformers would take the size of another model."""
+    with pytest.raises(StartupError, match=f"it has no {key}"):
+        check_model(str(save(tmp_path / "model.gguf", {name: VALUES[name] for name in VALUES if name != key})))
 
 
 def test_a_token_that_is_not_utf8_is_refused(path, tmp_path):

@@ -34,6 +34,6 @@ def test_inputs_that_are_no_multiple_of_32_have_groups_of_16(tmp_path):
 def test_inputs_without_a_group_are_refused_before_the_weights_are_read(tmp_path, monkeypatch, weights, size):
     folder = save_random_model(tmp_path / "model", "llama", seed=1, **{size: 72})
     monkeypatch.setattr(loading, "_load_model", lambda *_: pytest.fail("the weights were read"))
-    name = "q_proj" if size == "hidden_size" else "down_proj"
+    name = "lm_head" if size == "hidden_size" else "down_proj"
     with pytest.raises(StartupError, match=f"--weights: {name} has 72 inputs, expected multiples of 16"):
         load_engine(ModelSettings(str(folder), weights=weights, sessions=1))

@@ -77,7 +77,7 @@ def test_the_codes_stand_for_the_numbers(method, bits, group, dtype):
     assert (ours - weight).abs().max() <= 1e-6 * weight.abs().max()
 
 
-def save_packed(folder, method, bits, **changes):
+def save_packed(folder, method, bits, changes=None):
     """Save a Llama of packed weights; return its weights in float32, by name.
 
     Args:
@@ -96,7 +96,7 @@ def save_packed(folder, method, bits, **changes):
             state |= {f"{name.removesuffix('.weight')}.{key}": value for key, value in tensors.items()}
     save_file(state, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings | changes}))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings | (changes or {})}))
     return plain
 
 
@@ -200,7 +200,7 @@ def test_groups_that_are_not_in_order_are_refused():
     ],
 )
 def test_a_checkpoint_that_its_configuration_contradicts_is_refused(tmp_path, method, changes, reason):
-    save_packed(tmp_path / "model", method, 4, **changes)
+    save_packed(tmp_path / "model", method, 4, changes)
     with pytest.raises(StartupError, match=reason) as refusal:
         load_engine(ModelSettings(str(tmp_path / "model"), sessions=1))
     where = r"its |model\.layers\.0\.self_attn\.q_proj: codes "

@@ -95,6 +95,6 @@ def _merges_or_scores(tokenizer: PreTrainedTokenizerBase) -> object:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, with the next one if it ends in a colon, or the type of an empty one."""
+    """Return the first line of an error's text, with the next one after a colon, or its type if it has no text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

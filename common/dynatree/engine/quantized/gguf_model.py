@@ -91,9 +91,7 @@ class _Loading:
             values = self._raw(tensor).view(_FLOATS[tensor.kind]).view(tensor.shape).float()
         else:
             values = self._quantised(tensor, None).dequantized().view(tensor.shape)
-        processed = self._processor.process(
-            weights=values.numpy(), name=tensor.name, tensor_key_mapping=self._names, parsed_parameters={"tensors": {}}
-        )
+        processed = self._processed(tensor, values.numpy())
         if processed.name is None:
             raise self._refusal(f"its tensor {tensor.name} holds several experts, which are not read from GGUF files")
         loaded = torch.from_numpy(np.ascontiguousarray(processed.weights)).to(self._dtype)
@@ -102,10 +100,19 @@ class _Loading:
             raise self._misfit(tensor, loaded.shape, wanted.shape)
         setattr(module, last, nn.Parameter(loaded, requires_grad=False))
 
+    def _processed(self, tensor: GGUFTensor, weights: np.ndarray[Any, Any]) -> Any:
+        """Return a tensor's numbers in the order in which transformers keeps them, with its name."""
+        try:
+            return self._processor.process(
+                weights=weights, name=tensor.name, tensor_key_mapping=self._names, parsed_parameters={"tensors": {}}
+            )
+        except (ValueError, ArithmeticError) as error:
+            raise self._refusal(f"its tensor {tensor.name} does not fit its configuration: {error}") from None
+
     def _order(self, tensor: GGUFTensor) -> Tensor | None:
         """Return the order of rows in which transformers keeps a weight, or None if it is not such an order."""
         rows = np.arange(tensor.shape[0], dtype=np.int64)[:, None]
-        processed = self._processor.process(weights=rows, name=tensor.name, tensor_key_mapping=self._names)
+        processed = self._processed(tensor, rows)
         order = np.asarray(processed.weights)
         same = processed.name == tensor.name and order.shape == rows.shape
         return torch.from_numpy(order[:, 0].copy()) if same and np.array_equal(np.sort(order, 0), rows) else None
