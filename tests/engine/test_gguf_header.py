@@ -91,7 +91,7 @@ def test_a_type_that_is_not_served_is_refused_by_its_name(path, tmp_path):
         ("llama.embedding_length", 2**30, "embedding_length is 1073741824, expected 1 to 512"),
         ("llama.attention.head_count", 1.5, "head_count is 1.5, expected 1 to 512"),
         ("llama.rope.dimension_count", 513, "dimension_count is 513, expected 0 to 512"),
-        ("llama.block_count", [2**31], "block_count is an array of one number"),
+        ("llama.block_count", [2**31 - 1], "block_count is an array of one number"),
         ("llama.attention.head_count", 0, "head_count is 0, expected 1 to 512"),
         ("llama.vocab_size", "x" * 5000, "vocab_size is '[x]{39}, expected 0 to 512"),
         ("llama.new\nline", 1, "a name that is no printable text"),
