@@ -11,14 +11,16 @@ from dynatree.common.errors import StartupError
 from dynatree.engine.model.files import check_model
 from dynatree.engine.model.gguf_header import BLOCKS, read_header
 
+VALUES = {"llama.block_count": 1, "llama.embedding_length": 4, "llama.attention.head_count": 1, "numbers": [1.0, 2.0]}
+VALUES["tokenizer.ggml.tokens"] = ["a", "b", "<unk>"]
 
-@pytest.fixture(name="path", scope="module")
-def path_fixture(tmp_path_factory):
-    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+
+def save(path, values=VALUES):
     writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_block_count(1)
-    writer.add_token_list(["a", "b", "<unk>"])
-    writer.add_array("numbers", [1.0, 2.0])
+    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+    for key, value in values.items():
+        add[type(value)](key, value)
+    writer.add_tensor("token_embd.weight", np.zeros((3, 4), dtype=np.float32))
     writer.add_tensor("float", np.arange(6, dtype=np.float32).reshape(2, 3))
     for kind in ("Q8_0", "Q4_K", "Q6_K"):
         values, size = BLOCKS[kind]
@@ -29,6 +31,11 @@ def path_fixture(tmp_path_factory):
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+@pytest.fixture(name="path", scope="module")
+def path_fixture(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("gguf") / "model.gguf")
 
 
 def changed(path, tmp_path, at, data):
@@ -74,6 +81,48 @@ def test_a_type_that_is_not_served_is_refused_by_its_name(path, tmp_path):
     at = path.read_bytes().index(name) + len(name) + 4 + 16
     with pytest.raises(StartupError, match="its tensor Q4_K is of type IQ4_XS, expected F32"):
         check_model(str(changed(path, tmp_path, at, struct.pack("<I", 23))))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("llama.block_count", 2**31, "block_count is 2147483648, expected 1 to 5 by its tensors"),
+        ("llama.block_count", "one", "block_count is 'one', expected 1 to 5"),
+        ("llama.embedding_length", 2**30, "embedding_length is 1073741824, expected 1 to 512"),
+        ("llama.attention.head_count", 1.5, "head_count is 1.5, expected 1 to 512"),
+        ("llama.rope.dimension_count", 513, "dimension_count is 513, expected 0 to 512"),
+        ("llama.block_count", [2**31 - 1], "block_count is an array of one number"),
+        ("llama.attention.head_count", 0, "head_count is 0, expected 1 to 512"),
+        ("llama.vocab_size", "x" * 5000, "vocab_size is '[x]{39}, expected 0 to 512"),
+        ("llama.new\nline", 1, "a name that is no printable text"),
+        ("l" * 300, 1, "a name that is no printable text of at most 256 characters"),
+        ("general.alignment", 24, "general.alignment is 24, expected a power of two"),
+        ("general.alignment", "32", "general.alignment is '32', expected a power of two"),
+        ("tokenizer.ggml.tokens", "abc", "tokens are 'abc', expected an array"),
+        ("tokenizer.ggml.tokens", ["a", "b", "c", "d"], r"tokens are 4, but its token_embd\.weight has 3 rows"),
+        ("tokenizer.ggml.scores", [1.0, 2.0], r"tokens are 3, but its tokenizer\.ggml\.scores 2"),
+        ("tokenizer.ggml.token_type", [1, 1, 1, 1], r"tokens are 3, but its tokenizer\.ggml\.token_type 4"),
+        ("tokenizer.ggml.bos_token_id", 3, "bos_token_id is 3, but its tokens are 3"),
+        ("tokenizer.ggml.padding_token_id", "a", "padding_token_id is 'a', but its tokens are 3"),
+    ],
+)
+def test_metadata_that_its_tensors_or_tokens_contradict_are_refused(tmp_path, key, value, reason):
+    """By it, transformers would spend time and memory by such numbers, or fail without a cause."""
+    with pytest.raises(StartupError, match=reason):
+        check_model(str(save(tmp_path / "model.gguf", VALUES | {key: value})))
+
+
+@pytest.mark.parametrize("key", ["llama.block_count", "llama.embedding_length", "llama.attention.head_count"])
+def test_a_file_without_a_size_is_refused(tmp_path, key):
+    """By it, transformers would take the size of another model."""
+    with pytest.raises(StartupError, match=f"it has no {key}"):
+        check_model(str(save(tmp_path / "model.gguf", {name: VALUES[name] for name in VALUES if name != key})))
+
+
+def test_a_token_that_is_not_utf8_is_refused(path, tmp_path):
+    at = path.read_bytes().index(b"<unk>")
+    with pytest.raises(StartupError, match="a string that is not UTF-8"):
+        check_model(str(changed(path, tmp_path, at, b"\xff")))
 
 
 def test_a_file_that_is_cut_short_is_refused_at_every_length(path, tmp_path):

@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from dynatree import embedded
 from dynatree.engine.model.gguf_header import BLOCKS
 
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Where each type keeps its float16 numbers, in bytes of a block.
 HALVES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}
 HALVES |= {"Q6_K": [208]}
@@ -57,6 +58,7 @@ def written_gguf(
     tied: bool = False,
     family: str = "llama",
     values: Mapping[str, str] | None = None,
+    words: int | None = None,
     **changes: object,
 ) -> PreTrainedModel:
     """Save a small model of random blocks as a GGUF file, as llama.cpp's converter does; return the model in float32.
@@ -69,10 +71,11 @@ def written_gguf(
         tied: Whether the output layer reads the embedding table, so that the file has no output tensor. Gemma is tied.
         family: A key of `FAMILIES`.
         values: More values of the file's header.
+        words: Number of the tokenizer's first tokens that are kept; None means all.
         changes: Changes of the configuration.
     """
     tokenizer = json.loads((embedded.target_path() / "tokenizer.json").read_text())
-    vocabulary = sorted(tokenizer["model"]["vocab"].items(), key=lambda pair: pair[1])
+    vocabulary = sorted(tokenizer["model"]["vocab"].items(), key=lambda pair: pair[1])[:words]
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"num_hidden_layers": 3, "vocab_size": len(vocabulary), "max_position_embeddings": context}
     others = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": tied or family == "gemma"}
@@ -131,7 +134,9 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
 
 def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], vocabulary: list[tuple[str, int]]) -> None:
     special = {each["content"] for each in tokenizer["added_tokens"]}
+    kept = {token for token, _ in vocabulary}
     merges = [each if isinstance(each, str) else " ".join(each) for each in tokenizer["model"]["merges"]]
+    merges = [each for each in merges if each.replace(" ", "") in kept]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([token for token, _ in vocabulary])
@@ -146,12 +151,11 @@ def _add_weight(
     writer: gguf.GGUFWriter, name: str, kind: str, features: int, inputs: int, generator: torch.Generator
 ) -> Tensor:
     """Add a random weight; return it as float32 in the file's order of rows."""
-    if kind in ("F32", "F16"):
-        weight = torch.randn(features, inputs, generator=generator) * SPREAD
-        weight = weight.half() if kind == "F16" else weight
-        writer.add_tensor(name, weight.numpy())
+    kept = gguf.GGMLQuantizationType[kind]
+    if kind in FLOATS:
+        weight = (torch.randn(features, inputs, generator=generator) * SPREAD).to(FLOATS[kind])
+        writer.add_tensor(name, weight.view(torch.uint8).numpy(), raw_dtype=kept)
         return weight.float()
     raw = random_blocks(kind, features, inputs, generator).flatten(1).numpy()
-    kept = gguf.GGMLQuantizationType[kind]
     writer.add_tensor(name, raw, raw_dtype=kept)
     return torch.from_numpy(gguf.quants.dequantize(raw, kept))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -33,6 +33,7 @@ from dynatree.engine.kv.kv_cache import KVCache, KVShape
 from dynatree.engine.model.fingerprint import model_fingerprint, with_numerics
 from dynatree.engine.model.generation_defaults import GenerationDefaults
 from dynatree.engine.model.size import parameters_of, step_bytes_of
+from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.tokenizer import fingerprint, load_tokenizer
 from dynatree.engine.numerics import numerics_of
 from dynatree.engine.offload.choice import offloaded_model
@@ -40,8 +41,8 @@ from dynatree.engine.offload.offloaded_model import OffloadedModel
 from dynatree.engine.parallel.parallel_engine import ParallelKVCache
 from dynatree.engine.parallel.ranks import Ranks
 from dynatree.engine.parallel.starting import leading, started_ranks
-from dynatree.engine.quantized.layers import quantize
-from dynatree.engine.quantized.loading import quantised_model
+from dynatree.engine.quantized.layers import check_groups, quantize
+from dynatree.engine.quantized.loading import method_of, quantised_model
 from dynatree.engine.runners import runner_of
 from dynatree.engine.settings import DTYPES, WEIGHTS, ModelSettings
 from dynatree.engine.support.explained import explained
@@ -76,10 +77,14 @@ def load_engine(settings: ModelSettings, ranks: Ranks | None = None) -> Engine:
     begun = time.monotonic()
     found = examined(settings, probes=ranks is None or ranks.rank == 0)
     config, context_length = found.config, found.context_length
+    if settings.weights != "auto" and method_of(config) is None:
+        with explained(name, config):
+            check_groups(skeleton(config, torch.float32), WEIGHTS[settings.weights])
+    tokenizer = load_tokenizer(settings.model)  # before the weights, which take longer
     model, offloaded = _load_model(settings, name, config, ranks)
     log.info("%s: loaded after %.1f s; testing its outputs and its speed", name, time.monotonic() - begun)
     try:
-        return _engine_of(settings, name, context_length, ranks, model, offloaded)
+        return _engine_of(settings, name, context_length, ranks, tokenizer, model, offloaded)
     except BaseException:
         if offloaded:
             offloaded.turns.source.close()
@@ -91,6 +96,7 @@ def _engine_of(
     name: str,
     context_length: int,
     ranks: Ranks | None,
+    tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
     offloaded: OffloadedModel | None,
 ) -> Engine:
@@ -106,7 +112,6 @@ def _engine_of(
         parameters, step_bytes = parameters_of(model), step_bytes_of(model)  # before packing, which hides weights
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)  # for this thread, which runs all of the model's work
-    tokenizer = load_tokenizer(settings.model)
     native = is_native(model.device, model.dtype)
     with explained(name, model.config):
         defaults = GenerationDefaults.of(model.generation_config if settings.chooses_tokens else None)

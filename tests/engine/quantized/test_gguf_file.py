@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dynatree import embedded
 from dynatree.common.errors import StartupError
+from dynatree.engine import loading
 from dynatree.engine.cpu.native_runner import NativeRunner
 from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.forward.segment import Segment
@@ -18,7 +19,9 @@ from dynatree.engine.model.tokenizer import load_tokenizer
 from dynatree.engine.quantized.gguf_file import GGUFFile
 from dynatree.engine.served import served
 from dynatree.engine.settings import ModelSettings
+from tests.campaigns.fuzz_gguf import REFUSED, SERVED, outcomes
 from tests.support.gguf_files import FAMILIES, save_gguf, written_gguf
+from tests.support.gguf_mutants import KINDS, Parts
 from tests.support.kernel_builds import compiled
 
 MIXTURES = [(("Q4_K", "Q6_K", "Q8_0"), True), (("Q4_0", "Q4_1", "F16"), False), (("Q5_0", "Q5_1", "Q5_K"), False)]
@@ -109,11 +112,11 @@ def test_features_that_are_not_computed_are_refused(tmp_path, family, changes, r
 def test_a_file_without_a_size_is_refused(tmp_path):
     path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, family="gemma")
     path.write_bytes(path.read_bytes().replace(b"gemma.block_count", b"gemma.block_total"))
-    with pytest.raises(StartupError, match="it has no block_count"):
+    with pytest.raises(StartupError, match=r"it has no gemma\.block_count"):
         load_engine(ModelSettings(str(path), sessions=1))
 
 
-@pytest.mark.parametrize("change", ["missing", "unknown", "shape", "nan"])
+@pytest.mark.parametrize("change", ["missing", "unknown", "shape", "heads", "nan"])
 def test_tensors_that_do_not_go_together_are_refused(tmp_path, change):
     """`served` knows what the header tells, and says it with the same words."""
     path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1)
@@ -126,11 +129,11 @@ def test_tensors_that_do_not_go_together_are_refused(tmp_path, change):
     elif change == "unknown":
         raw = raw.replace(b"blk.1.attn_norm.weight", b"blk.1.attn_form.weight")
         reason = "no place for its tensor blk.1.attn_form.weight"
-    elif change == "shape":
+    elif change in ("shape", "heads"):
         key = b"llama.attention.head_count_kv"
         place = raw.index(key) + len(key) + 4
-        raw[place : place + 4] = np.uint32(4).tobytes()
-        reason = "expected"
+        raw[place : place + 4] = np.uint32({"shape": 4, "heads": 0}[change]).tobytes()
+        reason = {"shape": "expected", "heads": "configuration"}[change]
     else:
         begin = int(at["blk.1.ffn_up.weight"].data_offset)
         raw[begin : begin + 2] = np.float16(np.nan).tobytes()
@@ -142,3 +145,47 @@ def test_tensors_that_do_not_go_together_are_refused(tmp_path, change):
         with pytest.raises(StartupError) as told:
             served(ModelSettings(str(path)))
         assert str(told.value) == str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (b"gpt2", b"bert", "stating tokenizer 'bert'"),
+        (b"tokenizer.ggml.tokens", b"tokenizer.ggml.others", "tokens"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_is_refused_before_the_weights_are(tmp_path, monkeypatch, old, new, reason):
+    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1)
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    monkeypatch.setattr(loading, "quantised_model", lambda *_, **__: pytest.fail("the weights were read"))
+    with pytest.raises(StartupError, match=reason) as refusal:
+        load_engine(ModelSettings(str(path), sessions=1))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_file_that_lacks_a_tensor_is_refused_before_any_is_read(tmp_path, monkeypatch):
+    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1)
+    parts = Parts.of(path)
+    parts.infos = [each for each in parts.infos if each.name != b"blk.2.ffn_up.weight"]
+    path.write_bytes(parts.written()[0])
+    monkeypatch.setattr(GGUFFile, "_raw", lambda *_, **__: pytest.fail("a tensor was read"))
+    with pytest.raises(StartupError, match=r"it lacks the tensor of model\.layers\.2\.mlp\.up_proj\.weight"):
+        load_engine(ModelSettings(str(path), sessions=1))
+
+
+def test_metadata_of_a_wrong_type_are_refused_with_the_cause(tmp_path):
+    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1)
+    parts = Parts.of(path)
+    context = next(each for each in parts.pairs if each.key == b"llama.context_length")
+    context.code, context.value = 8, b"\3\0\0\0\0\0\0\x00160"
+    path.write_bytes(parts.written()[0])
+    with pytest.raises(StartupError, match=r"could not be loaded: .*max_position_embeddings.*expected int, got str"):
+        load_engine(ModelSettings(str(path), sessions=1))
+
+
+def test_harmed_files_are_refused_in_a_line_or_served_as_transformers_reads_them():
+    """The short form of `python -m tests.campaigns.fuzz_gguf`."""
+    found = list(outcomes(first=0, count=3 * len(KINDS)))
+    assert [each for each in found if each.end not in (SERVED, REFUSED)] == []
+    assert {each.end for each in found} == {SERVED, REFUSED}
+    assert {each.kind for each in found} == set(KINDS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,16 @@ _OTHERS |= {29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
+_LONGEST_NAME = 256  # characters of a key or of a tensor's name
 _ALIGNMENT = 32  # bytes, where the file names no other
+_TABLE = "token_embd.weight"
+# Sizes of a model; none is larger than every side of its tensors. transformers makes modules of these sizes.
+_SIZES = (
+    *("embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv", "expert_count"),
+    *("attention.key_length", "attention.value_length", "rope.dimension_count", "vocab_size"),
+)
+_REQUIRED = ("block_count", "embedding_length", "attention.head_count")  # transformers has defaults of other models
+_SPECIAL = ("bos", "eos", "unknown", "padding")
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,10 @@ class _MalformedError(ValueError):
     """A file is not as the format has it; the message says where."""
 
 
+class _Length(int):
+    """The length of an array, in place of the array."""
+
+
 class _Cursor:
     """Reads from a file's start on; every read is checked against the file's end."""
 
@@ -98,6 +112,12 @@ class _Cursor:
         except UnicodeDecodeError:
             raise _MalformedError("it has a string that is not UTF-8") from None
 
+    def name(self) -> str:
+        name = self.text()
+        if len(name) > _LONGEST_NAME or not name.isprintable():
+            raise _MalformedError(f"it has a name that is no printable text of at most {_LONGEST_NAME} characters")
+        return name
+
     def value(self, kind: int) -> Any:
         """Read a value; of an array, return its length."""
         if kind == _STRING:
@@ -111,10 +131,10 @@ class _Cursor:
             self.skip(length * struct.calcsize(f"<{_SCALARS[inner]}"))
         elif inner == _STRING:
             for _ in range(length):  # ends at the file's end, since each string takes 8 bytes
-                self.skip(self.number("Q"))
+                self.text()
         else:
             raise _MalformedError(f"it has an array of the unsupported type {inner}")
-        return length
+        return _Length(length)
 
 
 def read_header(path: Path) -> GGUFHeader:
@@ -145,15 +165,15 @@ def _header(cursor: _Cursor) -> GGUFHeader:
     tensors, pairs = cursor.number("Q"), cursor.number("Q")
     values: dict[str, Any] = {}
     for _ in range(pairs):
-        key = cursor.text()
+        key = cursor.name()
         if key in values:
             raise _MalformedError(f"it has two values of {key}")
         values[key] = cursor.value(cursor.number("I"))
     if not isinstance(values.get("general.architecture"), str):
         raise _MalformedError("it names no general.architecture")
     alignment = values.get("general.alignment", _ALIGNMENT)
-    if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
-        raise _MalformedError(f"its general.alignment is {alignment}, expected a multiple of 8")
+    if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
+        raise _MalformedError(f"its general.alignment is {alignment!r:.40}, expected a power of two from 8 on")
     found = [_tensor(cursor) for _ in range(tensors)]
     begin = -(-cursor.at // alignment) * alignment
     placed = [GGUFTensor(each.name, each.kind, each.shape, begin + each.start, each.bytes) for each in found]
@@ -164,12 +184,48 @@ def _header(cursor: _Cursor) -> GGUFHeader:
             raise _MalformedError(f"it ends within its tensor {each.name}; download it again")
     if len({each.name for each in placed}) < len(placed):
         raise _MalformedError("it has two tensors of one name")
+    _check_sizes(values, placed)
+    _check_tokens(values, placed)
     return GGUFHeader(values, tuple(placed))
+
+
+def _check_sizes(values: Mapping[str, Any], tensors: Sequence[GGUFTensor]) -> None:
+    """Bound the model's sizes by those of the file's tensors, before transformers spends time and memory by them."""
+    architecture = values["general.architecture"]
+    for name in _REQUIRED:
+        if f"{architecture}.{name}" not in values:
+            raise _MalformedError(f"it has no {architecture}.{name}")
+    largest = max((max(each.shape) for each in tensors), default=0)
+    for name, most in (("block_count", len(tensors)), *((each, largest) for each in _SIZES)):
+        size, least = values.get(f"{architecture}.{name}", 0), int(name in _REQUIRED)
+        if isinstance(size, _Length) and size == 1:  # transformers would take the one number in it, whatever it is
+            raise _MalformedError(f"its {architecture}.{name} is an array of one number, expected a number")
+        if not isinstance(size, int) or not least <= size <= most:
+            expected = f"{least} to {most} by its tensors"
+            raise _MalformedError(f"its {architecture}.{name} is {size!r:.40}, expected {expected}")
+
+
+def _check_tokens(values: Mapping[str, Any], tensors: Sequence[GGUFTensor]) -> None:
+    """Compare the tokenizer's arrays with each other, with the special tokens and with the embedding table."""
+    tokens = values.get("tokenizer.ggml.tokens", 0)
+    if not isinstance(tokens, int):
+        raise _MalformedError(f"its tokenizer.ggml.tokens are {tokens!r:.40}, expected an array")
+    for name in ("scores", "token_type"):
+        count = values.get(f"tokenizer.ggml.{name}", tokens)
+        if count != tokens:
+            raise _MalformedError(f"its tokenizer.ggml.tokens are {tokens}, but its tokenizer.ggml.{name} {count}")
+    for name in _SPECIAL:
+        token = values.get(f"tokenizer.ggml.{name}_token_id")
+        if token is not None and not (isinstance(token, int) and 0 <= token < tokens):
+            raise _MalformedError(f"its tokenizer.ggml.{name}_token_id is {token!r:.40}, but its tokens are {tokens}")
+    rows = next((each.shape[0] for each in tensors if each.name == _TABLE), tokens)
+    if tokens > rows:
+        raise _MalformedError(f"its tokenizer.ggml.tokens are {tokens}, but its {_TABLE} has {rows} rows")
 
 
 def _tensor(cursor: _Cursor) -> GGUFTensor:
     """Read one entry of the tensors' list; its start is relative to the data's."""
-    name = cursor.text()
+    name = cursor.name()
     dimensions = cursor.number("I")
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
         raise _MalformedError(f"its tensor {name} has {dimensions} dimensions")

@@ -122,6 +122,6 @@ def _merges_or_scores(tokenizer: PreTrainedTokenizerBase) -> object:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type if it has no text."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """Return the first line of an error's text, with the next one after a colon, or its type if it has no text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

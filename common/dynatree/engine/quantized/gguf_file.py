@@ -153,17 +153,24 @@ class GGUFFile:
 
     def _processed(self, tensor: GGUFTensor, values: NDArray[Any]) -> NDArray[Any]:
         """Return values of a tensor as transformers keeps them."""
-        processed = self._processor.process(
-            weights=values, name=tensor.name, tensor_key_mapping=self._names, parsed_parameters={"tensors": {}}
-        )
+        processed = self._process(tensor, values)
         if processed.name is None:
             raise self._refusal(f"its tensor {tensor.name} holds several experts, which are not read from GGUF files")
         return np.asarray(processed.weights)
 
+    def _process(self, tensor: GGUFTensor, values: NDArray[Any]) -> Any:
+        """Return values of a tensor as transformers keeps them, with its name."""
+        try:
+            return self._processor.process(
+                weights=values, name=tensor.name, tensor_key_mapping=self._names, parsed_parameters={"tensors": {}}
+            )
+        except (ValueError, ArithmeticError) as error:
+            raise self._refusal(f"its tensor {tensor.name} does not fit its configuration: {error}") from None
+
     def _order(self, tensor: GGUFTensor) -> Tensor | None:
         """Return the order of rows in which transformers keeps a weight, or None if it is not such an order."""
         rows = np.arange(tensor.shape[0], dtype=np.int64)[:, None]
-        processed = self._processor.process(weights=rows, name=tensor.name, tensor_key_mapping=self._names)
+        processed = self._process(tensor, rows)
         order = np.asarray(processed.weights)
         same = processed.name == tensor.name and order.shape == rows.shape
         return torch.from_numpy(order[:, 0].copy()) if same and np.array_equal(np.sort(order, 0), rows) else None

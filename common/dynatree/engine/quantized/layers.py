@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from dynatree.common.errors import StartupError
 from dynatree.engine.cpu.packing import weight_of
 from dynatree.engine.cpu.quantized_linear import QuantizedLinear
-from dynatree.engine.weights.quantized_weight import MOST_INPUTS, QuantizedWeight, group_of, rounded
+from dynatree.engine.weights.quantized_weight import GROUPS, MOST_INPUTS, QuantizedWeight, group_of, rounded
 
 _OUTPUT_BITS = 8  # at least, in the output layer
 _SCALE_BITS = 16
@@ -51,7 +51,7 @@ def quantize(
         apart: Modules within `module` that stay unchanged.
 
     Raises:
-        StartupError: A layer's number of inputs is no multiple of the smallest group.
+        StartupError: See `check_groups`.
     """
     left = {id(each) for owner in apart for each in owner.modules()}
     for parent, name, own, group in list(_rounded(module, bits, output)):
@@ -60,6 +60,16 @@ def quantize(
         layer = getattr(parent, name)
         bias: Tensor | None = layer.bias
         setattr(parent, name, layer_of(rounded(weight_of(layer), own, group), bias, dtype, native))
+
+
+def check_groups(model: nn.Module, bits: int) -> None:
+    """Refuse a model that `quantize` would refuse; the weights may be on the meta device.
+
+    Raises:
+        StartupError: A layer's number of inputs is no multiple of the smallest group.
+    """
+    for _ in _rounded(model, bits, None):
+        pass
 
 
 def bytes_of(module: nn.Module, bits: int | None = None, output: nn.Module | None = None) -> int:
@@ -82,7 +92,7 @@ def _rounded(module: nn.Module, bits: int, output: nn.Module | None) -> Iterator
     """Yield the linear layers that are rounded: the parent, the name there, the bits and the size of a group.
 
     Raises:
-        StartupError: A layer's number of inputs is no multiple of the smallest group.
+        StartupError: See `check_groups`.
     """
     for parent in module.modules():
         for name, layer in parent.named_children():
@@ -91,5 +101,5 @@ def _rounded(module: nn.Module, bits: int, output: nn.Module | None) -> Iterator
             own, inputs = max(bits, _OUTPUT_BITS) if layer is output else bits, weight_of(layer).shape[1]
             group = group_of(inputs, MOST_INPUTS[own])
             if group is None:
-                raise StartupError(f"--weights int{bits}: {name} has {inputs} inputs, expected multiples of 16")
+                raise StartupError(f"--weights: {name} has {inputs} inputs, expected multiples of {GROUPS[-1]}")
             yield parent, name, own, group
