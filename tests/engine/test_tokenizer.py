@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from dynatree import embedded
 from dynatree.common.errors import FailedPreconditionError, StartupError
@@ -112,6 +112,13 @@ def test_the_files_of_a_tokenizer_make_the_same_one(make, template):
     assert fingerprint(again) == fingerprint(tokenizer)
     assert again.chat_template == template
     assert again.added_tokens_decoder == tokenizer.added_tokens_decoder
+
+
+def test_the_files_keep_parts_that_the_class_of_a_family_would_replace():
+    """A GGUF file of Qwen2 gives its class without the normalizer that the class gives itself."""
+    tokenizer = Qwen2Tokenizer(vocab=BYTES, merges=MERGES)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    assert fingerprint(tokenizer_of(files_of(tokenizer))) == fingerprint(tokenizer)
 
 
 @pytest.mark.parametrize("files", [{}, {"tokenizer.json": b"{"}, {"..": b"x"}], ids=["none", "malformed", "a folder"])

@@ -69,6 +69,10 @@ def files_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     """Return the contents of a tokenizer's files by name; `tokenizer_of` makes the same tokenizer of them."""
     with TemporaryDirectory(prefix="dynatree-") as folder:
         tokenizer.save_pretrained(folder, save_jinja_files=False)  # else chat templates may be in a folder below
+        if tokenizer.is_fast:  # a family's class may replace parts of tokenizer.json, as Qwen2's does the normalizer
+            config = Path(folder) / "tokenizer_config.json"
+            plain = json.loads(config.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+            config.write_text(json.dumps(plain), encoding="utf-8")
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
