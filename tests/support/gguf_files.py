@@ -57,7 +57,7 @@ def written_gguf(
     context: int = 160,
     tied: bool = False,
     family: str = "llama",
-    values: Mapping[str, str] | None = None,
+    values: Mapping[str, Any] | None = None,
     words: int | None = None,
     **changes: object,
 ) -> PreTrainedModel:
@@ -84,8 +84,9 @@ def written_gguf(
     writer = gguf.GGUFWriter(str(path), family)
     _add_sizes(writer, config)
     _add_tokenizer(writer, tokenizer, vocabulary)
+    add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
     for key, value in (values or {}).items():
-        writer.add_string(key, value)
+        add[type(value)](key, value)
     [architecture] = [each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == family]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     generator = torch.Generator().manual_seed(seed)

@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dynatree import embedded
 from dynatree.common.errors import StartupError
@@ -13,7 +13,7 @@ from dynatree.engine.cpu.native_runner import NativeRunner
 from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.loading import load_engine
-from dynatree.engine.model.gguf_config import gguf_config, has_own_config
+from dynatree.engine.model.gguf_config import config_of
 from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.tokenizer import load_tokenizer
 from dynatree.engine.quantized.gguf_file import GGUFFile
@@ -30,13 +30,8 @@ CASES = [("llama", *mixture) for mixture in MIXTURES]
 CASES += [(family, ("Q4_K", "Q6_K", "Q8_0", "F16"), family == "gemma") for family in list(FAMILIES)[1:]]
 
 
-def config_of(path):
-    own = has_own_config(str(path))
-    return gguf_config(path) if own else AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-
-
 def same_weights(path, theirs):
-    model = skeleton(config_of(path), torch.float32)
+    model = skeleton(config_of(str(path)), torch.float32)
     GGUFFile(path, model, native=False).fill(model)
     ours = model.state_dict()
     assert set(ours) == set(theirs.state_dict())
@@ -60,7 +55,7 @@ def test_the_weights_are_those_that_transformers_reads(tmp_path, family):
 @pytest.mark.parametrize(("family", "kinds", "tied"), CASES)
 def test_the_memory_of_the_weights_is_known_from_the_header(tmp_path, family, kinds, tied):
     path = save_gguf(tmp_path / "model.gguf", kinds, seed=1, tied=tied, family=family)
-    model = skeleton(config_of(path), torch.bfloat16)
+    model = skeleton(config_of(str(path)), torch.bfloat16)
     files = GGUFFile(path, model, native=True)
     told = files.bytes_of(model), files.bytes_of(model.model.layers[1], "model.layers.1.")
     files.fill(model)
@@ -97,8 +92,12 @@ def test_the_tokenizer_is_that_of_the_file(tmp_path, family):
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("qwen3", {"values": {"qwen3.rope.scaling.type": "yarn"}}, "yarn rotary scaling is not read from its file"),
-        ("smollm3", FAMILIES["phi3"], "its heads rotate 32 of 64 dimensions"),
+        (
+            "qwen3",
+            {"values": {"qwen3.rope.scaling.type": "yarn"}},
+            "rope.scaling.type is 'yarn', which is not read",
+        ),
+        ("smollm3", FAMILIES["phi3"], "its smollm3.rope.dimension_count is 32, expected 64"),
         ("phi3", {"sliding_window": 100}, "sliding window of 100 tokens"),
     ],
 )
@@ -107,6 +106,31 @@ def test_features_that_are_not_computed_are_refused(tmp_path, family, changes, r
     written_gguf(path, ("Q8_0",), seed=1, family=family, **changes)
     with pytest.raises(StartupError, match=reason):
         load_engine(ModelSettings(str(path), sessions=1))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("rope.scaling.type", "linear"), ("rope.scaling.factor", 4.0), ("attention.sliding_window", 4096)),
+        *(("attention.clamp_kqv", 8.0), ("attention.scale", 0.1), ("final_logit_softcapping", 30.0)),
+        *(("logit_scale", 16.0), ("residual_scale", 0.22), ("attention.max_alibi_bias", 8.0), ("swin_norm", True)),
+        *(("attention.key_length", 32), ("attention.value_length", 128), ("a_key_of_tomorrow", "yes")),
+    ],
+)
+def test_a_key_that_changes_the_model_and_is_not_read_is_refused(tmp_path, key, value):
+    """By it, transformers would compute another model, since it passes over such keys."""
+    path = tmp_path / "model.gguf"
+    written_gguf(path, ("Q8_0",), seed=1, values={f"llama.{key}": value})
+    with pytest.raises(StartupError, match=rf"its llama\.{key} is .*, (which is not read|expected 64)"):
+        config_of(str(path))
+
+
+def test_keys_that_change_nothing_are_accepted(tmp_path):
+    neutral = {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "expert_count": 0, "attention.clamp_kqv": 0.0}
+    neutral |= {"logit_scale": 1.0, "attention.key_length": 64, "attention.causal": True, "swin_norm": False}
+    path = tmp_path / "model.gguf"
+    written_gguf(path, ("Q8_0",), seed=1, values={f"llama.{key}": value for key, value in neutral.items()})
+    assert config_of(str(path)).num_hidden_layers == 3
 
 
 def test_a_file_without_a_size_is_refused(tmp_path):

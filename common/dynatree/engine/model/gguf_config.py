@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.model.files import checkpoint_of
@@ -29,6 +30,10 @@ _FIELDS = {
     "tokenizer.ggml.tokens": "vocab_size",  # a header has the lengths of arrays
 }
 _THETA = 10000.0  # llama.cpp's base of the rotary embedding where a file names none
+# More keys that are read, compared with the configuration, or without effect on a model's numbers.
+_KNOWN = frozenset({"vocab_size", "rope.freq_base", "rope.dimension_count", "rope.scaling.original_context_length"})
+_KNOWN |= {"attention.key_length", "attention.value_length", "attention.causal", "attention.layer_norm_epsilon"}
+_KNOWN |= {"tensor_data_layout", "rope.scaling.finetuned", *_FIELDS}
 
 
 def has_own_config(model: str) -> bool:
@@ -45,13 +50,46 @@ def config_of(model: str) -> PretrainedConfig:
     """Return the configuration of a model: of its GGUF file, or as transformers reads it.
 
     Raises:
-        StartupError: A GGUF file's configuration cannot be served.
+        StartupError: A GGUF file's configuration lacks a value, or has one that is not read.
         Exception: transformers and the hub client raise types of their own.
     """
-    if has_own_config(model):
-        return gguf_config(Path(model))
-    config: PretrainedConfig = AutoConfig.from_pretrained(**checkpoint_of(model), trust_remote_code=False)
+    own = has_own_config(model)
+    if own:
+        config = gguf_config(Path(model))
+    else:
+        config = AutoConfig.from_pretrained(**checkpoint_of(model), trust_remote_code=False)
+    if model.endswith(GGUF):
+        _check_keys(Path(model), config)
     return config
+
+
+def _check_keys(path: Path, config: PretrainedConfig) -> None:
+    """Refuse a file with a key that changes the model's numbers, and that its configuration does not have."""
+    header = read_header(path)
+    family = _family(header)
+    read = {key for key, field in GGUF_CONFIG_MAPPING.get(family, {}).items() if field}
+    if family == "phi3":
+        read.add("attention.sliding_window")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    same = dict.fromkeys(("attention.key_length", "attention.value_length"), head_dim)
+    same["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    for full, value in header.values.items():
+        key = full.removeprefix(f"{family}.")
+        if key == full:  # about the file or its tokenizer
+            continue
+        if value != same.get(key, value):
+            reason = f"expected {same[key]}"
+        elif key not in read and key not in _KNOWN and not _is_neutral(key, value):
+            reason = "which is not read from GGUF files"
+        else:
+            continue
+        raise StartupError(f"model {path.name} cannot be served: its {full} is {value!r:.40}, {reason}")
+
+
+def _is_neutral(key: str, value: object) -> bool:
+    """Whether a value changes nothing: none or zero, or one of a scale or factor."""
+    return value in (0, "none", "") or (value == 1 and key.endswith(("scale", "factor")))
 
 
 def gguf_config(path: Path) -> PretrainedConfig:
@@ -60,7 +98,7 @@ def gguf_config(path: Path) -> PretrainedConfig:
     SmolLM3's layers without rotary embedding are every fourth one, as llama.cpp has it: a file does not name them.
 
     Raises:
-        StartupError: The file lacks a value, or has a rotary embedding that is not served.
+        StartupError: The file lacks a value.
     """
     header = read_header(path)
     family = _family(header)
@@ -74,11 +112,6 @@ def gguf_config(path: Path) -> PretrainedConfig:
     rope = {"rope_type": "default", "rope_theta": values.get("rope.freq_base", _THETA)}
     if family == "phi3":
         rope["partial_rotary_factor"] = rotated / head_dim
-    elif rotated != head_dim:
-        raise StartupError(f"model {path.name} cannot be served: its heads rotate {rotated} of {head_dim} dimensions")
-    scaling = values.get("rope.scaling.type", "none")
-    if scaling != "none":
-        raise StartupError(f"model {path.name} cannot be served: {scaling} rotary scaling is not read from its file")
     fields |= {
         "head_dim": head_dim,
         "rope_parameters": rope,
