@@ -67,7 +67,8 @@ def _check_keys(path: Path, config: PretrainedConfig) -> None:
     """Refuse a file with a key that changes the model's numbers, and that its configuration does not have."""
     header = read_header(path)
     family = _family(header)
-    read = {key for key, field in GGUF_CONFIG_MAPPING.get(family, {}).items() if field}
+    mapping: Any = GGUF_CONFIG_MAPPING.get(family, {})
+    read = {key for key, field in mapping.items() if field}
     if family == "phi3":
         read.add("attention.sliding_window")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
