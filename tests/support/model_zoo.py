@@ -32,10 +32,17 @@ def _configurations() -> dict[str, PretrainedConfig]:
         "llama": LlamaConfig(**common, **narrow, num_key_value_heads=2),
         "qwen2": Qwen2Config(**common, **narrow, num_key_value_heads=1),
         "qwen3": Qwen3Config(**common, **narrow, num_key_value_heads=2, head_dim=24),
-        # with tied embeddings, which Gemma multiplies by 8, every token would be followed by itself
+        # with tied embeddings, these two would follow most tokens by the same one, whatever the seed
         "gemma": GemmaConfig(**common, **narrow, num_key_value_heads=1, head_dim=24, tie_word_embeddings=False),
         "phi3": Phi3Config(**common, **narrow, num_key_value_heads=2, pad_token_id=0),
-        "smollm3": SmolLM3Config(**common, **narrow, num_key_value_heads=2, pad_token_id=0, no_rope_layers=[1, 0] * 4),
+        "smollm3": SmolLM3Config(
+            **common,
+            **narrow,
+            num_key_value_heads=2,
+            pad_token_id=0,
+            no_rope_layers=[1, 0] * 4,
+            tie_word_embeddings=False,
+        ),
         "gpt2": GPT2Config(
             vocab_size=VOCAB_SIZE, n_positions=CONTEXT, n_embd=64, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0
         ),
