@@ -43,7 +43,7 @@ def test_json_has_every_number(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_refusal_is_one_line_or_json(gguf: str, capsys: pytest.CaptureFixture[str]) -> None:
-    refused = "--weights int8: a GGUF file has its own precision, expected auto"
+    refused = "model model.gguf is a GGUF file, which has its own precision: it cannot be rounded to int8"
     line = ["check", "--target-model", gguf, "--weights", "int8"]
     assert main(line) == 1
     assert capsys.readouterr() == ("", f"dynatree: error: {refused}\n")

@@ -67,7 +67,10 @@ class ModelSettings:
 
     def _check_weights(self) -> None:
         if self.model.endswith(GGUF):
-            raise StartupError(f"--weights {self.weights}: a GGUF file has its own precision, expected auto")
+            name = self.model.rpartition("/")[2]
+            raise StartupError(
+                f"model {name} is a GGUF file, which has its own precision: it cannot be rounded to {self.weights}"
+            )
         if self.tensor_parallel > 1:
             raise StartupError(f"--weights {self.weights} and --tensor-parallel do not go together")
 
