@@ -44,7 +44,7 @@ from tests.support.gguf_mutants import Parts, families, mutant
 SECONDS = 20  # time limit of a file; a valid one takes a fraction of a second
 MOST_BYTES = 256 << 20  # of memory that opening a file takes; a valid one takes a few MiB
 ADDRESSES = 16 << 30  # bytes of addresses beyond those of the libraries; protects the machine
-WHOLE = 10  # one file in so many is loaded with all probes, which take ten times as long as reading it
+WHOLE = 10  # every tenth file is loaded with all probes, which take ten times as long as reading it
 SERVED, REFUSED = "served", "refused"
 NAME = "mutant.gguf"
 _ERRORS = "errors"

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from dynatree.engine.model.files import checkpoint_of
-from dynatree.engine.quantized.dequantised import dequantised_model
+from dynatree.engine.quantized.dequantized import dequantized_model
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.support.small_model import spans
 
@@ -52,7 +52,7 @@ class Reference:
         """
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         loader: Any = AutoModelForCausalLM  # its annotations do not cover the result of from_pretrained
-        dequantised = dequantised_model(settings, dtype, torch.device(device))
+        dequantised = dequantized_model(settings, dtype, torch.device(device))
         self.dequantised = dequantised is not None
         self._model: Any = dequantised or loader.from_pretrained(settings.model, dtype=getattr(torch, dtype)).to(device)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(**checkpoint_of(settings.model))

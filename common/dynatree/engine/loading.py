@@ -42,7 +42,7 @@ from dynatree.engine.parallel.parallel_engine import ParallelKVCache
 from dynatree.engine.parallel.ranks import Ranks
 from dynatree.engine.parallel.starting import leading, started_ranks
 from dynatree.engine.quantized.layers import check_groups, quantize
-from dynatree.engine.quantized.loading import method_of, quantised_model
+from dynatree.engine.quantized.loading import method_of, quantized_model
 from dynatree.engine.runners import runner_of
 from dynatree.engine.settings import DTYPES, WEIGHTS, ModelSettings
 from dynatree.engine.support.explained import explained
@@ -213,7 +213,7 @@ def _load_model(
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        quantised = quantised_model(settings, config, device, name)
+        quantised = quantized_model(settings, config, device, name)
         offloaded = offloaded_model(settings, config, name, quantised) if ranks is None else None
         if offloaded:
             return offloaded.model, offloaded

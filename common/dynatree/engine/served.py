@@ -18,7 +18,7 @@ from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.tokenizer import fingerprint, load_tokenizer
 from dynatree.engine.model.weight_files import QuantizedFiles
 from dynatree.engine.offload.choice import dtype_of, kv_bytes_of, placement, weight_bytes
-from dynatree.engine.quantized.loading import method_of, quantised_model
+from dynatree.engine.quantized.loading import method_of, quantized_model
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.small_engine import has_program
 from dynatree.engine.support.explained import explained
@@ -103,7 +103,7 @@ def served(settings: ModelSettings) -> Served:
 def _unfilled(settings: ModelSettings, found: Examined) -> tuple[PreTrainedModel, QuantizedFiles | None]:
     """Return the model without weights, and the files of its quantised weights if this project reads them."""
     try:
-        quantised = quantised_model(settings, found.config, chosen_device(settings.device), found.name)
+        quantised = quantized_model(settings, found.config, chosen_device(settings.device), found.name)
         if quantised is not None:
             return quantised.model, quantised.files
         model = skeleton(found.config, dtype_of(settings, found.config))

@@ -58,7 +58,7 @@ def test_the_kernel_computes_whole_numbers(kind):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_group_bias_and_dtype(group, bits, dtype):
     generator = torch.Generator().manual_seed(group + bits)
-    inputs = 9 * max(group, 64)  # no multiple of the 256 that AMX takes together
+    inputs = 9 * max(group, 64)  # AMX takes 256 together, which does not divide them
     weight = rounded(torch.randn(65, inputs, generator=generator), bits, group)
     bias = torch.randn(65, generator=generator)
     rows = torch.randn(1, 7, inputs, generator=generator).to(dtype)

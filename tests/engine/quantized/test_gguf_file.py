@@ -181,7 +181,7 @@ def test_tensors_that_do_not_go_together_are_refused(tmp_path, change):
 def test_a_tokenizer_that_cannot_be_read_is_refused_before_the_weights_are(tmp_path, monkeypatch, old, new, reason):
     path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1)
     path.write_bytes(path.read_bytes().replace(old, new, 1))
-    monkeypatch.setattr(loading, "quantised_model", lambda *_, **__: pytest.fail("the weights were read"))
+    monkeypatch.setattr(loading, "quantized_model", lambda *_, **__: pytest.fail("the weights were read"))
     with pytest.raises(StartupError, match=reason) as refusal:
         load_engine(ModelSettings(str(path), sessions=1))
     assert "\n" not in str(refusal.value)

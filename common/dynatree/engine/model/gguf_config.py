@@ -1,7 +1,7 @@
-"""Configurations of GGUF files of the families that transformers reads in part, or not at all.
+"""Configurations of models, also of GGUF files that transformers reads in part, or not at all.
 
 transformers has no mapping for Gemma and SmolLM3. For Qwen3 it skips the size of a head, and for Phi-3 the sliding
-window and the number of rotated dimensions.
+window and the number of rotated dimensions. In all files it passes over keys that it does not know.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KNOWN |= {"tensor_data_layout", "rope.scaling.finetuned", *_FIELDS}
 
 
 def has_own_config(model: str) -> bool:
-    """Whether a model is a GGUF file whose configuration `gguf_config` reads, and not transformers.
+    """Whether a model is a GGUF file whose configuration is read here, and not by transformers.
 
     Raises:
         StartupError: The file cannot be read.
@@ -53,19 +53,19 @@ def config_of(model: str) -> PretrainedConfig:
         StartupError: A GGUF file's configuration lacks a value, or has one that is not read.
         Exception: transformers and the hub client raise types of their own.
     """
-    own = has_own_config(model)
-    if own:
-        config = gguf_config(Path(model))
+    path = Path(model)
+    header = read_header(path) if path.suffix == GGUF and path.is_file() else None
+    if header and _family(header) in _FAMILIES:
+        config = _own_config(path.name, header)
     else:
         config = AutoConfig.from_pretrained(**checkpoint_of(model), trust_remote_code=False)
-    if model.endswith(GGUF):
-        _check_keys(Path(model), config)
+    if header:
+        _check_keys(path.name, header, config)
     return config
 
 
-def _check_keys(path: Path, config: PretrainedConfig) -> None:
+def _check_keys(name: str, header: GGUFHeader, config: PretrainedConfig) -> None:
     """Refuse a file with a key that changes the model's numbers, and that its configuration does not have."""
-    header = read_header(path)
     family = _family(header)
     mapping: Any = GGUF_CONFIG_MAPPING.get(family, {})
     read = {key for key, field in mapping.items() if field}
@@ -85,7 +85,7 @@ def _check_keys(path: Path, config: PretrainedConfig) -> None:
             reason = "which is not read from GGUF files"
         else:
             continue
-        raise StartupError(f"model {path.name} cannot be served: its {full} is {value!r:.40}, {reason}")
+        raise StartupError(f"model {name} cannot be served: its {full} is {value!r:.40}, {reason}")
 
 
 def _is_neutral(key: str, value: object) -> bool:
@@ -93,20 +93,19 @@ def _is_neutral(key: str, value: object) -> bool:
     return value in (0, "none", "") or (value == 1 and key.endswith(("scale", "factor")))
 
 
-def gguf_config(path: Path) -> PretrainedConfig:
-    """Read the configuration of a file for which `has_own_config` holds.
+def _own_config(name: str, header: GGUFHeader) -> PretrainedConfig:
+    """Read the configuration of a file of one of `_FAMILIES`.
 
     SmolLM3's layers without rotary embedding are every fourth one, as llama.cpp has it: a file does not name them.
 
     Raises:
         StartupError: The file lacks a value.
     """
-    header = read_header(path)
     family = _family(header)
     values = {key.removeprefix(f"{family}."): value for key, value in header.values.items()}
     missing = [key for key in _FIELDS if key not in values]
     if missing:
-        raise StartupError(f"model {path.name} cannot be served: it has no {missing[0]}")
+        raise StartupError(f"model {name} cannot be served: it has no {missing[0]}")
     fields: dict[str, Any] = {field: values[key] for key, field in _FIELDS.items()}
     head_dim = values.get("attention.key_length", fields["hidden_size"] // fields["num_attention_heads"])
     rotated = values.get("rope.dimension_count", head_dim)

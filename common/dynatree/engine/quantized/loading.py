@@ -34,7 +34,7 @@ def unpacked_here(config: PretrainedConfig, device: torch.device) -> bool:
     return device.type == "cpu" and method_of(config) in METHODS
 
 
-def quantised_model(
+def quantized_model(
     settings: ModelSettings, config: PretrainedConfig, device: torch.device, name: str, *, dequantises: bool = False
 ) -> Unfilled | None:
     """Find the quantised weights of a model; return None if its files hold others, or ones that transformers reads.

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from dynatree.engine.model.files import checkpoint_of
 from dynatree.engine.model.gguf_config import config_of, has_own_config
 from dynatree.engine.quantized.layers import quantize
-from dynatree.engine.quantized.loading import quantised_model, unpacked_here
+from dynatree.engine.quantized.loading import quantized_model, unpacked_here
 from dynatree.engine.settings import GGUF, WEIGHTS, ModelSettings
 
 
 @torch.inference_mode()
-def dequantised_model(settings: ModelSettings, dtype: str, device: torch.device) -> PreTrainedModel | None:
+def dequantized_model(settings: ModelSettings, dtype: str, device: torch.device) -> PreTrainedModel | None:
     """Load the dequantised weights of a model in float32; return None if none are quantised.
 
     transformers reads the GGUF files that it can, and this project the other files.
@@ -44,7 +44,7 @@ def dequantised_model(settings: ModelSettings, dtype: str, device: torch.device)
         name = Path(settings.model).name
         if not is_file and not unpacked_here(config, device):
             return None
-        packed = quantised_model(whole, config, device, name, dequantises=True)
+        packed = quantized_model(whole, config, device, name, dequantises=True)
         assert packed is not None
         packed.files.fill(packed.model)
         packed.model.set_attn_implementation("eager")
