@@ -177,6 +177,13 @@ def _activation(model: PreTrainedModel) -> int:
     return _ACTIVATIONS[name]
 
 
+def _write_output(model: Any, norm: Any, to: _Writer, x: int, normed: int) -> None:
+    """Add the last norm and the output layer."""
+    to.layer()
+    to.norm(norm, x, normed, last=True)
+    to.linear(model.get_output_embeddings(), normed, to.buffer(model.config.vocab_size))
+
+
 def _write_gpt_neox(model: Any, to: _Writer) -> _Parts:
     config, attention = model.config, model.gpt_neox.layers[0].attention
     hidden, heads = config.hidden_size, config.num_attention_heads
@@ -195,9 +202,7 @@ def _write_gpt_neox(model: Any, to: _Writer) -> _Parts:
         to.norm(layer.post_attention_layernorm, x, normed)
         to.linear(layer.mlp.dense_h_to_4h, normed, middle, _activation(model))
         to.linear(layer.mlp.dense_4h_to_h, middle, x, combination=_PLUS, other=result)
-    to.layer()
-    to.norm(model.gpt_neox.final_layer_norm, x, normed, last=True)
-    to.linear(model.get_output_embeddings(), normed, to.buffer(config.vocab_size))
+    _write_output(model, model.gpt_neox.final_layer_norm, to, x, normed)
     return _Parts(Shape(heads, heads, dim, 0, attention.scaling), model.gpt_neox.rotary_emb)
 
 
@@ -233,9 +238,7 @@ def _write_llama(model: Any, to: _Writer) -> _Parts:
         to.linear(layer.mlp.gate_proj, normed, middle, _activation(model))
         to.linear(layer.mlp.up_proj, normed, middle, combination=_TIMES, other=middle)
         to.linear(layer.mlp.down_proj, middle, x, combination=_PLUS, other=x)
-    to.layer()
-    to.norm(model.model.norm, x, normed, last=True)
-    to.linear(model.get_output_embeddings(), normed, to.buffer(config.vocab_size))
+    _write_output(model, model.model.norm, to, x, normed)
     return _Parts(Shape(heads, kv_heads, dim, 0, attention.scaling), model.model.rotary_emb)
 
 
@@ -264,9 +267,7 @@ def _write_phi3(model: Any, to: _Writer) -> _Parts:
         to.linear(layer.mlp.gate_up_proj, normed, middle, _activation(model), parts=2)
         to.linear(layer.mlp.gate_up_proj, normed, middle, combination=_TIMES, other=middle, part=1, parts=2)
         to.linear(layer.mlp.down_proj, middle, x, combination=_PLUS, other=x)
-    to.layer()
-    to.norm(model.model.norm, x, normed, last=True)
-    to.linear(model.get_output_embeddings(), normed, to.buffer(config.vocab_size))
+    _write_output(model, model.model.norm, to, x, normed)
     return _Parts(Shape(heads, kv_heads, dim, 0, attention.scaling), model.model.rotary_emb)
 
 
