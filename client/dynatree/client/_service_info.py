@@ -23,8 +23,8 @@ class ModelInfo:
         step_bytes: the bytes of weights that a forward pass over one token reads.
         streamed_bytes: the part of `step_bytes` that every forward pass reads from the disk; 0 if all weights are in
             memory.
-        numerics: the formats of quantised weights, and the kernels; two services whose numerics are equal compute equal
-            bits.
+        numerics: the formats of quantised weights, and the kernels; from the same weights, two services whose numerics
+            are equal compute equal bits.
     """
 
     name: str
