@@ -10,8 +10,9 @@
 #define BLOCK (16 * 1024) /* bytes of a block of weights */
 #define AHEAD 2048        /* prefetch distance in bytes, if a panel is read once from end to end */
 #define TILE_ROWS 16      /* most rows of one of AMX's tiles */
-#define TILE_LEAST 7      /* rows from which on AMX is faster than VNNI; above ROWS */
-#define TILE_INPUTS 256   /* inputs whose weights are expanded for AMX together; a multiple of each group and `super` */
+#define TILE_LEAST 3      /* rows from which on AMX is faster than VNNI */
+#define TILE_INPUTS 256   /* inputs that AMX multiplies together; a multiple of each group and `super` */
+#define FARTHER 8192      /* further prefetch distance in bytes of AMX's weights */
 
 /* Vectors of a panel that are multiplied with `rows` rows at a time: as many as the registers hold. */
 INLINE int across(int rows) { return LANES == 16 ? ACROSS : rows == 1 ? 4 * ACROSS : rows < 4 ? 2 * ACROSS : ACROSS; }

@@ -319,80 +319,82 @@ struct tiles {
 #define TILE_MULTIPLY(left, right, to)                                    \
     __asm__ volatile("tilezero %%tmm" #to                                 \
                      "\n\t"                                               \
-                     "tdpbssd %%tmm" #right ", %%tmm" #left ", %%tmm" #to \
+                     "tdpbsud %%tmm" #right ", %%tmm" #left ", %%tmm" #to \
                      :                                                    \
                      :)
 
-/* The weights of TILE_INPUTS inputs of a panel: signed numbers, whose vector v of LANES features has a row of LANES
- * times four inputs for each four inputs, and float32 scales and minimums by unit. */
-struct expanded {
-    int8_t numbers[PANEL / LANES][TILE_INPUTS / 4][LANES * 4];
-    int32_t products[2][TILE_ROWS][LANES]; /* by turns, so that one is written while the other is read */
-    float scales[TILE_INPUTS / 16][PANEL], minimums[TILE_INPUTS / 16][PANEL];
+/* Weights of TILE_INPUTS inputs of a panel. */
+struct block {
+    uint8_t codes[TILE_INPUTS / 4][PANEL * 4]; /* codes of 4 bits, expanded to 8 */
+    int32_t products[2][TILE_ROWS][LANES];     /* by turns, so that one is written while the other is read */
+    struct right units[TILE_INPUTS / 16];
 };
-_Static_assert(sizeof(struct expanded) + 63 <= BLOCK / 2 * sizeof(float), "`linear_floats` has room for it");
+_Static_assert(sizeof(struct block) + 63 <= BLOCK / 2 * sizeof(float), "`linear_floats` has room for it");
 
-/* Whether codes minus the offset are signed numbers of 8 bits. */
-INLINE int fits_tiles(const struct weights *w) {
-    return w->bits == 4 || w->narrow || (!w->minimums && w->offset == 128);
-}
-
-/* Expand the next `inputs` of a panel. Return the address behind them. */
-INLINE const char *expand(struct expanded *to, const struct weights *w, const char *right, int64_t inputs) {
-    const __m512i nibble = _mm512_set1_epi8(15), offset = _mm512_set1_epi8(w->minimums ? 0 : (char)w->offset);
+/* Find the units of the next `inputs` of a panel, and expand codes of 4 bits. Each 256 bytes of them prefetch `lines`
+ * cache lines, which begin at `*ahead`. Return the address behind the inputs. */
+INLINE const char *open_block(struct block *block, const struct weights *w, const char *right, int64_t inputs,
+                              const char **ahead, int lines) {
+    const __m512i nibble = _mm512_set1_epi8(15);
     const int64_t codes = w->group * PANEL * w->bits / 8, unit = unit_of(w);
     const char *header = NULL;
-    int64_t four = 0, units = 0;
+    struct right *at = block->units;
+    uint8_t *to = block->codes[0];
     for (int64_t input = 0; input < inputs; input += w->group) {
         if (w->scales == STEPS && input % w->super == 0) header = right, right += header_bytes(w);
-        for (const char *end = right + codes; right < end; right += PANEL * 4, four += 8 / w->bits) {
+        const char *from = w->bits == 8 ? right : (const char *)to, *end = right + codes;
+        for (int64_t begun = 0; begun < w->group; begun += unit, at++)
+            *at = (struct right){.codes = from + begun * PANEL, .scales = end, .header = header};
+        for (; w->bits == 4 && right < end; right += PANEL * 4, to += PANEL * 8) {
+            for (int line = 0; line < lines; line++, *ahead += 64) _mm_prefetch(*ahead, _MM_HINT_T1);
             EACH(v, PANEL / LANES) {
                 __m512i code = _mm512_loadu_si512(right + v * LANES * 4);
-                __m512i low = w->bits == 8 ? code : _mm512_and_si512(code, nibble);
-                _mm512_storeu_si512(to->numbers[v][four], _mm512_sub_epi8(low, offset));
-                if (w->bits == 8) continue;
-                __m512i high = _mm512_and_si512(_mm512_srli_epi16(code, 4), nibble);
-                _mm512_storeu_si512(to->numbers[v][four + 1], _mm512_sub_epi8(high, offset));
+                _mm512_storeu_si512(to + v * LANES * 4, _mm512_and_si512(code, nibble));
+                code = _mm512_and_si512(_mm512_srli_epi16(code, 4), nibble);
+                _mm512_storeu_si512(to + PANEL * 4 + v * LANES * 4, code);
             }
         }
-        for (int64_t begun = 0; begun < w->group; begun += unit, units++) {
-            for (int64_t lane = 0; lane < PANEL; lane += LANES) {
-                *(vec *)(to->scales[units] + lane) = scales_of(right, header, lane, w->scales);
-                if (!w->minimums) continue;
-                const char *minimums = right + scale_bytes(w), *steps = header + PANEL * 2;
-                *(vec *)(to->minimums[units] + lane) = scales_of(minimums, steps, lane, w->scales);
-            }
-        }
-        right += scale_bytes(w) * (1 + w->minimums);
+        right = end + scale_bytes(w) * (1 + w->minimums);
     }
     return right;
 }
 
 /* sums[rows] += the products of `units` units, for the vector of features `v`. Each unit prefetches `lines` cache
- * lines, which begin at `ahead`. */
-INLINE void meet_tiles(float *sums, struct left left, struct expanded *right, int64_t unit, int64_t units, int v,
-                       int rows, int minimums, const char *ahead, int lines) {
+ * lines into the L1 cache, which begin at `ahead`, and as many into the L2 cache, which begin FARTHER behind. */
+INLINE void meet_tiles(float *sums, struct left left, struct block *block, const struct weights *w, int64_t units,
+                       int v, int rows, int minimums, const char *ahead, int lines) {
+    const int64_t unit = unit_of(w), lane = v * LANES;
     vec s[TILE_ROWS];
-    EACH(r, rows) s[r] = *(vec *)(sums + r * PANEL + v * LANES);
-    for (int64_t u = 0; u < units; u++) {
-        for (int line = 0; line < lines; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
-        const int32_t (*products)[LANES] = right->products[u & 1];
-        TILE_LOAD(0, left.numbers + u * unit, left.row);
-        TILE_LOAD(1, right->numbers[v][u * unit / 4], LANES * 4);
-        TILE_MULTIPLY(0, 1, 2);
-        TILE_STORE(2, products, sizeof *products);
-        const vec scale = *(vec *)(right->scales[u] + v * LANES);
-        const char *inputs = (const char *)(left.scales + (unit < 32 ? u / 2 : u));
-        EACH(r, rows) {
-            vec sum = as_float(*(const ivec *)products[r]) * scale;
-            if (minimums) {
-                float start = *(const int32_t *)((const char *)(left.starts + u) + r * left.row);
-                sum = fused(splat(start), *(vec *)(right->minimums[u] + v * LANES), sum);
+    EACH(r, rows) s[r] = *(vec *)(sums + r * PANEL + lane);
+    for (int64_t next = 0; next <= units; next++) { /* products are stored a unit before they are read */
+        if (next < units) {
+            for (int line = 0; line < lines; line++, ahead += 64) {
+                _mm_prefetch(ahead, _MM_HINT_T0);
+                _mm_prefetch(ahead + FARTHER, _MM_HINT_T1);
             }
-            s[r] = fused(splat(*(const float *)(inputs + r * left.row)), sum, s[r]);
+            TILE_LOAD(0, left.numbers + next * unit, left.row);
+            TILE_LOAD(1, block->units[next].codes + lane * 4, PANEL * 4);
+            TILE_MULTIPLY(0, 1, 2);
+            TILE_STORE(2, block->products[next & 1], sizeof **block->products);
+        }
+        const int64_t u = next - 1;
+        if (u < 0) continue;
+        const struct right right = block->units[u];
+        const int32_t (*products)[LANES] = block->products[u & 1];
+        const char *scales = (const char *)(left.scales + (unit < 32 ? u / 2 : u));
+        const char *starts = (const char *)(left.starts + u);
+        vec scale = scales_of(right.scales, right.header, lane, w->scales), minimum = {0};
+        if (minimums) minimum = scales_of(right.scales + scale_bytes(w), right.header + PANEL * 2, lane, w->scales);
+        EACH(r, rows) {
+            const int32_t start = *(const int32_t *)(starts + r * left.row);
+            ivec product = *(const ivec *)products[r];
+            if (!minimums) product += start;
+            vec sum = as_float(product) * scale;
+            if (minimums) sum = fused(splat((float)start), minimum, sum);
+            s[r] = fused(splat(*(const float *)(scales + r * left.row)), sum, s[r]);
         }
     }
-    EACH(r, rows) *(vec *)(sums + r * PANEL + v * LANES) = s[r];
+    EACH(r, rows) *(vec *)(sums + r * PANEL + lane) = s[r];
 }
 
 /* Do the same as `add_panel`. Groups of rows have one size: the last may multiply spare rows, which nobody reads. */
@@ -402,16 +404,19 @@ static void add_panel_by_tiles(const struct linear *l, int64_t panel, const char
     const int64_t unit = unit_of(w), groups = (rows + TILE_ROWS - 1) / TILE_ROWS, many = (rows + groups - 1) / groups;
     const uint16_t wide = LANES * 4;
     const struct tiles tiles = {.palette = 1, .bytes = {unit, wide, wide}, .rows = {many, unit / 4, many}};
-    struct expanded *expanded = (struct expanded *)aligned((intptr_t)(sums + CHUNK * PANEL));
+    struct block *block = (struct block *)aligned((intptr_t)(sums + CHUNK * PANEL));
     const char *right = l->weight + panel * quantized_panel(l);
+    const int opening = again || w->bits == 8 ? 0 : 2; /* lines that are prefetched as 256 bytes are expanded */
     memset(sums, 0, groups * many * PANEL * sizeof(float));
     __asm__ volatile("ldtilecfg %0" : : "m"(tiles));
     for (int64_t input = 0; input < l->inputs; input += TILE_INPUTS) {
         const int64_t inputs = l->inputs - input < TILE_INPUTS ? l->inputs - input : TILE_INPUTS, units = inputs / unit;
-        const char *ahead = expand(expanded, w, right, inputs);
-        const int64_t turns = groups * units * (PANEL / LANES);
-        const int64_t lines = again ? 0 : ((ahead - right) / 64 + turns - 1) / turns;
-        right = ahead;
+        const int64_t bytes = panel_bytes(l, inputs), turns = groups * units * (PANEL / LANES);
+        const char *ahead = right + bytes;
+        if (inputs == l->inputs - input) ahead += (omp_get_num_threads() - 1) * quantized_panel(l); /* likely next */
+        right = open_block(block, w, right, inputs, &ahead, opening);
+        const int64_t left_over = bytes / 64 - inputs * PANEL / 2 / 256 * opening;
+        const int64_t lines = again ? 0 : (left_over + turns - 1) / turns;
         for (int64_t row = 0; row < groups * many; row += many) {
             const char *from = quantized + row * quantized_row(l);
             const struct left left = {
@@ -421,15 +426,15 @@ static void add_panel_by_tiles(const struct linear *l, int64_t panel, const char
                 .row = quantized_row(l),
             };
             for (int v = 0; v < PANEL / LANES; v++, ahead += lines * units * 64) {
-#define TILES(r)                                                                                \
-    case r:                                                                                     \
-        if (w->minimums)                                                                        \
-            meet_tiles(sums + row * PANEL, left, expanded, unit, units, v, r, 1, ahead, lines); \
-        else                                                                                    \
-            meet_tiles(sums + row * PANEL, left, expanded, unit, units, v, r, 0, ahead, lines); \
+#define OF(r)                                                                             \
+    case r:                                                                               \
+        if (w->minimums)                                                                  \
+            meet_tiles(sums + row * PANEL, left, block, w, units, v, r, 1, ahead, lines); \
+        else                                                                              \
+            meet_tiles(sums + row * PANEL, left, block, w, units, v, r, 0, ahead, lines); \
         break;
                 switch (many) {
-                    TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12) TILES(13) TILES(14) TILES(15) TILES(16)
+                    OF(3) OF(4) OF(5) OF(6) OF(7) OF(8) OF(9) OF(10) OF(11) OF(12) OF(13) OF(14) OF(15) OF(16)
                 }
             }
         }
@@ -441,7 +446,7 @@ static void add_panel_by_tiles(const struct linear *l, int64_t panel, const char
 void quantized_sums(const struct linear *l, int64_t panel, const char *quantized, int64_t rows, int again,
                     float *sums) {
 #ifdef __AVX512BF16__
-    if (has_tiles && rows >= TILE_LEAST && fits_tiles(&l->weights)) {
+    if (has_tiles && rows >= TILE_LEAST) {
         add_panel_by_tiles(l, panel, quantized, rows, again, sums);
         return;
     }
