@@ -124,6 +124,8 @@ def serve(settings: DraftSettings) -> int:
     if settings.model is None:
         log.info("no draft model: drafting from n-grams alone")
         without_torch()
+    elif settings.copy:
+        log.info("the target's own %s copy loads once the target serves", settings.model.weights)
     else:
         log.info("loading %s", described(settings.model.model))  # torch's import also takes seconds
 

@@ -58,8 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--draft-model",
         default=NO_MODEL,
-        metavar="embedded|PATH|HUB_ID|none",
-        help="small model, which drafts; none: draft from n-grams of the text alone (default: none)",
+        metavar="embedded|PATH|HUB_ID|self:int8|self:int4|none",
+        help="small model, which drafts; self:int4, self:int8: the target's own copy, rounded; none: draft from "
+        "n-grams of the text alone (default: none)",
     )
     add_hardware_arguments(parser)
     model.add_argument(

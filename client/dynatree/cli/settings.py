@@ -13,9 +13,10 @@ from typing import Any
 
 from dynatree import embedded
 from dynatree.common.errors import StartupError
+from dynatree.common.limits import ALL_LAYERS
 from dynatree.common.model_info import NO_MODEL
 from dynatree.draft.settings import DefaultPolicy, DraftLimits, DraftSettings, VerifyServices
-from dynatree.engine.settings import ModelSettings
+from dynatree.engine.settings import WEIGHTS, ModelSettings, copied
 from dynatree.serving.admission import Quota
 from dynatree.serving.channel import PLAIN, ChannelSettings
 from dynatree.serving.operation import OperationSettings
@@ -46,6 +47,11 @@ def draft_settings(options: argparse.Namespace) -> DraftSettings:
     services = VerifyServices(options.verify, channel, options.verify_timeout, _AHEAD[options.draft_ahead])
     if options.draft_model == NO_MODEL:
         _check_no_model(options, _OF_MODEL)
+    if weights := copied(options.draft_model):
+        raise StartupError(
+            f"--draft-model {options.draft_model} is for dynatree serve, which knows the target's files; expected "
+            f"--draft-model with the target's folder, hub name or file, and --weights {weights}"
+        )
     return _draft(options, options.device, options.weights, services, _listening(options))
 
 
@@ -60,7 +66,11 @@ def serve_settings(options: argparse.Namespace) -> tuple[VerifySettings, DraftSe
     draft = _operation(options, address=options.grpc or "", security=security, metrics=options.metrics)
     services = VerifyServices("", PLAIN, SERVE_SECONDS, _AHEAD[options.draft_ahead])
     device, weights = options.draft_device or options.device, options.draft_weights or options.weights
-    return _verify(options, verify), _draft(options, device, weights, services, draft)
+    if copy := copied(options.draft_model):
+        _check_copy(options, copy)
+        weights = copy
+    draft_settings = _draft(options, device, weights, services, draft)
+    return _verify(options, verify, draft_settings.model if copy else None), draft_settings
 
 
 def _check_no_model(options: argparse.Namespace, names: Sequence[str]) -> None:
@@ -74,7 +84,23 @@ def _check_no_model(options: argparse.Namespace, names: Sequence[str]) -> None:
             raise StartupError(f"--{name.replace('_', '-')} is an option of the draft model, and --draft-model is none")
 
 
-def _verify(options: argparse.Namespace, operation: OperationSettings) -> VerifySettings:
+def _check_copy(options: argparse.Namespace, weights: str) -> None:
+    """Refuse a copy of the target that has weights of its own option, or no fewer bits than the target.
+
+    Raises:
+        StartupError: `--draft-weights` is given, or the target has weights of as few bits.
+    """
+    if options.draft_weights is not None:
+        raise StartupError(f"--draft-model {options.draft_model} and --draft-weights cannot be combined")
+    if options.weights in WEIGHTS and WEIGHTS[weights] >= WEIGHTS[options.weights]:
+        raise StartupError(
+            f"--draft-model {options.draft_model} has no fewer bits than the target with --weights {options.weights}"
+        )
+
+
+def _verify(
+    options: argparse.Namespace, operation: OperationSettings, copy: ModelSettings | None = None
+) -> VerifySettings:
     limits = VerifyLimits(
         sessions=options.max_sessions,
         queue=options.queue,
@@ -95,6 +121,7 @@ def _verify(options: argparse.Namespace, operation: OperationSettings) -> Verify
         resident_layers=options.resident_layers,
         layer_cache=options.layer_cache,
         tensor_parallel=options.tensor_parallel,
+        copy=copy,
     )
     return VerifySettings(model, limits, operation)
 
@@ -111,20 +138,21 @@ def _draft(
         quota=Quota(options.principal_sessions, options.principal_queue, options.principal_tokens),
         max_tree_nodes=options.max_tree_nodes,
     )
-    model = None
+    model, copy = None, bool(copied(options.draft_model))
     if options.draft_model != NO_MODEL:
         model = _model(
             options,
-            options.draft_model,
-            embedded.draft_path(),
+            options.target_model if copy else options.draft_model,
+            embedded.target_path() if copy else embedded.draft_path(),
             device=device,
             weights=weights,
             sessions=options.max_sessions,
             speculative_slots=2 * options.max_tree_nodes,
             chooses_tokens=False,
+            resident_layers=ALL_LAYERS if copy else None,
         )
     policy = DefaultPolicy(options.policy, options.policy_settings)
-    return DraftSettings(model, services, policy, limits, operation)
+    return DraftSettings(model, services, policy, limits, operation, copy)
 
 
 def _model(options: argparse.Namespace, model: str, embedded_path: Path, **others: Any) -> ModelSettings:

@@ -35,9 +35,10 @@ from dynatree.engine.model.generation_defaults import GenerationDefaults
 from dynatree.engine.model.size import parameters_of, step_bytes_of
 from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.tokenizer import fingerprint, load_tokenizer
+from dynatree.engine.model.weight_files import Unfilled
 from dynatree.engine.numerics import numerics_of
-from dynatree.engine.offload.choice import offloaded_model
-from dynatree.engine.offload.offloaded_model import OffloadedModel
+from dynatree.engine.offload.choice import copy_bytes, offloaded_model
+from dynatree.engine.offload.offloaded_model import OffloadedModel, layers_of
 from dynatree.engine.parallel.parallel_engine import ParallelKVCache
 from dynatree.engine.parallel.ranks import Ranks
 from dynatree.engine.parallel.starting import leading, started_ranks
@@ -80,11 +81,12 @@ def load_engine(settings: ModelSettings, ranks: Ranks | None = None) -> Engine:
     if settings.weights != "auto" and method_of(config) is None:
         with explained(name, config):
             check_groups(skeleton(config, torch.float32), WEIGHTS[settings.weights])
+    beside = copy_bytes(settings, config, name)
     tokenizer = load_tokenizer(settings.model)  # before the weights, which take longer
-    model, offloaded = _load_model(settings, name, config, ranks)
+    model, offloaded = _load_model(settings, name, config, ranks, beside)
     log.info("%s: loaded after %.1f s; testing its outputs and its speed", name, time.monotonic() - begun)
     try:
-        return _engine_of(settings, name, context_length, ranks, tokenizer, model, offloaded)
+        return _engine_of(settings, name, context_length, ranks, tokenizer, model, offloaded, beside)
     except BaseException:
         if offloaded:
             offloaded.turns.source.close()
@@ -99,6 +101,7 @@ def _engine_of(
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
     offloaded: OffloadedModel | None,
+    beside: int,
 ) -> Engine:
     """Allocate the KV cache of a loaded model, check the model's outputs, and measure its costs.
 
@@ -133,6 +136,7 @@ def _engine_of(
         context_length + settings.speculative_slots,
         shape.slot_bytes(model.dtype) * (ranks.size if ranks and model.device.type == "cpu" else 1),
         model.device,
+        beside,
     )
     slots = budget.slots(settings.kv_tokens)
     kv_cache = _allocate(
@@ -206,7 +210,7 @@ def with_forward_costs(engine: Engine, measured_rows: int) -> Engine:
 
 
 def _load_model(
-    settings: ModelSettings, name: str, config: PretrainedConfig, ranks: Ranks | None
+    settings: ModelSettings, name: str, config: PretrainedConfig, ranks: Ranks | None, beside: int
 ) -> tuple[PreTrainedModel, OffloadedModel | None]:
     """Load a model; the second value describes its offloading and is None if all layers are resident."""
     device = chosen_device(settings.device)
@@ -214,10 +218,12 @@ def _load_model(
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         quantised = quantized_model(settings, config, device, name)
-        offloaded = offloaded_model(settings, config, name, quantised) if ranks is None else None
+        offloaded = offloaded_model(settings, config, name, quantised, beside) if ranks is None else None
         if offloaded:
             return offloaded.model, offloaded
         if quantised:
+            if settings.weights != "auto":
+                _fill_rounded(quantised, WEIGHTS[settings.weights], is_native(device, quantised.model.dtype))
             quantised.files.fill(quantised.model)
             filled: PreTrainedModel = quantised.model.to(device)  # type: ignore[arg-type]
             return filled, None
@@ -239,6 +245,14 @@ def _load_model(
             check_family(config)
         raise unloadable(settings.model, name, error) from error
     return loaded, None
+
+
+def _fill_rounded(unfilled: Unfilled, bits: int, native: bool) -> None:
+    """Load the layers and round each at once, so that the memory never holds the floats of two layers."""
+    prefix, layers = layers_of(unfilled.model)
+    for index, layer in enumerate(layers):
+        unfilled.files.fill(layer, f"{prefix}.{index}.")
+        quantize(layer, bits, unfilled.model.dtype, native)
 
 
 def _allocate(

@@ -17,7 +17,7 @@ from dynatree.engine.model.size import parameters_of
 from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.tokenizer import fingerprint, load_tokenizer
 from dynatree.engine.model.weight_files import QuantizedFiles
-from dynatree.engine.offload.choice import dtype_of, kv_bytes_of, placement, weight_bytes
+from dynatree.engine.offload.choice import copy_bytes, dtype_of, kv_bytes_of, placement, weight_bytes
 from dynatree.engine.quantized.loading import method_of, quantized_model
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.small_engine import has_program
@@ -83,7 +83,8 @@ def served(settings: ModelSettings) -> Served:
         GenerationDefaults.of(model.generation_config if settings.chooses_tokens else None)
     weights, others = _weights(settings, files), method_of(found.config) if files is None else None
     size = weight_bytes(settings, found.name, model, files)
-    placed = None if others else placement(settings, found.config, model, size)
+    beside = copy_bytes(settings, found.config, found.name)
+    placed = None if others else placement(settings, found.config, model, size, beside)
     return Served(
         name=found.name,
         architecture=type(model).__name__,
@@ -117,7 +118,7 @@ def _unfilled(settings: ModelSettings, found: Examined) -> tuple[PreTrainedModel
 
 def _weights(settings: ModelSettings, files: QuantizedFiles | None) -> str:
     """Name the formats of quantised weights; "" if none are quantised."""
-    if files is not None:
+    if files is not None and settings.weights == "auto":
         return " and ".join(files.formats)
     return "" if settings.weights == "auto" else settings.weights
 

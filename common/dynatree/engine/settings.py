@@ -12,6 +12,22 @@ from dynatree.common.limits import MAX_SESSIONS
 DTYPES = ("float32", "bfloat16", "float16")
 GGUF = ".gguf"  # suffix of a GGUF file
 WEIGHTS = {"int8": 8, "int4": 4}  # bits of `--weights`
+_SELF = "self"
+
+
+def copied(draft_model: str) -> str | None:
+    """Return the weights of the target's own copy, if `--draft-model` names the copy: "int4" of "self:int4".
+
+    Raises:
+        StartupError: There is no copy with such weights.
+    """
+    name, _, weights = draft_model.partition(":")
+    if name != _SELF:
+        return None
+    if weights not in WEIGHTS:
+        words = " or ".join(f"{_SELF}:{each}" for each in WEIGHTS)
+        raise StartupError(f"--draft-model {draft_model} names no copy of the target; expected {words}")
+    return weights
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,8 @@ class ModelSettings:
             if they fit.
         layer_cache: Folder of the layer caches; None means the user's cache folder.
         tensor_parallel: Number of devices over which every layer is split.
+        copy: The model's own copy, which drafts in another process of this machine once this model serves. Memory is
+            left for it.
 
     Raises:
         StartupError: Two settings exclude each other.
@@ -58,6 +76,7 @@ class ModelSettings:
     resident_layers: int | None = None
     layer_cache: Path | None = None
     tensor_parallel: int = 1
+    copy: ModelSettings | None = None
 
     def __post_init__(self) -> None:
         if self.weights != "auto":
@@ -66,7 +85,7 @@ class ModelSettings:
             self._check_parallel()
 
     def _check_weights(self) -> None:
-        if self.model.endswith(GGUF):
+        if self.model.endswith(GGUF) and self.chooses_tokens:
             name = self.model.rpartition("/")[2]
             raise StartupError(
                 f"model {name} is a GGUF file, which has its own precision: it cannot be rounded to {self.weights}"

@@ -36,7 +36,7 @@ async def serve(settings: DraftSettings) -> None:
     Raises:
         StartupError: As `draft_server.serve`.
     """
-    await draft_server.serve(settings, partial(_ModelDrafting.load, settings))
+    await draft_server.serve(settings, partial(_CopyDrafting.begin if settings.copy else _ModelDrafting.load, settings))
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,31 @@ class _ModelDrafting:
         engine = await self.thread.run(with_forward_costs, self.engine, MEASURED_ROWS)
         replicas.rebuild_with(targets_for(engine, self.settings.verify.ahead))
         return source_of(engine, self.thread, prefix_cache=self.settings.limits.prefix_cache)
+
+
+@dataclass(frozen=True)
+class _CopyDrafting:
+    """Drafting with the target's own copy, which loads once the target serves; implements `Drafting`."""
+
+    thread: ModelThread
+    settings: DraftSettings
+
+    @classmethod
+    async def begin(cls, settings: DraftSettings, thread: ModelThread) -> Self:
+        """Load nothing yet."""
+        return cls(thread, settings)
+
+    def target(self, info: ModelInfo) -> Target:
+        """Build a target that is replaced once the copy is loaded; until then, the target describes its copy too."""
+        return Target.of(info, info, info.vocab_size, ahead=False)
+
+    async def source(self, replicas: Replicas) -> DraftSource:
+        """Load the copy and measure it.
+
+        Raises:
+            StartupError: The copy cannot be used.
+        """
+        return await (await _ModelDrafting.load(self.settings, self.thread)).source(replicas)
 
 
 def targets_for(engine: Engine, ahead: bool | None) -> Callable[[ModelInfo], Target]:

@@ -70,6 +70,8 @@ class DraftSettings:
         policy: The policy of requests that name none.
         limits: The limits of completions.
         operation: Listening address, security and observability.
+        copy: Whether the model is the target's own copy on the target's machine. Then it loads once the target serves,
+            from the page cache and into memory that the target has left for it.
     """
 
     model: ModelSettings | None
@@ -77,3 +79,4 @@ class DraftSettings:
     policy: DefaultPolicy
     limits: DraftLimits
     operation: OperationSettings
+    copy: bool = False

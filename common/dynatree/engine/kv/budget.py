@@ -26,12 +26,14 @@ class KVBudget:
         session_slots: Largest number of slots of one session: the context and its speculative slots.
         slot_bytes: Bytes of a slot.
         device: Device that holds the KV cache.
+        copy_bytes: Bytes that the weights of the model's own copy will take on the device; 0 without a copy.
     """
 
     sessions: int
     session_slots: int
     slot_bytes: int
     device: torch.device
+    copy_bytes: int = 0
 
     def slots(self, asked: int | None) -> int:
         """Return the KV cache's slots: `asked`, or if it is None, the sessions' largest need, limited by free memory.
@@ -40,6 +42,8 @@ class KVBudget:
             StartupError: The slots cannot hold one session of the whole context, or do not fit into the memory.
         """
         free = free_memory(self.device)
+        if free is not None and self.copy_bytes:
+            free = max(free - self.copy_bytes, 0) // 2  # the copy has a KV cache as well
         if asked is None:
             share = GPU_SHARE if self.device.type == "cuda" else CPU_SHARE
             most = self.sessions * self.session_slots

@@ -24,7 +24,7 @@ from dynatree.engine.model.weight_files import QuantizedFiles, Unfilled, WeightF
 from dynatree.engine.offload.layer_cache import default_folder
 from dynatree.engine.offload.offloaded_model import OffloadedModel, load_offloaded, plan_of
 from dynatree.engine.quantized.layers import bytes_of
-from dynatree.engine.quantized.loading import method_of
+from dynatree.engine.quantized.loading import method_of, quantized_model
 from dynatree.engine.settings import WEIGHTS, ModelSettings
 from dynatree.engine.support.explained import named
 
@@ -68,7 +68,7 @@ def weight_bytes(settings: ModelSettings, name: str, model: PreTrainedModel, fil
     Raises:
         StartupError: The weights cannot be rounded as requested.
     """
-    if files is not None:
+    if files is not None and settings.weights == "auto":
         return files.bytes_of
     bits = WEIGHTS.get(settings.weights)
     output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -78,8 +78,44 @@ def weight_bytes(settings: ModelSettings, name: str, model: PreTrainedModel, fil
     return lambda part, _: bytes_of(part, kept, output)
 
 
+def copy_bytes(settings: ModelSettings, config: PretrainedConfig, name: str) -> int:
+    """Return the bytes that the weights of a model's own copy take on the model's device; 0 without a copy there.
+
+    Logs the memory of both.
+
+    Raises:
+        StartupError: The copy cannot be made, does not fit, or would be as slow as the model.
+    """
+    copy = settings.copy
+    if copy is None:
+        return 0
+    where = chosen_device(copy.device)
+    files = quantized_model(copy, config, where, name)
+    model = skeleton(config, dtype_of(copy, config)) if files is None else files.model
+    if not is_native(where, model.dtype):
+        raise StartupError(
+            f"the {copy.weights} copy of {name} would be dequantised on {where}, and as slow as {name}: only x86 CPUs "
+            "with compiled kernels compute with rounded weights; expected another draft model"
+        )
+    size, free = weight_bytes(copy, name, model, None)(model, ""), free_memory(where)
+    if free is not None and size > _share(where, WHOLE_SHARE) * free:
+        raise StartupError(
+            f"the {copy.weights} copy of {name} takes {size / 1e9:.3g} GB, but only {free / 1e9:.3g} GB of memory are "
+            "free; expected another draft model"
+        )
+    log.info(
+        "%s: %.3g GB of weights, and %.3g GB in its %s copy, which drafts; %.3g kB of keys and values a token in each",
+        name,
+        weight_bytes(settings, name, model, None)(model, "") / 1e9,
+        size / 1e9,
+        copy.weights,
+        kv_bytes_of(config, model.dtype) / 1e3,
+    )
+    return size if where.type == chosen_device(settings.device).type else 0
+
+
 def placement(
-    settings: ModelSettings, config: PretrainedConfig, model: PreTrainedModel, size: BytesOf
+    settings: ModelSettings, config: PretrainedConfig, model: PreTrainedModel, size: BytesOf, beside: int = 0
 ) -> Placement | None:
     """Decide how many layers stay in memory; return None if all do.
 
@@ -88,6 +124,7 @@ def placement(
         config: Its configuration.
         model: Model from `skeleton`.
         size: Function from `weight_bytes`.
+        beside: Bytes from `copy_bytes`.
 
     Raises:
         StartupError: Offloading is requested, but impossible.
@@ -98,19 +135,22 @@ def placement(
             raise StartupError(f"layers can be offloaded on a CPU or a CUDA GPU, but the device is {settings.device}")
         return None
     free = free_memory(where)
+    if free is not None:
+        free -= beside
     if asked is None and (free is None or size(model, "") <= _share(where, WHOLE_SHARE) * free):
         return None
     plan = plan_of(model, size)
     fitting = plan.layers
     if free is not None:
         room = _session_bytes(settings, config, model.dtype) / (CPU_SHARE if where.type == "cpu" else GPU_SHARE)
+        room *= 2 if beside else 1  # as `KVBudget.slots`
         fitting = plan.resident(int(min(_share(where, WEIGHTS_SHARE) * free, _LOADED_SHARE * free - room)))
     resident = fitting if asked is None else min(asked, plan.layers)
     return None if resident == plan.layers else Placement(resident, plan.layers, plan.layer_bytes)
 
 
 def offloaded_model(
-    settings: ModelSettings, config: PretrainedConfig, name: str, quantised: Unfilled | None
+    settings: ModelSettings, config: PretrainedConfig, name: str, quantised: Unfilled | None, beside: int = 0
 ) -> OffloadedModel | None:
     """Load the model with offloaded layers if requested or if it does not fit; return None if all layers are resident.
 
@@ -121,6 +161,7 @@ def offloaded_model(
         config: Its configuration.
         name: Its name, for messages.
         quantised: The model without weights if its files hold quantised ones that this project reads.
+        beside: Bytes from `copy_bytes`.
 
     Raises:
         StartupError: The layers cannot be offloaded, or their files differ from the files that were written.
@@ -129,7 +170,7 @@ def offloaded_model(
         return None  # only transformers reads these weights
     model = skeleton(config, dtype_of(settings, config)) if quantised is None else quantised.model
     size = weight_bytes(settings, name, model, quantised.files if quantised else None)
-    placed = placement(settings, config, model, size)
+    placed = placement(settings, config, model, size, beside)
     if placed is None:
         return None
     where = chosen_device(settings.device)

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from dynatree.common.errors import StartupError
 from dynatree.common.limits import ALL_LAYERS
 from dynatree.engine.cpu.native import is_native
+from dynatree.engine.model.files import check_rounding
 from dynatree.engine.model.generation_defaults import adopt_generation_config
 from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.weight_files import Unfilled
@@ -53,11 +54,12 @@ def quantized_model(
         StartupError: The files cannot be served, or options exclude them.
     """
     path = Path(settings.model)
+    check_rounding(settings.model, settings.weights)
     if path.suffix != GGUF and method_of(config) is None:
         return None
     ours = path.suffix == GGUF or unpacked_here(config, device)
     for option, given in (
-        ("--weights", settings.weights != "auto"),
+        ("--weights", settings.weights != "auto" and method_of(config) is not None),
         ("--resident-layers", not ours and settings.resident_layers not in (None, ALL_LAYERS)),
     ):
         if given:
