@@ -23,6 +23,7 @@ from dynatree.bench.options import (
 from dynatree.bench.paper.arguments import add_paper
 from dynatree.cli.checks import check_pair
 from dynatree.cli.interrupts import raise_interrupts
+from dynatree.engine.settings import copied
 
 EXAMPLE = "dynatree bench compare --prompts book.txt --policy throughput --count 8"
 
@@ -66,9 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    missing = [name for name in _EXTRA if find_spec(name) is None]
-    if missing:  # fail before hours of measuring, not when the tables are printed
-        raise SystemExit(f"dynatree bench needs {', '.join(missing)}: install dynatree with its extra [bench]")
+    check_packages("bench")
+    if options.measurement in ("costs", "record") and (weights := copied(options.draft_model)):
+        raise SystemExit(
+            f"--draft-model {options.draft_model}: expected the target itself and --draft-weights {weights}"
+        )
     if hasattr(options, "target_model") and getattr(options, "server", None) is None:
         check_pair(options.target_model, options.draft_model or EMBEDDED)
 
@@ -76,6 +79,17 @@ def run(options: argparse.Namespace) -> int:
     command = import_module(_RUN_BY.get(options.measurement, "dynatree.bench.command"))
     status: int = command.run(options)
     return status
+
+
+def check_packages(command: str) -> None:
+    """Check, before hours of measuring, that the packages are there that print the tables.
+
+    Raises:
+        SystemExit: A package of the extra `bench` is missing.
+    """
+    missing = [name for name in _EXTRA if find_spec(name) is None]
+    if missing:
+        raise SystemExit(f"dynatree {command} needs {', '.join(missing)}: install dynatree with its extra [bench]")
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dynatree import embedded
@@ -35,7 +35,7 @@ from dynatree.bench.record import (
 )
 from dynatree.bench.runs import RunSettings, admitted, measure, plan, warm_up
 from dynatree.cli.serve import pair_settings
-from dynatree.cli.service_pair import service_pair
+from dynatree.cli.service_pair import ServicePair, service_pair
 from dynatree.client import Client, ModelInfo, ServiceInfo
 
 # Options of the services that this command starts.
@@ -54,12 +54,19 @@ ROUNDS, REQUESTS = 2, 32  # default rounds per client of a closed loop, default 
 
 @dataclass(frozen=True)
 class Services:
-    """The services to measure; their process ids are None if this command did not start them."""
+    """The services to measure; their process ids are None if this command did not start them.
+
+    `others` are further draft services, by the labels of the methods that they run.
+    """
 
     client: Client
     address: str
     draft_process: int | None = None
     verify_process: int | None = None
+    others: Mapping[str, ServicePair] = field(default_factory=dict)
+
+
+Starting = Callable[[argparse.Namespace], AbstractContextManager[Services]]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,7 +91,11 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.out is not None:
         check_writable(options.out)
-    report = _measure_costs(options) if options.measurement == "costs" else _measure_runs(options)
+    return print_measured(_measure_costs(options) if options.measurement == "costs" else _measure_runs(options))
+
+
+def print_measured(report: Report) -> int:
+    """Print a report; return the exit status, as `run`."""
     from dynatree.bench.figures import unequal
     from dynatree.bench.printing import print_report
 
@@ -100,10 +111,12 @@ def _measure_runs(options: argparse.Namespace) -> Report:
 
 
 @contextmanager
-def measuring(wanted: Sequence[argparse.Namespace]) -> Iterator[Callable[[argparse.Namespace], Report]]:
+def measuring(
+    wanted: Sequence[argparse.Namespace], starting: Starting | None = None
+) -> Iterator[Callable[[argparse.Namespace], Report]]:
     """Yield a function that takes one measurement; all measurements use the services of the first options.
 
-    All options are checked and all prompts are read before the services start.
+    All options are checked and all prompts are read before the services start. `starting` starts others than a pair.
 
     Raises:
         SystemExit: A file, a model or an address cannot be used.
@@ -113,7 +126,7 @@ def measuring(wanted: Sequence[argparse.Namespace]) -> Iterator[Callable[[argpar
     tokenizer = load_tokenizer(wanted[0].target_model)
     prompts = {_selection(options): _read_prompts(options, tokenizer) for options in wanted}
     measured_on = _environment(wanted[0])
-    with _services(wanted[0]) as services:
+    with (starting or _services)(wanted[0]) as services:
         info = services.client.model_info()
         if info.target.tokenizer_fingerprint != tokenizer.fingerprint:
             raise SystemExit(
@@ -237,8 +250,12 @@ def _measure(
         ranks=ranks,
         trees=options.trees,
     )
-    decoders = Decoders(services.address, _load_baselines(options, info))
-    memory = PeakMemory({"draft": services.draft_process, "verify": services.verify_process, "client": os.getpid()})
+    others = services.others.items()
+    decoders = Decoders(
+        services.address, _load_baselines(options, info), {label: each.address for label, each in others}
+    )
+    processes = {"draft": services.draft_process, "verify": services.verify_process, "client": os.getpid()}
+    memory = PeakMemory(processes | {label: each.draft_process for label, each in others})
     cases, skipped = admitted(decoders, prompts.token_ids[0], _cases(options, info))
     report = new_report(
         options.measurement,

@@ -73,10 +73,14 @@ class Baselines:
 
 @dataclass(frozen=True)
 class Decoders:
-    """The decoders of a measurement: the services at an address, and the baselines."""
+    """The decoders of a measurement: the services at an address, and the baselines.
+
+    `others` are the addresses of methods that other services run, by the methods' labels.
+    """
 
     address: str
     baselines: Baselines = field(default_factory=Baselines)
+    others: Mapping[str, str] = field(default_factory=dict)
 
     def complete(self, prompt: Prompt, case: Case, *, max_new_tokens: int, seed: int, trace: bool = False) -> Output:
         """Run one case; end-of-sequence tokens are ignored, so that the output has exactly `max_new_tokens` tokens.
@@ -91,7 +95,8 @@ class Decoders:
             return self.baselines.decoders[case.method.label](prompt, max_new_tokens)
         arrivals: list[Arrival] = []
         tokens = 0
-        with Client(self.address, principal=f"bench-{secrets.token_hex(8)}") as client:
+        address = self.others.get(case.method.label, self.address)
+        with Client(address, principal=f"bench-{secrets.token_hex(8)}") as client:
             client.model_info()  # establish the connection before the clock starts
             started = time.perf_counter()
             with client.stream(prompt, **options_of(case, max_new_tokens, seed, trace)) as stream:

@@ -18,6 +18,7 @@ from pandas import DataFrame, Series
 from dynatree.bench import bootstrap
 from dynatree.bench.methods import PLAIN
 from dynatree.bench.record import Report, Run
+from dynatree.common.model_info import NO_MODEL
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -195,6 +196,13 @@ def by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 def unequal(runs: Iterable[Run]) -> list[Run]:
     """The runs whose tokens should equal plain decoding's and do not."""
     return [run for run in runs if run["equal"] is False]
+
+
+def recommended(runs: DataFrame) -> str:
+    """The draft model of `dynatree rank` with the highest ratio to plain decoding; none if no model pays."""
+    over = {label: cell.median for label, cell in cells(runs, "rate", over=PLAIN.label).items()}
+    best = max(over, key=lambda label: over[label], default=PLAIN.label)
+    return NO_MODEL if best == PLAIN.label else best
 
 
 def plain_step(runs: DataFrame) -> Cell | None:

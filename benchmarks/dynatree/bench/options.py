@@ -30,7 +30,7 @@ def add_services(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft-model", metavar="embedded|PATH|HUB_ID", help="small model, which drafts (default: embedded)"
     )
-    _add_hardware(group)
+    add_hardware(group)
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +41,11 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     ):
         metavar = "embedded|PATH|HUB_ID"
         parser.add_argument(name, default=EMBEDDED, metavar=metavar, help=f"{what} (default: %(default)s)")
-    _add_hardware(parser)
+    add_hardware(parser)
 
 
-def _add_hardware(group: argparse._ActionsContainer) -> None:
+def add_hardware(group: argparse._ActionsContainer) -> None:
+    """Declare the options for the number formats, the device and the threads of both models."""
     group.add_argument(
         "--dtype", choices=["auto", *DTYPES], help="data type of both models (default: the checkpoint's)"
     )

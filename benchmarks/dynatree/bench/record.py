@@ -3,7 +3,7 @@
 Schema, version 2; one object:
 
     schema_version  2
-    command         "compare", "sweep", "ablation", "coupling", "ranks", "load" or "costs"
+    command         "compare", "sweep", "ablation", "coupling", "ranks", "rank", "load" or "costs"
     started         start time, ISO 8601 with its offset from UTC
     complete        false if the measurement was interrupted
     versions        of dynatree, torch, transformers (null if not installed) and python, on the client's machine
@@ -57,6 +57,12 @@ Schema, version 2; one object:
     failures        [{"label", "prompt", "repetition", "load", "seconds", "tokens", "code", "details"}]: requests that
                     ended in an error; seconds and tokens until the error, its gRPC code and the service's message.
                     Code "RESOURCE_EXHAUSTED" is a refusal: the queue was full
+
+`dynatree rank` labels a run with its draft model as the command line names it, has the peak memory of that draft's
+service under the same name, and among its options
+
+    drafts          [{"draft", "refusal"}]: the draft models, and why one is not ranked, null if it is
+    recommended     the fastest of them; "none" if no draft model pays
 
 `dynatree bench costs` has no runs and 0 prompts, its options are {"max_nodes", "repetitions"}, and it has
 
@@ -279,7 +285,7 @@ class Report(TypedDict):
     """A measurement; see the module."""
 
     schema_version: Literal[2]
-    command: Literal["compare", "sweep", "ablation", "coupling", "ranks", "load", "costs"]
+    command: Literal["compare", "sweep", "ablation", "coupling", "ranks", "rank", "load", "costs"]
     started: str
     complete: bool
     versions: dict[str, str | None]

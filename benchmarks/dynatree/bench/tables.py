@@ -25,6 +25,7 @@ from dynatree.bench.figures import (
     frame,
     percentile,
     plain_step,
+    recommended,
     token_gaps,
 )
 from dynatree.bench.load.tables import load
@@ -33,6 +34,7 @@ from dynatree.bench.paper_figures import COLUMNS, DYSPEC, OURS, TABLE_1, TABLE_2
 from dynatree.bench.ranks import add_ranks, sequoia_rates
 from dynatree.bench.record import Point, Report
 from dynatree.bench.table import NONE, Marked, Table, figure, megabytes, milliseconds
+from dynatree.common.model_info import NO_MODEL
 
 CURVES = {
     "nodes": "Verifying by nodes of the tree",
@@ -219,6 +221,39 @@ def _coupling(report: Report) -> Iterator[Table]:
     yield Table.of("Coupling: tokens per round", rows)
 
 
+def _rank(report: Report) -> Iterator[Table]:
+    """The drafts of `dynatree rank`, the fastest first, and which one to use."""
+    for title, runs in by_temperature(frame(report)).items():
+        rates, over = cells(runs, "rate"), cells(runs, "rate", over=PLAIN.label)
+        methods = by_label(runs)
+        rows = [
+            {
+                "draft": label,
+                "tokens per round": _mean(methods[label], "tokens_per_round", 2),
+                "acceptance %": _mean(methods[label], "acceptance_rate", 1, 100),
+                "tokens/s": figure(rates[label], 1, interval=True),
+                "x plain": figure(over.get(label), interval=True),
+                "prompts": str(rates[label].prompts),
+                "draft peak MB": megabytes(_peak(report, label)),
+                "equal to plain": _equal(methods[label], report),
+            }
+            for label in sorted(methods, key=lambda label: -over[label].median if label in over else 0)
+        ]
+        refused = {each["draft"]: each["refusal"] for each in report["options"]["drafts"] if each["refusal"]}
+        rows += [{"draft": draft} for draft in refused]
+        best, told = recommended(runs), "no draft model pays"
+        if best != NO_MODEL:
+            told = f"{figure(over[best])} x plain decoding, {figure(over[NO_MODEL])} x with none"
+        reasons = [f"{draft} is not ranked: {reason}" for draft, reason in refused.items()]
+        yield Table.of(f"Drafts, {title}", rows, [DEFINITION, INTERVALS, *reasons, f"use {best}: {told}"])
+
+
+def _peak(report: Report, label: str) -> int | None:
+    """The largest memory of the draft service of a draft's name, in bytes."""
+    peaks = [(run.get("peak_memory") or {}).get(label) for run in report["runs"] if run["label"] == label]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
 def _ranks(report: Report) -> Iterator[Table]:
     """How often the target chose the draft's k-th guess, p_k, and the matching settings of policy `sequoia`."""
     for temperature, group in by(report["runs"], lambda run: run["temperature"]).items():
@@ -272,6 +307,7 @@ _TABLES = {
     "ablation": _ablation,
     "coupling": _coupling,
     "ranks": _ranks,
+    "rank": _rank,
     "load": load,
     "costs": _costs,
 }

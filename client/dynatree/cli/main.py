@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("say whether and how a model or a pair would be served", "dynatree.cli.check"),
     "audit": ("check that the output equals that of transformers' generate()", "dynatree.cli.audit"),
     "trace": ("draw a trace as an HTML page", "dynatree.cli.trace"),
+    "rank": ("rank drafts for a target by measured tokens/s on your prompts", "dynatree.bench.rank.arguments"),
     "bench": ("measure and compare decoders", "dynatree.bench.arguments"),
 }
 

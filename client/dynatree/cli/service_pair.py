@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -27,6 +27,7 @@ from dynatree.engine.model.files import described
 
 if TYPE_CHECKING:
     from dynatree.draft.settings import DraftSettings
+    from dynatree.engine.settings import ModelSettings
     from dynatree.verify.settings import VerifySettings
 
 STOP_SECONDS = 15.0
@@ -45,6 +46,7 @@ class ServicePair:
     verify_process: int
     address: str
     _children: Mapping[str, _Child] = field(default_factory=dict)
+    _verify_address: str = ""
 
     def ended(self) -> str:
         """Return the name of a service that has ended; "" while both run."""
@@ -82,21 +84,51 @@ def service_pair(verify: VerifySettings, draft: DraftSettings, start_timeout: fl
     Raises:
         SystemExit: A service did not start; the message has the last line that it printed.
     """
+    with starting_pair(verify, draft) as pair:
+        _wait(pair, [each for each in (verify.model, draft.model) if each is not None], start_timeout)
+        yield pair
+
+
+@contextmanager
+def further_draft(pair: ServicePair, draft: DraftSettings, start_timeout: float = 300.0) -> Iterator[ServicePair]:
+    """Run another draft service for the verify service of a pair within the context, and wait until it is ready.
+
+    Raises:
+        SystemExit: As `service_pair`.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynatree-")))
+        address = f"unix:{folder}/draft.sock"
+        child = stack.enter_context(_child(folder, "draft", _connected(draft, pair._verify_address, address), False))
+        further = replace(
+            pair,
+            client=stack.enter_context(Client(address, connect_timeout=1.0)),
+            draft_process=child.process.pid,
+            address=address,
+            _children={**pair._children, "draft": child},
+        )
+        _wait(further, [draft.model] if draft.model else [], start_timeout)
+        yield further
+
+
+def _wait(pair: ServicePair, models: Sequence[ModelSettings], start_timeout: float) -> None:
+    """Wait until a pair is ready to serve.
+
+    Raises:
+        SystemExit: A service has ended, or is not ready in time.
+    """
     from rich.console import Console
 
-    models = [each.model for each in (verify.model, draft.model) if each is not None]
-    loading = f"loading {', and '.join(map(described, models))}"
-    with starting_pair(verify, draft) as pair:
-        until = time.monotonic() + start_timeout
-        with Console(stderr=True).status(loading):  # on a terminal
-            while not pair.serves():
-                if ended := pair.ended():
-                    if pair.was_stopped(ended):  # Ctrl-C reaches the services too, and they may end first
-                        raise KeyboardInterrupt
-                    raise SystemExit(pair.reason(ended))
-                if time.monotonic() > until:
-                    raise SystemExit(f"the services did not start within {start_timeout:g} s")
-        yield pair
+    until = time.monotonic() + start_timeout
+    loading = f"loading {', and '.join(described(each.model) for each in models) or NO_MODEL}"
+    with Console(stderr=True).status(loading):  # on a terminal
+        while not pair.serves():
+            if ended := pair.ended():
+                if pair.was_stopped(ended):  # Ctrl-C reaches the services too, and they may end first
+                    raise KeyboardInterrupt
+                raise SystemExit(pair.reason(ended))
+            if time.monotonic() > until:
+                raise SystemExit(f"the services did not start within {start_timeout:g} s")
 
 
 @contextmanager
@@ -111,14 +143,21 @@ def starting_pair(verify: VerifySettings, draft: DraftSettings, shown: bool = Fa
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynatree-")))  # made with mode 0700
         between, address = f"unix:{folder}/verify.sock", draft.operation.address or f"unix:{folder}/draft.sock"
         verify = replace(verify, operation=replace(verify.operation, address=between))
-        services = replace(draft.verify, addresses=between)
-        draft = replace(draft, verify=services, operation=replace(draft.operation, address=address))
+        draft = _connected(draft, between, address)
         children = {
             name: stack.enter_context(_child(folder, name, settings, shown))
             for name, settings in (("verify", verify), ("draft", draft))
         }
         client = stack.enter_context(Client(address, connect_timeout=1.0))
-        yield ServicePair(client, children["draft"].process.pid, children["verify"].process.pid, address, children)
+        yield ServicePair(
+            client, children["draft"].process.pid, children["verify"].process.pid, address, children, between
+        )
+
+
+def _connected(draft: DraftSettings, verify: str, address: str) -> DraftSettings:
+    """Return the settings of a draft service at `address` for the verify service at `verify`."""
+    services, operation = replace(draft.verify, addresses=verify), replace(draft.operation, address=address)
+    return replace(draft, verify=services, operation=operation)
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""`dynatree rank`: drafts of one target, by measured tokens/s."""
