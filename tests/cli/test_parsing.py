@@ -5,6 +5,7 @@ import importlib
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -16,6 +17,8 @@ from dynatree.cli.parser import Parser
 from dynatree.cli.settings import serve_settings
 from dynatree.client import SamplingScheme
 from dynatree.common.limits import ALL_LAYERS
+from dynatree.engine.settings import WEIGHTS
+from tests.support.gguf_files import save_gguf
 
 PAIR = ["--target-model", "embedded", "--draft-model", "embedded"]
 DRAFT = ["draft", "--draft-model", "embedded", "--verify", "localhost:1"]
@@ -216,6 +219,54 @@ def test_the_draft_may_have_other_weights(
 ) -> None:
     verify, draft = serve_settings(parsed("serve", *PAIR, *options))
     assert (verify.model.weights, draft.model.weights) == weights
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_the_targets_own_copy_has_its_files_and_options(
+    parsed: Callable[..., argparse.Namespace], weights: str
+) -> None:
+    line = ("serve", "--target-model", "embedded", "--draft-model", f"self:{weights}", "--dtype", "bfloat16")
+    verify, draft = serve_settings(parsed(*line))
+    assert draft.copy
+    assert verify.model.copy == draft.model
+    assert draft.model is not None
+    assert (draft.model.model, draft.model.dtype) == (verify.model.model, "bfloat16")
+    assert (draft.model.weights, verify.model.weights) == (weights, "auto")
+    assert not serve_settings(parsed("serve", *PAIR))[1].copy
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "words"),
+    [
+        ("self", [], "--draft-model self names no copy of the target; expected self:int8 or self:int4"),
+        ("self:int3", [], "--draft-model self:int3 names no copy of the target; expected self:int8 or self:int4"),
+        ("self:int4", ["--draft-weights", "int4"], "--draft-model self:int4 and --draft-weights cannot be combined"),
+        ("self:int8", ["--weights", "int4"], "has no fewer bits than the target with --weights int4"),
+    ],
+)
+def test_a_copy_that_is_none_is_refused_in_words(
+    capsys: pytest.CaptureFixture[str], draft: str, options: list[str], words: str
+) -> None:
+    assert main(["serve", "--target-model", "embedded", "--draft-model", draft, "--port", "0", *options]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_a_draft_service_is_told_how_to_name_the_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draft", "--draft-model", "self:int4", "--verify", "localhost:1"]) == 1
+    assert "expected --draft-model with the target's folder, hub name or file, and --weights int4" in (
+        capsys.readouterr().err
+    )
+
+
+def test_blocks_are_not_rounded_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = str(save_gguf(tmp_path / "target.gguf", ("Q8_0",), seed=1))
+    capsys.readouterr()
+    for line in (
+        ["serve", "--target-model", target, "--draft-model", "self:int4", "--port", "0"],
+        ["draft", "--draft-model", target, "--weights", "int4", "--verify", "localhost:1", "--port", "0"],
+    ):
+        assert main(line) == 1
+        assert "model target.gguf has Q8_0 weights, which cannot be rounded again to int4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -120,16 +120,25 @@ def test_what_begins_with_a_cached_text_takes_its_place():
 
 @pytest.mark.parametrize(
     ("asked", "sessions", "expected"),
-    [(None, 4, 400), (None, 10**9, "half"), (150, 4, 150), (99, 4, "--kv-tokens is 99"), (10**12, 4, "are free")],
+    [
+        (None, 4, 400),
+        (None, 10**9, "half"),
+        (None, 10**8, "with a copy"),
+        (150, 4, 150),
+        (99, 4, "--kv-tokens is 99"),
+        (10**12, 4, "are free"),
+    ],
 )
 def test_the_pool_is_sized_before_it_is_made(monkeypatch, asked, sessions, expected):
     monkeypatch.setattr("dynatree.engine.kv.budget.free_memory", lambda device: 10**9)
-    budget = KVBudget(sessions, session_slots=100, slot_bytes=1000, device=torch.device("cpu"))
-    if isinstance(expected, str) and expected != "half":
+    copy_bytes = 200_000_000 if expected == "with a copy" else 0
+    budget = KVBudget(sessions, session_slots=100, slot_bytes=1000, device=torch.device("cpu"), copy_bytes=copy_bytes)
+    sizes = {"half": 500_000, "with a copy": 200_000}  # the copy has a KV cache too
+    if isinstance(expected, str) and expected not in sizes:
         with pytest.raises(StartupError, match=expected):
             budget.slots(asked)
     else:
-        assert budget.slots(asked) == (500_000 if expected == "half" else expected)
+        assert budget.slots(asked) == sizes.get(expected, expected)
 
 
 def test_a_context_that_cannot_fit_is_refused(monkeypatch):

@@ -5,12 +5,22 @@ policies: a tree's shape does not depend on the weights' format. How far quantis
 weights in float32 is bounded in `tests/engine/quantized`.
 """
 
+import asyncio
 import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from dynatree import embedded
 from dynatree.client import Client
+from dynatree.draft.serve_draft import _CopyDrafting
+from dynatree.draft.settings import DefaultPolicy, DraftLimits, DraftSettings, VerifyServices
+from dynatree.draft.target.replicas import Replicas
+from dynatree.engine.model_thread import ModelThread
+from dynatree.engine.settings import ModelSettings
+from dynatree.serving.channel import PLAIN, Connector
+from dynatree.serving.operation import OperationSettings
+from dynatree.serving.security import LOCAL
 from tests.exactness.test_equality import encode
 from tests.support.gguf_files import save_gguf
 from tests.support.kernel_builds import compiled
@@ -147,6 +157,42 @@ def test_the_targets_own_copy_in_4_bits_drafts(tmp_path, resident):
         policy = {"policy": "linear", "policy_settings": {"depth": 4}}
         stats = [client.generate(each, max_new_tokens=40, **policy).stats for each in prompts()]
         assert sum(each.draft_n_accepted for each in stats) > 0.5 * sum(each.draft_n for each in stats)
+
+
+@pytest.mark.usefixtures("without_amx")
+def test_the_copy_of_a_trained_target_guesses_nearly_every_token(tmp_path):
+    """It loads once the target serves, and its measured cost is what the policies reckon with."""
+    target = embedded.target_path()
+    settings = ModelSettings(str(target), weights="int8", chooses_tokens=False, sessions=4)
+
+    async def drafting(verify_address):
+        """Return the source of candidates, and the target before and after the copy was loaded."""
+        services = VerifyServices(verify_address, PLAIN, 10.0, None)
+        operation = OperationSettings("", LOCAL)
+        whole = DraftSettings(settings, services, DefaultPolicy("throughput", {}), DraftLimits(), operation, copy=True)
+        thread = ModelThread("draft-model")
+        begun = await _CopyDrafting.begin(whole, thread)
+        replicas = Replicas(verify_address, Connector(PLAIN), begun.target)
+        try:
+            await replicas.start(10.0)
+            before = replicas.target
+            return await begun.source(replicas), before, replicas.target
+        finally:
+            await replicas.close()
+            thread.shutdown()
+
+    with (
+        running_services(tmp_path, target, target, sessions=8, draft_weights="int8") as services,
+        Client(services.draft_address) as client,
+    ):
+        check(client, ("throughput", "linear"))
+        policy = {"policy": "linear", "policy_settings": {"depth": 4}}
+        stats = [client.generate(each, max_new_tokens=40, **policy).stats for each in prompts()]
+        assert sum(each.draft_n_accepted for each in stats) > 0.9 * sum(each.draft_n for each in stats)
+        source, before, after = asyncio.run(drafting(services.verify_address))
+        assert (before.info.name, source.info.name) == ("embedded-target", "embedded-target")
+        assert source.info.numerics.startswith("int8 weights")
+        assert after.costs.draft_forward_seconds == max(each.seconds for each in source.info.forward_costs)
 
 
 def test_a_cached_prefix_changes_no_token(tmp_path):

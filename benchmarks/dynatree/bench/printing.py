@@ -91,10 +91,10 @@ def _differences(wrong: Sequence[Run]) -> Iterator[str]:
 def heading(report: Report) -> str:
     """A line that names the models and, if there are any, the prompts."""
     target, draft = report["models"]["target"], report["models"]["draft"]
-    models = (
-        f"target {target['name']} ({precision_of(target)}, {target['device']}), "
-        f"draft {draft['name']} ({precision_of(draft)}, {draft['device']})"
-    )
+    models = f"target {target['name']} ({precision_of(target)}, {target['device']})"
+    if report["command"] != "rank":
+        models += f", draft {draft['name']}"
+        models += f" ({precision_of(draft)}, {draft['device']})" if draft["device"] else ""
     if report["command"] == "costs":
         return models
     prompts, options = report["prompts"], report["options"]

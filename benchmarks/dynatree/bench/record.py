@@ -436,5 +436,7 @@ def _check_command(report: Report) -> None:
         raise ValueError("costs is missing")
     if command == "ranks" and not all("ranks" in run for run in runs):
         raise ValueError("the runs have no ranks")
+    if command == "rank" and "drafts" not in report["options"]:
+        raise ValueError("options: drafts is missing")
     if command == "load" and not ("failures" in report and all("load" in run for run in runs)):
         raise ValueError("failures or a run's load is missing")

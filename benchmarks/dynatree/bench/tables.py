@@ -88,7 +88,7 @@ def _trees(title: str, runs: DataFrame) -> Table:
             "method": label,
             "tokens per round": _mean(same, "tokens_per_round", 2),
             "nodes per round": _mean(same, "nodes_per_round", 1),
-            "acceptance %": _mean(same, "acceptance_rate", 1, 100) if same["draft_n"].any() else NONE,
+            "acceptance %": _acceptance(same),
             "committed per level": _mean(same, "committed_per_level", 2) if same["draft_n"].any() else NONE,
             "rounds": _mean(same, "rounds", 1),
             "plain steps per round": figure(costs.get(label)),
@@ -99,6 +99,10 @@ def _trees(title: str, runs: DataFrame) -> Table:
         if "draft_n" in same and same["draft_n"].notna().any()
     ]
     return Table.of(f"Trees, {title}", rows)
+
+
+def _acceptance(runs: DataFrame) -> str:
+    return _mean(runs, "acceptance_rate", 1, 100) if runs["draft_n"].any() else NONE
 
 
 def _over(value: Any, base: Any) -> str:
@@ -228,9 +232,9 @@ def _rank(report: Report) -> Iterator[Table]:
         methods = by_label(runs)
         rows = [
             {
-                "draft": label,
+                "draft": "(plain decoding)" if label == PLAIN.label else label,
                 "tokens per round": _mean(methods[label], "tokens_per_round", 2),
-                "acceptance %": _mean(methods[label], "acceptance_rate", 1, 100),
+                "acceptance %": _acceptance(methods[label]),
                 "tokens/s": figure(rates[label], 1, interval=True),
                 "x plain": figure(over.get(label), interval=True),
                 "prompts": str(rates[label].prompts),
@@ -243,7 +247,7 @@ def _rank(report: Report) -> Iterator[Table]:
         rows += [{"draft": draft} for draft in refused]
         best, told = recommended(runs), "no draft model pays"
         if best != NO_MODEL:
-            told = f"{figure(over[best])} x plain decoding, {figure(over[NO_MODEL])} x with none"
+            told = f"{figure(over[best])} x plain decoding, where none gives {figure(over.get(NO_MODEL))} x"
         reasons = [f"{draft} is not ranked: {reason}" for draft, reason in refused.items()]
         yield Table.of(f"Drafts, {title}", rows, [DEFINITION, INTERVALS, *reasons, f"use {best}: {told}"])
 

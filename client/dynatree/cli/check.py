@@ -26,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     metavar = "embedded|PATH|HUB_ID"
     model = group(parser, "model")
     model.add_argument("--target-model", required=True, metavar=metavar, help="large model, whose output is produced")
-    model.add_argument("--draft-model", metavar=metavar, help="small model, which drafts (default: none is checked)")
+    model.add_argument(
+        "--draft-model",
+        metavar=f"{metavar}|self:int8|self:int4",
+        help="small model, which drafts, or the target's own copy (default: none is checked)",
+    )
     add_precision_arguments(parser)
     add_draft_weights(model)
     model.add_argument("--max-context", type=context, metavar="N", help="longest context to serve, in tokens")

@@ -53,6 +53,7 @@ def check_draft(settings: DraftSettings) -> None:
         check_grpc(services.addresses, "a verify service")
     if model is not None:
         check_model(model.model)
+        check_rounding(model.model, model.weights)
 
 
 def check_serve(options: argparse.Namespace) -> tuple[VerifySettings, DraftSettings]:

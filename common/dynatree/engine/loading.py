@@ -210,7 +210,7 @@ def with_forward_costs(engine: Engine, measured_rows: int) -> Engine:
 
 
 def _load_model(
-    settings: ModelSettings, name: str, config: PretrainedConfig, ranks: Ranks | None, beside: int
+    settings: ModelSettings, name: str, config: PretrainedConfig, ranks: Ranks | None, beside: int = 0
 ) -> tuple[PreTrainedModel, OffloadedModel | None]:
     """Load a model; the second value describes its offloading and is None if all layers are resident."""
     device = chosen_device(settings.device)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from dynatree import embedded
 from dynatree.client import Client
 from dynatree.common.errors import StartupError
+from dynatree.common.limits import ALL_LAYERS
 from dynatree.engine import timing
 from dynatree.engine.cpu import native
 from dynatree.engine.engine import Engine
@@ -506,6 +508,26 @@ def test_room_is_left_for_the_keys_and_values_of_a_session(tmp_path: Path, monke
         kept[slots] = source_of(engine).bytes
         source_of(engine).close()
     assert kept[1] < kept[4096], "more layers are offloaded"
+
+
+@compiled
+def test_memory_is_left_for_the_copy_that_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer layers of the target stay, since the copy is not offloaded; a copy that is of no use is refused."""
+    model = str(save_random_model(tmp_path / "model", "llama", 4, num_hidden_layers=12))
+    alone = ModelSettings(model, sessions=1, max_context=16, speculative_slots=1, layer_cache=tmp_path)
+    copy = replace(alone, weights="int8", chooses_tokens=False, resident_layers=ALL_LAYERS)
+    pair = replace(alone, copy=copy)
+    weights = (tmp_path / "model" / "model.safetensors").stat().st_size
+    monkeypatch.setattr(choice, "free_memory", lambda device: int(1.1 * weights / choice.WHOLE_SHARE))
+    assert served(alone).offloaded_layers == served(copy).offloaded_layers == 0
+    assert 0 < served(pair).offloaded_layers < 12
+    assert served(replace(pair, resident_layers=ALL_LAYERS)).offloaded_layers == 0
+    monkeypatch.setattr(choice, "free_memory", lambda device: weights // 5)
+    with pytest.raises(StartupError, match="the int8 copy of model takes .* GB, but only .* GB of memory are free"):
+        served(pair)
+    monkeypatch.setattr(choice, "is_native", lambda device, dtype: False)
+    with pytest.raises(StartupError, match="the int8 copy of model would be dequantised on cpu, and as slow as model"):
+        served(pair)
 
 
 @pytest.mark.parametrize("harmed", [False, True])

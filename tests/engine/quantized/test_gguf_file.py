@@ -125,6 +125,31 @@ def test_a_key_that_changes_the_model_and_is_not_read_is_refused(tmp_path, key, 
         config_of(str(path))
 
 
+@compiled
+def test_a_draft_of_floats_is_rounded_as_it_is_loaded(tmp_path, monkeypatch):
+    """The whole model is never in memory as floats; blocks are not rounded again, and neither are a target's floats."""
+    path = save_gguf(tmp_path / "model.gguf", ("F16",), seed=1)
+    settings = {"chooses_tokens": False, "weights": "int8", "dtype": "float32", "sessions": 1}
+    rounded_first, quantize = [], loading.quantize
+    monkeypatch.setattr(loading, "quantize", lambda part, *more: rounded_first.append(part) or quantize(part, *more))
+    engine = load_engine(ModelSettings(str(path), **settings))
+    assert rounded_first[:-1] == list(engine.model.model.layers)
+    assert engine.info.numerics.startswith("int8 weights")
+    whole = load_engine(ModelSettings(str(path), dtype="float32", sessions=1))
+    tokens = list(range(40))
+    ours, theirs = (
+        each.forward([Segment(each.kv_cache.reserve(40), 0, tokens, range(40))])[0] for each in (engine, whole)
+    )
+    assert (ours - theirs).square().mean().sqrt() < 0.05 * theirs.std()
+    blocks = save_gguf(tmp_path / "blocks.gguf", ("Q8_0", "F16"), seed=1)
+    with pytest.raises(
+        StartupError, match=r"model blocks.gguf has Q8_0 weights, which cannot be rounded again to int8"
+    ):
+        load_engine(ModelSettings(str(blocks), **settings))
+    with pytest.raises(StartupError, match="is a GGUF file, which has its own precision"):
+        ModelSettings(str(path), weights="int8")
+
+
 def test_keys_that_change_nothing_are_accepted(tmp_path):
     neutral = {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "expert_count": 0, "attention.clamp_kqv": 0.0}
     neutral |= {"logit_scale": 1.0, "attention.key_length": 64, "attention.causal": True, "swin_norm": False}

@@ -1,0 +1,140 @@
+"""Tests `dynatree rank`: the order of the drafts, the recommendation, and drafts that cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from conftest import EmbeddedServices
+
+from dynatree.bench.figures import frame, recommended
+from dynatree.bench.methods import PLAIN
+from dynatree.bench.printing import print_report
+from dynatree.bench.rank import command
+from dynatree.bench.record import Report, load
+from dynatree.cli.main import main
+from dynatree.cli.service_pair import ServicePair
+from dynatree.client import Client
+from dynatree.draft.settings import DraftSettings
+from dynatree.verify.settings import VerifySettings
+from tests.support.bench_records import DRAFTED, new_report, new_run
+
+TINY = ("--prompt-tokens", "12", "--max-new-tokens", "8", "--threads", "1")
+TEXT = "It was a dark and stormy night, and the captain had not come back to the house by the sea.\n\n" * 4
+COPIES = ("--draft-model", "self:int8", "--draft-model", "self:int4")
+
+
+def ranked(**seconds: float) -> Report:
+    """A report of one prompt, by the seconds of plain decoding and of each draft."""
+    runs = [
+        new_run(label, each, policy="throughput", statistics=DRAFTED, peak_memory={"verify": 1, label: 7_000_000})
+        for label, each in seconds.items()
+    ]
+    report = new_report("rank", runs)
+    drafts = [{"draft": label, "refusal": None} for label in seconds if label != PLAIN.label]
+    report["options"]["drafts"] = [*drafts, {"draft": "other", "refusal": "it has another tokenizer"}]
+    return report
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best", "words"),
+    [
+        ({"slow": 4.0, "fast": 0.5, "none": 1.0}, "fast", "use fast: 4.00 x plain decoding, where none gives 2.00 x"),
+        ({"slow": 1.5, "none": 1.0}, "none", "use none: no draft model pays"),
+        ({"slow": 4.0, "none": 2.5}, "none", "use none: no draft model pays"),
+    ],
+)
+def test_the_fastest_draft_is_recommended_if_it_pays(
+    seconds: dict[str, float], best: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = ranked(autoregressive=2.0, **seconds)
+    assert recommended(frame(report)) == best
+    print_report(report)
+    out = capsys.readouterr().out
+    assert words in out
+    assert "other is not ranked: it has another tokenizer" in out
+    order = sorted({"(plain decoding)": 2.0, **seconds}.items(), key=lambda item: item[1])
+    places = [out.index(f"\n{label} ") for label, _ in order]
+    assert places == sorted(places)
+
+
+@pytest.fixture(name="book")
+def book_fixture(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def test_drafts_take_turns_and_those_that_do_not_start_have_a_reason(
+    embedded_services: EmbeddedServices,
+    book: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The session's services stand for all that the command would start; the target has no room for a copy."""
+
+    @contextmanager
+    def service_pair(verify: VerifySettings, draft: DraftSettings) -> Iterator[ServicePair]:
+        assert draft.model is None
+        if verify.model.copy:
+            assert verify.model.copy.weights == "int8", "the largest of the copies"
+            raise SystemExit("the int8 copy does not fit")
+        address = embedded_services.draft_address
+        with Client(address) as client:
+            processes = embedded_services.draft_process, embedded_services.verify_process
+            yield ServicePair(client, *processes, address)
+
+    @contextmanager
+    def further_draft(pair: ServicePair, draft: DraftSettings) -> Iterator[ServicePair]:
+        assert draft.model is not None
+        assert not draft.copy
+        yield pair
+
+    monkeypatch.setattr(command, "service_pair", service_pair)
+    monkeypatch.setattr(command, "further_draft", further_draft)
+    out = tmp_path / "out.json"
+    line = ["rank", "--target-model", "embedded", "--draft-model", "embedded", *COPIES, "--draft-model", "./nowhere"]
+    assert main([*line, "--prompts", str(book), "--count", "2", *TINY, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    report = load(out)
+    assert [run["label"] for run in report["runs"]] == [
+        PLAIN.label,
+        "embedded",
+        "none",
+        PLAIN.label,
+        "none",
+        "embedded",
+    ]
+    assert all(run["equal"] for run in report["runs"])
+    assert all((run["peak_memory"] or {})["embedded"] for run in report["runs"])
+    assert {each["draft"]: each["refusal"] for each in report["options"]["drafts"]} == {
+        "embedded": None,
+        "self:int8": "the int8 copy does not fit",
+        "self:int4": "the int8 copy does not fit",
+        "./nowhere": "there is no model at ./nowhere",
+        "none": None,
+    }
+    assert f"\nuse {report['options']['recommended']}: " in printed
+    assert "equal to plain decoding: all of 6 outputs" in printed
+    assert main(["bench", "show", str(out)]) == 0
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.long
+def test_one_target_serves_all_drafts(book: Path, tmp_path: Path) -> None:
+    """With processes: a draft model, both copies, and a draft whose files are harmed."""
+    harmed = tmp_path / "harmed"
+    harmed.mkdir()
+    (harmed / "config.json").write_text('{"model_type": "llama"}')
+    (harmed / "model.safetensors").write_bytes(bytes(8))
+    out = tmp_path / "out.json"
+    line = ["rank", "--target-model", "embedded", "--draft-model", "embedded", *COPIES, "--draft-model", str(harmed)]
+    assert main([*line, "--prompts", str(book), "--count", "2", *TINY, "--out", str(out)]) == 0
+    report = load(out)
+    assert len(report["runs"]) == 2 * 5
+    assert all(run["equal"] for run in report["runs"])
+    refusals = {each["draft"]: each["refusal"] for each in report["options"]["drafts"]}
+    assert [draft for draft, refusal in refusals.items() if refusal] == [str(harmed)]
