@@ -523,7 +523,7 @@ def test_memory_is_left_for_the_copy_that_drafts(tmp_path: Path, monkeypatch: py
     assert 0 < served(pair).offloaded_layers < 12
     assert served(replace(pair, resident_layers=ALL_LAYERS)).offloaded_layers == 0
     monkeypatch.setattr(choice, "free_memory", lambda device: weights // 5)
-    with pytest.raises(StartupError, match="the int8 copy of model takes .* GB, but only .* GB of memory are free"):
+    with pytest.raises(StartupError, match=r"the int8 copy of model takes .* GB, but only .* GB of memory are free"):
         served(pair)
     monkeypatch.setattr(choice, "is_native", lambda device, dtype: False)
     with pytest.raises(StartupError, match="the int8 copy of model would be dequantised on cpu, and as slow as model"):
