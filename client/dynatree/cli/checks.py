@@ -36,6 +36,7 @@ def check_verify(settings: VerifySettings) -> None:
     _check_operation(settings.operation)
     check_free(*_addresses(settings.operation))
     check_model(settings.model.model)
+    check_rounding(settings.model.model, settings.model.weights)
 
 
 def check_draft(settings: DraftSettings) -> None:

@@ -100,7 +100,7 @@ def beams(folder):
         (lacks_a_tensor, "no place for its tensor blk.9.attn_k.weight"),
         (three_bits, "its weights have 3 bits, expected 4 or 8"),
         (other_method, "version gemv, expected 4 and gemm"),
-        (rounded_twice, "has quantised weights, which do not go together with --weights"),
+        (rounded_twice, "has gptq weights, which cannot be rounded again to int8"),
         (inputs_in_no_group, "has 72 inputs, expected multiples of 16"),
         (beams, "its generation_config sets num_beams"),
     ],

@@ -58,12 +58,8 @@ def quantized_model(
     if path.suffix != GGUF and method_of(config) is None:
         return None
     ours = path.suffix == GGUF or unpacked_here(config, device)
-    for option, given in (
-        ("--weights", settings.weights != "auto" and method_of(config) is not None),
-        ("--resident-layers", not ours and settings.resident_layers not in (None, ALL_LAYERS)),
-    ):
-        if given:
-            raise StartupError(f"model {name} has quantised weights, which do not go together with {option}")
+    if not ours and settings.resident_layers not in (None, ALL_LAYERS):
+        raise StartupError(f"model {name} has quantised weights, which do not go together with --resident-layers")
     if not ours:
         return None
     dtype = _DTYPE if path.suffix == GGUF or not isinstance(config.dtype, torch.dtype) else config.dtype
