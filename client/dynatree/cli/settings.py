@@ -69,8 +69,8 @@ def serve_settings(options: argparse.Namespace) -> tuple[VerifySettings, DraftSe
     if copy := copied(options.draft_model):
         _check_copy(options, copy)
         weights = copy
-    draft_settings = _draft(options, device, weights, services, draft)
-    return _verify(options, verify, draft_settings.model if copy else None), draft_settings
+    drafting = _draft(options, device, weights, services, draft)
+    return _verify(options, verify, drafting.model if copy else None), drafting
 
 
 def _check_no_model(options: argparse.Namespace, names: Sequence[str]) -> None:

@@ -522,6 +522,10 @@ def test_memory_is_left_for_the_copy_that_drafts(tmp_path: Path, monkeypatch: py
     assert served(alone).offloaded_layers == served(copy).offloaded_layers == 0
     assert 0 < served(pair).offloaded_layers < 12
     assert served(replace(pair, resident_layers=ALL_LAYERS)).offloaded_layers == 0
+    least = int(1.1 * served(copy).weight_bytes / choice.WHOLE_SHARE)
+    monkeypatch.setattr(choice, "free_memory", lambda device: least)
+    with pytest.raises(StartupError, match=r"the model's own copy leaves 0.* GB of memory, but the model takes 0"):
+        served(pair)
     monkeypatch.setattr(choice, "free_memory", lambda device: weights // 5)
     with pytest.raises(StartupError, match=r"the int8 copy of model takes .* GB, but only .* GB of memory are free"):
         served(pair)

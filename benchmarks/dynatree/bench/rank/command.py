@@ -78,9 +78,10 @@ def _first(
     """Start the verify service, with memory left for the largest copy of the target, and drafting without a model."""
     plain, drafting = settings[NO_MODEL]
     copies = {draft: verify for draft, (verify, _) in settings.items() if verify.model.copy}
-    for draft in sorted(copies, key=lambda draft: -WEIGHTS[copied(draft) or ""])[:1]:
+    if copies:
+        largest = max(copies, key=lambda draft: WEIGHTS[copied(draft) or ""])
         with _refused(refusals, *copies):
-            return stack.enter_context(service_pair(copies[draft], drafting))
+            return stack.enter_context(service_pair(copies[largest], drafting))
     return stack.enter_context(service_pair(plain, drafting))
 
 

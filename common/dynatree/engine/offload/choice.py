@@ -127,7 +127,7 @@ def placement(
         beside: Bytes from `copy_bytes`.
 
     Raises:
-        StartupError: Offloading is requested, but impossible.
+        StartupError: Offloading is requested, but impossible, or the copy leaves too little memory.
     """
     asked, where = settings.resident_layers, chosen_device(settings.device)
     if where.type not in ("cpu", "cuda"):
@@ -141,6 +141,11 @@ def placement(
         return None
     plan = plan_of(model, size)
     fitting = plan.layers
+    if asked is None and beside and free is not None and plan.least > free:
+        raise StartupError(
+            f"the model's own copy leaves {free / 1e9:.3g} GB of memory, but the model takes {plan.least / 1e9:.3g} GB "
+            "with all layers offloaded; expected another draft model"
+        )
     if free is not None:
         room = _session_bytes(settings, config, model.dtype) / (CPU_SHARE if where.type == "cpu" else GPU_SHARE)
         room *= 2 if beside else 1  # as `KVBudget.slots`

@@ -66,6 +66,11 @@ class LayerPlan:
     layer_bytes: int
     other_bytes: int
 
+    @property
+    def least(self) -> int:
+        """Bytes in memory while all layers are offloaded."""
+        return self.other_bytes + SLOTS * self.layer_bytes
+
     def resident(self, free: int) -> int:
         """Return the number of layers that fit into `free` bytes beside the other weights and the offloading slots."""
         room = free - self.other_bytes
