@@ -87,7 +87,7 @@ def _mistakes(folder: Path, http: str, free: str) -> list[Mistake]:
     return [
         Mistake("a path where nothing is", [*verify, "/no/such/model"], "there is no model at /no/such/model"),
         Mistake("an unknown name on the hub", [*verify, "owner/no-such-model"], "there is no model at owner/no-such"),
-        Mistake("a file instead of a folder", [*verify, str(text)], "is a file; expected the folder"),
+        Mistake("a file instead of a folder", [*verify, str(text)], "expected such a file or a checkpoint's folder"),
         Mistake("a config without model_type", [*verify, str(typeless)], "has no model_type"),
         Mistake("weights that only point to others", [*verify, str(cut)], "download it again"),
         Mistake("serve: a draft that is not there", [*serve, "--draft-model", "./none"], "there is no model at ./none"),

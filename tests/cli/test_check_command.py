@@ -24,7 +24,7 @@ def test_a_pair_has_a_line_for_each_model(gguf: str, tmp_path: Path, capsys: pyt
     assert main(["check", "--target-model", gguf, "--draft-model", str(draft)]) == 0
     target_line, draft_line = capsys.readouterr().out.splitlines()
     assert target_line.startswith("target model.gguf: LlamaForCausalLM of 0.00")
-    assert "Q4_K and Q6_K weights of 0.00" in target_line
+    assert "Q4_K and Q6_K weights that take 3 MB of memory" in target_line
     assert "bfloat16 activations on cpu by a native program" in target_line
     assert target_line.endswith("a context of 160 tokens")
     assert "awq of 4 bits weights" in draft_line
@@ -37,7 +37,7 @@ def test_json_has_every_number(tmp_path: Path, capsys: pytest.CaptureFixture[str
     line = ["check", "--target-model", model, "--draft-model", model, "--draft-weights", "int4", "--dtype", "float32"]
     assert main([*line, "--max-context", "100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [found[role]["weights"] for role in ("target", "draft")] == ["float32", "int4"]
+    assert [found[role]["weights"] for role in ("target", "draft")] == ["float32", "int4 and int8"]
     assert 0 < found["draft"]["weight_bytes"] < found["target"]["weight_bytes"]
     assert found["target"]["context_length"] == 100
 

@@ -157,7 +157,7 @@ def test_http_says_that_the_models_are_loading_and_everything_ends_with_a_servic
         assert urllib.request.urlopen(f"{url}/version", timeout=30).status == 200
         serve.wait_for(r"Try\s+(curl .*)")
         assert urllib.request.urlopen(f"{url}/health", timeout=30).status == 200
-        assert "cli.verify: loading embedded, 12 MB" in serve.log
+        assert "cli.verify: loading embedded, 12 MB on the disk" in serve.log
         assert_all_ends_with_a_service(serve)
 
 
@@ -172,7 +172,7 @@ def assert_all_ends_with_a_service(serve: Serve) -> None:
 def test_a_service_that_does_not_start_says_why(tmp_path: Path) -> None:
     with serving(tmp_path, "--http", "127.0.0.1:0", "--draft-model", "./nowhere") as serve:
         assert serve.process.wait(60) == 1
-        assert serve.log == "dynatree: error: there is no model at ./nowhere\n"
+        assert serve.log == "dynatree: error: there is no model at ./nowhere: no such folder or file\n"
     with serving(tmp_path, "--http", "127.0.0.1:0", "--device", "cuda:77") as serve:
         assert serve.process.wait(60) == 1
         assert serve.log.startswith("dynatree: error: --device is cuda:77, but NVIDIA's driver finds no GPU")

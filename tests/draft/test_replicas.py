@@ -28,13 +28,13 @@ DRAFT = replace(INFO, name="draft", fingerprint="")
 class FakeService:
     """A verify service without a network: whether it serves, and its model."""
 
-    def __init__(self, info: ModelInfo = INFO, serves: bool = True) -> None:
+    def __init__(self, info: ModelInfo = INFO, serves: bool | None = True) -> None:
         self.info = info
         self.serves = serves
         self.changed = asyncio.Event()
 
-    def set(self, serves: bool) -> None:
-        """Change the state, and notify the watchers."""
+    def set(self, serves: bool | None) -> None:
+        """Change the state, where None means that the connection breaks, and notify the watchers."""
         self.serves = serves
         self.changed.set()
 
@@ -56,6 +56,8 @@ class FakeClient:
         if service is None:
             raise PeerUnavailableError("nobody is there")
         while True:
+            if service.serves is None:
+                raise PeerUnavailableError("the connection is broken")
             yield service.serves
             service.changed.clear()
             await service.changed.wait()
@@ -134,6 +136,20 @@ def test_one_that_stops_serving_is_left_out_until_it_serves_again() -> None:
         assert False in told
 
     run("a:1", lambda: {"a:1": FakeService()}, work)
+
+
+@pytest.mark.parametrize(("state", "level"), [(False, "INFO"), (None, "WARNING")], ids=["drains", "breaks"])
+def test_only_a_service_that_ends_without_notice_is_warned_of(
+    caplog: pytest.LogCaptureFixture, state: bool | None, level: str
+) -> None:
+    async def work(replicas: Replicas) -> None:
+        FakeClient.services["a:1"].set(state)
+        await settled(lambda: not replicas.ready)
+
+    caplog.set_level("INFO")
+    run("a:1", lambda: {"a:1": FakeService()}, work)
+    said = [(each.levelname, each.message) for each in caplog.records]
+    assert said == [(level, "the verify service at a:1 does not serve")]
 
 
 def test_a_completion_goes_on_only_where_its_tokens_are() -> None:

@@ -197,7 +197,9 @@ def test_rotary_scaling_that_follows_the_length_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no/such/folder/here", "there is no model at no/such/folder/here"),
+        ("no/such/folder/here", "there is no model at no/such/folder/here: no such folder or file"),
+        ("models/none.gguf", r"there is no model at models/none\.gguf: no such folder or file"),
+        ("none/", "there is no model at none/: no such folder or file"),
         ("", "model .* could not be loaded"),
         ("not a name", "model 'not a name' could not be loaded"),
     ],

@@ -42,8 +42,9 @@ LONG_TOKENS = (300, 2048)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dynatree audit`."""
-    for role, what in (("target", "large model, whose output is checked"), ("draft", "small model, which drafts")):
-        parser.add_argument(f"--{role}-model", required=True, metavar="embedded|PATH|HUB_ID", help=what)
+    metavar = "embedded|PATH|HUB_ID"
+    parser.add_argument("--target-model", required=True, metavar=metavar, help="large model, whose output is checked")
+    parser.add_argument("--draft-model", required=True, metavar=f"{metavar}|none", help="small model, which drafts")
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="UTF-8 file of prompts, one per line (default: built-in prompts)"
     )

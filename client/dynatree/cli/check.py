@@ -13,7 +13,6 @@ from dynatree.cli.parser import group
 from dynatree.cli.service_arguments import add_draft_weights, add_precision_arguments, context
 from dynatree.common.errors import FailedPreconditionError, StartupError
 from dynatree.common.model_info import NO_MODEL
-from dynatree.engine.model.files import check_model
 
 if TYPE_CHECKING:
     from dynatree.engine.settings import ModelSettings
@@ -28,8 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--target-model", required=True, metavar=metavar, help="large model, whose output is produced")
     model.add_argument(
         "--draft-model",
-        metavar=f"{metavar}|self:int8|self:int4",
-        help="small model, which drafts, or the target's own copy (default: none is checked)",
+        default=NO_MODEL,
+        metavar=f"{metavar}|none|self:int8|self:int4",
+        help="small model, which drafts, or the target's own copy (default: none)",
     )
     add_precision_arguments(parser)
     add_draft_weights(model)
@@ -58,10 +58,7 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
     """Add a description of each model to `found`, and print it unless the output is JSON."""
     check_device("--device", options.device)
-    if options.draft_model is None:
-        check_model(options.target_model)
-    else:
-        check_pair(options.target_model, options.draft_model)
+    check_pair(options.target_model, options.draft_model)
     target, draft = _settings(options)
 
     from dynatree.common.model_info import check_same_tokenizer
@@ -87,5 +84,5 @@ def _settings(options: argparse.Namespace) -> tuple[ModelSettings, ModelSettings
 
     names = ("device", "dtype", "weights", "draft_weights", "max_context")
     chosen = {name: getattr(options, name) for name in names}
-    verify, draft = pair_settings(options.target_model, options.draft_model or NO_MODEL, **chosen)
+    verify, draft = pair_settings(options.target_model, options.draft_model, **chosen)
     return verify.model, draft.model

@@ -43,6 +43,7 @@ log = logging.getLogger("dynatree serve")
 EXAMPLE = "dynatree serve --target-model ~/models/llama-8b --draft-model ~/models/llama-1b --port 8000"
 LOOK_SECONDS = 0.5  # between two checks that the services run
 _CURL_PROMPT = "Once upon a time"
+_CURL_CHAT = "What is a token tree?"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -199,7 +200,8 @@ class _Serving:
                 log.info("serving HTTP on %s", self._url)
                 if self._draft.log_format == "text":
                     tokens = self._draft.security.tokens is not None or self._settings.api_key is not None
-                    announce(_welcome(self._url, self._draft.address, tokens=tokens))
+                    chats = await asyncio.to_thread(self._pair.chats)
+                    announce(_welcome(self._url, self._draft.address, tokens=tokens, chats=chats))
             if ended := self._pair.ended():
                 if self._pair.was_stopped(ended):  # Ctrl-C reaches the services too, and they may end first
                     await asyncio.sleep(self._draft.grace + LOOK_SECONDS)
@@ -208,17 +210,19 @@ class _Serving:
             await asyncio.sleep(LOOK_SECONDS)
 
 
-def _welcome(url: str, grpc: str, *, tokens: bool) -> str:
+def _welcome(url: str, grpc: str, *, tokens: bool, chats: bool) -> str:
     """Return the message with the addresses, and with a command line to try them."""
     lines = ["", f"  HTTP   {url}/v1, and a live page at {url}/"]
     if grpc:
         lines.append(f"  gRPC   {grpc}")
-    body = json.dumps({"prompt": _CURL_PROMPT, "max_tokens": 32, "temperature": 0})
-    words = ["curl", f"{url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
+    path = "/v1/chat/completions" if chats else "/v1/completions"
+    prompt = {"messages": [{"role": "user", "content": _CURL_CHAT}]} if chats else {"prompt": _CURL_PROMPT}
+    body = json.dumps({**prompt, "max_tokens": 32, "temperature": 0})
+    words = ["curl", f"{url}{path}", "-H", "Content-Type: application/json", "-d", body]
     if url.startswith("unix:"):
-        path = url.removeprefix("unix:")
-        lines = ["", f"  HTTP   unix:{path}"]
-        words[1:2] = ["--unix-socket", path, "http://localhost/v1/completions"]
+        socket = url.removeprefix("unix:")
+        lines = ["", f"  HTTP   unix:{socket}"]
+        words[1:2] = ["--unix-socket", socket, f"http://localhost{path}"]
     if tokens:
         words += ["-H", "Authorization: Bearer TOKEN"]
     lines += [f"  Try    {shlex.join(words)}", "  Stop   Ctrl-C", ""]

@@ -71,6 +71,12 @@ class ServicePair:
             return False
         return True
 
+    def chats(self) -> bool:
+        """Whether services that serve are known to take chats; those that ask for a token do not tell."""
+        with suppress(AuthenticationError):
+            return self.client.model_info().chat_template
+        return False
+
 
 @contextmanager
 def service_pair(verify: VerifySettings, draft: DraftSettings, start_timeout: float = 300.0) -> Iterator[ServicePair]:

@@ -83,9 +83,12 @@ def _context_length(config: PretrainedConfig, settings: ModelSettings) -> int:
     """Return the length of the longest sequence that is served, in tokens.
 
     Raises:
-        StartupError: The configuration does not name the model's context length.
+        StartupError: The configuration does not name the model's context length, or the target's is too short.
     """
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(length, int):
         raise StartupError(f"the configuration of {config.model_type} has no max_position_embeddings")
-    return min(length, settings.max_context or length)
+    asked = settings.max_context or length
+    if asked > length and settings.chooses_tokens:
+        raise StartupError(f"--max-context is {asked}, expected at most its context of {length} tokens")
+    return min(length, asked)

@@ -8,6 +8,7 @@ from dynatree.engine.cpu.native import is_native, multiplies_pairs
 from dynatree.engine.cpu.native_runner import NativeRunner
 from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.engine import Engine
+from dynatree.engine.weights.quantized_weight import format_names
 
 
 def numerics_of(engine: Engine, devices: int = 1, weights: str = "auto") -> str:
@@ -21,10 +22,11 @@ def numerics_of(engine: Engine, devices: int = 1, weights: str = "auto") -> str:
         weights: `ModelSettings.weights`.
     """
     device, dtype = engine.model.device, engine.model.dtype
-    kinds = sorted({each.kind for each in engine.model.modules() if isinstance(each, QuantizedLinear)})
-    if not kinds and weights != "auto":
-        kinds = [f"dequantised {weights}"]
-    names = [f"{' and '.join(kinds)} weights"] if kinds else []
+    layers = (each for each in engine.model.modules() if isinstance(each, QuantizedLinear))
+    formats = format_names(each.format_name for each in layers)
+    if not formats and weights != "auto":
+        formats = f"dequantised {weights}"
+    names = [f"{formats} weights"] if formats else []
     if device.type == "cuda":
         names += [torch.cuda.get_device_name(device)]
     elif device.type != "cpu":

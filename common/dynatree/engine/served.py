@@ -12,14 +12,16 @@ from dynatree.engine.cpu.native import is_native
 from dynatree.engine.cpu.packing import multiplies_natively
 from dynatree.engine.device import check_device, chosen_device
 from dynatree.engine.examined import Examined, examined, unloadable
+from dynatree.engine.model.files import size_text
 from dynatree.engine.model.generation_defaults import GenerationDefaults, adopt_generation_config
 from dynatree.engine.model.size import parameters_of
 from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.tokenizer import fingerprint, load_tokenizer
 from dynatree.engine.model.weight_files import QuantizedFiles
 from dynatree.engine.offload.choice import copy_bytes, dtype_of, kv_bytes_of, placement, weight_bytes
+from dynatree.engine.quantized.layers import formats_of
 from dynatree.engine.quantized.loading import method_of, quantized_model
-from dynatree.engine.settings import ModelSettings
+from dynatree.engine.settings import WEIGHTS, ModelSettings
 from dynatree.engine.small_engine import has_program
 from dynatree.engine.support.explained import explained
 
@@ -32,7 +34,7 @@ class Served:
         name: The hub name, or the last component of the local path.
         architecture: The transformers architecture.
         parameters: Number of parameters.
-        weights: Formats of the weights, such as "Q4_K and Q6_K", "gptq of 4 bits", "int8" or "bfloat16".
+        weights: Formats of the weights, such as "Q4_K and Q6_K", "gptq of 4 bits", "int4 and int8" or "bfloat16".
         dtype: Data type of activations, keys and values.
         device: The device.
         computed_by: The kernels, and whether a native program calls them.
@@ -58,7 +60,7 @@ class Served:
 
     def __str__(self) -> str:
         """A line for people."""
-        size = f" of {self.weight_bytes / 1e9:.3g} GB" if self.weight_bytes else ""
+        size = f" that take {size_text(self.weight_bytes)} of memory" if self.weight_bytes else ""
         offloaded = f", {self.offloaded_layers} layers offloaded" if self.offloaded_layers else ""
         return (
             f"{self.name}: {self.architecture} of {self.parameters / 1e9:.3g} billion parameters, {self.weights} "
@@ -81,8 +83,9 @@ def served(settings: ModelSettings) -> Served:
     model, files = _unfilled(settings, found)
     with explained(found.name, found.config):
         GenerationDefaults.of(model.generation_config if settings.chooses_tokens else None)
-    weights, others = _weights(settings, files), method_of(found.config) if files is None else None
+    others = method_of(found.config) if files is None else None
     size = weight_bytes(settings, found.name, model, files)
+    weights = _weights(settings, model, files)
     beside = copy_bytes(settings, found.config, found.name)
     placed = None if others else placement(settings, found.config, model, size, beside)
     return Served(
@@ -116,11 +119,12 @@ def _unfilled(settings: ModelSettings, found: Examined) -> tuple[PreTrainedModel
     return model, None
 
 
-def _weights(settings: ModelSettings, files: QuantizedFiles | None) -> str:
+def _weights(settings: ModelSettings, model: PreTrainedModel, files: QuantizedFiles | None) -> str:
     """Name the formats of quantised weights; "" if none are quantised."""
-    if files is not None and settings.weights == "auto":
-        return " and ".join(files.formats)
-    return "" if settings.weights == "auto" else settings.weights
+    if settings.weights == "auto":
+        return "" if files is None else files.formats
+    output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return formats_of(model, WEIGHTS[settings.weights], output)
 
 
 def _computed_by(settings: ModelSettings, found: Examined, dtype: torch.dtype, quantised: str) -> str:

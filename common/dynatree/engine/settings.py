@@ -10,7 +10,6 @@ from dynatree.common.errors import StartupError
 from dynatree.common.limits import MAX_SESSIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
-GGUF = ".gguf"  # suffix of a GGUF file
 WEIGHTS = {"int8": 8, "int4": 4}  # bits of `--weights`
 _SELF = "self"
 
@@ -30,6 +29,11 @@ def copied(draft_model: str) -> str | None:
     return weights
 
 
+def is_gguf(model: str) -> bool:
+    """Whether a model is a file, and so a GGUF file by any name; its first bytes are checked when it is read."""
+    return Path(model).is_file()
+
+
 @dataclass(frozen=True)
 class ModelSettings:
     """The model to load and how to load it.
@@ -41,7 +45,8 @@ class ModelSettings:
         weights: A key of `WEIGHTS`, to which weights of linear layers are rounded, or "auto" for the checkpoint's own.
         sessions: Sequences that can be open at once.
         kv_tokens: Slots of the KV cache; None means the sessions' largest need, limited by the memory.
-        max_context: Longest sequence that is served, in tokens; None means the model's context length.
+        max_context: Longest sequence that is served, in tokens, at most the model's context length if the model chooses
+            tokens; None means the model's context length.
         speculative_slots: KV slots of each session for uncommitted tokens.
         fixed_rows: Row counts that forward passes are padded to, and captured for on a GPU. A single count makes
             tokens independent of the tree, the batch and its other sessions. An empty tuple means no padding. None
@@ -85,7 +90,7 @@ class ModelSettings:
             self._check_parallel()
 
     def _check_weights(self) -> None:
-        if self.model.endswith(GGUF) and self.chooses_tokens:
+        if is_gguf(self.model) and self.chooses_tokens:
             name = self.model.rpartition("/")[2]
             raise StartupError(
                 f"model {name} is a GGUF file, which has its own precision: it cannot be rounded to {self.weights}"
@@ -94,7 +99,7 @@ class ModelSettings:
             raise StartupError(f"--weights {self.weights} and --tensor-parallel do not go together")
 
     def _check_parallel(self) -> None:
-        if self.model.endswith(GGUF):
+        if is_gguf(self.model):
             raise StartupError("--tensor-parallel: the weights of a GGUF file are not split; expected a folder")
         if find_spec("accelerate") is None:
             raise StartupError("--tensor-parallel needs the package accelerate: pip install 'dynatree[parallel]'")

@@ -81,6 +81,15 @@ def test_quantised_logits_are_close_to_those_of_the_weights_in_float32(tmp_path,
     assert (ours.argmax(1) == theirs.argmax(1)).float().mean() > 0.9
 
 
+@pytest.mark.parametrize("name", ["model.GGUF", "model"])
+def test_a_file_may_have_any_name(tmp_path, name):
+    path = save_gguf(tmp_path / name, ("Q8_0",), seed=1)
+    with pytest.raises(StartupError, match=f"model {name} is a GGUF file"):
+        ModelSettings(str(path), weights="int8")
+    engine = load_engine(ModelSettings(str(path), sessions=1))
+    assert (engine.info.name, served(ModelSettings(str(path))).weights) == (name, "Q8_0")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tokenizer_is_that_of_the_file(tmp_path, family):
     path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, family=family)

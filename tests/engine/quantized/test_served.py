@@ -6,6 +6,7 @@ import pytest
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.loading import load_engine
+from dynatree.engine.model.files import size_text
 from dynatree.engine.served import served
 from dynatree.engine.settings import ModelSettings
 from tests.support.gguf_files import save_gguf
@@ -38,11 +39,12 @@ def plain(family):
         (packed, {}, "gptq of 4 bits", PROGRAM),
         (plain("llama"), {"dtype": "bfloat16"}, "bfloat16", PROGRAM),
         (plain("gpt_neox"), {"dtype": "bfloat16", "weights": "int8"}, "int8", PROGRAM),
-        (plain("gpt2"), {"weights": "int4"}, "int4", "native kernels in transformers' modules"),
+        (plain("gpt2"), {"weights": "int4"}, "int4 and int8", "native kernels in transformers' modules"),
     ],
     ids=["gguf", "gguf-float32", "gptq", "bfloat16", "int8", "int4"],
 )
-def test_it_is_what_loading_finds(tmp_path, save, settings, weights, computed_by):
+def test_it_is_what_loading_finds(tmp_path, caplog, save, settings, weights, computed_by):
+    caplog.set_level("INFO")
     path = str(save(tmp_path))
     told = served(ModelSettings(path, **settings))
     engine = load_engine(ModelSettings(path, sessions=1, **settings))
@@ -55,6 +57,9 @@ def test_it_is_what_loading_finds(tmp_path, save, settings, weights, computed_by
     table = 0 if told.weight_bytes == info.step_bytes else engine.model.get_input_embeddings().weight.nbytes
     assert told.weight_bytes == pytest.approx(info.step_bytes + table, rel=0.02)
     assert f"{weights} weights" in str(told)
+    log = caplog.text
+    assert f"its weights take {size_text(told.weight_bytes)} of memory" in log
+    assert weights == "bfloat16" or f"numerics: {weights} weights, " in log
 
 
 def lacks_a_tensor(folder):
@@ -94,6 +99,10 @@ def beams(folder):
     return path, {}
 
 
+def a_longer_context(folder):
+    return gguf(folder), {"max_context": 161}
+
+
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
@@ -103,6 +112,7 @@ def beams(folder):
         (rounded_twice, "has gptq weights, which cannot be rounded again to int8"),
         (inputs_in_no_group, "has 72 inputs, expected multiples of 16"),
         (beams, "its generation_config sets num_beams"),
+        (a_longer_context, "--max-context is 161, expected at most its context of 160 tokens"),
     ],
 )
 def test_refusals_have_the_words_of_loading(tmp_path, harm, words):

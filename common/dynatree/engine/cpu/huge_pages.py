@@ -51,13 +51,12 @@ def use_huge_pages(weights: Iterable[Tensor], name: str) -> float | None:
     if size < _WORTH_A_WORD:
         return share
     if share >= _ENOUGH:
-        log.info("%s: %.0f %% of %.1f GB of weights lie in huge pages", name, 100 * share, size / 1e9)
+        log.info("%s: %.0f %% of the weights lie in huge pages", name, 100 * share)
     else:
         log.warning(
-            "%s: only %.0f %% of %.1f GB of weights lie in huge pages, so steps are up to a fifth slower; %s",
+            "%s: only %.0f %% of the weights lie in huge pages, so steps are up to a fifth slower; %s",
             name,
             100 * share,
-            size / 1e9,
             _remedy(refusal),
         )
     return share

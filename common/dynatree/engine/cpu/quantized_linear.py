@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from dynatree.engine.cpu.native import DTYPES, address
 from dynatree.engine.cpu.native_linear import PANEL, Linear, NativeLinear, Weights
-from dynatree.engine.weights.quantized_weight import QuantizedWeight
+from dynatree.engine.weights.quantized_weight import QuantizedWeight, format_name
 
 _HALVES, _FLOATS, _STEPS = range(3)  # `enum scales` of `native/kernels.h`
 _SCALE_BYTES = (2, 4, 1)  # by these kinds
@@ -69,6 +69,11 @@ class QuantizedLinear(NativeLinear):
         """Name of the weight's format and the numbers of `struct weights`, for files of layers."""
         numbers = (str(getattr(self._format, name)) for name, _ in Weights._fields_)
         return " ".join((self.kind, *numbers))
+
+    @property
+    def format_name(self) -> str:
+        """Name of the weight's format, for people."""
+        return format_name(self.kind, self._format.bits)
 
     def _point(self) -> None:
         panels = -(-self.out_features // PANEL)

@@ -14,7 +14,7 @@ from typing import Any
 from dynatree import embedded
 from dynatree.common.errors import StartupError
 from dynatree.engine.model.gguf_header import FLOATS, read_header
-from dynatree.engine.settings import GGUF
+from dynatree.engine.settings import is_gguf
 
 HUB_SECONDS = 1.5  # time limit for the hub's answer; after it, transformers asks again and waits longer
 _EXPECTED = "expected the folder of a checkpoint, with config.json and *.safetensors, or a .gguf file"
@@ -23,8 +23,8 @@ _INDEX = "model.safetensors.index.json"
 
 def is_path(model: str) -> bool:
     """Whether a model names a path on this machine and not a model on the hub (`NAME` or `OWNER/NAME`)."""
-    path = Path(model)
-    return path.exists() or path.is_absolute() or model.startswith((".", "~")) or len(path.parts) > 2
+    looks = model.startswith(("/", ".", "~")) or model.count("/") > 1 or model.lower().endswith((".gguf", "/"))
+    return looks or Path(model).exists()
 
 
 def folder_of(model: str) -> Path | None:
@@ -47,7 +47,7 @@ def check_model(model: str) -> None:
     if not model.strip():
         raise StartupError(f"the name of the model is empty; {_EXPECTED}, or a name on the hub")
     check_path(model)
-    if model.endswith(GGUF) and Path(model).is_file():
+    if is_gguf(model):
         read_header(Path(model))
     elif is_path(model):
         _check_config(Path(model))
@@ -79,26 +79,23 @@ def check_rounding(model: str, weights: str) -> None:
 def checkpoint_of(model: str) -> dict[str, str]:
     """Return the arguments by which transformers finds a model: a folder or a hub name, or a GGUF file in a folder."""
     path = Path(model)
-    if path.suffix == GGUF and path.is_file():
+    if is_gguf(model):
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     return {"pretrained_model_name_or_path": model}
 
 
 def check_path(model: str) -> None:
-    """Refuse a path that is neither a folder nor a GGUF file.
+    """Refuse a path at which there is neither a folder nor a file.
 
     Raises:
-        StartupError: The path is another file or does not exist.
+        StartupError: There is nothing at the path.
     """
-    if model.endswith(GGUF) and Path(model).is_file():
-        return
-    if is_path(model) and not Path(model).is_dir():
-        there = Path(model).exists()
-        raise StartupError(f"{model} is a file; {_EXPECTED}" if there else f"there is no model at {model}")
+    if is_path(model) and not (is_gguf(model) or Path(model).is_dir()):
+        raise StartupError(f"there is no model at {model}: no such folder or file")
 
 
 def described(model: str) -> str:
-    """Describe a model by name and size of its weights on the disk."""
+    """Describe a model by its name and the size of its weights on the disk."""
     folder = folder_of(model)
     if folder is None or not folder.exists():
         return f"{model}, from the hub"
@@ -107,7 +104,12 @@ def described(model: str) -> str:
         name = embedded.NAME
     else:
         name = folder.resolve().name if is_path(model) else model
-    return f"{name}, {f'{size / 1e9:.1f} GB' if size >= 1e9 else f'{size / 1e6:.0f} MB'}"
+    return f"{name}, {size_text(size)} on the disk"
+
+
+def size_text(size: int) -> str:
+    """Write a number of bytes for people."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
 def _check_config(folder: Path) -> None:

@@ -15,7 +15,7 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from dynatree.common.errors import StartupError
 from dynatree.engine.model.files import checkpoint_of
 from dynatree.engine.model.gguf_header import GGUFHeader, read_header
-from dynatree.engine.settings import GGUF
+from dynatree.engine.settings import is_gguf
 
 _FAMILIES = frozenset({"gemma", "phi3", "qwen3", "smollm3"})  # the architectures of llama.cpp, and transformers' types
 # Keys of a file, without the name of its architecture, and the fields of a configuration.
@@ -43,7 +43,7 @@ def has_own_config(model: str) -> bool:
         StartupError: The file cannot be read.
     """
     path = Path(model)
-    return path.suffix == GGUF and path.is_file() and _family(read_header(path)) in _FAMILIES
+    return is_gguf(model) and _family(read_header(path)) in _FAMILIES
 
 
 def config_of(model: str) -> PretrainedConfig:
@@ -54,7 +54,7 @@ def config_of(model: str) -> PretrainedConfig:
         Exception: transformers and the hub client raise types of their own.
     """
     path = Path(model)
-    header = read_header(path) if path.suffix == GGUF and path.is_file() else None
+    header = read_header(path) if is_gguf(model) else None
     if header and _family(header) in _FAMILIES:
         config = _own_config(path.name, header)
     else:

@@ -158,7 +158,7 @@ def read_header(path: Path) -> GGUFHeader:
 
 def _header(cursor: _Cursor) -> GGUFHeader:
     if cursor.data[:4] != b"GGUF":
-        raise _MalformedError("it does not begin with the letters GGUF")
+        raise _MalformedError("it does not begin with the letters GGUF; expected such a file or a checkpoint's folder")
     cursor.skip(4)
     version = cursor.number("I")
     if version not in (2, 3):

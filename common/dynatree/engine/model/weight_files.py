@@ -38,8 +38,8 @@ class QuantizedFiles(WeightFiles, Protocol):
     """Files that hold weights of 8 and 4 bits."""
 
     @property
-    def formats(self) -> tuple[str, ...]:
-        """Names of the formats of the quantised weights, sorted."""
+    def formats(self) -> str:
+        """Names of the formats of the weights that stay quantised, see `format_names`."""
         ...
 
     def bytes_of(self, module: nn.Module, prefix: str = "") -> int:

@@ -18,6 +18,7 @@ from dynatree.engine.device import chosen_device
 from dynatree.engine.kv.budget import CPU_SHARE, GPU_SHARE, free_memory
 from dynatree.engine.kv.kv_cache import KVShape
 from dynatree.engine.model.checkpoint import Checkpoint
+from dynatree.engine.model.files import size_text
 from dynatree.engine.model.generation_defaults import adopt_generation_config
 from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.weight_files import QuantizedFiles, Unfilled, WeightFiles
@@ -175,6 +176,7 @@ def offloaded_model(
         return None  # only transformers reads these weights
     model = skeleton(config, dtype_of(settings, config)) if quantised is None else quantised.model
     size = weight_bytes(settings, name, model, quantised.files if quantised else None)
+    log.info("%s: its weights take %s of memory", name, size_text(size(model, "")))
     placed = placement(settings, config, model, size, beside)
     if placed is None:
         return None

@@ -12,7 +12,7 @@ from dynatree.engine.model.files import checkpoint_of
 from dynatree.engine.model.gguf_config import config_of, has_own_config
 from dynatree.engine.quantized.layers import quantize
 from dynatree.engine.quantized.loading import quantized_model, unpacked_here
-from dynatree.engine.settings import GGUF, WEIGHTS, ModelSettings
+from dynatree.engine.settings import WEIGHTS, ModelSettings, is_gguf
 
 
 @torch.inference_mode()
@@ -30,7 +30,7 @@ def dequantized_model(settings: ModelSettings, dtype: str, device: torch.device)
         StartupError: The model cannot be served.
     """
     where = checkpoint_of(settings.model)
-    is_file = settings.model.endswith(GGUF)
+    is_file = is_gguf(settings.model)
     if is_file and not has_own_config(settings.model):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     elif settings.weights != "auto":

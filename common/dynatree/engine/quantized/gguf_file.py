@@ -26,7 +26,7 @@ from dynatree.engine.model.checkpoint import samples_of
 from dynatree.engine.model.gguf_header import BLOCKS, GGUFTensor, read_header
 from dynatree.engine.quantized.layers import layer_of
 from dynatree.engine.weights.gguf_blocks import repacked
-from dynatree.engine.weights.quantized_weight import QuantizedWeight
+from dynatree.engine.weights.quantized_weight import QuantizedWeight, format_names
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OUTPUT, _TABLE = "output.weight", "token_embd.weight"
@@ -88,9 +88,10 @@ class GGUFFile:
             raise self._refusal(f"it lacks the tensor of {missing[0]}")
 
     @property
-    def formats(self) -> tuple[str, ...]:
-        """See `QuantizedFiles.formats`."""
-        return tuple(sorted({each.tensor.kind for each in self._placed if each.tensor.kind not in _FLOATS}))
+    def formats(self) -> str:
+        """See `QuantizedFiles.formats`; a table that the output layer does not read is dequantised."""
+        kept = (each.tensor for each in self._placed if each.kept or (self._tied and each.tensor.name == _TABLE))
+        return format_names(each.kind for each in kept if each.kind not in _FLOATS)
 
     def identity(self) -> str:
         """Return a hash of the dtype, of the file's name, size and time, and of samples of every tensor."""

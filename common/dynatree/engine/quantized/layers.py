@@ -11,7 +11,14 @@ from transformers.pytorch_utils import Conv1D
 from dynatree.common.errors import StartupError
 from dynatree.engine.cpu.packing import weight_of
 from dynatree.engine.cpu.quantized_linear import QuantizedLinear
-from dynatree.engine.weights.quantized_weight import GROUPS, MOST_INPUTS, QuantizedWeight, group_of, rounded
+from dynatree.engine.weights.quantized_weight import (
+    GROUPS,
+    MOST_INPUTS,
+    QuantizedWeight,
+    format_names,
+    group_of,
+    rounded,
+)
 
 _OUTPUT_BITS = 8  # at least, in the output layer
 _SCALE_BITS = 16
@@ -70,6 +77,11 @@ def check_groups(model: nn.Module, bits: int) -> None:
     """
     for _ in _rounded(model, bits, None):
         pass
+
+
+def formats_of(model: nn.Module, bits: int, output: nn.Module | None) -> str:
+    """Return the names of the formats of a model's weights after `quantize`; see `format_names`."""
+    return format_names(f"int{own}" for _, _, own, _ in _rounded(model, bits, output))
 
 
 def bytes_of(module: nn.Module, bits: int | None = None, output: nn.Module | None = None) -> int:

@@ -19,7 +19,7 @@ from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.weight_files import Unfilled
 from dynatree.engine.quantized.gguf_file import GGUFFile
 from dynatree.engine.quantized.packed_files import PackedFiles
-from dynatree.engine.settings import GGUF, ModelSettings
+from dynatree.engine.settings import ModelSettings, is_gguf
 from dynatree.engine.weights.packed_weights import METHODS
 
 _DTYPE = torch.bfloat16  # of activations, where neither the file nor the user names one
@@ -53,20 +53,20 @@ def quantized_model(
     Raises:
         StartupError: The files cannot be served, or options exclude them.
     """
-    path = Path(settings.model)
+    path, is_file = Path(settings.model), is_gguf(settings.model)
     check_rounding(settings.model, settings.weights)
-    if path.suffix != GGUF and method_of(config) is None:
+    if not is_file and method_of(config) is None:
         return None
-    ours = path.suffix == GGUF or unpacked_here(config, device)
+    ours = is_file or unpacked_here(config, device)
     if not ours and settings.resident_layers not in (None, ALL_LAYERS):
         raise StartupError(f"model {name} has quantised weights, which do not go together with --resident-layers")
     if not ours:
         return None
-    dtype = _DTYPE if path.suffix == GGUF or not isinstance(config.dtype, torch.dtype) else config.dtype
+    dtype = _DTYPE if is_file or not isinstance(config.dtype, torch.dtype) else config.dtype
     if settings.dtype != "auto":
         dtype = getattr(torch, settings.dtype)
     native = is_native(device, dtype) and not dequantises
-    if path.suffix == GGUF:
+    if is_file:
         model = skeleton(config, dtype)
         return Unfilled(model, GGUFFile(path, model, native))
     if not path.is_dir():

@@ -15,6 +15,7 @@ from dynatree.common.errors import StartupError
 from dynatree.engine.model.checkpoint import Checkpoint
 from dynatree.engine.quantized.layers import layer_of
 from dynatree.engine.weights.packed_weights import format_of
+from dynatree.engine.weights.quantized_weight import format_name
 
 
 class PackedFiles:
@@ -58,9 +59,9 @@ class PackedFiles:
             raise self._refusal(f"its checkpoint lacks {missing[0]}")
 
     @property
-    def formats(self) -> tuple[str, ...]:
+    def formats(self) -> str:
         """See `QuantizedFiles.formats`."""
-        return (f"{self._format.name} of {self._format.bits} bits",)
+        return format_name(self._format.name, self._format.bits)
 
     def identity(self) -> str:
         """See `WeightFiles.identity`."""

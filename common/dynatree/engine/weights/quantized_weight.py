@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,16 @@ def _stepped(numbers: Tensor, steps: Tensor | None) -> Tensor:
         return numbers.float()
     grouped = numbers.view(*steps.shape, -1).float() * steps.float()[..., None]
     return grouped.view(numbers.shape)
+
+
+def format_name(kind: str, bits: int) -> str:
+    """Name a format for people: "Q4_K", or "gptq of 4 bits" where the kind does not tell the bits."""
+    return kind if any(map(str.isdigit, kind)) else f"{kind} of {bits} bits"
+
+
+def format_names(names: Iterable[str]) -> str:
+    """Join the names of the formats of a model's weights, such as "Q4_K and Q6_K"; "" if there are none."""
+    return " and ".join(sorted(set(names)))
 
 
 def group_of(inputs: int, most: int) -> int | None:

@@ -194,8 +194,8 @@ class Replica:
 
     def _set_serving(self, serving: bool) -> None:
         if serving != self._serving and self._known:
-            level, what = (logging.INFO, "serves again") if serving else (logging.WARNING, "does not serve")
-            log.log(level, "the verify service at %s %s", self.address, what)
+            level = logging.INFO if serving or self._draining else logging.WARNING
+            log.log(level, "the verify service at %s %s", self.address, "serves again" if serving else "does not serve")
         self._serving = serving
         self._known = self._known or serving
         self._changed()
