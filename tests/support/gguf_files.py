@@ -1,6 +1,7 @@
 """GGUF files and blocks for tests."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,8 @@ def written_gguf(
     writer = gguf.GGUFWriter(str(path), family)
     _add_sizes(writer, config)
     _add_tokenizer(writer, tokenizer, vocabulary)
+    if config.rope_parameters["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", _rope_factors(config).numpy())
     add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
     for key, value in (values or {}).items():
         add[type(value)](key, value)
@@ -131,6 +134,23 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if config.model_type == "phi3":
         writer.add_sliding_window(config.sliding_window or 0)
+
+
+def _rope_factors(config: Any) -> Tensor:
+    """Return the factors that llama.cpp's converter computes for `llama3` scaling, one for each pair of dimensions."""
+    rope = config.rope_parameters
+    low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    factors = []
+    for frequency in 1.0 / rope["rope_theta"] ** (torch.arange(0, config.head_dim, 2) / config.head_dim):
+        wavelength = 2 * math.pi / frequency
+        smooth = (original / wavelength - low) / (high - low)
+        if wavelength < original / high:
+            factors.append(1.0)
+        elif wavelength > original / low:
+            factors.append(rope["factor"])
+        else:
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return torch.tensor(factors, dtype=torch.float32)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], vocabulary: list[tuple[str, int]]) -> None:

@@ -17,6 +17,7 @@ from dynatree.bench.decoding import Arrival, Baselines, Output, Prompt
 from dynatree.bench.methods import ASSISTED, PROMPT_LOOKUP, Method
 from dynatree.client import ModelInfo
 from dynatree.engine.model.files import checkpoint_of
+from dynatree.engine.model.gguf_config import config_of
 from dynatree.engine.model.tokenizer import first_line
 
 _LOOKUP_TOKENS = 10
@@ -67,7 +68,8 @@ def _load(local: LocalModel) -> Any:
     loader: Any = AutoModelForCausalLM  # its annotations do not admit what from_pretrained returns
     try:
         dtype = getattr(torch, local.info.dtype)
-        model = loader.from_pretrained(**checkpoint_of(local.path), dtype=dtype).to(local.info.device).eval()
+        where, config = checkpoint_of(local.path), config_of(local.path)
+        model = loader.from_pretrained(**where, config=config, dtype=dtype).to(local.info.device).eval()
     except Exception as error:  # transformers, the hub client, safetensors and torch each raise their own types here
         raise SystemExit(f"model {local.info.name} could not be loaded for a baseline: {first_line(error)}") from None
     model.generation_config.eos_token_id = None

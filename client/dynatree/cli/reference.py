@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from dynatree.engine.model.files import checkpoint_of
+from dynatree.engine.model.tokenizer import load_tokenizer
 from dynatree.engine.quantized.dequantized import dequantized_model
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.support.small_model import spans
@@ -55,7 +55,7 @@ class Reference:
         dequantised = dequantized_model(settings, dtype, torch.device(device))
         self.dequantised = dequantised is not None
         self._model: Any = dequantised or loader.from_pretrained(settings.model, dtype=getattr(torch, dtype)).to(device)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(**checkpoint_of(settings.model))
+        self._tokenizer: Any = load_tokenizer(settings.model)
         self.context: int = self._model.config.get_text_config().max_position_embeddings
         self.spans = [span for span in spans(self._model.config) if span < self.context]
 

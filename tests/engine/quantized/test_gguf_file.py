@@ -16,6 +16,7 @@ from dynatree.engine.loading import load_engine
 from dynatree.engine.model.gguf_config import config_of
 from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.tokenizer import load_tokenizer
+from dynatree.engine.quantized.dequantized import dequantized_model
 from dynatree.engine.quantized.gguf_file import GGUFFile
 from dynatree.engine.served import served
 from dynatree.engine.settings import ModelSettings
@@ -79,6 +80,48 @@ def test_quantised_logits_are_close_to_those_of_the_weights_in_float32(tmp_path,
     error = (ours - theirs).square().mean().sqrt() / theirs.std()
     assert error < 0.03, "rows are rounded to 8 bits, by half a percent of their largest number"
     assert (ours.argmax(1) == theirs.argmax(1)).float().mean() > 0.9
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+
+
+def test_rotary_factors_give_the_scaling_of_llama3(tmp_path):
+    """By the kernels, and by transformers, whose own reading of the file passes over the factors."""
+    path = tmp_path / "model.gguf"
+    written = written_gguf(path, ("F32",), seed=1, rope_parameters=LLAMA3)
+    settings = ModelSettings(str(path), dtype="float32", sessions=1)
+    engine, reference = load_engine(settings), dequantized_model(settings, "float32", torch.device("cpu"))
+    expected = written.model.rotary_emb.inv_freq
+    for model in (engine.model, reference):
+        torch.testing.assert_close(model.model.rotary_emb.inv_freq, expected, rtol=1e-6, atol=0)
+    tokens = list(range(100, 160))
+    kv = engine.kv_cache.reserve(len(tokens))
+    with torch.inference_mode():
+        (ours,) = engine.forward([Segment(kv, 0, tokens, range(len(tokens)))])
+        theirs = written(torch.tensor([tokens])).logits[0]
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name)(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert (plain - theirs).abs().max() > 0.01, "or the test tests nothing"
+
+
+@pytest.mark.parametrize(
+    ("family", "factor", "reason"),
+    [
+        ("llama", 0.0, r"rope_freqs\.weight has a factor that is not positive"),
+        ("llama", np.nan, r"rope_freqs\.weight has a factor that is not positive"),
+        ("qwen3", 1.0, r"no place for its tensor rope_freqs\.weight"),
+    ],
+)
+def test_rotary_factors_that_are_not_computed_are_refused(tmp_path, family, factor, reason):
+    path = tmp_path / "model.gguf"
+    written_gguf(path, ("Q8_0",), seed=1, family=family, rope_parameters=LLAMA3)
+    place = next(int(each.data_offset) for each in gguf.GGUFReader(path).tensors if each.name == "rope_freqs.weight")
+    raw = bytearray(path.read_bytes())
+    raw[place + 4 : place + 8] = np.float32(factor).tobytes()
+    path.write_bytes(raw)
+    with pytest.raises(StartupError, match=reason):
+        load_engine(ModelSettings(str(path), sessions=1))
 
 
 @pytest.mark.parametrize("name", ["model.GGUF", "model"])

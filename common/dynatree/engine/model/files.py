@@ -76,6 +76,15 @@ def check_rounding(model: str, weights: str) -> None:
         raise StartupError(f"model {folder.name} has {kinds} weights, which cannot be rounded again to {weights}")
 
 
+def architecture_of(model: str) -> str | None:
+    """Return llama.cpp's name of a GGUF file's architecture, or None for a folder or a hub name.
+
+    Raises:
+        StartupError: The file cannot be read.
+    """
+    return read_header(Path(model)).values["general.architecture"] if is_gguf(model) else None
+
+
 def checkpoint_of(model: str) -> dict[str, str]:
     """Return the arguments by which transformers finds a model: a folder or a hub name, or a GGUF file in a folder."""
     path = Path(model)

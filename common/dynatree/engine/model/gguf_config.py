@@ -13,8 +13,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from dynatree.common.errors import StartupError
-from dynatree.engine.model.files import checkpoint_of
+from dynatree.engine.model.files import architecture_of, checkpoint_of
 from dynatree.engine.model.gguf_header import GGUFHeader, read_header
+from dynatree.engine.model.rope_factors import add_factors
 from dynatree.engine.settings import is_gguf
 
 _FAMILIES = frozenset({"gemma", "phi3", "qwen3", "smollm3"})  # the architectures of llama.cpp, and transformers' types
@@ -42,8 +43,7 @@ def has_own_config(model: str) -> bool:
     Raises:
         StartupError: The file cannot be read.
     """
-    path = Path(model)
-    return is_gguf(model) and _family(read_header(path)) in _FAMILIES
+    return architecture_of(model) in _FAMILIES
 
 
 def config_of(model: str) -> PretrainedConfig:
@@ -61,6 +61,7 @@ def config_of(model: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(**checkpoint_of(model), trust_remote_code=False)
     if header:
         _check_keys(path.name, header, config)
+        add_factors(path, header, config)
     return config
 
 

@@ -12,9 +12,11 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dynatree.common.errors import StartupError
-from dynatree.engine.model.files import check_path, checkpoint_of
-from dynatree.engine.model.gguf_config import has_own_config
+from dynatree.engine.model.files import architecture_of, check_path, checkpoint_of
 
+# Architectures of GGUF files for which AutoTokenizer has no other class. It would read the file once more, for seconds, or
+# not know it.
+_GENERAL = frozenset({"gemma", "llama", "phi3", "qwen3", "smollm3"})
 # Texts whose ids distinguish tokenizers. They are part of the fingerprint, so a change here changes every fingerprint.
 PROBES = (
     "",
@@ -57,7 +59,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         StartupError: The tokenizer is missing or cannot be read.
     """
     check_path(model)
-    loader: Any = PreTrainedTokenizerFast if has_own_config(model) else AutoTokenizer
+    loader: Any = PreTrainedTokenizerFast if architecture_of(model) in _GENERAL else AutoTokenizer
     try:
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(**checkpoint_of(model), trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and its backends' own types here

@@ -32,7 +32,8 @@ def dequantized_model(settings: ModelSettings, dtype: str, device: torch.device)
     where = checkpoint_of(settings.model)
     is_file = is_gguf(settings.model)
     if is_file and not has_own_config(settings.model):
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        config = config_of(settings.model)  # with what transformers does not read
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=torch.float32)
     elif settings.weights != "auto":
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
         output = model.get_output_embeddings()  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ from dynatree.common.errors import StartupError
 from dynatree.engine.forward.not_finite import check_weights
 from dynatree.engine.model.checkpoint import samples_of
 from dynatree.engine.model.gguf_header import BLOCKS, GGUFTensor, read_header
+from dynatree.engine.model.rope_factors import FACTORS, has_factors
 from dynatree.engine.quantized.layers import layer_of
 from dynatree.engine.weights.gguf_blocks import repacked
 from dynatree.engine.weights.quantized_weight import QuantizedWeight, format_names
@@ -48,6 +50,24 @@ class _Placed:
     tensor: GGUFTensor
     name: str
     kept: bool
+
+
+class _Outline:
+    """The names of a model's weights, without its inner modules.
+
+    For each module within a model, transformers would make the whole table of names again, which takes seconds.
+    """
+
+    def __init__(self, module: PreTrainedModel, children: Mapping[str, _Outline]) -> None:
+        self.config = module.config
+        self._names = dict.fromkeys(module.state_dict())
+        self._children = children
+
+    def state_dict(self) -> Mapping[str, None]:
+        return self._names
+
+    def named_children(self) -> Iterable[tuple[str, _Outline]]:
+        return self._children.items()
 
 
 class GGUFFile:
@@ -79,9 +99,12 @@ class GGUFFile:
         architecture = header.values["general.architecture"]
         processor = TENSOR_PROCESSORS.get(_STORED_AS.get(architecture, architecture), TensorProcessor)
         self._processor: Any = processor(config=model.config.to_dict())  # type: ignore[no-untyped-call]
-        self._names: dict[str, str] = get_gguf_hf_weights_map(model, self._processor)  # by names of the file
-        tensors = (each for each in header.tensors if not (self._tied and each.name == _OUTPUT))
-        self._placed = [self._place(each, model) for each in tensors]
+        outer = _Outline(model, {model.base_model_prefix: _Outline(model.base_model, {})})
+        self._names: dict[str, str] = get_gguf_hf_weights_map(outer, self._processor)  # by names of the file
+        elsewhere = {_OUTPUT} if self._tied else set()
+        if has_factors(model.config):
+            elsewhere.add(FACTORS)
+        self._placed = [self._place(each, model) for each in header.tensors if each.name not in elsewhere]
         there = {each.name for each in self._placed}
         missing = [name for name, _ in model.named_parameters() if name not in there]
         if missing:
