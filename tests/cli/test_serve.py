@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from dynatree import embedded
 from dynatree.client import Client
 from tests.campaigns.interrupted_starts import COMMANDS, interrupted, verify_service
 
@@ -98,6 +99,7 @@ def test_one_command_serves_and_leaves_nothing(tmp_path: Path, number: signal.Si
         assert serve.process.wait(30) in (0, 130, 128 + number), serve.log
         assert serve.members() == []
         assert "Traceback" not in serve.log
+        assert re.findall("WARNING .* does not serve", serve.log) == []
         left = {path.name for path in tmp_path.iterdir()} - {"serve.log", "grpc.sock"}
         assert not {name for name in left if name.startswith("dynatree-")}
 
@@ -113,16 +115,23 @@ def test_an_interrupt_at_any_moment_of_a_start_ends_it_in_order(name: str) -> No
 
 
 def test_a_target_alone(tmp_path: Path) -> None:
-    """Without a draft model, text is drafted from n-grams, in a process that has no torch."""
-    grpc_address = f"unix:{tmp_path}/grpc.sock"
-    with serving(tmp_path, "--http", "127.0.0.1:0", "--grpc", grpc_address, draft=False) as serve:
+    """Without a draft model, text is drafted from n-grams, in a process that has no torch.
+
+    The example command is a chat, because this target has a chat template.
+    """
+    target, grpc_address = tmp_path / "chatty", f"unix:{tmp_path}/grpc.sock"
+    shutil.copytree(embedded.target_path(), target)
+    (target / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    options = ("--target-model", str(target), "--http", "127.0.0.1:0", "--grpc", grpc_address)
+    with serving(tmp_path, *options, draft=False) as serve:
         command = shlex.split(serve.wait_for(r"Try\s+(curl .*)"))
         assert " INFO dynatree.cli.draft: no draft model: drafting from n-grams alone\n" in serve.log
         answered = subprocess.run([*command, "-sS"], capture_output=True, timeout=60, check=True)
         with Client(grpc_address) as client:
+            chat = client.generate([{"role": "user", "content": "What is a token tree?"}], max_new_tokens=32)
             plain = client.generate("Once upon a time", max_new_tokens=32, policy="autoregressive")
             again = client.generate("Once upon a time", max_new_tokens=200)
-        assert json.loads(answered.stdout)["choices"][0]["text"] == plain.text
+        assert json.loads(answered.stdout)["choices"][0]["message"]["content"] == chat.text
         assert again.text.startswith(plain.text)
         assert again.stats.draft_n_accepted > 0
         url = serve.wait_for(r"serving HTTP on (\S+)")
