@@ -192,8 +192,11 @@ def _mean(same: DataFrame, name: str) -> str:
 
 
 def _parting(same: DataFrame) -> str:
-    checked = same["equal"].dropna()
-    return f"{int((~checked.astype(bool)).sum())} of {len(checked)}" if len(checked) else NONE
+    for name, words in (("own_equal", " from its own"), ("equal", "")):
+        checked = same[name].dropna()
+        if len(checked):
+            return f"{int((~checked.astype(bool)).sum())} of {len(checked)}{words}"
+    return NONE
 
 
 def sampling() -> str:

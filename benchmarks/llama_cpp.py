@@ -1,26 +1,29 @@
 """llama.cpp's server on the same checkpoints: a baseline of `dynatree bench compare --baseline-server`.
 
-    python benchmarks/llama_cpp.py --target-model T --draft-model D [--type Q4_K_M] [--work FOLDER]
+    python benchmarks/llama_cpp.py --target-model T --draft-model D [--type Q8_0] [--type Q4_K_M] [--work FOLDER] \\
+      [-- dynatree bench compare --target-model T --draft-model D --prompts P --out runs/{type}.json]
 
 builds it, converts both checkpoints, starts servers and prints their options for `compare`; they run until Ctrl-C.
-`make bench` does the same by itself.
+With several types, the servers of one run after those of another, because they share the memory. A command runs beside
+the servers of each type, with their options behind it and the type for {type}. `make bench` does the same by itself.
 
 llama.cpp comes in the sources of PyPI's `llama-cpp-python`. They are downloaded and built once, for this machine; that
 takes cmake, ninja, a C++ compiler and a quarter of an hour on two cores. The checkpoints are converted to GGUF with
-llama.cpp's own converter, in their own 16 bits; with --type the target's file is then quantised by `llama-quantize`.
+llama.cpp's own converter, in their own 16 bits; the target's file is then quantised by `llama-quantize`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -29,9 +32,12 @@ import requests
 VERSION = "0.3.36"  # of llama-cpp-python
 TOOLS = ("cmake", "ninja", "c++")
 DRAFTED = (3, 5, 8)  # tokens that llama.cpp drafts at a time
+UNQUANTISED = "16-bit"  # a type: the checkpoint's own
 FIRST_PORT = 18080
 START_SECONDS = 600.0
 
+# GCC 12.2 drops the stores to the tile configuration that `_tile_loadconfig` reads, and AMX then traps.
+TILES, STORED = "_tile_loadconfig(&tc);", '__asm__ volatile("" : : "r"(&tc) : "memory");'
 # Their converter knows tokenizers by a hash; the grown pair's is GPT-2's kind. It also reads rotary_pct, which
 # transformers 5 has renamed.
 CONVERT = """
@@ -61,6 +67,10 @@ def build(work: Path) -> tuple[Path, Path]:
             archive.extractall(work, filter="data")
     server = work / "build" / "bin" / "llama-server"
     if not server.exists():
+        kernels = source / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp"
+        text = kernels.read_text()
+        if STORED not in text:
+            kernels.write_text(text.replace(TILES, f"{STORED} {TILES}"))
         missing = [tool for tool in TOOLS if shutil.which(tool) is None]
         if missing:
             raise SystemExit(f"building llama.cpp needs {', '.join(missing)}")
@@ -101,7 +111,7 @@ def run(command: Sequence[str]) -> None:
 
 @contextmanager
 def llama_servers(
-    work: Path, target: str, draft: str, drafted: Sequence[int], kind: str | None = None
+    work: Path, target: str, draft: str, drafted: Sequence[int], kind: str = UNQUANTISED
 ) -> Iterator[dict[str, str]]:
     """Start servers and yield their URLs by name: one that decodes plainly, and one for each number of drafted tokens.
 
@@ -110,17 +120,17 @@ def llama_servers(
         target: Folder of the target's checkpoint.
         draft: Folder of the draft's checkpoint.
         drafted: Numbers of tokens.
-        kind: Type that the target's weights are quantised to; None for their own 16 bits.
+        kind: Type that the target's weights are quantised to, or `UNQUANTISED`.
     """
     work.mkdir(parents=True, exist_ok=True)
     binary, source = build(work)
     models = [convert(source, work, model) for model in (target, draft)]
-    if kind is not None:
+    if kind != UNQUANTISED:
         models[0] = quantized(binary, models[0], kind)
     threads = str(os.cpu_count())
     command = [str(binary), "-m", str(models[0]), "-c", "2048", "-np", "1", "-t", threads, "--no-ui"]
     drafting = ["-md", str(models[1]), "--spec-type", "draft-simple", "-td", threads, "--spec-draft-n-max"]
-    name = "llama.cpp" if kind is None else f"llama.cpp {kind}"
+    name = "llama.cpp" if kind == UNQUANTISED else f"llama.cpp {kind}"
     methods = {name: command}
     methods |= {f"{name}, drafting {count}": [*command, *drafting, str(count)] for count in drafted}
     with ExitStack() as stack:
@@ -157,13 +167,22 @@ def serves(url: str) -> bool:
         return False
 
 
-def main() -> None:
-    """Start the servers, and say where they are."""
+def options_of(servers: Mapping[str, str]) -> list[str]:
+    """The options of `dynatree bench compare` for servers, by their names."""
+    return [option for name, url in servers.items() for option in ("--baseline-server", f"{name}={url}")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Start the servers of each type in turn, and run the command beside them or say where they are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target-model", required=True, metavar="FOLDER")
     parser.add_argument("--draft-model", required=True, metavar="FOLDER")
     parser.add_argument(
-        "--type", metavar="Q8_0|Q4_0|Q4_K_M", help="type of the target's weights (default: their own 16 bits)"
+        "--type",
+        dest="types",
+        action="append",
+        metavar=f"{UNQUANTISED}|Q8_0|Q4_0|Q4_K_M",
+        help=f"type of the target's weights, repeatable (default: {UNQUANTISED}, their own)",
     )
     parser.add_argument(
         "--drafted",
@@ -176,12 +195,16 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, default=Path("build/llama.cpp"), help="folder of the build (default: build/llama.cpp)"
     )
-    options = parser.parse_args()
+    parser.add_argument("command", nargs="*", metavar="COMMAND", help="command to run beside the servers of each type")
+    options = parser.parse_args(arguments)
     models = options.target_model, options.draft_model
-    with llama_servers(options.work, *models, options.drafted, options.type) as servers:
-        for name, url in servers.items():
-            print(f'--baseline-server "{name}={url}"', flush=True)
-        signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    for kind in options.types or [UNQUANTISED]:
+        with llama_servers(options.work, *models, options.drafted, kind) as servers:
+            print(shlex.join(options_of(servers)), flush=True)
+            if options.command:
+                run([*(word.replace("{type}", kind) for word in options.command), *options_of(servers)])
+            elif signal.sigwait({signal.SIGINT, signal.SIGTERM}) == signal.SIGTERM:
+                break
 
 
 if __name__ == "__main__":

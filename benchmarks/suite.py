@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_cpp import DRAFTED, TOOLS, llama_servers
+from llama_cpp import DRAFTED, TOOLS, UNQUANTISED, llama_servers, options_of
 
 from dynatree.bench.environment import environment
 from dynatree.bench.figures import by_temperature, cells, frame
@@ -31,6 +31,8 @@ from dynatree.bench.record import load
 
 ROOT = Path(__file__).parent.parent
 CODE = ("common", "draft_service", "verify_service", "protos", "client/dynatree/client")  # what is measured
+BESIDE = ("book", "wikitext-2")  # texts on which llama.cpp runs
+QUANTISED = {"Q8_0": "int8", "Q4_K_M": "int4", "Q4_0": "int4"}  # our weights beside llama.cpp's types
 LARGE = ("wikitext-2", "book", "c4", "openwebtext", "spec-bench")
 GREEDY = ("--temperature", "0")
 TRANSFORMERS = ("--baseline", "all")
@@ -66,14 +68,14 @@ class Measurement:
         minutes: What it takes on two cores of an AMD EPYC (Zen 4), 2.8B shape.
         text: Which text it needs, if any.
         command: The arguments after `dynatree bench`.
-        servers: Whether llama.cpp's are started for it.
+        servers: Type of the weights of llama.cpp's servers that are started for it; None starts none.
     """
 
     name: str
     minutes: float
     text: str | None
     command: Callable[[Suite], list[str]]
-    servers: bool = False
+    servers: str | None = None
 
 
 def compare(
@@ -147,8 +149,12 @@ MEASUREMENTS = (
     *(Measurement(name, 19, name, compare(name, "--policy", "dynatree", *TRANSFORMERS, tuned=True)) for name in LARGE),
     Measurement("random-draft", 4, "wikitext-2", random_draft),
     Measurement("sampling", 13, "book", compare("book", *SAMPLING)),
-    Measurement("llama-cpp-book", 6, "book", compare("book", count=3), servers=True),
-    Measurement("llama-cpp-wikitext-2", 6, "wikitext-2", compare("wikitext-2", count=3), servers=True),
+    *(Measurement(f"llama-cpp-{name}", 6, name, compare(name, count=3), UNQUANTISED) for name in BESIDE),
+    *(
+        Measurement(f"llama-cpp-{name}-{kind}", 5, name, compare(name, "--weights", weights, count=3), kind)
+        for kind, weights in QUANTISED.items()
+        for name in BESIDE
+    ),
     Measurement("t1500-wikitext-2", 12, "wikitext-2", compare("wikitext-2", count=2, new=1500)),
     Measurement("t1500-book", 12, "book", compare("book", count=2, new=1500)),
     Measurement("many-clients", 9, "book", many_clients),
@@ -272,7 +278,7 @@ def can_run(suite: Suite, measurement: Measurement) -> bool:
     if measurement.text is not None and suite.text(measurement.text) is None:
         print(f"left out: {measurement.name}, for want of {suite.texts / measurement.text}.*")
         return False
-    tools = [tool for tool in TOOLS if shutil.which(tool) is None] if measurement.servers else []
+    tools = [tool for tool in TOOLS if shutil.which(tool) is None] if measurement.servers is not None else []
     if tools:
         print(f"left out: {measurement.name}, for want of {', '.join(tools)}, which build llama.cpp")
     return not tools
@@ -315,11 +321,12 @@ def run(suite: Suite, measurement: Measurement) -> None:
 @contextmanager
 def baselines(suite: Suite, measurement: Measurement) -> Iterator[Sequence[str]]:
     """The options that name llama.cpp's servers, which run meanwhile."""
-    if not measurement.servers:
+    if measurement.servers is None:
         yield []
         return
-    with llama_servers(ROOT / "build" / "llama.cpp", suite.target, suite.draft, DRAFTED) as servers:
-        yield [option for name, url in servers.items() for option in ("--baseline-server", f"{name}={url}")]
+    work = ROOT / "build" / "llama.cpp"
+    with llama_servers(work, suite.target, suite.draft, DRAFTED, measurement.servers) as servers:
+        yield options_of(servers)
 
 
 if __name__ == "__main__":

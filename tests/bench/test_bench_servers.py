@@ -15,6 +15,7 @@ from dynatree.bench.methods import parse_server
 from dynatree.bench.record import load
 from dynatree.bench.server_baseline import connect
 from dynatree.cli.main import main
+from tests.support.benchmark_modules import module
 
 Answer = Callable[[str, dict[str, Any] | None], tuple[int, list[Any]]]
 
@@ -129,6 +130,40 @@ def test_a_name_may_have_anything_but_an_equals_sign() -> None:
     assert (method.label, method.policy, url) == ("llama.cpp, drafting 5", None, "http://127.0.0.1:8080/?a=b")
 
 
+def parting(path: str, body: dict[str, Any] | None) -> tuple[int, list[Any]]:
+    """Answer as `llama_cpp`, with another token in the sixth place."""
+    status, events = llama_cpp(path, body)
+    if len(events) > 3:
+        events[2]["tokens"][1] += 1
+    return status, events
+
+
+def test_a_server_that_drafts_is_compared_with_its_own_plain_decoding(
+    embedded_services: EmbeddedServices, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = tmp_path / "story.txt", tmp_path / "out.json"
+    text.write_text("It was a dark and stormy night, and the captain had not come back to the house by the sea.\n" * 8)
+    command = ["bench", "compare", "--server", embedded_services.draft_address, "--prompts", str(text)]
+    command += ["--count", "2", "--prompt-tokens", "12", "--max-new-tokens", "8", "--warmup", "0", "--temperature", "0"]
+    command += ["--policy", "linear", "--out", str(out)]
+    with serving(llama_cpp) as plain, serving(parting) as other:
+        for name, url in (("x", plain), ("x, drafting 3", other), ("x, drafting 5", plain), ("y, drafting 3", plain)):
+            command += ["--baseline-server", f"{name}={url}"]
+        assert main(command) == 0
+    found = {run["label"]: (run.get("own_equal"), run.get("own_agrees")) for run in load(out)["runs"]}
+    assert found == {
+        "autoregressive": (None, None),
+        "linear": (None, None),
+        "x": (None, None),
+        "x, drafting 3": (False, 5),
+        "x, drafting 5": (True, 8),
+        "y, drafting 3": (None, None),
+    }
+    said = capsys.readouterr().out
+    assert "own: 2 of 2 part" in said
+    assert "own: yes" in said
+
+
 def test_compare_beside_servers(
     embedded_services: EmbeddedServices, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,3 +196,28 @@ def test_compare_beside_servers(
     }
     assert all(run["tokens"] == 8 for run in runs)
     assert "equal to plain decoding: all of 4 outputs" in capsys.readouterr().out
+
+
+def test_llama_cpp_serves_one_type_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command runs beside the servers of each type, and names them."""
+    llama_cpp_script = module("llama_cpp")
+    order: list[str] = []
+
+    @contextmanager
+    def servers(work: Path, target: str, draft: str, drafted: list[int], kind: str) -> Iterator[dict[str, str]]:
+        order.append(f"{kind} starts")
+        yield {f"llama.cpp {kind}": "http://here"}
+        order.append(f"{kind} ends")
+
+    monkeypatch.setattr(llama_cpp_script, "llama_servers", servers)
+    monkeypatch.setattr(llama_cpp_script, "run", lambda command: order.append(" ".join(command)))
+    models = ["--target-model", "t", "--draft-model", "d"]
+    llama_cpp_script.main([*models, "--type", "Q8_0", "--type", "Q4_0", "--", "bench", "--out", "{type}.json"])
+    assert order == [
+        "Q8_0 starts",
+        "bench --out Q8_0.json --baseline-server llama.cpp Q8_0=http://here",
+        "Q8_0 ends",
+        "Q4_0 starts",
+        "bench --out Q4_0.json --baseline-server llama.cpp Q4_0=http://here",
+        "Q4_0 ends",
+    ]

@@ -42,6 +42,7 @@ def beside_llama_cpp() -> Report:
             ("throughput", 1.0 / (1 + prompt)),
         )
     ]
+    runs[3]["own_equal"], runs[8]["own_equal"] = True, False  # drafting 5
     return new_report("compare", runs, dtype="bfloat16")
 
 
@@ -65,6 +66,15 @@ def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
 
 def rows(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+def test_a_drafting_server_parts_from_its_own_plain_decoding(figures: ModuleType) -> None:
+    _, _, *body = rows(figures.of("llama-cpp-book", "llama.cpp"))
+    assert {row[0]: row[-1] for row in body if "llama.cpp" in row[0]} == {
+        "llama.cpp": "0 of 2",
+        "llama.cpp, drafting 3": "0 of 2",
+        "llama.cpp, drafting 5": "1 of 2 from its own",
+    }
 
 
 def test_the_headline(figures: ModuleType) -> None:

@@ -99,7 +99,8 @@ def frame(report: Report) -> DataFrame:
 
 
 def _row(run: Run) -> dict[str, object]:
-    names = ("label", "policy", "settings", "temperature", "scheme", "prompt", "repetition", "equal", "agrees")
+    names = ["label", "policy", "settings", "temperature", "scheme", "prompt", "repetition"]
+    names += ["equal", "own_equal", "agrees"]
     memory = run.get("peak_memory") or {}
     return {
         **{name: run.get(name) for name in names},

@@ -25,6 +25,12 @@ class Method:
     settings: tuple[tuple[str, Setting], ...] = ()
     foreign: bool = False
 
+    @property
+    def own_plain(self) -> str | None:
+        """Label of the server that decodes plainly for a foreign one that drafts: `NAME` for `NAME, drafting 5`."""
+        name, comma, _ = self.label.partition(",")
+        return name if self.foreign and comma else None
+
 
 @dataclass(frozen=True)
 class Case:

@@ -35,6 +35,8 @@ Schema, version 2; one object:
                                      and seed; null if equality is not expected (scheme residual, another program's
                                      server) or policy autoregressive was not run
         agrees                       number of leading tokens that equal them; null if not known
+        own_equal, own_agrees        of a server named "NAME, ...", if one named NAME ran as well, its plain decoding:
+                                     the same as equal and agrees, with NAME's tokens
         margin                       of a greedy output that differs from plain decoding's, if transformers has loaded
                                      the target as well: the gap between its two highest logits where they part
         wall_seconds                 from the client's call to the last token
@@ -172,6 +174,8 @@ class Run(TypedDict):
     tokens: Some
     equal: bool | None
     agrees: Count | None
+    own_equal: NotRequired[bool]
+    own_agrees: NotRequired[Count]
     margin: NotRequired[Number]
     wall_seconds: Positive
     arrivals: list[tuple[Some, Positive]]

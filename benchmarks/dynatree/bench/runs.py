@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dynatree.bench.decoding import Decoders, Prompt
@@ -97,6 +97,7 @@ def measure(
     for number, prompt in enumerate(prompts):
         for repetition in range(settings.repetitions):
             plain: dict[float, tuple[int, ...]] = {}
+            of_servers: dict[Method, tuple[Run, tuple[int, ...] | None]] = {}
             seed = settings.seed_of(number, repetition)
             turn = (number * settings.repetitions + repetition) % max(1, len(others))
             for case in plain_cases + others[turn:] + others[:turn]:
@@ -138,7 +139,19 @@ def measure(
                     run["ranks"] = count_ranks(output.trace, RANKS)
                 if settings.trees and case.method != PLAIN:
                     run["trees"] = [_tree(each) for each in output.trace]
+                if case.method.foreign:
+                    of_servers[case.method] = run, output.token_ids
                 yield run
+            _compare_servers(of_servers)
+
+
+def _compare_servers(found: Mapping[Method, tuple[Run, tuple[int, ...] | None]]) -> None:
+    """Compare servers that draft with their own plain decoding of the same prompt; the runs are changed in place."""
+    token_ids = {method.label: ids for method, (_, ids) in found.items()}
+    for method, (run, ids) in found.items():
+        expected = token_ids.get(method.own_plain or "")
+        if ids is not None and expected is not None:
+            run["own_equal"], run["own_agrees"] = ids == expected, agreement(ids, expected)
 
 
 def _tree(trace: RoundTrace) -> Tree:

@@ -115,8 +115,11 @@ def _mean(runs: DataFrame, name: str, digits: int, factor: float = 1.0) -> str:
 
 
 def _equal(runs: DataFrame, report: Report) -> str:
-    """Say whether all outputs equal those of plain decoding."""
-    checked = runs["equal"].dropna()
+    """Say whether all outputs equal those of plain decoding; those of other programs' servers, of their own."""
+    checked, own = runs["equal"].dropna(), runs["own_equal"].dropna()
+    if len(own):
+        parting = int((~own.astype(bool)).sum())
+        return f"own: {parting} of {len(own)} part" if parting else "own: yes"
     wrong = int((~checked.astype(bool)).sum())
     if not wrong:
         return "yes" if len(checked) else NONE

@@ -108,8 +108,8 @@ def test_rotary_factors_give_the_scaling_of_llama3(tmp_path):
 @pytest.mark.parametrize(
     ("family", "factor", "reason"),
     [
-        ("llama", 0.0, r"rope_freqs\.weight has a factor that is not positive"),
-        ("llama", np.nan, r"rope_freqs\.weight has a factor that is not positive"),
+        ("llama", 0.0, r"rope_freqs\.weight has a number that is not positive"),
+        ("llama", np.nan, r"rope_freqs\.weight has a number that is not positive"),
         ("qwen3", 1.0, r"no place for its tensor rope_freqs\.weight"),
     ],
 )

@@ -43,7 +43,9 @@ def add_factors(path: Path, header: GGUFHeader, config: PretrainedConfig) -> Non
         raise StartupError(f"model {path.name} cannot be served: its tensor {FACTORS} is {found}")
     factors = np.fromfile(path, "<f4", pairs, offset=tensor.start)
     if not (np.isfinite(factors) & (factors > 0)).all():
-        raise StartupError(f"model {path.name} cannot be served: its tensor {FACTORS} has a factor that is not positive")
+        raise StartupError(
+            f"model {path.name} cannot be served: its tensor {FACTORS} has a number that is not positive"
+        )
     config.rope_parameters = {**config.rope_parameters, "rope_type": _TYPE, "factors": factors.tolist()}
 
 

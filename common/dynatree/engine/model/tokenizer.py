@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from dynatree.common.errors import StartupError
 from dynatree.engine.model.files import architecture_of, check_path, checkpoint_of
 
-# Architectures of GGUF files for which AutoTokenizer has no other class. It would read the file once more, for seconds, or
-# not know it.
+# Architectures of GGUF files for which AutoTokenizer has no other class. It would read the file once more, for seconds,
+# or refuse it.
 _GENERAL = frozenset({"gemma", "llama", "phi3", "qwen3", "smollm3"})
 # Texts whose ids distinguish tokenizers. They are part of the fingerprint, so a change here changes every fingerprint.
 PROBES = (

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from dynatree.common.errors import StartupError
@@ -58,13 +58,15 @@ class _Outline:
     For each module within a model, transformers would make the whole table of names again, which takes seconds.
     """
 
-    def __init__(self, module: PreTrainedModel, children: Mapping[str, _Outline]) -> None:
-        self.config = module.config
-        self._names = dict.fromkeys(module.state_dict())
+    def __init__(
+        self, config: PretrainedConfig, weights: Mapping[str, Tensor], children: Mapping[str, _Outline]
+    ) -> None:
+        self.config = config
+        self._weights = weights
         self._children = children
 
-    def state_dict(self) -> Mapping[str, None]:
-        return self._names
+    def state_dict(self) -> Mapping[str, Tensor]:
+        return self._weights
 
     def named_children(self) -> Iterable[tuple[str, _Outline]]:
         return self._children.items()
@@ -99,7 +101,8 @@ class GGUFFile:
         architecture = header.values["general.architecture"]
         processor = TENSOR_PROCESSORS.get(_STORED_AS.get(architecture, architecture), TensorProcessor)
         self._processor: Any = processor(config=model.config.to_dict())  # type: ignore[no-untyped-call]
-        outer = _Outline(model, {model.base_model_prefix: _Outline(model.base_model, {})})
+        inner = _Outline(model.config, model.base_model.state_dict(), {})
+        outer = _Outline(model.config, model.state_dict(), {model.base_model_prefix: inner})
         self._names: dict[str, str] = get_gguf_hf_weights_map(outer, self._processor)  # by names of the file
         elsewhere = {_OUTPUT} if self._tied else set()
         if has_factors(model.config):
