@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from dynatree.common.errors import DeviceFailedError
+from dynatree.common.logs import configure_logging
 from dynatree.engine.parallel.ranks import RankError
 from dynatree.serving.server import LAST_WORDS_SECONDS, Server
 from dynatree.serving.service_process import run_service
@@ -100,6 +101,7 @@ def test_a_call_that_a_stop_cancels_is_no_error_in_the_log(caplog):
             except BaseException:
                 logging.getLogger("grpc._cython.cygrpc").exception("not handled")
 
+    configure_logging("text")
     assert run_service(serve()) == 0
     assert "of another kind" in caplog.text
     assert "CancelledError" not in caplog.text
