@@ -27,6 +27,7 @@ from dynatree.common.errors import IdleSessionError, InvalidArgumentError, Servi
 from dynatree.common.logs import configure_logging
 from dynatree.draft.service import _principal
 from dynatree.serving import call_tracker, server
+from dynatree.serving.aio_server import aio_server
 from dynatree.serving.grpc_options import MAX_MESSAGE_BYTES, PRINCIPAL, server_options
 from dynatree.serving.openings import Openings
 from dynatree.serving.principals import joint
@@ -66,10 +67,15 @@ KINDS = tuple(HANDLERS)
 
 
 @asynccontextmanager
-async def serving(security: SecuritySettings = LOCAL, address: str = "localhost:0") -> AsyncIterator[str]:
+async def serving(
+    security: SecuritySettings = LOCAL,
+    address: str = "localhost:0",
+    most_calls: int | None = None,
+    handlers: dict[str, Any] = HANDLERS,
+) -> AsyncIterator[str]:
     """Run a server with such handlers; return its address."""
-    running = Server(["dynatree.v1.Example"], security=security)
-    running.grpc_server.add_registered_method_handlers("dynatree.v1.Example", HANDLERS)
+    running = Server(["dynatree.v1.Example"], security=security, most_calls=most_calls)
+    running.grpc_server.add_registered_method_handlers("dynatree.v1.Example", handlers)
     await running.start(address)
     try:
         yield running.address
@@ -101,6 +107,22 @@ async def closed(connection: socket.socket) -> bool:
         except ConnectionResetError:
             pass
         return True
+
+    return await asyncio.to_thread(read)
+
+
+async def heard(connection: socket.socket, kind: int) -> bytes:
+    """Wait for the first frame of this kind; return its payload."""
+    connection.settimeout(30)
+
+    def read() -> bytes:
+        data = b""
+        while piece := connection.recv(65536):
+            data += piece
+            for found, _, _, payload in hostile_frames.frames_of(data):
+                if found == kind:
+                    return payload
+        raise ConnectionError("the peer closed the connection before")
 
     return await asyncio.to_thread(read)
 
@@ -191,6 +213,20 @@ def test_one_call_too_many_ends_the_one_that_has_waited_longest(speaks: list[boo
         assert not openings._waiting
 
     asyncio.run(run())
+
+
+def test_at_most_1024_calls_wait_for_their_first_message() -> None:
+    async def run() -> list[bool]:
+        openings, context = Openings(), Silent()
+        calls = [asyncio.ensure_future(openings.first(context)) for _ in range(1030)]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        refused = [each.done() and isinstance(each.exception(), ServiceBusyError) for each in calls]
+        context.said.set()
+        await asyncio.wait(calls)
+        return refused
+
+    assert asyncio.run(run()) == [True] * 6 + [False] * 1024
 
 
 def test_a_message_that_comes_too_late() -> None:
@@ -292,6 +328,34 @@ def test_the_calls_of_one_connection_leave_room_for_others(monkeypatch: pytest.M
     assert asyncio.run(run()) == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
 
 
+def test_64_calls_have_room_beside_those_that_need_a_session() -> None:
+    async def run() -> tuple[grpc.StatusCode, str]:
+        async with serving(most_calls=2) as address, grpc.aio.insecure_channel(address) as channel:
+            held = [channel.stream_stream(METHOD.format("Both"))() for _ in range(66)]
+            for call in held:
+                await call.write(b"x")
+                assert await call.read() == b"None"
+            return await ended(channel.unary_unary(METHOD.format("Unary"))(b"x"))
+
+    code, details = asyncio.run(run())
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "66 calls are open" in details
+
+
+def test_of_a_long_error_the_caller_gets_1000_characters() -> None:
+    async def refuse(request: bytes, context: Any) -> bytes:
+        raise InvalidArgumentError("x" * 5000)
+
+    async def run() -> tuple[grpc.StatusCode, str]:
+        handlers = {"Unary": grpc.unary_unary_rpc_method_handler(refuse)}
+        async with serving(handlers=handlers) as address, grpc.aio.insecure_channel(address) as channel:
+            return await ended(channel.unary_unary(METHOD.format("Unary"))(b"x"))
+
+    code, details = asyncio.run(run())
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details.partition(" (request ")[0] == "x" * 1000 + " ..."
+
+
 # Connections
 
 
@@ -329,6 +393,49 @@ def test_a_connection_without_a_call_is_closed(monkeypatch: pytest.MonkeyPatch, 
                 return await closed(idle)
 
     assert asyncio.run(run())
+
+
+def test_grpc_closes_a_connection_after_300_s_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: dict[str, int] = {}
+
+    def made(interceptors: Any, options: tuple[tuple[str, int], ...]) -> grpc.aio.Server:
+        handed.update(options)
+        return aio_server(interceptors, options)
+
+    monkeypatch.setattr(server, "aio_server", made)
+
+    async def run() -> None:
+        async with serving():
+            assert handed["grpc.max_connection_idle_ms"] == 300_000
+
+    asyncio.run(run())
+
+
+def test_a_connection_may_have_1024_calls() -> None:
+    async def run() -> bytes:
+        async with serving() as address:
+            with connected(address) as stranger:
+                stranger.sendall(hostile_frames.PREFACE + hostile_frames.frame(hostile_frames.SETTINGS, 0, 0))
+                return await heard(stranger, hostile_frames.SETTINGS)
+
+    max_concurrent_streams = 3  # RFC 9113, section 6.5.2
+    assert dict(struct.iter_unpack(">HI", asyncio.run(run())))[max_concurrent_streams] == 1024
+
+
+def test_the_third_early_ping_closes_the_connection() -> None:
+    pings = hostile_frames.frame(hostile_frames.PING, 0, 0, bytes(8)) * 4  # the first is not early
+
+    async def run() -> bytes:
+        async with serving() as address:
+            with connected(address) as stranger:
+                settings = hostile_frames.frame(hostile_frames.SETTINGS, 0, 0)
+                stranger.sendall(hostile_frames.PREFACE + settings + pings)
+                reason = await heard(stranger, hostile_frames.GOAWAY)
+                assert await closed(stranger)
+                return reason
+
+    enhance_your_calm = 11  # RFC 9113, section 7
+    assert asyncio.run(run())[4:] == struct.pack(">I", enhance_your_calm) + b"too_many_pings"
 
 
 def test_one_connection_too_many_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
