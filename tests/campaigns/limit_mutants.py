@@ -28,16 +28,15 @@ FACTOR = 100
 SECONDS = 8  # duration of hostile traffic
 TIMEOUT = 300.0  # time limit of one campaign
 # For each limit, how its removal is noticed: a site and parts of the names of kinds of hostile traffic, or tests.
-_RANGES = (
-    "tests/cli/test_options.py tests/cli/test_bad_options.py tests/resilience/test_bad_input.py "
-    "tests/gateway/test_gateway_refusals.py"
+_TRANSPORT, _GATEWAY = "tests/serving/test_transport.py", "tests/gateway/test_gateway_limits.py"
+_FILES = f"{_GATEWAY}::test_connections_leave_files_to_the_gateway_and_requests_leave_connections_to_health"
+_BODIES, _REFUSALS = "tests/gateway/test_gateway_bodies.py", "tests/gateway/test_gateway_refusals.py"
+_COUNTS, _LISTS, _FIELDS = (
+    f"{_BODIES}::test_{name}"
+    for name in ("counts_have_bounds", "lists_have_a_longest", "an_object_with_too_many_fields_is_one_error")
 )
-_TRANSPORT, _GATEWAY = (
-    "tests/serving/test_transport.py",
-    "tests/gateway/test_gateway_limits.py tests/gateway/test_gateway_bodies.py",
-)
-_QUEUE = "tests/serving/test_admission.py tests/serving/test_token_quota.py tests/draft/test_tokenizer_thread.py"
-_COMMANDS = "tests/cli/test_imports.py tests/cli/test_bad_options.py"
+_OPTIONS, _PARSING = "tests/cli/test_bad_options.py", "tests/cli/test_parsing.py"
+_REQUESTS = "tests/resilience/test_bad_input.py::test_a_request_that_cannot_be_served"
 NOTICED: dict[str, tuple[str, str] | str] = {
     "HANDSHAKE_SECONDS": ("tcp", "silent connections"),
     "TLS_SECONDS": ("tls", "silent connections"),
@@ -49,28 +48,27 @@ NOTICED: dict[str, tuple[str, str] | str] = {
     "BODY_SECONDS": ("tcp", "dripping bodies"),
     "MAX_BODY_BYTES": ("tcp", "huge bodies"),
     "MAX_PROMPT_LOG_PROBS": "tests/common/test_log_probs.py",
-    **dict.fromkeys(
-        ("MAX_VALUES", "MAX_STRINGS", "MAX_CONTAINERS"), "tests/gateway/test_gateway_bodies.py::test_counts_have_bounds"
-    ),
+    **dict.fromkeys(("MAX_VALUES", "MAX_STRINGS", "MAX_CONTAINERS"), _COUNTS),
     **dict.fromkeys(("MAX_OPENINGS", "MAX_STANDARD_CALLS", "MAX_CONNECTIONS", "IDLE_CONNECTION_SECONDS"), _TRANSPORT),
     **dict.fromkeys(("MAX_STREAMS", "PING_SECONDS", "FREE_CALLS", "OWN_FILES", "LONGEST_DETAILS"), _TRANSPORT),
     **dict.fromkeys(("REST_SECONDS", "TAKING_SECONDS", "CLOSING_SECONDS", "KEEP_ALIVE_SECONDS"), _GATEWAY),
-    **dict.fromkeys(
-        ("MAX_AHEAD_BYTES", "FREE_CHUNKS", "MAX_HELD_BYTES", "MAX_HTTP_CONNECTIONS", "MAX_KNOWN"), _GATEWAY
-    ),
-    **dict.fromkeys(("SPARE_FILES", "KEPT_FOR_HEALTH", "TAKING_RATE", "BYTES_A_CHUNK", "BODY_RATE"), _GATEWAY),
-    "LONGEST_MESSAGE": "tests/gateway/test_gateway_refusals.py",
-    "LONGEST_PRINCIPAL": "tests/gateway/test_gateway.py",
-    "MAX_WAITING_BYTES": _QUEUE,
-    **dict.fromkeys(("MAX_TREE_NODES", "MOST_TREE_NODES", "MAX_FIXED_ROWS"), _COMMANDS),
-    **dict.fromkeys(("MAX_SESSIONS", "MAX_QUEUED"), "tests/exactness/test_many_sessions.py"),
-    "MAX_RANKS": "tests/draft/test_tree_policies.py tests/draft/test_listed.py",
+    **dict.fromkeys(("MAX_AHEAD_BYTES", "FREE_CHUNKS", "MAX_HELD_BYTES", "MAX_KNOWN"), _GATEWAY),
+    **dict.fromkeys(("TAKING_RATE", "BYTES_A_CHUNK", "BODY_RATE"), _GATEWAY),
+    **dict.fromkeys(("MAX_HTTP_CONNECTIONS", "SPARE_FILES", "KEPT_FOR_HEALTH"), _FILES),
+    **dict.fromkeys(("LONGEST_MESSAGE", "LONGEST_PARAM"), f"{_REFUSALS}::test_what_an_error_quotes_is_cut"),
+    "LONGEST_PRINCIPAL": f"{_BODIES}::test_the_name_of_a_user_is_hashed_where_it_is_longer_than_a_principal",
+    **dict.fromkeys(("MAX_PROMPTS", "MAX_MESSAGES", "MAX_PARTS"), _LISTS),
+    "MAX_FIELDS": _FIELDS,
+    "MAX_WAITING_BYTES": "tests/draft/test_tokenizer_thread.py",
+    **dict.fromkeys(("MAX_SESSIONS", "MAX_QUEUED", "MAX_TREE_NODES", "MOST_TREE_NODES", "MAX_FIXED_ROWS"), _PARSING),
     "MAX_PLACES": "tests/draft/test_ngrams.py",
-    **dict.fromkeys(("MAX_PRINCIPAL_LENGTH", "MAX_COMPLETIONS", "MAX_STOP_STRINGS", "MAX_STOP_LENGTH"), _RANGES),
-    **dict.fromkeys(("MAX_STOP_TOKENS", "MAX_TEMPERATURE", "MAX_PENALTY", "MAX_COUNT_PENALTY", "MAX_BIASES"), _RANGES),
-    **dict.fromkeys(("MAX_BIAS", "MAX_TOP_LOG_PROBS", "MAX_NUMBERS", "MAX_CANDIDATES", "MAX_DRAWS"), _RANGES),
-    **dict.fromkeys(("MAX_PROMPTS", "MAX_MESSAGES", "MAX_PARTS", "MAX_FIELDS", "LONGEST_PARAM"), _RANGES),
-    "MOST_FAULTS": "tests/engine/test_not_finite.py",
+    "MAX_PRINCIPAL_LENGTH": "tests/serving/test_token_files.py",
+    "MAX_COMPLETIONS": "tests/cli/test_options.py::test_one_is_the_least_and_64_the_most",
+    **dict.fromkeys(("MAX_STOP_STRINGS", "MAX_STOP_LENGTH", "MAX_STOP_TOKENS"), _REQUESTS),
+    **dict.fromkeys(("MAX_TEMPERATURE", "MAX_PENALTY", "MAX_COUNT_PENALTY", "MAX_BIASES", "MAX_BIAS"), _OPTIONS),
+    **dict.fromkeys(("MAX_NUMBERS", "MAX_RANKS", "MAX_CANDIDATES", "MAX_DRAWS"), _OPTIONS),
+    "MAX_TOP_LOG_PROBS": "tests/common/test_log_probs.py::test_more_than_20_are_refused_by_both_services",
+    "MOST_FAULTS": "tests/engine/test_not_finite.py::test_a_device_is_tried_after_a_few_faults_with_no_commit_between",
 }
 
 # Limits from below: a smaller value is no limit.

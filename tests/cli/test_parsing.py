@@ -14,6 +14,7 @@ from dynatree.bench import methods
 from dynatree.cli.arguments import SCHEMES
 from dynatree.cli.main import COMMANDS, main
 from dynatree.cli.parser import Parser
+from dynatree.cli.service_arguments import fixed_rows, tree_nodes
 from dynatree.cli.settings import serve_settings
 from dynatree.client import SamplingScheme
 from dynatree.common.limits import ALL_LAYERS
@@ -29,6 +30,13 @@ VERIFY = ["verify", "--target-model", "embedded"]
 def test_a_value_of_another_kind_is_told_in_words(capsys: pytest.CaptureFixture[str], option: str) -> None:
     assert main([*VERIFY, option, "many"]) == 2
     assert re.search(r"invalid whole numbers? value: 'many'", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("number_of", "most"), [(fixed_rows, 4096), (tree_nodes, 2048)])
+def test_numbers_of_rows_and_nodes_have_a_highest(number_of: Callable[[str], object], most: int) -> None:
+    assert number_of(str(most))
+    with pytest.raises(argparse.ArgumentTypeError, match=f"expected .* {most}"):
+        number_of(str(most + 1))
 
 
 def test_choices_are_what_the_services_take() -> None:
@@ -203,6 +211,11 @@ def test_serve_passes_on_what_the_services_take(parsed: Callable[..., argparse.N
         each.operation.security.check_plain(each.operation.metrics)
     assert (verify.model.resident_layers, verify.operation.metrics) == (ALL_LAYERS, "h:8")
     assert (draft.policy.settings, draft.operation.metrics) == ({"depth": 3.0, "root": "single"}, "h:7")
+
+
+def test_services_without_options_have_these_limits(parsed: Callable[..., argparse.Namespace]) -> None:
+    for each in serve_settings(parsed("serve", *PAIR)):
+        assert (each.limits.sessions, each.limits.queue, each.limits.max_tree_nodes) == (16, 256, 256)
 
 
 @pytest.mark.parametrize(

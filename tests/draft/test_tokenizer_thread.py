@@ -113,16 +113,16 @@ def test_principals_take_turns() -> None:
 
 def test_bytes_that_wait_are_bounded_and_whoever_has_most_makes_room() -> None:
     async def scenario() -> None:
-        tokenizer = SlowTokenizer(TokenizerThread(most_bytes=2**20))
+        tokenizer = SlowTokenizer(TokenizerThread())
         running = tokenizer.ask("a", "running", size=2**30)  # not in the queue
         await settle()
-        kept = [tokenizer.ask("a", f"a{number}", size=2**18) for number in range(4)]
+        kept = [tokenizer.ask("a", f"a{number}", size=2**24) for number in range(4)]
         await settle()
-        with pytest.raises(ServiceBusyError, match="1 MiB are waiting") as refused:
+        with pytest.raises(ServiceBusyError, match="64 MiB are waiting") as refused:
             await tokenizer.ask("a", "more", size=1)
         assert refused.value.retry_after is not None
-        other = tokenizer.ask("b", "b", size=2**18)
-        with pytest.raises(ServiceBusyError, match="1 MiB are waiting"):
+        other = tokenizer.ask("b", "b", size=2**24)
+        with pytest.raises(ServiceBusyError, match="64 MiB are waiting"):
             await kept[3]
         await tokenizer.end(running, kept[0], other, *kept[1:3])
 

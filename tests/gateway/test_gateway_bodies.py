@@ -7,7 +7,7 @@ import gc
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -148,6 +148,39 @@ def test_of_unknown_names_one_is_an_error(body: Any, model: type[BaseModel], pat
         model.model_validate(body)
     assert len(raised.value.errors()) < 4  # this error, and those of the other types of content
     assert ApiError.of_body(raised.value, body).param == ".".join(map(str, (*path, "x1")))
+
+
+SIZED: dict[str, tuple[int, Callable[[int], dict[str, Any]]]] = {
+    "prompts": (128, lambda count: {"prompt": ["a"] * count}),
+    "prompts of ids": (128, lambda count: {"prompt": [[7]] * count}),
+    "messages": (4096, lambda count: {"messages": [{"role": "user", "content": "a"}] * count}),
+    "parts": (
+        1024,
+        lambda count: {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * count}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_lists_have_a_longest(name: str) -> None:
+    most, body = SIZED[name]
+    model = ChatRequest if "messages" in body(1) else CompletionRequest
+    model.model_validate(body(most))
+    with pytest.raises(ValidationError, match=f"at most {most} items"):
+        model.model_validate(body(most + 1))
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "policy_settings"])
+def test_an_object_with_too_many_fields_is_one_error(field: str) -> None:
+    fields = {f"x{number}": {} for number in range(1025)}  # each wrong
+    with pytest.raises(ValidationError, match="has 1025 fields; at most 1024") as raised:
+        CompletionRequest.model_validate({"prompt": "a", field: fields})
+    assert raised.value.error_count() == 1
+
+
+def test_the_name_of_a_user_is_hashed_where_it_is_longer_than_a_principal() -> None:
+    principals = [CompletionRequest(prompt="a", user="u" * length).principal for length in (256, 257)]
+    assert [len(each) for each in principals] == [256, 64]
 
 
 async def _read(body: bytes, model: type[Any], limits: Limits) -> tuple[ApiError, float, float]:

@@ -22,6 +22,7 @@ from dynatree.gateway import connections
 from dynatree.gateway.errors import ApiError
 from dynatree.gateway.hosts import Hosts
 from dynatree.gateway.limits import Limits
+from dynatree.gateway.models import Models
 from dynatree.gateway.open_requests import OpenRequests
 from dynatree.serving.security import SecuritySettings
 from tests.support.certificates import Authority
@@ -242,6 +243,17 @@ def test_a_client_that_takes_nothing_is_left(
     served_here(embedded_services.draft_address, act, SHORT)
 
 
+@pytest.mark.parametrize(
+    ("files", "connections", "in_work"), [(-1, 512, 496), (4096, 512, 496), (256, 192, 176), (64, 16, 12)]
+)
+def test_connections_leave_files_to_the_gateway_and_requests_leave_connections_to_health(
+    monkeypatch: pytest.MonkeyPatch, files: int, connections: int, in_work: int
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (files, files))
+    limits = Limits()
+    assert (limits.most_connections, limits.most_requests) == (connections, in_work)
+
+
 def test_silent_connections_give_way_and_those_that_spoke_stay(embedded_services: EmbeddedServices) -> None:
     limits = Limits(connections=32)
 
@@ -323,7 +335,7 @@ def test_a_body_in_tiny_chunks_is_refused_and_rubbish_behind_an_answer_is_no_fai
     chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
     with connected(gateway.url) as connection:
         with suppress(ConnectionError):
-            connection.sendall(chunked + b"1\r\n \r\n" * 100_000)
+            connection.sendall(chunked + b"1\r\n \r\n" * 1000)
         assert answered(connection).startswith(b"HTTP/1.1 400") or is_closed(connection)
     assert requests.get(f"{gateway.url}/v1/models", timeout=SECONDS).ok  # the gateway refuses known clients at once
     for _ in range(3):
@@ -332,6 +344,25 @@ def test_a_body_in_tiny_chunks_is_refused_and_rubbish_behind_an_answer_is_no_fai
             answered(connection)
     assert requests.get(f"{gateway.url}/health", timeout=SECONDS).status_code == 200
     assert gateway.log.count("Traceback") == before
+
+
+def test_the_latest_4096_accepted_keys_are_remembered() -> None:
+    asked = []
+
+    class Accepting:
+        async def model_info(self, *, metadata: Any) -> object:
+            asked.append(metadata)
+            return object()
+
+    async def run() -> None:
+        client: Any = Accepting()
+        models = Models(client)
+        keys = [(("authorization", f"Bearer {number}"),) for number in range(4097)]
+        for key in (*keys, keys[1], keys[0]):
+            await models.lately(key)
+        assert asked == [*keys, keys[0]]
+
+    asyncio.run(run())
 
 
 def test_of_a_caller_without_a_key_no_body_is_read(embedded_services: EmbeddedServices, monkeypatch: Any) -> None:

@@ -246,6 +246,8 @@ def test_more_sessions_than_there_are_wait_for_their_turn(services, client):
         (PROMPT, {"policy": "linear", "policy_settings": {"depht": 3}}, Code.INVALID_ARGUMENT, "no setting depht"),
         (PROMPT, {"stop": [""]}, Code.INVALID_ARGUMENT, r"stop\[0\] has 0 characters"),
         (PROMPT, {"stop": ["x"] * 17}, Code.INVALID_ARGUMENT, "17 stop strings, at most 16"),
+        (PROMPT, {"stop": ["x" * 1025]}, Code.INVALID_ARGUMENT, r"stop\[0\] has 1025 characters, expected 1 to 1024"),
+        (PROMPT, {"stop_token_ids": [5] * 1025}, Code.INVALID_ARGUMENT, "1025 stop_token_ids, at most 1024"),
     ],
 )
 def test_a_request_that_cannot_be_served(client, prompt, options, code, message):
