@@ -334,9 +334,8 @@ def test_a_body_in_tiny_chunks_is_refused_and_rubbish_behind_an_answer_is_no_fai
     before = gateway.log.count("Traceback")
     chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
     with connected(gateway.url) as connection:
-        with suppress(ConnectionError):
-            connection.sendall(chunked + b"1\r\n \r\n" * 1000)
-        assert answered(connection).startswith(b"HTTP/1.1 400") or is_closed(connection)
+        connection.sendall(chunked + b"1\r\n \r\n" * 1000)
+        assert answered(connection).startswith(b"HTTP/1.1 400")
     assert requests.get(f"{gateway.url}/v1/models", timeout=SECONDS).ok  # the gateway refuses known clients at once
     for _ in range(3):
         with connected(gateway.url) as connection:
