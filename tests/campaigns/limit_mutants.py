@@ -31,10 +31,6 @@ TIMEOUT = 300.0  # time limit of one campaign
 _TRANSPORT, _GATEWAY = "tests/serving/test_transport.py", "tests/gateway/test_gateway_limits.py"
 _FILES = f"{_GATEWAY}::test_connections_leave_files_to_the_gateway_and_requests_leave_connections_to_health"
 _BODIES, _REFUSALS = "tests/gateway/test_gateway_bodies.py", "tests/gateway/test_gateway_refusals.py"
-_COUNTS, _LISTS, _FIELDS = (
-    f"{_BODIES}::test_{name}"
-    for name in ("counts_have_bounds", "lists_have_a_longest", "an_object_with_too_many_fields_is_one_error")
-)
 _OPTIONS, _PARSING = "tests/cli/test_bad_options.py", "tests/cli/test_parsing.py"
 _REQUESTS = "tests/resilience/test_bad_input.py::test_a_request_that_cannot_be_served"
 NOTICED: dict[str, tuple[str, str] | str] = {
@@ -48,7 +44,7 @@ NOTICED: dict[str, tuple[str, str] | str] = {
     "BODY_SECONDS": ("tcp", "dripping bodies"),
     "MAX_BODY_BYTES": ("tcp", "huge bodies"),
     "MAX_PROMPT_LOG_PROBS": "tests/common/test_log_probs.py",
-    **dict.fromkeys(("MAX_VALUES", "MAX_STRINGS", "MAX_CONTAINERS"), _COUNTS),
+    **dict.fromkeys(("MAX_VALUES", "MAX_STRINGS", "MAX_CONTAINERS"), f"{_BODIES}::test_counts_have_bounds"),
     **dict.fromkeys(("MAX_OPENINGS", "MAX_STANDARD_CALLS", "MAX_CONNECTIONS", "IDLE_CONNECTION_SECONDS"), _TRANSPORT),
     **dict.fromkeys(("MAX_STREAMS", "PING_SECONDS", "FREE_CALLS", "OWN_FILES", "LONGEST_DETAILS"), _TRANSPORT),
     **dict.fromkeys(("REST_SECONDS", "TAKING_SECONDS", "CLOSING_SECONDS", "KEEP_ALIVE_SECONDS"), _GATEWAY),
@@ -57,8 +53,8 @@ NOTICED: dict[str, tuple[str, str] | str] = {
     **dict.fromkeys(("MAX_HTTP_CONNECTIONS", "SPARE_FILES", "KEPT_FOR_HEALTH"), _FILES),
     **dict.fromkeys(("LONGEST_MESSAGE", "LONGEST_PARAM"), f"{_REFUSALS}::test_what_an_error_quotes_is_cut"),
     "LONGEST_PRINCIPAL": f"{_BODIES}::test_the_name_of_a_user_is_hashed_where_it_is_longer_than_a_principal",
-    **dict.fromkeys(("MAX_PROMPTS", "MAX_MESSAGES", "MAX_PARTS"), _LISTS),
-    "MAX_FIELDS": _FIELDS,
+    **dict.fromkeys(("MAX_PROMPTS", "MAX_MESSAGES", "MAX_PARTS"), f"{_BODIES}::test_lists_have_a_longest"),
+    "MAX_FIELDS": f"{_BODIES}::test_an_object_with_too_many_fields_is_one_error",
     "MAX_WAITING_BYTES": "tests/draft/test_tokenizer_thread.py",
     **dict.fromkeys(("MAX_SESSIONS", "MAX_QUEUED", "MAX_TREE_NODES", "MOST_TREE_NODES", "MAX_FIXED_ROWS"), _PARSING),
     "MAX_PLACES": "tests/draft/test_ngrams.py",

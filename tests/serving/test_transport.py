@@ -395,7 +395,7 @@ def test_a_connection_without_a_call_is_closed(monkeypatch: pytest.MonkeyPatch, 
     assert asyncio.run(run())
 
 
-def test_grpc_closes_a_connection_after_300_s_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grpc_is_told_to_close_a_connection_after_300_s_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     handed: dict[str, int] = {}
 
     def made(interceptors: Any, options: tuple[tuple[str, int], ...]) -> grpc.aio.Server:
