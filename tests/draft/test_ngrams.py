@@ -13,31 +13,31 @@ from tests.support.growing import LOOP, along, constant, edges, frozen, grow, ou
 
 
 def test_the_ngram_index_finds_the_longest_and_latest_match():
-    index = NGramIndex(shortest=1, longest=3)
+    index = NGramIndex(range(1, 4))
     tokens = [1, 2, 3, 4, 9, 2, 3, 5, 9, 1, 2, 3]
     assert index.continuations(tokens, depth=3, count=2) == [(3, [4, 9, 2]), (2, [5, 9, 1])]
     assert index.continuations([*tokens, 7], depth=3, count=2) == [], "7 is new"
 
 
 def test_a_continuation_into_the_end_goes_round():
-    index = NGramIndex(shortest=2, longest=4)
+    index = NGramIndex(range(2, 5))
     tokens = [8, 1, 2, 3, 1, 2, 3, 1, 2]
     assert index.continuations(tokens, depth=7, count=1) == [(4, [3, 1, 2, 3, 1, 2, 3])]
 
 
 def test_only_the_last_places_of_an_ngram_are_looked_at():
     """Otherwise every round of a long loop would search the whole loop for a second continuation."""
-    index = NGramIndex(shortest=1, longest=1)
+    index = NGramIndex([1])
     tokens = [7, 1, *[7, 2] * 63, 7]
     assert [chain[0] for _, chain in index.continuations(tokens, 1, 2)] == [2, 1]
     assert [chain[0] for _, chain in index.continuations([*tokens, 2, 7], 1, 2)] == [2]
 
 
 def test_the_index_grows_with_the_sequence():
-    whole, stepwise = NGramIndex(1, 3), NGramIndex(1, 3)
+    whole, stepwise = NGramIndex(range(1, 4)), NGramIndex(range(1, 4))
     tokens = [(7 * i * i + i) % 5 for i in range(60)]
     for stop in range(2, len(tokens)):
-        assert stepwise.continuations(tokens[:stop], 4, 3) == NGramIndex(1, 3).continuations(tokens[:stop], 4, 3)
+        assert stepwise.continuations(tokens[:stop], 4, 3) == NGramIndex(range(1, 4)).continuations(tokens[:stop], 4, 3)
     assert whole.continuations(tokens, 4, 3) == stepwise.continuations(tokens, 4, 3)
 
 
@@ -79,14 +79,20 @@ def test_hybrid_lengthens_the_continuations_that_prove_right_and_shortens_the_ot
 CONTEXT = (1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2)
 
 
+def guesses(lookup, context, **options):
+    """The guesses of a lookup: their tokens, parents and log-probabilities."""
+    tree = GrowingTree(TrieNode(context[-1]), context)
+    lookup.add_to(tree, **options)
+    return [(tree.node(node).token, tree.parent(node), tree.log_prob(node)) for node in range(len(tree))]
+
+
 def test_a_token_goes_by_the_match_before_it():
     lookup = Lookup(NGramSettings(shortest=2, longest=4, depth=6))
     before = lookup.rates()
-    (continuation,) = lookup.continuations(CONTEXT)
-    assert [proposal.token for proposal in continuation.proposals] == [3, 4, 5, 6, 7, 8]
-    assert continuation.matches == [2, 3, 4, 5, 6, 7]
-    log_probs = [proposal.log_prob for proposal in continuation.proposals]
-    assert log_probs == [math.log(before[f"rate_{match}"]) for match in (2, 3, 4, 4, 6, 6)]
+    tokens, parents, log_probs = zip(*guesses(lookup, CONTEXT), strict=True)
+    assert tokens == (3, 4, 5, 6, 7, 8)
+    assert parents == (ROOT, 0, 1, 2, 3, 4)
+    assert log_probs == tuple(math.log(before[f"rate_{match}"]) for match in (2, 3, 4, 4, 6, 6))
     assert log_probs[0] == math.log(0.5)
 
 
@@ -105,13 +111,13 @@ def test_what_came_is_learnt_from_whether_it_was_sent_or_not(sent):
 
 def test_another_first_token_than_the_first_continuations_is_worth_what_such_tokens_are():
     lookup = Lookup(NGramSettings(shortest=1, longest=4, depth=3))
-    _, other = lookup.continuations((1, 2, 3, 4, 9, 2, 3, 5, 9, 1, 2, 3))
-    assert [proposal.token for proposal in other.proposals] == [5, 9, 1]
-    assert other.matches == [1, 3, 4], "its first token is known to contradict a better match"
+    context = (1, 2, 3, 4, 9, 2, 3, 5, 9, 1, 2, 3)
+    other = guesses(lookup, context)[3:]
+    assert [(token, parent) for token, parent, _ in other] == [(5, ROOT), (9, 3), (1, 4)]
     rates = lookup.rates()
-    assert other.proposals[0].log_prob == math.log(rates["rate_others"]) < math.log(rates["rate_2"])
-    assert other.proposals[1].log_prob == math.log(rates["rate_3"])
-    lookup.continuations((1, 2, 3, 4, 9, 2, 3, 5, 9, 1, 2, 3, 5))
+    assert other[0][2] == math.log(rates["rate_others"]) < math.log(rates["rate_2"])
+    assert other[1][2] == math.log(rates["rate_3"])
+    guesses(lookup, (*context, 5))
     assert lookup.rates()["rate_others"] > rates["rate_others"]
     assert lookup.rates()["rate_3"] < rates["rate_3"]
 

@@ -159,7 +159,7 @@ class Exploration(Policy):
         self.position = 0
         self._run = run
         self._least = least_log_prob
-        self._indices = [NGramIndex(shortest, longest) for longest, shortest in NGRAMS]
+        self._indices = [NGramIndex(range(shortest, longest + 1)) for longest, shortest in NGRAMS]
         self._tree: GrowingTree
         self._true: set[int] = set()
 

@@ -9,6 +9,7 @@ from itertools import takewhile
 
 from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
+from dynatree.draft.policies.suffix_index import SuffixIndex
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class GrowingTree:
 
     Attributes:
         context: The committed tokens, the root last.
+        earlier: The principal's earlier completions, if the tree may have candidates from them.
         max_nodes: Size limit of the tree that is sent.
         max_depth: Depth limit of the nodes that are sent.
         sampled: Whether continuations are random draws (residual sampling). Whether a draw is kept may then depend on
@@ -80,8 +82,10 @@ class GrowingTree:
         max_depth: int = MAX_TREE_NODES,
         sampled: bool = False,
         replacement: bool = False,
+        earlier: SuffixIndex | None = None,
     ) -> None:
         self.context = context
+        self.earlier = earlier
         self.max_nodes = max_nodes
         self.max_depth = max_depth
         self.sampled = sampled

@@ -1,18 +1,20 @@
-"""N-gram candidates: the continuations of earlier matches, and the rates at which they are right."""
+"""N-gram candidates: what followed earlier matches, and the rates at which it is right."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.limits import MOST_TREE_NODES
+from dynatree.common.tree import ROOT
 from dynatree.draft.control.constants import DEFAULT_CONTROL, LEAST_PROB, ControlSettings
 from dynatree.draft.policies.base import check_range
-from dynatree.draft.policies.growing_tree import Proposal
+from dynatree.draft.policies.growing_tree import GrowingTree, Proposal
+from dynatree.draft.policies.match_rates import MatchRates, Rate
 from dynatree.draft.policies.ngram_index import NGramIndex
+from dynatree.draft.policies.suffix_index import SuffixIndex
 
 
 @dataclass(frozen=True)
@@ -37,88 +39,145 @@ class NGramSettings:
             )
 
 
-@dataclass(frozen=True)
-class Continuation:
-    """Tokens that may follow, each with its log-probability given that all tokens before it are right.
+@dataclass
+class _Guess:
+    """A token that may follow.
 
-    `matches[i]` is the length of the match before token i: the matched tokens of the context, plus the continuation's
-    own tokens before i. For the first token it is 1 if a longer or a later match continues with another token.
+    Attributes:
+        parent: The guess before it, as an index into the list of guesses; ROOT for the first.
+        token: The token.
+        prob: The probability that it is right if all guesses before it are.
+        rates: The rates that it is judged by, each with the token's expected share of it.
+        recalled: Whether the suffix index has it.
     """
 
-    proposals: Sequence[Proposal]
-    matches: Sequence[int]
+    parent: int
+    token: int
+    prob: float
+    rates: list[tuple[Rate, float]]
+    recalled: bool = False
 
 
 class Lookup:
-    """One session's continuations, and the rates at which their tokens are right.
+    """One session's guesses from its own text and from the principal's earlier completions.
 
-        P(token is right | all before it are right) = right tokens / tokens, in the same bin of match lengths
+        P(token is right | all before it are right) = right tokens / expected tokens, in the same bin of match lengths
 
     A bin's rate begins at 1 - 1 / match. The first token after a short match is doubtful; if it is right, the next
-    token is less so. The first token of a second continuation contradicts the first continuation, so it has a separate
-    rate.
+    token is less so. The first token of a second continuation in the session's own text contradicts the first
+    continuation, so it has a separate rate.
+
+    Guesses from earlier completions have separate rates, which the principal's sessions share, and are expected in the
+    share of the matches that continue with them. If both sources guess a token, it has the higher probability. If they
+    contradict each other, the less likely token has at most the probability that the others leave.
     """
 
     def __init__(self, settings: NGramSettings, control: ControlSettings = DEFAULT_CONTROL) -> None:
         self._settings = settings
-        self._index = NGramIndex(settings.shortest, settings.longest)
-        self._bins = control.match_bins
-        self._rates = {match: _Rate(1.0 - 1.0 / match, control) for match in self._bins}
-        self._others = _Rate(control.prior_others_rate, control)
-        self._last: list[tuple[int, list[int]]] = []
+        self._control = control
+        self._index = NGramIndex(range(settings.shortest, settings.longest + 1))
+        self._rates = MatchRates(control)
+        self._others = Rate(control.prior_others_rate, control)
+        self._earlier: SuffixIndex | None = None
+        self._recalled_rates: MatchRates | None = None
+        self._guesses: list[_Guess] = []
         self._known = 0
 
-    def continuations(self, tokens: Sequence[int]) -> list[Continuation]:
-        """Find continuations of `tokens`, which extend those of the last call; learn from the new tokens first."""
-        self._learn(tokens[self._known :])
-        self._known = len(tokens)
-        self._last = self._index.continuations(tokens, self._settings.depth, self._settings.branches)
-        found = []
-        for rank, (length, chain) in enumerate(self._last):
-            rates = [self._rate(rank, length, depth) for depth in range(len(chain))]
-            proposals = [Proposal(token, math.log(rate.value)) for token, rate in zip(chain, rates, strict=True)]
-            first = 1 if rank else length
-            found.append(Continuation(proposals, [first, *range(length + 1, length + len(chain))]))
-        return found
+    def add_to(self, tree: GrowingTree, *, budget: int = MOST_TREE_NODES, earlier: SuffixIndex | None = None) -> int:
+        """Add guesses to an empty tree, and return how many of its first nodes are one path, the likeliest guess's.
+
+        The tree's context extends that of the last call; its new tokens are learnt from first. Siblings have different
+        tokens.
+
+        Args:
+            tree: The tree; its depth limit holds.
+            budget: Maximum number of nodes.
+            earlier: The principal's earlier completions; None leaves them out.
+        """
+        self._learn(tree.context[self._known :])
+        self._known = len(tree.context)
+        self._guesses = self._merged(self._own(tree.context), self._recalled(tree, earlier))
+        nodes = {ROOT: ROOT}
+        along = 0
+        for index, guess in enumerate(self._guesses):
+            parent = nodes.get(guess.parent)
+            if parent is None or tree.depth(parent) >= tree.max_depth or len(tree) >= budget:
+                continue
+            nodes[index] = tree.add(parent, Proposal(guess.token, math.log(guess.prob)))
+            along += nodes[index] == along == parent + 1
+        return along
 
     def rates(self) -> dict[str, float]:
         """The rate of each bin, by its shortest match, and of the first tokens of second continuations."""
-        return {f"rate_{match}": rate.value for match, rate in self._rates.items()} | {
-            "rate_others": self._others.value
-        }
+        recalled = {} if self._recalled_rates is None else self._recalled_rates.values("history_rate")
+        return self._rates.values("rate") | {"rate_others": self._others.value} | recalled
 
-    def _rate(self, rank: int, length: int, depth: int) -> _Rate:
-        """Return the measured acceptance rate of a token.
+    def _own(self, tokens: Sequence[int]) -> list[_Guess]:
+        """Guess what followed the last tokens at their earlier places in the session."""
+        guesses: list[_Guess] = []
+        settings = self._settings
+        for rank, (length, chain) in enumerate(self._index.continuations(tokens, settings.depth, settings.branches)):
+            for depth, token in enumerate(chain):
+                rate = self._others if rank and not depth else self._rates.of(length + depth)
+                guesses.append(_Guess(len(guesses) - 1 if depth else ROOT, token, rate.value, [(rate, 1.0)]))
+        return guesses
 
-        Args:
-            rank: Rank of the token's continuation; 0 is the latest.
-            length: Length in tokens of the match that the continuation follows.
-            depth: Place of the token in the continuation.
-        """
-        if rank and not depth:
-            return self._others
-        return self._rates[self._bins[bisect_right(self._bins, length + depth) - 1]]
+    def _recalled(self, tree: GrowingTree, earlier: SuffixIndex | None) -> list[_Guess]:
+        """Guess what followed the last tokens in the principal's earlier completions."""
+        if earlier is None:
+            return []
+        if self._recalled_rates is None or earlier is not self._earlier:
+            self._earlier, self._recalled_rates = earlier, MatchRates(self._control, shared=earlier.rates)
+        rates = self._recalled_rates
+        depth, count = min(self._settings.depth, tree.max_depth), min(self._settings.max_nodes, tree.max_nodes)
+        found = earlier.recall(tree.context, depth, count, lambda match: rates.of(match).value)
+        guesses = []
+        for parent, token, share, match in found:
+            rate = rates.of(match)
+            prob = max(rate.value * share, LEAST_PROB)
+            guesses.append(_Guess(parent, token, prob, [(rate, share)], recalled=True))
+        return guesses
+
+    @staticmethod
+    def _merged(one: list[_Guess], other: list[_Guess]) -> list[_Guess]:
+        """Merge two sources; the source of the likeliest first token comes first."""
+        if not one or not other:
+            return one or other
+        if other[0].prob > one[0].prob:
+            one, other = other, one
+        guesses = list(one)
+        known = {(guess.parent, guess.token): index for index, guess in enumerate(guesses)}
+        moved = {ROOT: ROOT}
+        for index, guess in enumerate(other):
+            guess.parent = moved[guess.parent]
+            place = moved[index] = known.setdefault((guess.parent, guess.token), len(guesses))
+            if place == len(guesses):
+                guesses.append(guess)
+                continue
+            same = guesses[place]
+            same.prob = max(same.prob, guess.prob)
+            same.rates += guess.rates
+            same.recalled |= guess.recalled
+        left = dict.fromkeys((guess.parent for guess in guesses), 1.0)
+        for guess in sorted(guesses, key=lambda guess: -guess.prob):
+            guess.prob = max(min(guess.prob, left[guess.parent]), LEAST_PROB)
+            left[guess.parent] -= guess.prob
+        return guesses
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Count the tokens of the last continuations, sent or not, up to the first wrong token of each."""
-        for rank, (length, chain) in enumerate(self._last):
-            for depth, (guess, token) in enumerate(zip(chain, tokens, strict=False)):
-                self._rate(rank, length, depth).add(guess == token)
-                if guess != token:
-                    break
-
-
-class _Rate:
-    """The share of right tokens, in (0, 1); it starts with `prior_trials` tokens at the prior rate."""
-
-    def __init__(self, prior: float, control: ControlSettings) -> None:
-        self._right = control.prior_trials * prior
-        self._tried = control.prior_trials
-
-    @property
-    def value(self) -> float:
-        return min(max(self._right / self._tried, LEAST_PROB), 1.0 - LEAST_PROB)
-
-    def add(self, right: bool) -> None:
-        self._right += right
-        self._tried += 1.0
+        """Count the last guesses along the tokens, sent or not, up to the first token that is not among them."""
+        children: dict[int, list[int]] = {}
+        for index, guess in enumerate(self._guesses):
+            children.setdefault(guess.parent, []).append(index)
+        parent: int | None = ROOT
+        for token in tokens:
+            guessed, parent = children.get(parent, ()) if parent is not None else (), None
+            for index in guessed:
+                guess = self._guesses[index]
+                right = guess.token == token
+                for rate, share in guess.rates:
+                    rate.add(right, share)
+                if right:
+                    parent = index
+                    if self._earlier is not None:
+                        self._earlier.hits += guess.recalled

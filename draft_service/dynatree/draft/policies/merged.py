@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dynatree.common.limits import MOST_TREE_NODES
-from dynatree.common.tree import ROOT
 from dynatree.draft.control.constants import LEAST_PROB, ControlSettings
 from dynatree.draft.policies.base import check_range
 from dynatree.draft.policies.growing_tree import GrowingTree, Proposal
@@ -56,30 +55,24 @@ class MergedNGrams:
         self._lookup = Lookup(settings, control)
         self._max_depth = max_depth
         self._control = control
-        self._matches: list[int] = []  # match lengths of the tree's first nodes, which are the continuations'
+        self._added = 0  # number of the tree's first nodes, which are the guesses
 
     def add_to(self, tree: GrowingTree) -> list[int]:
-        """Add the continuations to an empty tree, and return the nodes to expand with the root."""
-        self._matches.clear()
-        along = 0
-        for continuation in self._lookup.continuations(tree.context):
-            node = ROOT
-            for proposal in continuation.proposals[: tree.max_depth]:
-                node = tree.add(node, proposal)
-            self._matches += continuation.matches[: tree.max_depth]
-            along = along or min(self._control.expand_along, len(tree), min(tree.max_depth, self._max_depth) - 1)
-        return list(range(along))
+        """Add the guesses to an empty tree, and return the nodes to expand with the root."""
+        along = self._lookup.add_to(tree, earlier=tree.earlier)
+        self._added = len(tree)
+        return list(range(min(self._control.expand_along, along, min(tree.max_depth, self._max_depth) - 1)))
 
     def revalue(self, tree: GrowingTree, level: Sequence[int]) -> None:
-        """Value the continuations' nodes below the first expanded level, before any other node is added.
+        """Value the guesses' nodes below the first expanded level, before any other node is added.
 
         Proposals of other nodes, known from earlier rounds or from drafting ahead, are not used: the tree must not
         depend on them.
         """
         tree.revalue(
             [
-                self._judged(tree, node, match) if tree.parent(node) in level else _unchanged(tree, node)
-                for node, match in enumerate(self._matches)
+                self._judged(tree, node) if tree.parent(node) in level else _unchanged(tree, node)
+                for node in range(self._added)
             ]
         )
 
@@ -87,7 +80,7 @@ class MergedNGrams:
         """The rates at which continuations' tokens are right, by the length of the match before them."""
         return self._lookup.rates()
 
-    def _judged(self, tree: GrowingTree, node: int, match: int) -> Proposal:
+    def _judged(self, tree: GrowingTree, node: int) -> Proposal:
         token, parent = tree.node(node).token, tree.parent(node)
         proposals = {proposal.token: proposal for proposal in tree.proposals(parent)}
         proposal = proposals.get(token)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynatree.common.tree import ROOT
 from dynatree.draft.control.constants import ControlSettings
 from dynatree.draft.policies.base import Policy
 from dynatree.draft.policies.growing_tree import GrowingTree
@@ -22,11 +21,7 @@ class NGram(Policy):
 
     def start(self, tree: GrowingTree) -> list[int]:
         """Add this round's continuations; no two begin with the same token."""
-        budget = min(self._settings.max_nodes, tree.max_nodes)
-        for continuation in self._lookup.continuations(tree.context):
-            node = ROOT
-            for proposal in continuation.proposals[: min(tree.max_depth, budget - len(tree))]:
-                node = tree.add(node, proposal)
+        self._lookup.add_to(tree, budget=min(self._settings.max_nodes, tree.max_nodes))
         return []
 
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
