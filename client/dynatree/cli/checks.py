@@ -48,6 +48,7 @@ def check_draft(settings: DraftSettings) -> None:
     Connector(services.channel).check(split_addresses(services.addresses))
     if model is not None:
         check_device("--device", model.device)
+    _check_history(settings)
     _check_operation(settings.operation)
     check_free(*_addresses(settings.operation))
     if services.channel.ca is None:
@@ -73,6 +74,7 @@ def check_serve(options: argparse.Namespace) -> tuple[VerifySettings, DraftSetti
         check_device("--draft-device", options.draft_device)
     verify, draft = serve_settings(options)
     _check_layer_cache(options.layer_cache)
+    _check_history(draft)
     http = SecuritySettings(options.tls_cert, options.tls_key, insecure=options.insecure)
     http.check_plain(options.listen)
     http.server_credentials()
@@ -134,6 +136,19 @@ def _check_traces(url: str) -> None:
         raise StartupError(f"--traces is {url!r}, expected the URL of a collector, such as http://localhost:4318")
     if find_spec("opentelemetry") is None:
         raise StartupError("--traces needs the extra otel, which is not installed: pip install 'dynatree[otel]'")
+
+
+def _check_history(settings: DraftSettings) -> None:
+    """Refuse a history file without a history, and one that cannot be read and replaced."""
+    file = settings.history
+    if file is None:
+        return
+    if not settings.limits.history_tokens:
+        raise StartupError("--history-file needs a history, and --history-tokens is 0")
+    if file.exists() and not file.is_file():
+        raise StartupError(f"--history-file is {file}, which is not a file")
+    if not os.access(file.absolute().parent, os.W_OK | os.X_OK):
+        raise StartupError(f"--history-file is {file}; expected a file in a folder that exists and is writable")
 
 
 def _check_layer_cache(folder: Path | None) -> None:

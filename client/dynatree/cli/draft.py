@@ -11,8 +11,14 @@ from dynatree.cli.arguments import add_policy_settings, positive
 from dynatree.cli.checks import check_draft
 from dynatree.cli.imports import without_collection, without_torch
 from dynatree.cli.parser import group
-from dynatree.cli.service_arguments import add_groups, add_service_arguments, network_addresses, seconds
-from dynatree.common.limits import RESUME_SECONDS
+from dynatree.cli.service_arguments import (
+    add_groups,
+    add_service_arguments,
+    history_tokens,
+    network_addresses,
+    seconds,
+)
+from dynatree.common.limits import HISTORY_TOKENS, RESUME_SECONDS
 from dynatree.common.logs import configure_logging
 from dynatree.draft.policies import DEFAULT_POLICY, policy_names
 from dynatree.engine.model.files import described
@@ -84,13 +90,28 @@ def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the quotas of principals, and for resuming after the loss of a verify service."""
+    """Add the options for quotas and histories of principals, and for resuming after the loss of a verify service."""
     group(parser, "network").add_argument(
         "--resume-timeout",
         type=seconds,
         default=RESUME_SECONDS,
         metavar="SECONDS",
         help="how long a completion waits for a new verify service after losing its own (default: %(default)g)",
+    )
+    memory = group(parser, "memory")
+    memory.add_argument(
+        "--history-tokens",
+        type=history_tokens,
+        default=HISTORY_TOKENS,
+        metavar="N",
+        help="tokens of finished completions to keep in memory and draft from, within each principal; 0 keeps none "
+        "(default: %(default)s)",
+    )
+    memory.add_argument(
+        "--history-file",
+        type=Path,
+        metavar="FILE",
+        help="save them at a shutdown, and load them at the start (default: they are forgotten)",
     )
     quotas = group(parser, _QUOTAS)
     quotas.description = "limits of each principal; requests beyond a limit are refused"

@@ -14,6 +14,7 @@ from dynatree.common.limits import (
     MAX_QUEUED,
     MAX_SESSIONS,
     MAX_TREE_NODES,
+    MOST_HISTORY_TOKENS,
     MOST_TREE_NODES,
 )
 from dynatree.engine.settings import DTYPES, WEIGHTS
@@ -65,8 +66,16 @@ def tree_nodes(text: str) -> int:
     return number
 
 
+def history_tokens(text: str) -> int:
+    """An argparse type: the number of tokens that histories may hold."""
+    number = not_negative(text)
+    if number > MOST_HISTORY_TOKENS:
+        raise argparse.ArgumentTypeError(f"{text} is too large; expected at most {MOST_HISTORY_TOKENS} tokens")
+    return number
+
+
 # argparse names the types in its messages.
-context.__name__ = tree_nodes.__name__ = positive.__name__
+context.__name__ = tree_nodes.__name__ = history_tokens.__name__ = positive.__name__
 fixed_rows.__name__ = f"{positive.__name__}s"
 seconds.__name__ = some_seconds.__name__ = "number of seconds"
 

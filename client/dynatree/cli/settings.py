@@ -137,6 +137,7 @@ def _draft(
         resume_seconds=options.resume_timeout,
         quota=Quota(options.principal_sessions, options.principal_queue, options.principal_tokens),
         max_tree_nodes=options.max_tree_nodes,
+        history_tokens=options.history_tokens,
     )
     model, copy = None, bool(copied(options.draft_model))
     if options.draft_model != NO_MODEL:
@@ -152,7 +153,7 @@ def _draft(
             resident_layers=ALL_LAYERS if copy else None,
         )
     policy = DefaultPolicy(options.policy, options.policy_settings)
-    return DraftSettings(model, services, policy, limits, operation, copy)
+    return DraftSettings(model, services, policy, limits, operation, copy, options.history_file)
 
 
 def _model(options: argparse.Namespace, model: str, embedded_path: Path, **others: Any) -> ModelSettings:

@@ -8,7 +8,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from http.server import HTTPServer
@@ -24,6 +24,8 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from dynatree.common.errors import StartupError
 from dynatree.serving.files import Reloaded, failed_reloads
@@ -57,6 +59,19 @@ def new_registry() -> CollectorRegistry:
 def gauge(registry: CollectorRegistry, name: str, text: str, value: Callable[[], float]) -> None:
     """Register a gauge whose value is computed at scrape time."""
     Gauge(f"dynatree_{name}", text, registry=registry).set_function(value)
+
+
+def counted(registry: CollectorRegistry, name: str, text: str, value: Callable[[], float]) -> None:
+    """Register a counter whose value is computed at scrape time."""
+    registry.register(_Counted(f"dynatree_{name}", text, value))
+
+
+class _Counted(Collector):
+    def __init__(self, name: str, text: str, value: Callable[[], float]) -> None:
+        self._name, self._text, self._value = name, text, value
+
+    def collect(self) -> Iterable[Metric]:
+        return [CounterMetricFamily(self._name, self._text, self._value())]
 
 
 class _Server(ThreadingMixIn, HTTPServer):

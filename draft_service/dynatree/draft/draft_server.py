@@ -12,7 +12,9 @@ from dynatree.draft.completion.generation import Backend
 from dynatree.draft.growth.best_guesses import BestGuesses
 from dynatree.draft.growth.draft_source import DraftSource
 from dynatree.draft.growth.drafter import Drafter
+from dynatree.draft.growth.history_file import HistoryFile
 from dynatree.draft.growth.shared_growth import SharedGrowth
+from dynatree.draft.growth.suffix_indexes import SuffixIndexes
 from dynatree.draft.metrics import DraftMetrics
 from dynatree.draft.service import SERVICE_NAME, DraftService
 from dynatree.draft.settings import DefaultPolicy, DraftLimits, DraftSettings
@@ -70,11 +72,18 @@ async def serve(settings: DraftSettings, load: Callable[[ModelThread], Awaitable
                 log.info("waiting up to %g s for the verify service at %s", verify.timeout, verify.addresses)
             await replicas.start(verify.timeout)
             source = await drafting.source(replicas)
+            histories = SuffixIndexes(settings.limits.history_tokens)
+            file = None
+            if settings.history is not None:
+                file = HistoryFile(settings.history, source.info.tokenizer_fingerprint)
+                await thread.run(file.load, histories)
             server = await start_draft(
-                source, thread, replicas, operation.address, settings.policy, settings.limits, running
+                source, thread, replicas, operation.address, settings.policy, settings.limits, running, histories
             )
             ready = f"{source} for {replicas.target.info.name} on {server.address}"
             await server.wait(operation.grace, lambda: announce_ready("draft", ready))
+            if file is not None:
+                await thread.run(file.save, histories)
             thread.shutdown()
         finally:
             await replicas.close()
@@ -88,17 +97,21 @@ async def start_draft(
     policy: DefaultPolicy,
     limits: DraftLimits,
     operation: Operation,
+    histories: SuffixIndexes | None = None,
 ) -> Server:
     """Serve completions at `address`; `thread` is the thread that loaded the draft model.
+
+    `histories` has the finished completions of an earlier service, if any.
 
     Raises:
         StartupError: The address or a file of the security settings cannot be used.
     """
-    drafter = Drafter(source.model, limits.max_tree_nodes)
+    histories = SuffixIndexes(limits.history_tokens) if histories is None else histories
+    drafter = Drafter(source.model, limits.max_tree_nodes, histories)
     growth = SharedGrowth(drafter, thread)
     backend = Backend(source, drafter, thread, growth, replicas, BestGuesses(), limits.resume_seconds)
     admission = Admission(limits.sessions, source.slots, limits.queue, limits.quota)
-    metrics = DraftMetrics(operation.registry, admission, replicas)
+    metrics = DraftMetrics(operation.registry, admission, replicas, histories)
     server = Server([SERVICE_NAME], limits.idle_seconds, operation.security, limits.sessions + limits.queue)
     service = DraftService(backend, policy, admission, metrics, operation.tracing)
     draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]

@@ -43,6 +43,7 @@ class GenerateCall:
         first: Index of the first completion to make.
         received: The part of that completion that the client already has.
         principal: The principal.
+        recalls: Whether trees may have candidates from the principal's earlier completions.
         request_id: The call's id in logs.
     """
 
@@ -55,6 +56,7 @@ class GenerateCall:
     first: int
     received: Received
     principal: str
+    recalls: bool
     request_id: str
 
     @classmethod
@@ -68,6 +70,7 @@ class GenerateCall:
         has_model: bool,
         context_length: int,
         principal: str,
+        recalls: bool,
         request_id: str,
     ) -> Self:
         """Read a message that `check_message` has passed; `context_length` is the target's.
@@ -79,7 +82,17 @@ class GenerateCall:
         seed = message.sampling.seed if message.sampling.HasField("seed") else secrets.randbits(63)
         first = message.resume.index
         return cls(
-            message, prompt_ids, special_ids, default_policy, has_model, seed, first, received, principal, request_id
+            message,
+            prompt_ids,
+            special_ids,
+            default_policy,
+            has_model,
+            seed,
+            first,
+            received,
+            principal,
+            recalls,
+            request_id,
         )
 
     @property
@@ -123,6 +136,7 @@ class GenerateCall:
             target=target,
             seed=seed,
             principal=self.principal,
+            recalls=self.recalls,
             received=received,
             request_id=self.request_id,
             span=span,

@@ -5,15 +5,18 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from dynatree.draft.completion.generation import Completed
+from dynatree.draft.growth.suffix_indexes import SuffixIndexes
 from dynatree.draft.target.replicas import Replicas
 from dynatree.serving.admission import Admission
-from dynatree.serving.metrics import LATENCY_BUCKETS, ROW_BUCKETS, TOKEN_BUCKETS, gauge
+from dynatree.serving.metrics import LATENCY_BUCKETS, ROW_BUCKETS, TOKEN_BUCKETS, counted, gauge
 
 
 class DraftMetrics:
     """Counters change when a completion ends; gauges are read at scrape time."""
 
-    def __init__(self, registry: CollectorRegistry, admission: Admission, replicas: Replicas) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, admission: Admission, replicas: Replicas, histories: SuffixIndexes
+    ) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"dynatree_{name}", text, labels, registry=registry)
 
@@ -34,6 +37,10 @@ class DraftMetrics:
             "verify_replicas_ready",
             "Verify services that serve.",
             lambda: sum(replica.ready for replica in replicas.all),
+        )
+        gauge(registry, "history_tokens", "Tokens of finished completions that are kept.", lambda: histories.tokens)
+        counted(
+            registry, "history_hits", "Committed tokens that finished completions foretold.", lambda: histories.hits
         )
         self._success = counter("request_success", "Completions, by finish reason.", "finished_reason")
         self._failure = counter("request_failure", "Failed requests, by gRPC status code.", "code")

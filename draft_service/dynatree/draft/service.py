@@ -141,6 +141,8 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             has_model=self._backend.source.has_model,
             context_length=target.info.context_length,
             principal=principal,
+            # a trace shows candidates, so it shows earlier completions only to a principal that proved who it is
+            recalls=context.principal is not None or not request.trace,
             request_id=context.request_id,
         )
         first = call.request(call.first, target)

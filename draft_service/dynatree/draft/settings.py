@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_SESSIONS, MAX_TREE_NODES, RESUME_SECONDS
+from dynatree.common.limits import (
+    HISTORY_TOKENS,
+    IDLE_SECONDS,
+    MAX_QUEUED,
+    MAX_SESSIONS,
+    MAX_TREE_NODES,
+    RESUME_SECONDS,
+)
 from dynatree.draft.policies import Setting
 from dynatree.engine.settings import ModelSettings
 from dynatree.serving.admission import NO_QUOTA, Quota
@@ -32,6 +40,7 @@ class DraftLimits:
         resume_seconds: Seconds that a completion waits for a new verify service after losing its own.
         quota: The share of these limits that one principal may take.
         max_tree_nodes: Largest tree, in nodes.
+        history_tokens: Tokens of finished completions that are kept for drafting.
     """
 
     sessions: int = MAX_SESSIONS
@@ -41,6 +50,7 @@ class DraftLimits:
     resume_seconds: float = RESUME_SECONDS
     quota: Quota = NO_QUOTA
     max_tree_nodes: int = MAX_TREE_NODES
+    history_tokens: int = HISTORY_TOKENS
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,7 @@ class DraftSettings:
         operation: Listening address, security and observability.
         copy: Whether the model is the target's own copy on the target's machine. Then it loads once the target serves,
             from the page cache and into memory that the target has left for it.
+        history: File to which the finished completions are saved, and from which they are loaded; None: none.
     """
 
     model: ModelSettings | None
@@ -80,3 +91,4 @@ class DraftSettings:
     limits: DraftLimits
     operation: OperationSettings
     copy: bool = False
+    history: Path | None = None

@@ -87,6 +87,7 @@ class GenerationRequest:
         target: The target that the request was built for.
         seed: The completion's seed. `decoding.sampling` has the same, unless the policy learns from other requests.
         principal: The principal.
+        recalls: Whether trees may have candidates from the principal's earlier completions.
         received: The part that the client already has from a lost draft service.
         request_id: The request's id in logs.
         span: The tracing span of the completion.
@@ -100,6 +101,7 @@ class GenerationRequest:
     target: Target
     seed: int
     principal: str = ""
+    recalls: bool = True
     received: Received = NOTHING_RECEIVED
     request_id: str = ""
     span: Span = NO_SPAN
@@ -221,6 +223,7 @@ class Generation:
             request.principal,
             len(request.received.token_ids),
             request.policy.drawing,
+            recalls=request.recalls,
         )
         open_session = OpenSession(
             prompt_ids=request.begun_ids,

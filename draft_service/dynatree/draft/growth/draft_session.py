@@ -32,6 +32,7 @@ class DraftSession:
         rounds: Number of commits so far.
         levels: Levels of the last tree, the root's included; up to as many may be read at once for the next tree.
         drawing: Settings of the draft's distribution.
+        recalls: Whether trees may have candidates from the principal's earlier completions.
         root: The trie's node of the last committed token.
     """
 
@@ -46,6 +47,7 @@ class DraftSession:
     rounds: int = 0
     levels: int = 4
     drawing: Drawing = DEFAULT_DRAWING
+    recalls: bool = True
     root: TrieNode = field(init=False)
 
     def __post_init__(self) -> None:

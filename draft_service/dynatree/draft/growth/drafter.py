@@ -12,6 +12,7 @@ from dynatree.common.sampling import Sampling
 from dynatree.common.tree import ROOT
 from dynatree.draft.growth.draft_session import DraftSession
 from dynatree.draft.growth.round import Growth
+from dynatree.draft.growth.suffix_indexes import SuffixIndexes
 from dynatree.draft.policies import Policy
 from dynatree.draft.policies.drawing import DEFAULT_DRAWING, Drawing
 from dynatree.draft.policies.growing_tree import GrowingTree
@@ -98,11 +99,13 @@ class Drafter:
     Args:
         model: The draft model; its KV cache needs `2 * max_tree_nodes` speculative slots per session.
         max_tree_nodes: The largest tree of any policy.
+        histories: The completions of each principal; None keeps none.
     """
 
-    def __init__(self, model: DraftModel, max_tree_nodes: int) -> None:
+    def __init__(self, model: DraftModel, max_tree_nodes: int, histories: SuffixIndexes | None = None) -> None:
         self._model = model
         self._max_tree_nodes = max_tree_nodes
+        self._histories = histories or SuffixIndexes()
 
     def slots(self, prompt_tokens: int, limit: int) -> int:
         """KV slots of a session of at most `limit` tokens, prompt included."""
@@ -119,6 +122,8 @@ class Drafter:
         principal: str = "",
         generated: int = 0,
         drawing: Drawing = DEFAULT_DRAWING,
+        *,
+        recalls: bool = True,
     ) -> DraftSession:
         """Reserve a KV range for a session; nothing is read yet.
 
@@ -130,6 +135,7 @@ class Drafter:
             principal: The principal, whose earlier sessions may provide a cached prefix.
             generated: Number of tokens at the end of `prompt_ids` that the completion has generated.
             drawing: Settings of the draft's distribution.
+            recalls: Whether trees may have candidates from the principal's earlier completions.
 
         Raises:
             ServiceBusyError: Too few slots are free.
@@ -149,11 +155,14 @@ class Drafter:
             num_cached=cached,
             num_used=cached,
             drawing=drawing,
+            recalls=recalls,
         )
 
     def close(self, session: DraftSession) -> None:
-        """Give back the session's KV range."""
+        """Give back the session's KV range, and keep its tokens as the principal's; the completion may be cut short."""
         self._model.release(session.kv, session.committed[: session.num_cached], session.principal)
+        if session.generated:
+            self._histories.add(session.principal, session.committed)
 
     def prefilling(self, session: DraftSession, policy: Policy) -> Growing[None]:
         """Read the committed tokens that are not cached yet: the prefill of the draft model."""
@@ -239,6 +248,8 @@ class Drafter:
             max_depth=max_depth,
             sampled=session.draws,
             replacement=session.drawing.replacement,
+            earlier=self._histories.of(session.principal) if session.recalls else None,
+            vocab_size=session.vocab_size,
         )
 
     def has_room(self, session: DraftSession, tree: GrowingTree, level: Sequence[int]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -64,6 +65,7 @@ class GrowingTree:
     Attributes:
         context: The committed tokens, the root last.
         earlier: The principal's earlier completions, if the tree may have candidates from them.
+        vocab_size: Number of token ids that may be proposed.
         max_nodes: Size limit of the tree that is sent.
         max_depth: Depth limit of the nodes that are sent.
         sampled: Whether continuations are random draws (residual sampling). Whether a draw is kept may then depend on
@@ -83,9 +85,11 @@ class GrowingTree:
         sampled: bool = False,
         replacement: bool = False,
         earlier: SuffixIndex | None = None,
+        vocab_size: int = sys.maxsize,
     ) -> None:
         self.context = context
         self.earlier = earlier
+        self.vocab_size = vocab_size
         self.max_nodes = max_nodes
         self.max_depth = max_depth
         self.sampled = sampled

@@ -130,7 +130,7 @@ class Lookup:
             self._earlier, self._recalled_rates = earlier, MatchRates(self._control, shared=earlier.rates)
         rates = self._recalled_rates
         depth, count = min(self._settings.depth, tree.max_depth), min(self._settings.max_nodes, tree.max_nodes)
-        found = earlier.recall(tree.context, depth, count, lambda match: rates.of(match).value)
+        found = earlier.recall(tree.context, depth, count, tree.vocab_size, lambda match: rates.of(match).value)
         guesses = []
         for parent, token, share, match in found:
             rate = rates.of(match)

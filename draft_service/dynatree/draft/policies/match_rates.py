@@ -44,7 +44,7 @@ class Rate:
 
 
 class MatchRates:
-    """A rate for each bin of match lengths. It begins at 1 - 1 / match, or with the rate of the same bin in `shared`."""
+    """A rate for each bin of match lengths. It begins at 1 - 1 / match, or at the rate of its bin in `shared`."""
 
     def __init__(
         self,

@@ -47,17 +47,14 @@ class SuffixIndex:
     Attributes:
         rates: The rates at which the tokens are right, over all sessions of the principal.
         hits: Number of committed tokens that the index foretold.
+        tokens: Number of tokens held, with one for each end of a sequence.
     """
 
     def __init__(self) -> None:
         self.rates = MatchRates(fade=DEFAULT_CONTROL.calibration_fade)
         self.hits = 0
+        self.tokens = 0
         self._segments: deque[_Segment] = deque()
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens held, with one for each end of a sequence."""
-        return sum(len(segment.tokens) for segment in self._segments)
 
     @property
     def sequences(self) -> list[list[int]]:
@@ -81,13 +78,14 @@ class SuffixIndex:
         if not self._segments or len(self._segments[-1].tokens) + len(part) >= segment_tokens:
             self._segments.append(_Segment())
         self._segments[-1].add(part, keys[known:])
+        self.tokens += len(part) + 1
 
     def drop_oldest(self) -> None:
         """Forget the oldest segment."""
-        self._segments.popleft()
+        self.tokens -= len(self._segments.popleft().tokens)
 
     def recall(
-        self, context: Sequence[int], depth: int, count: int, rate: Callable[[int], float]
+        self, context: Sequence[int], depth: int, count: int, vocab_size: int, rate: Callable[[int], float]
     ) -> list[Recalled]:
         """Find the likeliest tokens after the longest match of the end of `context`.
 
@@ -97,6 +95,7 @@ class SuffixIndex:
             context: The committed tokens of a session.
             depth: Maximum length of a continuation.
             count: Maximum number of tokens.
+            vocab_size: Number of token ids that may follow.
             rate: The rate at which a token is right after a match of some length, if all places continue with it.
 
         Returns:
@@ -108,6 +107,8 @@ class SuffixIndex:
 
         def follow(parent: int, match: int, value: float, places: Sequence[Place]) -> None:
             for token, following in _by_token(places).items():
+                if not 0 <= token < vocab_size:  # the end of a sequence, or another target's token
+                    continue
                 share = len(following) / len(places)
                 each = Recalled(parent, token, share, match)
                 heappush(heap, (-value * share * rate(match), next(order), each, following))
@@ -125,9 +126,12 @@ class SuffixIndex:
         """Return the length of the longest match, up to `MAX_MATCH`, and the latest places behind such a match."""
         end = array("i", context[-MAX_MATCH:])
         for length in LENGTHS:
-            longest, found, tried = length, [], 0
             ngram = end[-length:]
-            for segment in reversed(self._segments) if len(ngram) == length else ():
+            if len(ngram) < length:
+                continue
+            longest, tried = length, 0
+            found: list[Place] = []
+            for segment in reversed(self._segments):
                 for place in segment.index.places(segment.tokens, ngram):
                     tried += 1
                     match = _match(segment.tokens, place, end, length)
@@ -182,9 +186,8 @@ def _match(tokens: array[int], place: int, end: array[int], match: int) -> int:
 
 
 def _by_token(places: Sequence[Place]) -> dict[int, list[Place]]:
-    """Group places by their next token, each moved behind it; a place at the end of its sequence is left out."""
+    """Group places by their next token, each moved behind it."""
     found: dict[int, list[Place]] = {}
     for tokens, place in places:
-        if tokens[place] != END:
-            found.setdefault(tokens[place], []).append((tokens, place + 1))
+        found.setdefault(tokens[place], []).append((tokens, place + 1))
     return found
