@@ -1,0 +1,63 @@
+"""The suffix indexes of all principals, within one limit of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dynatree.draft.policies.suffix_index import SuffixIndex
+
+MAX_PRINCIPALS = 1024
+SEGMENTS = 16  # parts of the limit that are forgotten at once; a look-up asks each
+
+
+class SuffixIndexes:
+    """A suffix index for each principal; no principal gets candidates from another's completions.
+
+    Beyond the limit, the principal that holds the most forgets its oldest segment. So no principal can make those
+    forget that hold less. Not thread-safe, except for `tokens` and `hits`: only the draft model's thread may call it.
+
+    Args:
+        most_tokens: Maximum number of tokens that are held; 0 holds none.
+
+    Attributes:
+        tokens: Number of tokens held.
+    """
+
+    def __init__(self, most_tokens: int = 0) -> None:
+        self._most = most_tokens
+        self._indexes: dict[str, SuffixIndex] = {}  # the principal whose last completion is oldest is first
+        self._forgotten_hits = 0
+        self.tokens = 0
+
+    @property
+    def hits(self) -> int:
+        """Number of committed tokens that the indexes foretold."""
+        return self._forgotten_hits + sum(index.hits for index in list(self._indexes.values()))
+
+    @property
+    def sequences(self) -> list[tuple[str, list[list[int]]]]:
+        """The sequences of each principal, the oldest first."""
+        return [(principal, index.sequences) for principal, index in self._indexes.items()]
+
+    def of(self, principal: str) -> SuffixIndex | None:
+        """Return a principal's index, or None if it has no completions."""
+        return self._indexes.get(principal)
+
+    def add(self, principal: str, token_ids: Sequence[int]) -> None:
+        """Add a completion with its prompt; of one beyond the limit, the end."""
+        if self._most < 2:
+            return
+        known = self._indexes.pop(principal, None)
+        index = self._indexes[principal] = SuffixIndex() if known is None else known
+        index.add(token_ids[1 - self._most :], self._most // SEGMENTS)
+        if len(self._indexes) > MAX_PRINCIPALS:
+            self._forget(next(iter(self._indexes)))
+        while sum(each.tokens for each in self._indexes.values()) > self._most:
+            largest = max(self._indexes, key=lambda each: self._indexes[each].tokens)
+            self._indexes[largest].drop_oldest()
+            if not self._indexes[largest].tokens:
+                self._forget(largest)
+        self.tokens = sum(each.tokens for each in self._indexes.values())
+
+    def _forget(self, principal: str) -> None:
+        self._forgotten_hits += self._indexes.pop(principal).hits
