@@ -97,7 +97,7 @@ def main() -> int:
     text = options.prompts.read_text(encoding="utf-8")
     step = len(text) // (options.count + 1)
     prompts = [text[step * number :][: options.prompt_characters] for number in range(1, options.count + 1)]
-    verify, draft = pair_settings(options.target_model, options.draft_model, prefix_cache="off")
+    verify, draft = pair_settings(options.target_model, options.draft_model, prefix_cache="off", history_tokens=0)
     draft = replace(draft, model=replace(draft.model, threads=options.draft_threads))
     runs = []
     with service_pair(verify, draft, START_SECONDS) as pair, gateway(pair.address) as connection:

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_TREE_NODES, RESUME_SECONDS
 from dynatree.draft.draft_server import start_draft
+from dynatree.draft.growth.suffix_indexes import SuffixIndexes
 from dynatree.draft.policies import DEFAULT_POLICY
 from dynatree.draft.serve_draft import source_of, targets_for
 from dynatree.draft.serve_ngrams import NGramDrafting
@@ -100,12 +101,13 @@ def running_services(
     via: Callable[[str], str] = str,
     resume_seconds: float = RESUME_SECONDS,
     tracing: Tracing = OFF,
+    histories: SuffixIndexes | None = None,
 ) -> Iterator[Services]:
     """Serve the pair within a context, on sockets in `folder`, or both at `address`.
 
     `weights` are those of both models unless `draft_weights` is given; `resident_layers` are those of the target, whose
     other layers are read from a cache in `folder`. `via` maps the verify service's address to the addresses at which
-    the draft service connects to it.
+    the draft service connects to it. Without `histories`, no completion drafts from an earlier one.
     """
     shared: dict[str, Any] = {"dtype": dtype, "sessions": sessions, "fixed_rows": fixed_rows}
     target = load_engine(
@@ -151,8 +153,9 @@ def running_services(
             source = await ngrams.source(replicas)
         default = DefaultPolicy(DEFAULT_POLICY, {})
         draft_address = address or f"unix:{folder}/draft.sock"
+        kept = histories or SuffixIndexes()
         draft_server = await start_draft(
-            source, threads[1], replicas, draft_address, default, draft_limits, operations[1]
+            source, threads[1], replicas, draft_address, default, draft_limits, operations[1], kept
         )
         return verify_server, draft_server, replicas
 

@@ -213,7 +213,7 @@ def _environment(options: argparse.Namespace) -> Environment:
 @contextmanager
 def _services(options: argparse.Namespace) -> Iterator[Services]:
     if options.server is None:
-        given = {} if options.measurement == "load" else {"max_sessions": 2}
+        given = {"history_tokens": 0} | ({} if options.measurement == "load" else {"max_sessions": 2})
         given |= {name: getattr(options, name) for name in SERVICE_OPTIONS[1:] if getattr(options, name, None)}
         settings = pair_settings(options.target_model, options.draft_model or EMBEDDED, **given)
         with service_pair(*settings) as pair:

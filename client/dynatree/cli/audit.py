@@ -93,7 +93,9 @@ def run(options: argparse.Namespace) -> int:
     from dynatree.cli.service_pair import service_pair
 
     chosen = {name: getattr(options, name) for name in ("dtype", "weights", "draft_weights", "device")}
-    settings = pair_settings(options.target_model, options.draft_model, **chosen, max_sessions=1)
+    # each prompt is completed several times, and only the first time would have trees of the draft model
+    chosen |= {"max_sessions": 1, "history_tokens": 0}
+    settings = pair_settings(options.target_model, options.draft_model, **chosen)
     audit = _Audit(options, len(prompts) + (options.prompts is None))
     with service_pair(*settings) as pair:
         info = pair.client.model_info().target

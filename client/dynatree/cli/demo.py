@@ -71,7 +71,8 @@ def run(options: argparse.Namespace) -> int:
 
     console = Console(highlight=False)
     models = options.target_model, options.draft_model
-    settings = pair_settings(*models, dtype=options.dtype, prefix_cache="off")  # the prompt is completed several times
+    # the prompt is completed several times
+    settings = pair_settings(*models, dtype=options.dtype, prefix_cache="off", history_tokens=0)
     with service_pair(*settings) as pair:
         client = pair.client
         info = client.model_info()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dynatree.draft.policies.suffix_index import SuffixIndex
 
+LEAST_TOKENS = 4  # an n-gram and the token after it
 MAX_PRINCIPALS = 1024
 SEGMENTS = 16  # parts of the limit that are forgotten at once; a look-up asks each
 
@@ -44,12 +45,12 @@ class SuffixIndexes:
         return self._indexes.get(principal)
 
     def add(self, principal: str, token_ids: Sequence[int]) -> None:
-        """Add a completion with its prompt; of one beyond the limit, the end."""
-        if self._most < 2:
+        """Add a completion with its prompt; of one beyond half of the limit, the end."""
+        if self._most < 2 * LEAST_TOKENS:
             return
         known = self._indexes.pop(principal, None)
         index = self._indexes[principal] = SuffixIndex() if known is None else known
-        index.add(token_ids[1 - self._most :], self._most // SEGMENTS)
+        index.add(token_ids[-(self._most // 2 - 1) :], self._most // SEGMENTS)
         if len(self._indexes) > MAX_PRINCIPALS:
             self._forget(next(iter(self._indexes)))
         while sum(each.tokens for each in self._indexes.values()) > self._most:

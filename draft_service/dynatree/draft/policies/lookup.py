@@ -81,6 +81,8 @@ class Lookup:
         self._earlier: SuffixIndex | None = None
         self._recalled_rates: MatchRates | None = None
         self._guesses: list[_Guess] = []
+        self._children: dict[int, list[int]] = {}  # by guess: those after it
+        self._right: int | None = ROOT  # the last right guess; None after a token that was not guessed
         self._known = 0
 
     def add_to(self, tree: GrowingTree, *, budget: int = MOST_TREE_NODES, earlier: SuffixIndex | None = None) -> int:
@@ -94,9 +96,11 @@ class Lookup:
             budget: Maximum number of nodes.
             earlier: The principal's earlier completions; None leaves them out.
         """
-        self._learn(tree.context[self._known :])
-        self._known = len(tree.context)
+        self.learn(tree.context[self._known :])
         self._guesses = self._merged(self._own(tree.context), self._recalled(tree, earlier))
+        self._children, self._right = {}, ROOT
+        for index, guess in enumerate(self._guesses):
+            self._children.setdefault(guess.parent, []).append(index)
         nodes = {ROOT: ROOT}
         along = 0
         for index, guess in enumerate(self._guesses):
@@ -106,6 +110,23 @@ class Lookup:
             nodes[index] = tree.add(parent, Proposal(guess.token, math.log(guess.prob)))
             along += nodes[index] == along == parent + 1
         return along
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Count the last guesses along the next committed tokens, sent or not, up to the first one without a guess."""
+        self._known += len(tokens)
+        for token in tokens:
+            if self._right is None:
+                return
+            guessed, self._right = self._children.get(self._right, ()), None
+            for index in guessed:
+                guess = self._guesses[index]
+                right = guess.token == token
+                for rate, share in guess.rates:
+                    rate.add(right, share)
+                if right:
+                    self._right = index
+                    if guess.recalled and self._earlier is not None:
+                        self._earlier.hits += 1
 
     def rates(self) -> dict[str, float]:
         """The rate of each bin, by its shortest match, and of the first tokens of second continuations."""
@@ -163,21 +184,3 @@ class Lookup:
             guess.prob = max(min(guess.prob, left[guess.parent]), LEAST_PROB)
             left[guess.parent] -= guess.prob
         return guesses
-
-    def _learn(self, tokens: Sequence[int]) -> None:
-        """Count the last guesses along the tokens, sent or not, up to the first token that is not among them."""
-        children: dict[int, list[int]] = {}
-        for index, guess in enumerate(self._guesses):
-            children.setdefault(guess.parent, []).append(index)
-        parent: int | None = ROOT
-        for token in tokens:
-            guessed, parent = children.get(parent, ()) if parent is not None else (), None
-            for index in guessed:
-                guess = self._guesses[index]
-                right = guess.token == token
-                for rate, share in guess.rates:
-                    rate.add(right, share)
-                if right:
-                    parent = index
-                    if self._earlier is not None:
-                        self._earlier.hits += guess.recalled

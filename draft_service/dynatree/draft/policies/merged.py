@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from dynatree.common.limits import MOST_TREE_NODES
 from dynatree.draft.control.constants import LEAST_PROB, ControlSettings
-from dynatree.draft.policies.base import check_range
+from dynatree.draft.policies.base import Outcome, check_range
 from dynatree.draft.policies.growing_tree import GrowingTree, Proposal
 from dynatree.draft.policies.lookup import Lookup, NGramSettings
 
@@ -75,6 +75,11 @@ class MergedNGrams:
                 for node in range(self._added)
             ]
         )
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learn from a round; the next tree would also tell, but a completion's last round has none."""
+        tokens = [outcome.tree.token_ids[node] for node in outcome.accepted]
+        self._lookup.learn(tokens if outcome.next_token is None else [*tokens, outcome.next_token])
 
     def rates(self) -> dict[str, float]:
         """The rates at which continuations' tokens are right, by the length of the match before them."""

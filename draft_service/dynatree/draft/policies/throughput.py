@@ -136,6 +136,7 @@ class Throughput(Policy):
         seconds = outcome.draft_seconds + outcome.waited_seconds + outcome.verify_seconds
         self._objective.observe(len(outcome.accepted) + 1, seconds, outcome.pass_statistics)
         self._value.observe(outcome)
+        self._ngrams.observe(outcome)
 
     def parameters(self) -> dict[str, float]:
         """The figures that decided the last tree."""

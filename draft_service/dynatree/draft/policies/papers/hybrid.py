@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dynatree.common.tree import ROOT
 from dynatree.draft.control.constants import ControlSettings
-from dynatree.draft.policies.base import Policy
+from dynatree.draft.policies.base import Outcome, Policy
 from dynatree.draft.policies.best_first import BestFirst
 from dynatree.draft.policies.growing_tree import GrowingTree
 from dynatree.draft.policies.merged import MergedNGrams, MergedSettings
@@ -52,6 +52,10 @@ class Hybrid(Policy):
     def select(self, tree: GrowingTree) -> Sequence[int]:
         """Choose the best nodes."""
         return self._growth.best(tree)
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learn which guesses were right."""
+        self._ngrams.observe(outcome)
 
     def parameters(self) -> dict[str, float]:
         """The rates at which continuations' tokens are right, by the length of the match before them."""
