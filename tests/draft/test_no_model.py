@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 import signal
@@ -188,7 +189,11 @@ def test_services_that_send_no_tokenizer(services: Services, tmp_path: Path) -> 
 def test_the_process_loads_no_torch(target: Path, tmp_path: Path, kind: str) -> None:
     model = target if kind == "folder" else save_gguf(tmp_path / "model.gguf", ["Q8_0"], seed=1)
     address = f"unix:{tmp_path}/draft.sock"
+    history = tmp_path / "history"
+    if kind == "GGUF":
+        history.write_text("no history")
     command = [sys.executable, "-c", REPORTING, "draft", "--draft-model", "none", "--listen", address]
+    command += ["--history-file", str(history)]
     with service(tmp_path, "verify", "verify", "--target-model", str(model), "--threads", "1") as (verify, _, _):
         draft = subprocess.Popen([*command, "--verify", verify], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
@@ -201,6 +206,11 @@ def test_the_process_loads_no_torch(target: Path, tmp_path: Path, kind: str) -> 
             draft.send_signal(signal.SIGTERM)
             output, errors = draft.communicate(timeout=30)
     assert draft.returncode == 0, errors.decode()
+    if kind == "GGUF":
+        assert f"the history {history} is neither used nor replaced: Expecting value" in errors.decode()
+    else:
+        (kept,) = json.loads(history.read_text())["principals"]
+        assert kept["sequences"][0][-40:] == list(plain.token_ids), "a shutdown saves the history"
     assert output.decode() == "[]\n", "no module of torch is loaded"
     assert " INFO dynatree.cli.draft: no draft model: drafting from n-grams alone\n" in errors.decode()
     assert f" INFO dynatree draft: n-grams alone for {model.name} on {address}\n" in errors.decode()

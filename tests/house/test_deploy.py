@@ -50,7 +50,7 @@ def reported(registry: CollectorRegistry) -> set[str]:
 def metrics_fixture() -> set[str]:
     draft, verify, gateway = new_registry(), new_registry(), new_registry()
     replicas = Mock(all=[])
-    DraftMetrics(draft, Mock(running=0, waiting=0, usage=0.0), replicas)
+    DraftMetrics(draft, Mock(running=0, waiting=0, usage=0.0), replicas, Mock(tokens=0, hits=0))
     VerifyMetrics(verify, Mock(running=0, waiting=0, usage=0.0))
     GatewayMetrics(gateway)
     return reported(draft) | reported(verify) | reported(gateway)

@@ -15,7 +15,7 @@ from dynatree.serving.principals import is_principal
 log = logging.getLogger(__name__)
 
 FORMAT = "dynatree history 1"
-MOST_IDS = 2**31  # a session takes the ids that its target has
+TOKEN_IDS = range(2**31)  # a tree takes the ids that its target has
 
 
 class HistoryFile:
@@ -88,7 +88,7 @@ class HistoryFile:
             raise ValueError("an entry has no principal")
         sequences = _list(entry.get("sequences"))
         for token_ids in sequences:
-            if not all(type(token) is int and 0 <= token < MOST_IDS for token in _list(token_ids)):
+            if not all(type(token) is int and token in TOKEN_IDS for token in _list(token_ids)):
                 raise ValueError("a token is not a token id")
         return [(principal, token_ids) for token_ids in sequences]
 

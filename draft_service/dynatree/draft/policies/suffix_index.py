@@ -15,7 +15,7 @@ from dynatree.draft.policies.match_rates import MatchRates
 from dynatree.draft.policies.ngram_index import MAX_PLACES, NGramIndex
 
 LENGTHS = (8, 3)  # tokens of the indexed n-grams: a match is at least as long as the shortest
-MAX_MATCH = 32  # longest match that is told apart from longer ones
+MATCH_TOKENS = 32  # longest match that is told apart from longer ones
 BLOCK = 32  # tokens; sequences are compared by whole blocks
 END = -1  # behind each sequence
 
@@ -123,8 +123,8 @@ class SuffixIndex:
         return found
 
     def _longest(self, context: Sequence[int]) -> tuple[int, list[Place]]:
-        """Return the length of the longest match, up to `MAX_MATCH`, and the latest places behind such a match."""
-        end = array("i", context[-MAX_MATCH:])
+        """Return the length of the longest match, up to `MATCH_TOKENS`, and the latest places behind such a match."""
+        end = array("i", context[-MATCH_TOKENS:])
         for length in LENGTHS:
             ngram = end[-length:]
             if len(ngram) < length:
