@@ -71,6 +71,8 @@ WRONG = [
     [*DRAFT, "--dtype", "x"],
     [*DRAFT, "--verify", "http://localhost:50052"],
     [*DRAFT, "--policy", "nope"],
+    [*DRAFT, "--history-tokens", "-1"],
+    [*DRAFT, "--history-tokens", "1000000001"],
     [*DRAFT, "--set", "depth=8x"],
     [*DRAFT, "--set", "depth=8", "--set", "depth=4"],
     [*DRAFT, "--draft-ahead", "maybe"],

@@ -18,6 +18,7 @@ LENGTHS = (8, 3)  # tokens of the indexed n-grams: a match is at least as long a
 MATCH_TOKENS = 32  # longest match that is told apart from longer ones
 BLOCK = 32  # tokens; sequences are compared by whole blocks
 END = -1  # behind each sequence
+LEAST_VALUE = 0.01  # path probability below which a token is not worth the time to add it
 
 Place = tuple["array[int]", int]  # tokens, and the position of the next one
 
@@ -99,7 +100,7 @@ class SuffixIndex:
             rate: The rate at which a token is right after a match of some length, if all places continue with it.
 
         Returns:
-            The tokens in descending order of their path probability, so parents come first.
+            The tokens in descending order of their path probability, so parents come first; none below `LEAST_VALUE`.
         """
         found: list[Recalled] = []
         heap: list[tuple[float, int, Recalled, list[Place]]] = []
@@ -110,8 +111,10 @@ class SuffixIndex:
                 if not 0 <= token < vocab_size:  # the end of a sequence, or another target's token
                     continue
                 share = len(following) / len(places)
-                each = Recalled(parent, token, share, match)
-                heappush(heap, (-value * share * rate(match), next(order), each, following))
+                reached = value * share * rate(match)
+                if reached >= LEAST_VALUE:
+                    each = Recalled(parent, token, share, match)
+                    heappush(heap, (-reached, next(order), each, following))
 
         longest, places = self._longest(context)
         follow(ROOT, longest, 1.0, places)
