@@ -115,9 +115,11 @@ def embedded_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embe
     folder = tmp_path_factory.mktemp("services")
     verify = f"unix:{folder / 'verify.sock'}"
     draft = f"unix:{folder / 'draft.sock'}"
+    # without a history, so that no test's completions help another's
+    drafting = ("draft", "--draft-model", "embedded", "--verify", verify, "--history-tokens", "0")
     with (
         _Service(("verify", "--target-model", "embedded"), verify, folder / "verify.log") as first,
-        _Service(("draft", "--draft-model", "embedded", "--verify", verify), draft, folder / "draft.log") as second,
+        _Service(drafting, draft, folder / "draft.log") as second,
     ):
         _wait_until_serving([first, second])
         yield EmbeddedServices(draft, verify, second.process_id, first.process_id)

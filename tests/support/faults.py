@@ -227,7 +227,10 @@ def running_cluster(
     draft_arguments: Sequence[str] = (),
     metrics: bool = False,
 ) -> Iterator[Cluster]:
-    """Run `replicas` verify services and as many draft services of the embedded pair."""
+    """Run `replicas` verify services and as many draft services of the embedded pair.
+
+    They keep no history, so a repeated completion has as many rounds as the first.
+    """
     loop = ProxyLoop()
     with ExitStack() as stack:
         stack.callback(loop.close)
@@ -249,7 +252,16 @@ def running_cluster(
             addresses = ",".join(proxy.address for proxy in proxies)
             draft = Process(
                 f"draft {name}",
-                ["draft", "--draft-model", "embedded", "--verify", addresses, *draft_arguments],
+                [
+                    "draft",
+                    "--draft-model",
+                    "embedded",
+                    "--verify",
+                    addresses,
+                    "--history-tokens",
+                    "0",
+                    *draft_arguments,
+                ],
                 f"unix:{folder}/draft-{name}.sock",
                 folder / f"draft-{name}.log",
             )
