@@ -65,7 +65,7 @@ NOTICED: dict[str, tuple[str, str] | str] = {
     **dict.fromkeys(("MAX_NUMBERS", "MAX_RANKS", "MAX_CANDIDATES", "MAX_DRAWS"), _OPTIONS),
     "MAX_TOP_LOG_PROBS": "tests/common/test_log_probs.py::test_more_than_20_are_refused_by_both_services",
     "MOST_FAULTS": "tests/engine/test_not_finite.py::test_a_device_is_tried_after_a_few_faults_with_no_commit_between",
-    "MOST_HISTORY_TOKENS": _OPTIONS,
+    "MOST_HISTORY_TOKENS": "tests/cli/test_imports.py",
     "MAX_PRINCIPALS": "tests/draft/test_history.py",
 }
 
