@@ -8,9 +8,11 @@ from transformers.models.llama import modeling_llama
 from dynatree.common.errors import StartupError
 from dynatree.engine.loading import load_engine
 from dynatree.engine.settings import ModelSettings
+from dynatree.engine.support import probe
 from dynatree.engine.support.small_model import small_model, spans
 from tests.support.door import saved, served
 from tests.support.families import FAMILIES, tiny_config, tiny_model
+from tests.support.model_zoo import save_random_model
 
 DTYPES = ["float32", "bfloat16"]
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -97,6 +99,15 @@ def test_a_masked_token_of_the_output_layer_is_no_reason(tmp_path):
     assert served(saved(model, tmp_path / "model"), "float32").refusal is None
 
 
+def test_a_configuration_is_probed_once_wherever_it_lies(tmp_path, monkeypatch):
+    probed = []
+    monkeypatch.setattr(probe, "_SERVED", set())
+    monkeypatch.setattr(probe, "small_model", lambda *given: probed.append(given) or small_model(*given))
+    for name in ("one", "another"):
+        load_engine(ModelSettings(str(save_random_model(tmp_path / name, "llama", seed=1)), sessions=1))
+    assert len(probed) == 1
+
+
 @pytest.mark.parametrize("window", [8, 24, 60, 90])
 def test_a_window_that_no_configuration_names_is_found(tmp_path, monkeypatch, window):
     """A family may mask inside its own attention, which only its outputs show."""
@@ -110,7 +121,7 @@ def test_a_window_that_no_configuration_names_is_found(tmp_path, monkeypatch, wi
 
     path = saved(tiny_model(tiny_config("llama")), tmp_path / "model")
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", windowed)
-    monkeypatch.setattr("dynatree.engine.support.probe._SERVED", set())
+    monkeypatch.setattr(probe, "_SERVED", set())
     with pytest.raises(StartupError, match="gives different logits under tree attention"):
         load_engine(ModelSettings(str(path), dtype="bfloat16"))
 

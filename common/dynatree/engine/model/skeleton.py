@@ -32,6 +32,7 @@ def _parameters_on_meta() -> Iterator[None]:
         if parameter is not None:
             empty: Tensor = parameter.to("meta")
             parameter = nn.Parameter(empty, requires_grad=False)
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers draws no weights for it
         original(module, name, parameter)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]

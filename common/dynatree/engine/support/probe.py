@@ -98,7 +98,8 @@ def check_computation(
     Raises:
         StartupError: The small model cannot be served exactly, or no small model can be made.
     """
-    key = (config.to_json_string(use_diff=False), context_length, probed)
+    values = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+    key = (repr(values), context_length, probed)
     if key in _SERVED:
         return
     served = min(context_length, CONTEXT_LENGTH)
