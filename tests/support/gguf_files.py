@@ -3,7 +3,9 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gguf
@@ -42,12 +44,18 @@ def random_blocks(kind: str, features: int, inputs: int, generator: torch.Genera
     return raw
 
 
-def save_gguf(
-    path: Path, kinds: Sequence[str], seed: int, context: int = 160, tied: bool = False, family: str = "llama"
-) -> Path:
+def save_gguf(path: Path, kinds: Sequence[str], seed: int, **options: Any) -> Path:
     """Save a small model as `written_gguf` does; return the path."""
-    written_gguf(path, kinds, seed, context, tied, family)
+    path.write_bytes(_content(tuple(kinds), seed, **options))
     return path
+
+
+@cache
+def _content(kinds: tuple[str, ...], seed: int, **options: Any) -> bytes:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        written_gguf(path, kinds, seed, **options)
+        return path.read_bytes()
 
 
 @torch.no_grad()

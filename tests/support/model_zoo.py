@@ -1,6 +1,9 @@
 """Small models with random weights for the tests, saved to disk and loaded as real models are."""
 
+import hashlib
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers import (
@@ -50,6 +53,7 @@ def _configurations() -> dict[str, PretrainedConfig]:
 
 
 ARCHITECTURES = tuple(_configurations())
+_SAVED: dict[str, dict[str, bytes]] = {}  # the files of each model, by name
 
 
 def save_random_model(folder: Path, architecture: str, seed: int, **changes: object) -> Path:
@@ -57,26 +61,44 @@ def save_random_model(folder: Path, architecture: str, seed: int, **changes: obj
 
     The weights' spread is three times the usual, so that greedy text varies and the top two logits stand apart.
     """
-    config = _configurations()[architecture]
-    for name, value in changes.items():
-        assert hasattr(config, name), name
-        setattr(config, name, value)
-    torch.manual_seed(seed)
-    config.initializer_range = 0.06
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
-    PreTrainedTokenizerFast.from_pretrained(embedded.target_path()).save_pretrained(folder)
-    return folder
+
+    def save(folder: Path) -> None:
+        config = _configurations()[architecture]
+        for name, value in changes.items():
+            assert hasattr(config, name), name
+            setattr(config, name, value)
+        torch.manual_seed(seed)
+        config.initializer_range = 0.06
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        PreTrainedTokenizerFast.from_pretrained(embedded.target_path()).save_pretrained(folder)
+
+    return _saved(folder, repr((architecture, seed, sorted(changes.items()))), save)
 
 
 def save_noisy_copy(folder: Path, model: Path, seed: int, noise: float = 0.1) -> Path:
     """Save a draft that often guesses right: the weights of `model`, plus noise of `noise` times their spread."""
-    copy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in copy.parameters():
-            spread = weight.std(correction=0)  # 0 for norms and biases, which stay unchanged
-            weight += noise * spread * torch.randn(weight.shape, generator=generator)
-    copy.save_pretrained(folder)
-    PreTrainedTokenizerFast.from_pretrained(model).save_pretrained(folder)
+
+    def save(folder: Path) -> None:
+        copy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in copy.parameters():
+                spread = weight.std(correction=0)  # 0 for norms and biases, which stay unchanged
+                weight += noise * spread * torch.randn(weight.shape, generator=generator)
+        copy.save_pretrained(folder)
+        PreTrainedTokenizerFast.from_pretrained(model).save_pretrained(folder)
+
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(model.iterdir())))
+    return _saved(folder, f"{digest.hexdigest()} {seed} {noise}", save)
+
+
+def _saved(folder: Path, key: str, save: Callable[[Path], None]) -> Path:
+    """Write a model's files into `folder`; a process makes the files of each key only once."""
+    if key not in _SAVED:
+        with TemporaryDirectory() as made:
+            save(Path(made))
+            _SAVED[key] = {path.name: path.read_bytes() for path in Path(made).iterdir()}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in _SAVED[key].items():
+        (folder / name).write_bytes(data)
     return folder

@@ -27,6 +27,7 @@ from tests.support.kernel_builds import compiled
 
 MIXTURES = [(("Q4_K", "Q6_K", "Q8_0"), True), (("Q4_0", "Q4_1", "F16"), False), (("Q5_0", "Q5_1", "Q5_K"), False)]
 MIXTURES += [(("F32",), True)]
+WORDS = 300  # enough of the vocabulary where no text is read: every word of it takes time
 CASES = [("llama", *mixture) for mixture in MIXTURES]
 CASES += [(family, ("Q4_K", "Q6_K", "Q8_0", "F16"), family == "gemma") for family in list(FAMILIES)[1:]]
 
@@ -39,10 +40,16 @@ def same_weights(path, theirs):
     return all(torch.equal(ours[name], tensor) for name, tensor in theirs.state_dict().items())
 
 
-@pytest.mark.parametrize(("family", "kinds", "tied"), CASES)
-def test_the_weights_are_those_that_were_written(tmp_path, family, kinds, tied):
-    path = tmp_path / "model.gguf"
-    assert same_weights(path, written_gguf(path, kinds, seed=1, tied=tied, family=family))
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]} of {' '.join(case[1])}{', tied' * case[2]}")
+def written(request, tmp_path_factory):
+    """The path of a file of each case, and the model in float32 that was written into it."""
+    family, kinds, tied = request.param
+    path = tmp_path_factory.mktemp("written") / "model.gguf"
+    return path, written_gguf(path, kinds, seed=1, tied=tied, family=family)
+
+
+def test_the_weights_are_those_that_were_written(written):
+    assert same_weights(*written)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
@@ -53,9 +60,8 @@ def test_the_weights_are_those_that_transformers_reads(tmp_path, family):
 
 
 @compiled
-@pytest.mark.parametrize(("family", "kinds", "tied"), CASES)
-def test_the_memory_of_the_weights_is_known_from_the_header(tmp_path, family, kinds, tied):
-    path = save_gguf(tmp_path / "model.gguf", kinds, seed=1, tied=tied, family=family)
+def test_the_memory_of_the_weights_is_known_from_the_header(written):
+    path, _ = written
     model = skeleton(config_of(str(path)), torch.bfloat16)
     files = GGUFFile(path, model, native=True)
     told = files.bytes_of(model), files.bytes_of(model.model.layers[1], "model.layers.1.")
@@ -66,17 +72,15 @@ def test_the_memory_of_the_weights_is_known_from_the_header(tmp_path, family, ki
 
 
 @compiled
-@pytest.mark.parametrize(("family", "kinds", "tied"), CASES)
-def test_quantised_logits_are_close_to_those_of_the_weights_in_float32(tmp_path, family, kinds, tied):
-    path = tmp_path / "model.gguf"
-    written = written_gguf(path, kinds, seed=1, tied=tied, family=family)
+def test_quantised_logits_are_close_to_those_of_the_weights_in_float32(written):
+    path, model = written
     engine = load_engine(ModelSettings(str(path), dtype="float32", sessions=1))
     assert isinstance(engine.runner, NativeRunner)
     tokens = list(range(100, 160))
     kv = engine.kv_cache.reserve(len(tokens))
     with torch.inference_mode():
         (ours,) = engine.forward([Segment(kv, 0, tokens, range(len(tokens)))])
-        theirs = written(torch.tensor([tokens])).logits[0]
+        theirs = model(torch.tensor([tokens])).logits[0]
     error = (ours - theirs).square().mean().sqrt() / theirs.std()
     assert error < 0.03, "rows are rounded to 8 bits, by half a percent of their largest number"
     assert (ours.argmax(1) == theirs.argmax(1)).float().mean() > 0.9
@@ -172,7 +176,7 @@ def test_features_that_are_not_computed_are_refused(tmp_path, family, changes, r
 def test_a_key_that_changes_the_model_and_is_not_read_is_refused(tmp_path, key, value):
     """By it, transformers would compute another model, since it passes over such keys."""
     path = tmp_path / "model.gguf"
-    written_gguf(path, ("Q8_0",), seed=1, values={f"llama.{key}": value})
+    written_gguf(path, ("Q8_0",), seed=1, values={f"llama.{key}": value}, words=WORDS)
     with pytest.raises(StartupError, match=rf"its llama\.{key} is .*, (which is not read|expected 64)"):
         config_of(str(path))
 
@@ -206,12 +210,12 @@ def test_keys_that_change_nothing_are_accepted(tmp_path):
     neutral = {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "expert_count": 0, "attention.clamp_kqv": 0.0}
     neutral |= {"logit_scale": 1.0, "attention.key_length": 64, "attention.causal": True, "swin_norm": False}
     path = tmp_path / "model.gguf"
-    written_gguf(path, ("Q8_0",), seed=1, values={f"llama.{key}": value for key, value in neutral.items()})
+    written_gguf(path, ("Q8_0",), seed=1, values={f"llama.{key}": value for key, value in neutral.items()}, words=WORDS)
     assert config_of(str(path)).num_hidden_layers == 3
 
 
 def test_a_file_without_a_size_is_refused(tmp_path):
-    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, family="gemma")
+    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, family="gemma", words=WORDS)
     path.write_bytes(path.read_bytes().replace(b"gemma.block_count", b"gemma.block_total"))
     with pytest.raises(StartupError, match=r"it has no gemma\.block_count"):
         load_engine(ModelSettings(str(path), sessions=1))
@@ -220,7 +224,7 @@ def test_a_file_without_a_size_is_refused(tmp_path):
 @pytest.mark.parametrize("change", ["missing", "unknown", "shape", "heads", "nan"])
 def test_tensors_that_do_not_go_together_are_refused(tmp_path, change):
     """`served` knows what the header tells, and says it with the same words."""
-    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1)
+    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, words=WORDS)
     reader = gguf.GGUFReader(path)
     at = {each.name: each for each in reader.tensors}
     raw = bytearray(path.read_bytes())
@@ -256,7 +260,7 @@ def test_tensors_that_do_not_go_together_are_refused(tmp_path, change):
     ],
 )
 def test_a_tokenizer_that_cannot_be_read_is_refused_before_the_weights_are(tmp_path, monkeypatch, old, new, reason):
-    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1)
+    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, words=WORDS)
     path.write_bytes(path.read_bytes().replace(old, new, 1))
     monkeypatch.setattr(loading, "quantized_model", lambda *_, **__: pytest.fail("the weights were read"))
     with pytest.raises(StartupError, match=reason) as refusal:
@@ -265,7 +269,7 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_before_the_weights_are(tmp_p
 
 
 def test_a_file_that_lacks_a_tensor_is_refused_before_any_is_read(tmp_path, monkeypatch):
-    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1)
+    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, words=WORDS)
     parts = Parts.of(path)
     parts.infos = [each for each in parts.infos if each.name != b"blk.2.ffn_up.weight"]
     path.write_bytes(parts.written()[0])
@@ -275,7 +279,7 @@ def test_a_file_that_lacks_a_tensor_is_refused_before_any_is_read(tmp_path, monk
 
 
 def test_metadata_of_a_wrong_type_are_refused_with_the_cause(tmp_path):
-    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1)
+    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, words=WORDS)
     parts = Parts.of(path)
     context = next(each for each in parts.pairs if each.key == b"llama.context_length")
     context.code, context.value = 8, b"\3\0\0\0\0\0\0\x00160"

@@ -43,7 +43,7 @@ def test_each_rounding_of_a_checkpoint_has_its_own(tmp_path, dtype):
 
 @pytest.mark.usefixtures("with_kernels")
 def test_a_changed_block_of_a_file_changes_it(tmp_path):
-    path = save_gguf(tmp_path / "model.gguf", ("Q4_K", "Q6_K"), seed=1)
+    path = save_gguf(tmp_path / "model.gguf", ("Q4_K", "Q6_K"), seed=1, words=300)
     before = fingerprint(path)
     assert fingerprint(path) == before
     raw = bytearray(path.read_bytes())

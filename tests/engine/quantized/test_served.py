@@ -18,7 +18,7 @@ PROGRAM = "a native program"
 
 
 def gguf(folder):
-    return save_gguf(folder / "model.gguf", ("Q4_K", "Q6_K", "Q8_0"), seed=1, tied=True)
+    return save_gguf(folder / "model.gguf", ("Q4_K", "Q6_K", "Q8_0"), seed=1, tied=True, words=300)
 
 
 def packed(folder):
