@@ -6,9 +6,6 @@ import gc
 import os
 import re
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,15 +25,13 @@ from dynatree.bench import command as bench
 from dynatree.cli import service_pair
 from dynatree.client import Client
 from dynatree.draft.settings import DraftSettings
-from dynatree.serving import healthcheck
 from dynatree.verify.settings import VerifySettings
+from tests.support.processes import service
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 _SERVICES = "services"  # unit of the tests that use the session's services
-_START_SECONDS = 60.0
-_STOP_SECONDS = 20.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -112,17 +107,13 @@ class EmbeddedServices:
 @pytest.fixture(scope="session")
 def embedded_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServices]:
     """Both services of the embedded pair, started by the command line: two processes with one thread each."""
-    folder = tmp_path_factory.mktemp("services")
-    verify = f"unix:{folder / 'verify.sock'}"
-    draft = f"unix:{folder / 'draft.sock'}"
-    # without a history, so that no test's completions help another's
-    drafting = ("draft", "--draft-model", "embedded", "--verify", verify, "--history-tokens", "0")
+    folder, options = tmp_path_factory.mktemp("services"), ("embedded", "--threads", "1")
+    drafting = ("draft", "--history-tokens", "0", "--draft-model", *options)  # no test's completions help another's
     with (
-        _Service(("verify", "--target-model", "embedded"), verify, folder / "verify.log") as first,
-        _Service(drafting, draft, folder / "draft.log") as second,
+        service(folder, "verify", "verify", "--target-model", *options) as (verify, first, _),
+        service(folder, "draft", *drafting, "--verify", verify) as (draft, second, _),
     ):
-        _wait_until_serving([first, second])
-        yield EmbeddedServices(draft, verify, second.process_id, first.process_id)
+        yield EmbeddedServices(draft, verify, second.pid, first.pid)
 
 
 @pytest.fixture
@@ -142,53 +133,6 @@ def shared_pair(embedded_services: EmbeddedServices, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(service_pair, "service_pair", shared)
     monkeypatch.setattr(bench, "service_pair", shared)
-
-
-class _Service:
-    """One `dynatree` process, from start to end."""
-
-    def __init__(self, arguments: tuple[str, ...], address: str, log: Path) -> None:
-        self.address = address
-        self._arguments = (*arguments, "--listen", address, "--threads", "1")
-        self._log = log
-
-    def __enter__(self) -> _Service:
-        command = (sys.executable, "-m", "dynatree.cli.main", *self._arguments)
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    @property
-    def process_id(self) -> int:
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        return self._process.poll() is None
-
-    @property
-    def report(self) -> str:
-        """Return the output and the exit status."""
-        log = self._log.read_text(errors="replace")
-        return f"--- dynatree {' '.join(self._arguments)}\n{log}--- status {self._process.poll()}"
-
-
-def _wait_until_serving(services: list[_Service]) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    for service in services:
-        while (reason := healthcheck.failure(service.address, timeout=1.0)) is not None:
-            if time.monotonic() > deadline or not all(each.running for each in services):
-                reports = "\n".join(each.report for each in services)
-                pytest.fail(f"{service.address} does not serve: {reason}\n{reports}", pytrace=False)
-            time.sleep(0.1)
 
 
 @pytest.fixture(name="build", params=["kernels_avx2.so", "kernels_avx512.so", "kernels_avx512_bf16.so"])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import multiprocessing
 import os
 import re
 import resource
@@ -39,6 +38,7 @@ from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.tokenizer import load_tokenizer
 from dynatree.engine.quantized.gguf_file import GGUFFile
 from dynatree.engine.settings import ModelSettings
+from tests.support.forked import context
 from tests.support.gguf_mutants import Parts, families, mutant
 
 SECONDS = 20  # time limit of a file; a valid one takes a fraction of a second
@@ -48,7 +48,6 @@ WHOLE = 10  # every tenth file is loaded with all probes, which take ten times a
 SERVED, REFUSED = "served", "refused"
 NAME = "mutant.gguf"
 _ERRORS = "errors"
-_CONTEXT = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,10 @@ def outcomes(first: int, count: int, seed: int = 0) -> Iterator[Outcome]:
     """Open files by their numbers, in a process that is replaced when it ends."""
     with tempfile.TemporaryDirectory(prefix="fuzz-gguf-") as name:
         folder, number = Path(name), first
-        valid = families(folder)
+        valid, forking = families(folder), context()
         while number < first + count:
-            reports, writing = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(target=_work, args=(folder, valid, range(number, first + count), seed, writing))
+            reports, writing = forking.Pipe(duplex=False)
+            process = forking.Process(target=_work, args=(folder, valid, range(number, first + count), seed, writing))
             process.start()
             writing.close()
             with suppress(EOFError):

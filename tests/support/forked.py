@@ -12,12 +12,22 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from unittest.mock import patch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["dynatree.draft.serve_draft", "dynatree.verify.serve_verify"])
+
+
+def context() -> ForkServerContext:
+    """Return a context whose processes are forked from one that has imported torch; that one is started if needed."""
+    from dynatree.cli.main import MODEL_ENVIRONMENT
+
+    with patch.dict(os.environ, MODEL_ENVIRONMENT):  # libraries read these when they are loaded
+        ensure_running()
+    return _CONTEXT
 
 
 class Forked:
@@ -27,13 +37,9 @@ class Forked:
     """
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
-        from dynatree.cli.main import MODEL_ENVIRONMENT
-
         log.touch()
         self.log = log
-        with patch.dict(os.environ, MODEL_ENVIRONMENT):  # libraries read these when they are loaded
-            ensure_running()
-        self._process = _CONTEXT.Process(target=_run, args=(tuple(arguments), dict(os.environ), log))
+        self._process = context().Process(target=_run, args=(tuple(arguments), dict(os.environ), log))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
