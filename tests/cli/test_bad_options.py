@@ -15,6 +15,7 @@ from dynatree.draft.policies import policy_names
 from dynatree.v1 import draft_pb2, draft_pb2_grpc, tree_pb2, verify_pb2
 from tests.resilience.test_bad_input import (  # noqa: F401 - fixtures
     PROMPT,
+    bystander_fixture,
     client_fixture,
     nothing_leaks,
     opening,

@@ -137,7 +137,7 @@ def test_one_is_the_least_and_64_the_most(pair):
 @pytest.mark.parametrize("policy", [PLAIN, CHAIN, BUSH], ids=lambda policy: policy["policy"])
 def test_a_stop_token_ends_the_completion_and_is_its_last(pair, policy, ignore_eos):
     inside = False
-    for seed in range(4):
+    for seed in range(2):
         options = {"seed": seed, "ignore_eos": ignore_eos, "trace": True, **policy}
         full = pair.generate(**options).token_ids
         for place in (0, 5, 11):

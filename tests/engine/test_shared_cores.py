@@ -79,6 +79,7 @@ def test_half_of_the_threads_while_cores_are_shared():
         torch.set_num_threads(threads)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: OpenMP has no threads that wait")
 def test_threads_sleep_at_once_while_others_share_the_cores():
     """The pip wheels of torch contain libgomp."""

@@ -92,15 +92,25 @@ def test_tokenizers_of_one_vocabulary_that_differ_have_other_fingerprints(one, o
     assert fingerprint(one) != fingerprint(other)
 
 
-def test_the_fingerprint_survives_saving_and_another_process(tmp_path):
+def saved(folder):
+    """Save a tokenizer; return its fingerprint."""
     tokenizer = bpe(bos=True, normalizer=normalizers.NFC(), added=[AddedToken("<x>", lstrip=True)])
-    tokenizer.save_pretrained(tmp_path)
-    assert fingerprint(load_tokenizer(str(tmp_path))) == fingerprint(tokenizer)
+    tokenizer.save_pretrained(folder)
+    return fingerprint(tokenizer)
+
+
+def test_the_fingerprint_survives_saving(tmp_path):
+    assert saved(tmp_path) == fingerprint(load_tokenizer(str(tmp_path)))
+
+
+@pytest.mark.long
+def test_the_fingerprint_survives_saving_and_another_process(tmp_path):
+    expected = saved(tmp_path)
     code = "import sys; from dynatree.engine.model.tokenizer import *; print(fingerprint(load_tokenizer(sys.argv[1])))"
     printed = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True, timeout=120
     )
-    assert printed.stdout.strip() == fingerprint(tokenizer)
+    assert printed.stdout.strip() == expected
 
 
 @pytest.mark.parametrize("make", [*TOKENIZERS.values(), lambda: word_piece(True)], ids=[*TOKENIZERS, "cleanup"])

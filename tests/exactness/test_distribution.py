@@ -157,8 +157,21 @@ def test_every_policy_that_draws_is_here():
     assert tuple(sorted(TIGHT)) == residual_policies()
 
 
-@pytest.mark.parametrize("pair", [MIRROR, THREE], ids=["mirror", "three"])
-@pytest.mark.parametrize("name", TIGHT)
+@pytest.mark.parametrize(
+    ("name", "pair"),
+    [
+        *(pytest.param(name, MIRROR, id=f"{name}-mirror") for name in TIGHT),
+        *(
+            pytest.param(
+                name,
+                THREE,
+                id=f"{name}-three",
+                marks=() if name in ("dynatree", "dyspec-threshold") else pytest.mark.long,
+            )
+            for name in TIGHT
+        ),
+    ],
+)
 def test_trees_of_draws_leave_the_targets_distribution(name, pair):
     counts, accepted = drawn(pair, name, TIGHT[name], draws=3000)
     assert_the_targets(counts, pair.target)

@@ -37,15 +37,14 @@ FEW = ((1, 1), (2, 17), (31, 40), (150, 10), (CONTEXT - 1, 1))
 MORE = ((1, 40), (7, 33), (31, 64), (64, 30), (100, 60), (1, CONTEXT - 1))
 
 
-def cases(fixture, policies):
-    """Each family with each policy. `make test` runs few lengths: each policy with one family, two with all."""
+def cases(fixture, policies, families=ARCHITECTURES):
+    """Each family with each policy. `make test` runs few lengths: each policy with one family, two with `families`."""
     listed = []
     for family in ARCHITECTURES:
         for policy in (*policies, LARGE_BUSH):
             for lengths in (FEW, MORE):
-                is_short = (
-                    policy is not LARGE_BUSH and lengths is FEW and (family == FAMILY or policy in (BUSH, DEFAULT))
-                )
+                few = family in families and policy in (BUSH, DEFAULT)
+                is_short = policy is not LARGE_BUSH and lengths is FEW and (family == FAMILY or few)
                 marks = () if is_short or (family == FAMILY and policy is DEFAULT) else pytest.mark.long
                 name = f"{family}-{policy[0]}{' of 256' * (policy is LARGE_BUSH)}-{'few' if lengths is FEW else 'more'}"
                 listed.append(pytest.param(family, policy, lengths, id=name, marks=marks))
@@ -146,7 +145,7 @@ def test_a_hostile_draft_changes_no_token(hostile, policy, lengths):
         assert (drafted == 0) == (policy is PLAIN)
 
 
-@cases("perfect", [CHAIN, BUSH, *LISTENING])
+@cases("perfect", [CHAIN, BUSH, *LISTENING], ("llama", "gpt2"))
 def test_the_target_as_draft_is_accepted_to_the_last_node(perfect, policy, lengths):
     for prompt, count in prompts(lengths):
         completion = perfect.completion(prompt, count, policy, ignore_eos=True)

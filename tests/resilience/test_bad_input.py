@@ -48,16 +48,22 @@ def client_fixture(services):
         yield client
 
 
+@pytest.fixture(scope="module", name="bystander")
+def bystander_fixture(services):
+    """A client that stays connected through all tests."""
+    with Client(services.draft_address) as client:
+        yield client
+
+
 @pytest.fixture(autouse=True)
-def nothing_leaks(services):
+def nothing_leaks(services, bystander):
     """Check that every slot is free again on both sides soon after each test."""
     yield
     deadline = time.monotonic() + 5
     while not services.idle:
         assert time.monotonic() < deadline, "a session was not closed"
         time.sleep(0.01)
-    with Client(services.draft_address) as client:
-        assert len(client.generate(PROMPT, max_new_tokens=3).token_ids) == 3
+    assert len(bystander.generate(PROMPT, max_new_tokens=3).token_ids) == 3
 
 
 def opening(services, **changes):

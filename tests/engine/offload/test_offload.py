@@ -71,7 +71,15 @@ def model_fixture(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @torch.inference_mode()
 @pytest.mark.usefixtures("without_amx")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        pytest.param(family, dtype, marks=() if dtype == "float32" or family in ("gpt2", "llama") else pytest.mark.long)
+        for family in ARCHITECTURES
+        for dtype in ("float32", "bfloat16")
+    ],
+    indirect=["model"],
+)
 def test_offloaded_layers_have_the_bits_of_layers_in_memory(
     model: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +125,10 @@ def rounded(weights: str) -> tuple[Callable[[Path], Path], dict[str, Any]]:
 QUANTISED: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     "int8": rounded("int8"),
     "int4": rounded("int4"),
-    "GGUF": (lambda folder: save_gguf(folder / "model.gguf", ("Q4_K", "Q8_0", "F16"), seed=1, tied=True), {}),
+    "GGUF": (
+        lambda folder: save_gguf(folder / "model.gguf", ("Q4_K", "Q8_0", "F16"), seed=1, tied=True, words=300),
+        {},
+    ),
     "GPTQ": (lambda folder: save_packed(folder, "gptq", 4, "qwen2")[0], {}),
     "compressed-tensors": (lambda folder: save_packed(folder, "int", 8)[0], {}),
 }
@@ -211,6 +222,7 @@ def test_a_folder_that_was_not_finished_is_written_anew(llama: Path, tmp_path: P
     assert (folder / "layers.json").exists()
 
 
+@pytest.mark.long
 def test_a_service_that_is_ended_while_it_writes_leaves_nothing_half_written(llama: Path, tmp_path: Path) -> None:
     """Like the first process of a container, the service has only its own signal handlers."""
     code = (
@@ -467,7 +479,8 @@ def test_what_fits_is_known_by_the_dtype_that_is_served(
     source_of(engine).close()
 
 
-@pytest.mark.parametrize("resident", [pytest.param("0", marks=pytest.mark.long), "None"])
+@pytest.mark.long
+@pytest.mark.parametrize("resident", ["0", "None"])
 def test_a_model_of_the_hub_is_offloaded_as_a_folder_is(llama: Path, tmp_path: Path, resident: str) -> None:
     """The hub client reads its cache folder from the environment at import, so a separate process is needed."""
     hub = tmp_path / "hub" / "models--someone--model"
