@@ -9,13 +9,16 @@ from pathlib import Path
 
 from tests.campaigns.mistakes import MOST_SECONDS, mistakes
 
-# Run each command line in its own fork of a process that has imported only the command.
+# Run each command line in its own fork of a process that has imported only the subcommands.
 ANSWERS = """
 import json, os, sys, time
-from dynatree.cli.main import main
+from importlib import import_module
+from dynatree.cli.main import COMMANDS, main
 
-answers = []
-for line in json.load(sys.stdin):
+answers, lines = [], json.load(sys.stdin)
+for name in {line[0] for line in lines}:
+    import_module(COMMANDS[name][1])
+for line in lines:
     read, write = os.pipe()
     said, says = os.pipe()
     if os.fork() == 0:
