@@ -177,7 +177,7 @@ def test_outputs_are_those_of_plain_decoding(ahead_client, plain, policy, option
 
 @pytest.mark.parametrize("policy", residual_policies())
 def test_residual_sampling_repeats_with_and_without(ahead_client, policy):
-    options = {"temperature": 1.0, "seed": 4, "scheme": "residual", "policy": policy, "max_new_tokens": 30}
+    options = {"temperature": 1.0, "seed": 4, "scheme": "residual", "policy": policy, "max_new_tokens": 16}
     assert ahead_client.generate(PROMPT, **options).token_ids == ahead_client.generate(PROMPT, **options).token_ids
 
 

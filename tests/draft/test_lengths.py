@@ -72,7 +72,11 @@ ENTRIES: dict[str, Callable[[int], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("context", "entry"), [(SHORT, "ids"), (SHORT, "text"), (SHORT, "chat"), (LONG, "ids"), (LONG, "chat")]
+    ("context", "entry"),
+    [
+        *((SHORT, entry) for entry in ENTRIES),
+        *(pytest.param(LONG, entry, marks=() if entry == "ids" else pytest.mark.long) for entry in ENTRIES),
+    ],
 )
 def test_the_drafts_context_changes_no_completion(clients: dict[int, Client], context: int, entry: str) -> None:
     """Prompts around both contexts, with and without a length, give the completions of a draft of equal context."""
