@@ -153,6 +153,7 @@ def test_the_drafts_rows_are_the_committed_tokens(engines, accepting, sampling, 
         assert drafting.committed == committed
         if len(tree):
             assert drafting.num_cached == len(committed)
+            assert_slots(draft, drafting.kv, committed)
         (verdict,), _ = verifier.run([Part(session, tree)])
         assert_slots(target, session.kv, [*committed, *verdict.token_ids][:-1])
         committed.extend(verdict.token_ids)
