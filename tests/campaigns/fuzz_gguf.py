@@ -129,7 +129,7 @@ def opened(path: Path, whole: bool) -> tuple[str, str]:
         else:
             found = examined(settings, probes=False)
             load_tokenizer(settings.model)
-            model, _ = loading._load_model(settings, path.name, found.config, None)
+            model, *_ = loading._load_model(settings, path.name, found.config, None)
             check_weights(path.name, model.named_parameters())
     except StartupError as error:
         message = str(error)

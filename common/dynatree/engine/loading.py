@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -35,10 +37,10 @@ from dynatree.engine.model.generation_defaults import GenerationDefaults
 from dynatree.engine.model.size import parameters_of, step_bytes_of
 from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.tokenizer import fingerprint, load_tokenizer
-from dynatree.engine.model.weight_files import Unfilled
+from dynatree.engine.model.weight_files import WeightFiles
 from dynatree.engine.numerics import numerics_of
-from dynatree.engine.offload.choice import copy_bytes, offloaded_model
-from dynatree.engine.offload.offloaded_model import OffloadedModel, layers_of
+from dynatree.engine.offload.choice import checkpoint_of, copy_bytes, dtype_of, offloaded_model
+from dynatree.engine.offload.offloaded_model import OffloadedModel, fill_rounded
 from dynatree.engine.parallel.parallel_engine import ParallelKVCache
 from dynatree.engine.parallel.ranks import Ranks
 from dynatree.engine.parallel.starting import leading, started_ranks
@@ -83,10 +85,10 @@ def load_engine(settings: ModelSettings, ranks: Ranks | None = None) -> Engine:
             check_groups(skeleton(config, torch.float32), WEIGHTS[settings.weights])
     beside = copy_bytes(settings, config, name)
     tokenizer = load_tokenizer(settings.model)  # before the weights, which take longer
-    model, offloaded = _load_model(settings, name, config, ranks, beside)
+    model, offloaded, sums = _load_model(settings, name, config, ranks, beside)
     log.info("%s: loaded after %.1f s; testing its outputs and its speed", name, time.monotonic() - begun)
     try:
-        return _engine_of(settings, name, context_length, ranks, tokenizer, model, offloaded, beside)
+        return _engine_of(settings, name, context_length, ranks, tokenizer, model, offloaded, sums, beside)
     except BaseException:
         if offloaded:
             offloaded.turns.source.close()
@@ -101,6 +103,7 @@ def _engine_of(
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
     offloaded: OffloadedModel | None,
+    sums: Mapping[str, list[Any]],
     beside: int,
 ) -> Engine:
     """Allocate the KV cache of a loaded model, check the model's outputs, and measure its costs.
@@ -118,8 +121,7 @@ def _engine_of(
     native = is_native(model.device, model.dtype)
     with explained(name, model.config):
         defaults = GenerationDefaults.of(model.generation_config if settings.chooses_tokens else None)
-        known = offloaded.sums if offloaded else None
-        identity = model_fingerprint(model, defaults, known) if settings.chooses_tokens else ""
+        identity = model_fingerprint(model, defaults, sums) if settings.chooses_tokens else ""
         if settings.weights != "auto" and offloaded is None:
             output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
             quantize(model, WEIGHTS[settings.weights], model.dtype, native, output)
@@ -211,8 +213,12 @@ def with_forward_costs(engine: Engine, measured_rows: int) -> Engine:
 
 def _load_model(
     settings: ModelSettings, name: str, config: PretrainedConfig, ranks: Ranks | None, beside: int = 0
-) -> tuple[PreTrainedModel, OffloadedModel | None]:
-    """Load a model; the second value describes its offloading and is None if all layers are resident."""
+) -> tuple[PreTrainedModel, OffloadedModel | None, dict[str, list[Any]]]:
+    """Load a model.
+
+    Returns:
+        The model; its offloading, which is None if all layers are resident; and `sums_of` tensors that were rounded.
+    """
     device = chosen_device(settings.device)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -220,13 +226,17 @@ def _load_model(
         quantised = quantized_model(settings, config, device, name)
         offloaded = offloaded_model(settings, config, name, quantised, beside) if ranks is None else None
         if offloaded:
-            return offloaded.model, offloaded
-        if quantised:
-            if settings.weights != "auto":
-                _fill_rounded(quantised, WEIGHTS[settings.weights], is_native(device, quantised.model.dtype))
-            quantised.files.fill(quantised.model)
-            filled: PreTrainedModel = quantised.model.to(device)  # type: ignore[arg-type]
-            return filled, None
+            return offloaded.model, offloaded, offloaded.sums
+        unfilled: tuple[PreTrainedModel, WeightFiles] | None
+        unfilled = (quantised.model, quantised.files) if quantised else None
+        if unfilled is None and ranks is None:
+            unfilled = _to_round(settings, name, config, device)
+        if unfilled:
+            model, files = unfilled
+            bits, native = WEIGHTS.get(settings.weights), is_native(device, model.dtype)
+            sums = fill_rounded(model, files, bits, native) if bits else {}
+            files.fill(model)
+            return model.to(device), None, sums  # type: ignore[arg-type]
         parallel = {"distributed_config": DistributedConfig(tp_size=ranks.size)} if ranks else {}
         model = AutoModelForCausalLM.from_pretrained(
             settings.model,
@@ -244,15 +254,23 @@ def _load_model(
         with explained(name, config):
             check_family(config)
         raise unloadable(settings.model, name, error) from error
-    return loaded, None
+    return loaded, None, {}
 
 
-def _fill_rounded(unfilled: Unfilled, bits: int, native: bool) -> None:
-    """Load the layers and round each at once, so that the memory never holds the floats of two layers."""
-    prefix, layers = layers_of(unfilled.model)
-    for index, layer in enumerate(layers):
-        unfilled.files.fill(layer, f"{prefix}.{index}.")
-        quantize(layer, bits, unfilled.model.dtype, native)
+def _to_round(
+    settings: ModelSettings, name: str, config: PretrainedConfig, device: torch.device
+) -> tuple[PreTrainedModel, WeightFiles] | None:
+    """Return a model without weights whose layers can be loaded and rounded one by one, and its files.
+
+    It is None if its weights are not to be rounded, if the kernels do not compute it, or if only transformers can turn
+    its checkpoint into its layers.
+    """
+    dtype = dtype_of(settings, config)
+    if settings.weights == "auto" or not is_native(device, dtype):
+        return None
+    model = skeleton(config, dtype)
+    files = checkpoint_of(settings, name, model)
+    return (model, files) if all(each in files for each, _ in model.named_parameters()) else None
 
 
 def _allocate(

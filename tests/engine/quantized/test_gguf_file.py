@@ -16,6 +16,7 @@ from dynatree.engine.loading import load_engine
 from dynatree.engine.model.gguf_config import config_of
 from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.tokenizer import load_tokenizer
+from dynatree.engine.offload import offloaded_model
 from dynatree.engine.quantized.dequantized import dequantized_model
 from dynatree.engine.quantized.gguf_file import GGUFFile
 from dynatree.engine.served import served
@@ -186,10 +187,10 @@ def test_a_draft_of_floats_is_rounded_as_it_is_loaded(tmp_path, monkeypatch):
     """The whole model is never in memory as floats; blocks are not rounded again, and neither are a target's floats."""
     path = save_gguf(tmp_path / "model.gguf", ("F16",), seed=1)
     settings = {"chooses_tokens": False, "weights": "int8", "dtype": "float32", "sessions": 1}
-    rounded_first, quantize = [], loading.quantize
-    monkeypatch.setattr(loading, "quantize", lambda part, *more: rounded_first.append(part) or quantize(part, *more))
+    parts, quantize = [], offloaded_model.quantize
+    monkeypatch.setattr(offloaded_model, "quantize", lambda part, *more: parts.append(part) or quantize(part, *more))
     engine = load_engine(ModelSettings(str(path), **settings))
-    assert rounded_first[:-1] == list(engine.model.model.layers)
+    assert parts == list(engine.model.model.layers)
     assert engine.info.numerics.startswith("int8 weights")
     whole = load_engine(ModelSettings(str(path), dtype="float32", sessions=1))
     tokens = list(range(40))

@@ -193,16 +193,7 @@ def offloaded_model(
         placed.layers,
         cache or "the host's memory",
     )
-    files: WeightFiles
-    if quantised is not None:
-        files = quantised.files
-    else:
-        folder = Path(settings.model)
-        if not folder.is_dir():
-            wanted, others = ["*.safetensors", "*.json"], ["*/*", "consolidated*"]  # the same weights in other forms
-            folder = Path(snapshot_download(settings.model, allow_patterns=wanted, ignore_patterns=others))
-        files = Checkpoint(folder, name, model)
-        adopt_generation_config(model, folder)
+    files: WeightFiles = checkpoint_of(settings, name, model) if quantised is None else quantised.files
     loaded = load_offloaded(model, files, placed.resident, where, cache, WEIGHTS.get(settings.weights))
     try:
         loaded.turns.source.check()
@@ -210,6 +201,20 @@ def offloaded_model(
         loaded.turns.source.close()
         raise
     return loaded
+
+
+def checkpoint_of(settings: ModelSettings, name: str, model: PreTrainedModel) -> Checkpoint:
+    """Return the tensors of a model's checkpoint, downloaded if need be, and give the model its generation_config.
+
+    Raises:
+        StartupError: There are no safetensors files.
+    """
+    folder = Path(settings.model)
+    if not folder.is_dir():
+        wanted, others = ["*.safetensors", "*.json"], ["*/*", "consolidated*"]  # the same weights in other forms
+        folder = Path(snapshot_download(settings.model, allow_patterns=wanted, ignore_patterns=others))
+    adopt_generation_config(model, folder)
+    return Checkpoint(folder, name, model)
 
 
 def dtype_of(settings: ModelSettings, config: PretrainedConfig) -> torch.dtype:

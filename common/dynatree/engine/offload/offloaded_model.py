@@ -104,6 +104,40 @@ def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     raise StartupError(f"{model.config.model_type} has no list of {count} layers, so none of them can be offloaded")
 
 
+def fill_rounded(model: PreTrainedModel, files: WeightFiles, bits: int, native: bool) -> dict[str, list[Any]]:
+    """Load the layers of a model and round each at once, so that the memory never holds the floats of two layers.
+
+    Args:
+        model: Model from `skeleton`.
+        files: Files of its weights.
+        bits: 8 or 4.
+        native: Whether the project's own kernels compute the layers.
+
+    Returns:
+        The sums of the layers' tensors before they are rounded, for the model's fingerprint.
+
+    Raises:
+        StartupError: The files cannot be used.
+    """
+    prefix, layers = layers_of(model)
+    sums: dict[str, list[Any]] = {}
+    for index, layer in enumerate(layers):
+        own = _filled(layer, files, f"{prefix}.{index}.", model.dtype, bits, native)
+        sums |= {f"{prefix}.{index}.{name}": each for name, each in own.items()}
+    return sums
+
+
+def _filled(
+    layer: nn.Module, files: WeightFiles, prefix: str, dtype: torch.dtype, bits: int | None, native: bool
+) -> dict[str, list[Any]]:
+    """Load a layer, and return the sums of its tensors before they are rounded."""
+    files.fill(layer, prefix)
+    sums = {name: sums_of(each) for name, each in layer.state_dict().items()}
+    if bits is not None:
+        quantize(layer, bits, dtype, native)
+    return sums
+
+
 def load_offloaded(
     model: PreTrainedModel,
     files: WeightFiles,
@@ -131,12 +165,7 @@ def load_offloaded(
     layout = f"{'panels' if native else 'rows'}{f' of int{bits}' if bits else ''}"
 
     def filled(index: int, layer: nn.Module) -> dict[str, list[Any]]:
-        """Load a layer, and return the sums of its weights before they are rounded."""
-        files.fill(layer, f"{prefix}.{index}.")
-        sums = {name: sums_of(each) for name, each in layer.state_dict().items()}
-        if bits is not None:
-            quantize(layer, bits, model.dtype, native)
-        return sums
+        return _filled(layer, files, f"{prefix}.{index}.", model.dtype, bits, native)
 
     def build(index: int) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
         layer = copy.deepcopy(layers[index])
