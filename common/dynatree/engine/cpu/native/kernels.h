@@ -97,20 +97,16 @@ int linear_prepares_alike(const struct linear *one, const struct linear *other);
 void linear_tasks(const struct linear *linear, const char *rows, int64_t count, const char *other, char *output,
                   float *memory, const float *shared, int64_t *next);
 
-/* Bytes of one row that is quantised for a layer, and of one panel of the layer's weights. */
-int64_t quantized_row(const struct linear *linear);
+/* Bytes of rows that are quantised for a layer, and of one panel of the layer's weights. */
+int64_t quantized_bytes(const struct linear *linear, int64_t rows);
 int64_t quantized_panel(const struct linear *linear);
-
-/* Rows behind the last quantised row whose memory may be read; nobody uses their results. */
-int64_t quantized_spare_rows(void);
 
 /* Quantise a thread's part of the rows. */
 void quantize_rows(const struct linear *linear, const char *rows, int64_t count, char *quantized);
 
-/* Compute the sums [rows][PANEL] of a panel for at most CHUNK quantised rows. `again`: the panel was read just before.
- */
-void quantized_sums(const struct linear *linear, int64_t panel, const char *quantized, int64_t rows, int again,
-                    float *sums);
+/* Compute the sums [rows][PANEL] of a panel for at most CHUNK of `count` quantised rows, from row `first` on. */
+void quantized_sums(const struct linear *linear, int64_t panel, const char *quantized, int64_t count, int64_t first,
+                    int64_t rows, float *sums);
 
 /* Prefetch the first weights of this thread's first task, so that memory is read while the thread waits. */
 void linear_prefetch(const struct linear *linear);

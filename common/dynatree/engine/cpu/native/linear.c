@@ -21,7 +21,7 @@ INLINE int widened(const struct linear *l) {
 }
 
 int64_t linear_shared_floats(const struct linear *l, int64_t rows) {
-    if (l->weights.bits) return (rows + quantized_spare_rows()) * quantized_row(l) / 4;
+    if (l->weights.bits) return quantized_bytes(l, rows) / 4;
     return widened(l) ? rows * l->inputs : 0;
 }
 
@@ -200,7 +200,7 @@ INLINE void compute_quantized(const struct linear *l, int64_t panel, const char 
                               const char *other, char *output, float *sums, int64_t dtype) {
     for (int64_t first = 0; first < count; first += CHUNK) {
         int64_t rows = count - first < CHUNK ? count - first : CHUNK;
-        quantized_sums(l, panel, quantized + first * quantized_row(l), rows, first > 0, sums);
+        quantized_sums(l, panel, quantized, count, first, rows, sums);
         for (int64_t row = 0; row < rows; row++)
             finish(l, panel, sums + row * PANEL, other, output, first + row, dtype);
     }

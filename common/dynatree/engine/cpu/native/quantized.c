@@ -6,8 +6,8 @@
  * in one lane for each feature. So a row's result has the same bits whatever other rows are computed beside it, and the
  * same bits on every build.
  *
- * A quantised row is [inputs] int8, then one float scale for each block, then one int32 start for each unit: the sum of
- * its inputs times -offset, or with minimums the sum itself.
+ * Quantised rows are int8 [rows][number_bytes], then float scales [blocks][rows], then int32 starts [units][rows]: the
+ * sum of a row's numbers times -offset, or with minimums the sum itself. Memory of SPARE further rows may be read.
  */
 #ifdef __AVX512BF16__
 #include <cpuid.h>
@@ -22,11 +22,16 @@ INLINE int64_t unit_of(const struct weights *w) { return w->group < 64 ? w->grou
 INLINE int64_t blocks_of(const struct linear *l) {
     return (l->inputs + block_of(&l->weights) - 1) / block_of(&l->weights);
 }
-INLINE int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-INLINE int64_t scales_at(const struct linear *l) { return aligned(l->inputs); }
-INLINE int64_t starts_at(const struct linear *l) { return scales_at(l) + aligned(blocks_of(l) * 4); }
+#define SPARE (CHUNK / TILE_ROWS - 1) /* rows behind the last that may be multiplied; nobody uses their results */
 
-int64_t quantized_row(const struct linear *l) { return starts_at(l) + aligned(l->inputs / unit_of(&l->weights) * 4); }
+/* Bytes from row to row: an odd number of cache lines, so that rows do not share sets of the L1 cache. */
+INLINE int64_t number_bytes(const struct linear *l) { return ((l->inputs + 63) / 64 | 1) * 64; }
+INLINE int64_t scales_at(const struct linear *l, int64_t rows) { return (rows + SPARE) * number_bytes(l); }
+INLINE int64_t starts_at(const struct linear *l, int64_t rows) { return scales_at(l, rows) + blocks_of(l) * rows * 4; }
+
+int64_t quantized_bytes(const struct linear *l, int64_t rows) {
+    return starts_at(l, rows) + (l->inputs / unit_of(&l->weights) * rows + SPARE) * 4;
+}
 
 /* Bytes of one panel's scales (or minimums) for a group. */
 INLINE int64_t scale_bytes(const struct weights *w) {
@@ -47,11 +52,12 @@ INLINE int64_t panel_bytes(const struct linear *l, int64_t inputs) {
 
 int64_t quantized_panel(const struct linear *l) { return panel_bytes(l, l->inputs); }
 
-/* Quantise one block of a row: compute its numbers in [-127, 127], their scale, and the starts of its units. A block
+/* Quantise one block of a row: compute its numbers in [-127, 127], their scale, and the starts of its units, which are
+ * `stride` apart. A block
  * with a number that is not finite gets the scale NaN, and a block whose numbers are too small to divide by the scale
  * 0. */
 INLINE void quantize_block(const struct linear *l, const char *from, int64_t inputs, int8_t *to, float *scale,
-                           int32_t *starts, int64_t dtype) {
+                           int32_t *starts, int64_t stride, int64_t dtype) {
     const int64_t size = size_of(dtype), unit = unit_of(&l->weights);
     ivec most = {0};
     for (int64_t i = 0; i < inputs; i += LANES) {
@@ -86,27 +92,28 @@ INLINE void quantize_block(const struct linear *l, const char *from, int64_t inp
         }
         int32_t sum = 0;
         EACH(i, LANES) sum += sums[i];
-        starts[first / unit] = l->weights.minimums ? sum : -(int32_t)l->weights.offset * sum;
+        starts[first / unit * stride] = l->weights.minimums ? sum : -(int32_t)l->weights.offset * sum;
     }
 }
 
 void quantize_rows(const struct linear *l, const char *rows, int64_t count, char *quantized) {
-    int64_t wide = block_of(&l->weights), blocks = blocks_of(l), all = count * blocks, bytes = quantized_row(l),
-            size = size_of(l->dtype);
+    int64_t wide = block_of(&l->weights), blocks = blocks_of(l), all = count * blocks, size = size_of(l->dtype);
+    float *scales = (float *)(quantized + scales_at(l, count));
+    int32_t *starts = (int32_t *)(quantized + starts_at(l, count));
     int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     for (int64_t at = all * thread / threads, stop = all * (thread + 1) / threads; at < stop; at++) {
         int64_t row = at / blocks, block = at % blocks, first = block * wide;
         int64_t inputs = l->inputs - first < wide ? l->inputs - first : wide;
         const char *from = rows + (row * l->inputs + first) * size;
-        char *to = quantized + row * bytes;
-        float *scale = (float *)(to + scales_at(l)) + block;
-        int32_t *starts = (int32_t *)(to + starts_at(l)) + first / unit_of(&l->weights);
+        int8_t *to = (int8_t *)quantized + row * number_bytes(l) + first;
+        float *scale = scales + block * count + row;
+        int32_t *start = starts + first / unit_of(&l->weights) * count + row;
         if (l->dtype == FLOAT32)
-            quantize_block(l, from, inputs, (int8_t *)to + first, scale, starts, FLOAT32);
+            quantize_block(l, from, inputs, to, scale, start, count, FLOAT32);
         else if (l->dtype == BFLOAT16)
-            quantize_block(l, from, inputs, (int8_t *)to + first, scale, starts, BFLOAT16);
+            quantize_block(l, from, inputs, to, scale, start, count, BFLOAT16);
         else
-            quantize_block(l, from, inputs, (int8_t *)to + first, scale, starts, FLOAT16);
+            quantize_block(l, from, inputs, to, scale, start, count, FLOAT16);
     }
 }
 
@@ -172,13 +179,23 @@ INLINE vec as_float(ivec x) {
 #endif
 }
 
-/* Quantised rows, from the beginning of a unit on. */
+/* `count` quantised rows, from one of them and from the beginning of a unit on. */
 struct left {
     const int8_t *numbers;
     const float *scales;
     const int32_t *starts;
-    int64_t row; /* bytes from row to row, of each of the three */
+    int64_t row, count; /* bytes from row to row of numbers; rows, and so places from unit to unit of the others */
 };
+
+INLINE struct left left_at(const struct linear *l, const char *quantized, int64_t count, int64_t row, int64_t input) {
+    return (struct left){
+        .numbers = (const int8_t *)quantized + row * number_bytes(l) + input,
+        .scales = (const float *)(quantized + scales_at(l, count)) + input / block_of(&l->weights) * count + row,
+        .starts = (const int32_t *)(quantized + starts_at(l, count)) + input / unit_of(&l->weights) * count + row,
+        .row = number_bytes(l),
+        .count = count,
+    };
+}
 
 /* The places of a unit's weights in a panel. */
 struct right {
@@ -195,7 +212,7 @@ INLINE const char *meet(float *sums, struct left left, struct right right, const
     ivec s[ROWS][PANEL / LANES];
     EACH(r, rows) {
         ivec start = {0};
-        if (!w->minimums) start = four((const int8_t *)left.starts + r * left.row);
+        if (!w->minimums) start = four((const int8_t *)(left.starts + r));
         EACH(c, vectors) s[r][c] = start;
     }
     const int8_t *x = left.numbers;
@@ -226,17 +243,17 @@ INLINE const char *meet(float *sums, struct left left, struct right right, const
         if (w->minimums) minimum = scales_of(minimums, right.header + PANEL * 2, first, w->scales);
         EACH(r, rows) {
             vec *to = (vec *)(sums + r * PANEL + first), sum = as_float(s[r][c]) * scale;
-            float start = *(const int32_t *)((const char *)left.starts + r * left.row);
-            if (w->minimums) sum = fused(splat(start), minimum, sum);
-            *to = fused(splat(*(const float *)((const char *)left.scales + r * left.row)), sum, *to);
+            if (w->minimums) sum = fused(splat((float)left.starts[r]), minimum, sum);
+            *to = fused(splat(left.scales[r]), sum, *to);
         }
     }
     return ahead;
 }
 
 /* Add the products of some rows by the inputs of a panel from `first` on. */
-INLINE const char *meet_all(float *sums, const struct linear *l, const char *quantized, const char *right,
-                            int64_t first, int64_t inputs, int rows, int bits, const char *ahead, int lines) {
+INLINE const char *meet_all(float *sums, const struct linear *l, const char *quantized, int64_t count, int64_t row,
+                            const char *right, int64_t first, int64_t inputs, int rows, int bits, const char *ahead,
+                            int lines) {
     const struct weights *w = &l->weights;
     const int vectors = across(rows), parts = PANEL / LANES / vectors, streaming = !ahead;
     const int64_t unit = unit_of(w), codes = w->group * PANEL * w->bits / 8;
@@ -248,12 +265,7 @@ INLINE const char *meet_all(float *sums, const struct linear *l, const char *qua
                 if (w->scales == STEPS && input % w->super == 0) at.header = at.codes, at.codes += header_bytes(w);
                 at.scales = at.codes + codes;
             }
-            struct left left = {
-                .numbers = (const int8_t *)quantized + input,
-                .scales = (const float *)(quantized + scales_at(l)) + input / block_of(w),
-                .starts = (const int32_t *)(quantized + starts_at(l)) + input / unit,
-                .row = quantized_row(l),
-            };
+            const struct left left = left_at(l, quantized, count, row, input);
             if (streaming) ahead = at.codes + AHEAD;
             ahead = meet(sums, left, at, w, part * vectors * LANES, rows, vectors, bits, ahead,
                          part < lines ? (lines + parts - 1) / parts : 0);
@@ -262,8 +274,8 @@ INLINE const char *meet_all(float *sums, const struct linear *l, const char *qua
     return ahead;
 }
 
-INLINE void add_panel(const struct linear *l, int64_t panel, const char *quantized, int64_t rows, int again,
-                      float *sums, int bits) {
+INLINE void add_panel(const struct linear *l, int64_t panel, const char *quantized, int64_t count, int64_t first,
+                      int64_t rows, float *sums, int bits) {
     const struct weights *w = &l->weights;
     const int64_t unit = w->scales == STEPS ? w->super : w->group, groups = (rows + ROWS - 1) / ROWS;
     const int64_t bytes = panel_bytes(l, unit), fitting = (BLOCK + BLOCK / 8) / bytes;
@@ -276,12 +288,12 @@ INLINE void add_panel(const struct linear *l, int64_t panel, const char *quantiz
         const char *next = right + panel_bytes(l, inputs), *ahead = streaming ? NULL : next;
         for (int64_t group = 0, row = 0, many; group < groups; group++, row += many) {
             /* the groups of rows share the prefetches; later chunks find the panel in a cache */
-            int lines = again ? 0 : groups > 3 ? group < 4 : groups == 3 ? 1 + !group : 4 / groups;
+            int lines = first ? 0 : groups > 3 ? group < 4 : groups == 3 ? 1 + !group : 4 / groups;
             many = (rows - row) / (groups - group);
-#define CASE(r)                                                                                                    \
-    case r:                                                                                                        \
-        ahead = meet_all(sums + row * PANEL, l, quantized + row * quantized_row(l), right, input, inputs, r, bits, \
-                         ahead, lines);                                                                            \
+#define CASE(r)                                                                                                      \
+    case r:                                                                                                          \
+        ahead = meet_all(sums + row * PANEL, l, quantized, count, first + row, right, input, inputs, r, bits, ahead, \
+                         lines);                                                                                     \
         break;
             switch (many) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
         }
@@ -292,9 +304,9 @@ INLINE void add_panel(const struct linear *l, int64_t panel, const char *quantiz
 /* Tiles: AMX multiplies up to TILE_ROWS rows by LANES features and by a unit of inputs in one instruction. The integers
  * and the order of the float32 sums are those of `meet`, and so are the bits. */
 
-int64_t quantized_spare_rows(void) { return CHUNK / TILE_ROWS - 1; }
-
 #ifdef __AVX512BF16__
+INLINE intptr_t aligned(intptr_t at) { return (at + 63) / 64 * 64; }
+
 static int has_tiles; /* whether the CPU has AMX for 8 bits, and the system lets this process use it */
 
 __attribute__((constructor)) static void look_for_tiles(void) {
@@ -359,11 +371,11 @@ INLINE const char *open_block(struct block *block, const struct weights *w, cons
     return right;
 }
 
-/* sums[rows] += the products of `units` units, for the vector of features `v`. Each unit prefetches `lines` cache
- * lines into the L1 cache, which begin at `ahead`, and as many into the L2 cache, which begin FARTHER behind. */
+/* sums[rows] += the products of `units` units, for the vector of features from `lane` on. Each unit prefetches `lines`
+ * cache lines into the L1 cache, which begin at `ahead`, and as many into the L2 cache, which begin FARTHER behind. */
 INLINE void meet_tiles(float *sums, struct left left, struct block *block, const struct weights *w, int64_t units,
-                       int v, int rows, int minimums, const char *ahead, int lines) {
-    const int64_t unit = unit_of(w), lane = v * LANES;
+                       int64_t lane, int rows, int minimums, const char *ahead, int lines) {
+    const int64_t unit = unit_of(w);
     vec s[TILE_ROWS];
     EACH(r, rows) s[r] = *(vec *)(sums + r * PANEL + lane);
     for (int64_t next = 0; next <= units; next++) { /* products are stored a unit before they are read */
@@ -377,36 +389,34 @@ INLINE void meet_tiles(float *sums, struct left left, struct block *block, const
             TILE_MULTIPLY(0, 1, 2);
             TILE_STORE(2, block->products[next & 1], sizeof **block->products);
         }
-        const int64_t u = next - 1;
-        if (u < 0) continue;
-        const struct right right = block->units[u];
-        const int32_t (*products)[LANES] = block->products[u & 1];
-        const char *scales = (const char *)(left.scales + (unit < 32 ? u / 2 : u));
-        const char *starts = (const char *)(left.starts + u);
+        if (!next) continue;
+        const struct right right = block->units[next - 1];
+        const int32_t (*products)[LANES] = block->products[(next - 1) & 1];
         vec scale = scales_of(right.scales, right.header, lane, w->scales), minimum = {0};
         if (minimums) minimum = scales_of(right.scales + scale_bytes(w), right.header + PANEL * 2, lane, w->scales);
         EACH(r, rows) {
-            const int32_t start = *(const int32_t *)(starts + r * left.row);
             ivec product = *(const ivec *)products[r];
-            if (!minimums) product += start;
+            if (!minimums) product += left.starts[r];
             vec sum = as_float(product) * scale;
-            if (minimums) sum = fused(splat((float)start), minimum, sum);
-            s[r] = fused(splat(*(const float *)(scales + r * left.row)), sum, s[r]);
+            if (minimums) sum = fused(splat((float)left.starts[r]), minimum, sum);
+            s[r] = fused(splat(left.scales[r]), sum, s[r]);
         }
+        left.starts += left.count;
+        if (unit >= 32 || next % 2 == 0) left.scales += left.count;
     }
     EACH(r, rows) *(vec *)(sums + r * PANEL + lane) = s[r];
 }
 
-/* Do the same as `add_panel`. Groups of rows have one size: the last may multiply spare rows, which nobody reads. */
-static void add_panel_by_tiles(const struct linear *l, int64_t panel, const char *quantized, int64_t rows, int again,
-                               float *sums) {
+/* Do the same as `add_panel`. Groups of rows have one size: the last may multiply spare rows. */
+static void add_panel_by_tiles(const struct linear *l, int64_t panel, const char *quantized, int64_t count,
+                               int64_t first, int64_t rows, float *sums) {
     const struct weights *w = &l->weights;
     const int64_t unit = unit_of(w), groups = (rows + TILE_ROWS - 1) / TILE_ROWS, many = (rows + groups - 1) / groups;
     const uint16_t wide = LANES * 4;
     const struct tiles tiles = {.palette = 1, .bytes = {unit, wide, wide}, .rows = {many, unit / 4, many}};
     struct block *block = (struct block *)aligned((intptr_t)(sums + CHUNK * PANEL));
     const char *right = l->weight + panel * quantized_panel(l);
-    const int opening = again || w->bits == 8 ? 0 : 2; /* lines that are prefetched as 256 bytes are expanded */
+    const int opening = first || w->bits == 8 ? 0 : 2; /* lines that are prefetched as 256 bytes are expanded */
     memset(sums, 0, groups * many * PANEL * sizeof(float));
     __asm__ volatile("ldtilecfg %0" : : "m"(tiles));
     for (int64_t input = 0; input < l->inputs; input += TILE_INPUTS) {
@@ -416,22 +426,16 @@ static void add_panel_by_tiles(const struct linear *l, int64_t panel, const char
         if (inputs == l->inputs - input) ahead += (omp_get_num_threads() - 1) * quantized_panel(l); /* likely next */
         right = open_block(block, w, right, inputs, &ahead, opening);
         const int64_t left_over = bytes / 64 - inputs * PANEL / 2 / 256 * opening;
-        const int64_t lines = again ? 0 : (left_over + turns - 1) / turns;
+        const int64_t lines = first ? 0 : (left_over + turns - 1) / turns;
         for (int64_t row = 0; row < groups * many; row += many) {
-            const char *from = quantized + row * quantized_row(l);
-            const struct left left = {
-                .numbers = (const int8_t *)from + input,
-                .scales = (const float *)(from + scales_at(l)) + input / block_of(w),
-                .starts = (const int32_t *)(from + starts_at(l)) + input / unit,
-                .row = quantized_row(l),
-            };
-            for (int v = 0; v < PANEL / LANES; v++, ahead += lines * units * 64) {
-#define OF(r)                                                                             \
-    case r:                                                                               \
-        if (w->minimums)                                                                  \
-            meet_tiles(sums + row * PANEL, left, block, w, units, v, r, 1, ahead, lines); \
-        else                                                                              \
-            meet_tiles(sums + row * PANEL, left, block, w, units, v, r, 0, ahead, lines); \
+            const struct left left = left_at(l, quantized, count, first + row, input);
+            for (int64_t lane = 0; lane < PANEL; lane += LANES, ahead += lines * units * 64) {
+#define OF(r)                                                                                \
+    case r:                                                                                  \
+        if (w->minimums)                                                                     \
+            meet_tiles(sums + row * PANEL, left, block, w, units, lane, r, 1, ahead, lines); \
+        else                                                                                 \
+            meet_tiles(sums + row * PANEL, left, block, w, units, lane, r, 0, ahead, lines); \
         break;
                 switch (many) {
                     OF(3) OF(4) OF(5) OF(6) OF(7) OF(8) OF(9) OF(10) OF(11) OF(12) OF(13) OF(14) OF(15) OF(16)
@@ -443,16 +447,16 @@ static void add_panel_by_tiles(const struct linear *l, int64_t panel, const char
 }
 #endif
 
-void quantized_sums(const struct linear *l, int64_t panel, const char *quantized, int64_t rows, int again,
-                    float *sums) {
+void quantized_sums(const struct linear *l, int64_t panel, const char *quantized, int64_t count, int64_t first,
+                    int64_t rows, float *sums) {
 #ifdef __AVX512BF16__
     if (has_tiles && rows >= TILE_LEAST) {
-        add_panel_by_tiles(l, panel, quantized, rows, again, sums);
+        add_panel_by_tiles(l, panel, quantized, count, first, rows, sums);
         return;
     }
 #endif
     if (l->weights.bits == 8)
-        add_panel(l, panel, quantized, rows, again, sums, 8);
+        add_panel(l, panel, quantized, count, first, rows, sums, 8);
     else
-        add_panel(l, panel, quantized, rows, again, sums, 4);
+        add_panel(l, panel, quantized, count, first, rows, sums, 4);
 }
