@@ -16,7 +16,7 @@ from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_TREE_NODES, RES
 from dynatree.draft.draft_server import start_draft
 from dynatree.draft.growth.suffix_indexes import SuffixIndexes
 from dynatree.draft.policies import DEFAULT_POLICY
-from dynatree.draft.serve_draft import source_of, targets_for
+from dynatree.draft.serve_draft import source_of, targets_for, translation_for
 from dynatree.draft.serve_ngrams import NGramDrafting
 from dynatree.draft.settings import DefaultPolicy, DraftLimits
 from dynatree.draft.target.replicas import Replicas
@@ -144,11 +144,12 @@ def running_services(
         verify_address = address or f"unix:{folder}/verify.sock"
         verify_server = await start_verify(target, threads[0], verify_address, verify_limits, operations[0])
         ngrams = NGramDrafting(threads[1], 10.0)
-        build_target = targets_for(draft, ahead) if draft else ngrams.target
-        replicas = Replicas(via(verify_server.address), Connector(channel), build_target)
+        replicas = Replicas(via(verify_server.address), Connector(channel), ngrams.target)
         await replicas.start(10.0)
         if draft:
-            source = source_of(draft, threads[1], prefix_cache=prefix_cache)
+            translation = await translation_for(draft, threads[1], replicas, 10.0)
+            replicas.rebuild_with(targets_for(draft, ahead, translation))
+            source = source_of(draft, threads[1], prefix_cache=prefix_cache, translation=translation)
         else:
             source = await ngrams.source(replicas)
         default = DefaultPolicy(DEFAULT_POLICY, {})

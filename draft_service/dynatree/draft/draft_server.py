@@ -107,7 +107,7 @@ async def start_draft(
         StartupError: The address or a file of the security settings cannot be used.
     """
     histories = SuffixIndexes(limits.history_tokens) if histories is None else histories
-    drafter = Drafter(source.model, limits.max_tree_nodes, histories)
+    drafter = Drafter(source.model, limits.max_tree_nodes, histories, source.translation)
     growth = SharedGrowth(drafter, thread)
     backend = Backend(source, drafter, thread, growth, replicas, BestGuesses(), limits.resume_seconds)
     admission = Admission(limits.sessions, source.slots, limits.queue, limits.quota)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
@@ -14,6 +15,8 @@ from dynatree.draft.growth.draft_source import DraftSource
 from dynatree.draft.settings import DraftSettings
 from dynatree.draft.target.replicas import Replicas
 from dynatree.draft.target.target import Target
+from dynatree.draft.target.target_tokenizer import target_tokenizer
+from dynatree.draft.text.translation import LEAST_SHARE, Translation
 from dynatree.engine.engine import Engine
 from dynatree.engine.kv.prefix_cache import PrefixCache
 from dynatree.engine.loading import load_engine, with_forward_costs
@@ -21,6 +24,8 @@ from dynatree.engine.model_thread import ModelThread
 from dynatree.engine.shared_cores import HalfTheThreads, SharedCores
 from dynatree.engine.timing import choose_threads
 from dynatree.serving.service_process import run_service
+
+log = logging.getLogger(__name__)
 
 MEASURED_ROWS = 6  # typical number of rows in a level of a tree
 
@@ -39,14 +44,15 @@ async def serve(settings: DraftSettings) -> None:
     await draft_server.serve(settings, partial(_CopyDrafting.begin if settings.copy else _ModelDrafting.load, settings))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _ModelDrafting:
-    """Drafting with a loaded model; implements `Drafting`."""
+    """Drafting with a loaded model, for the tokenizer of the first target; implements `Drafting`."""
 
     engine: Engine
     thread: ModelThread
     settings: DraftSettings
     chooses_threads: bool
+    described: ModelInfo | None = None  # the draft model, with the first target's tokenizer
 
     @classmethod
     async def load(cls, settings: DraftSettings, thread: ModelThread) -> Self:
@@ -59,16 +65,22 @@ class _ModelDrafting:
         return cls(await thread.run(load_engine, settings.model), thread, settings, settings.model.threads is None)
 
     def target(self, info: ModelInfo) -> Target:
-        """See `Drafting.target`."""
-        return targets_for(self.engine, self.settings.verify.ahead)(info)
+        """Build a target that is replaced once the model is measured.
+
+        Raises:
+            FailedPreconditionError: The target's tokenizer is not the first target's.
+        """
+        self.described = self.described or replace(self.engine.info, tokenizer_fingerprint=info.tokenizer_fingerprint)
+        return Target.of(info, self.described, info.vocab_size, ahead=False)
 
     async def source(self, replicas: Replicas) -> DraftSource:
         """Measure the model after the verify service, since on one machine they would slow each other down."""
         if self.chooses_threads:
             await self.thread.run(choose_threads, self.engine)
         engine = await self.thread.run(with_forward_costs, self.engine, MEASURED_ROWS)
-        replicas.rebuild_with(targets_for(engine, self.settings.verify.ahead))
-        return source_of(engine, self.thread, prefix_cache=self.settings.limits.prefix_cache)
+        translation = await translation_for(engine, self.thread, replicas, self.settings.verify.timeout)
+        replicas.rebuild_with(targets_for(engine, self.settings.verify.ahead, translation))
+        return source_of(engine, self.thread, prefix_cache=self.settings.limits.prefix_cache, translation=translation)
 
 
 @dataclass(frozen=True)
@@ -96,14 +108,47 @@ class _CopyDrafting:
         return await (await _ModelDrafting.load(self.settings, self.thread)).source(replicas)
 
 
-def targets_for(engine: Engine, ahead: bool | None) -> Callable[[ModelInfo], Target]:
+async def translation_for(
+    engine: Engine, thread: ModelThread, replicas: Replicas, timeout: float
+) -> Translation | None:
+    """Match the tokens of the draft model with those of a ready target, unless they have the same tokenizer.
+
+    Raises:
+        StartupError: The target's tokenizer is not available, or cannot be matched.
+    """
+    target = replicas.target.info
+    if target.tokenizer_fingerprint == engine.info.tokenizer_fingerprint:
+        return None
+    tokenizer = await target_tokenizer(replicas, thread, timeout)
+    translation = await thread.run(Translation.of, tokenizer, engine.tokenizer, engine.info.vocab_size)
+    overlap = translation.overlap
+    log.log(
+        logging.WARNING if overlap.vocabulary < LEAST_SHARE else logging.INFO,
+        "%s and %s have different tokenizers: %s; only those are drafted",
+        *(engine.info.name, target.name, overlap),
+    )
+    return translation
+
+
+def targets_for(
+    engine: Engine, ahead: bool | None, translation: Translation | None = None
+) -> Callable[[ModelInfo], Target]:
     """Return the function that builds a `Target` for this draft model; `ahead` as in `Target.of`."""
-    known_ids = max(engine.tokenizer.get_vocab().values()) + 1
-    return lambda info: Target.of(info, engine.info, known_ids, ahead)
+    if translation is None:
+        known_ids, info = max(engine.tokenizer.get_vocab().values()) + 1, engine.info
+    else:
+        known_ids = len(translation.draft_ids)
+        info = replace(engine.info, vocab_size=known_ids, tokenizer_fingerprint=translation.fingerprint)
+    return lambda target: Target.of(target, info, known_ids, ahead)
 
 
-def source_of(engine: Engine, thread: ModelThread, *, prefix_cache: bool) -> DraftSource:
+def source_of(
+    engine: Engine, thread: ModelThread, *, prefix_cache: bool, translation: Translation | None = None
+) -> DraftSource:
     """Make a source of candidates of a draft model that was loaded on this thread."""
-    model = EngineDraftModel(engine, PrefixCache(engine.kv_cache, enabled=prefix_cache))
+    model = EngineDraftModel(engine, PrefixCache(engine.kv_cache, enabled=prefix_cache), translation)
+    info, tokenizer = engine.info, engine.tokenizer
+    if translation is not None:  # its trees consist of the target's tokens
+        info, tokenizer = replace(info, tokenizer_fingerprint=translation.fingerprint), translation.target
     cores = SharedCores(HalfTheThreads(thread))
-    return DraftSource(model, engine.info, engine.tokenizer, engine.kv_cache.size, cores.shared)
+    return DraftSource(model, info, tokenizer, engine.kv_cache.size, cores.shared, translation=translation)

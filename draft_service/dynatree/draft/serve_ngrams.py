@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dynatree.common.errors import ServiceError, StartupError
 from dynatree.common.model_info import NO_MODEL, ModelInfo
 from dynatree.common.version import version
 from dynatree.draft.draft_server import serve
@@ -16,8 +15,8 @@ from dynatree.draft.growth.drafter import Expansion
 from dynatree.draft.settings import DraftSettings
 from dynatree.draft.target.replicas import Replicas
 from dynatree.draft.target.target import Target
+from dynatree.draft.target.target_tokenizer import target_tokenizer
 from dynatree.engine.kv.kv_range import KVRange
-from dynatree.engine.model.tokenizer import fingerprint, tokenizer_of
 from dynatree.engine.model_thread import ModelThread
 from dynatree.serving.service_process import run_service
 
@@ -55,18 +54,8 @@ class NGramDrafting:
         Raises:
             StartupError: No service sends it, or it differs from the target's once it is loaded here.
         """
-        try:
-            replica = replicas.first()
-            files = await replica.tokenizer_files(self._timeout)
-        except ServiceError as error:
-            raise StartupError(f"the target's tokenizer is not available: {error}") from error
-        tokenizer = await self._thread.run(tokenizer_of, files)
+        tokenizer = await target_tokenizer(replicas, self._thread, self._timeout)
         assert self._info is not None, "a ready service has told its target"
-        if await self._thread.run(fingerprint, tokenizer) != self._info.tokenizer_fingerprint:
-            raise StartupError(
-                f"the tokenizer of {replicas.target.info.name} differs from the target's once it is loaded here; "
-                "expected the verify service's versions of transformers and tokenizers"
-            )
         return DraftSource(NoModel(), self._info, tokenizer, math.inf, has_model=False)
 
 

@@ -17,8 +17,10 @@ from dynatree.common.sampling import Sampling, Scheme
 from dynatree.common.tree import ROOT, DraftDistribution
 from dynatree.draft.growth.draft_session import DraftSession
 from dynatree.draft.growth.drafter import Expansion
+from dynatree.draft.growth.shared_tokens import SharedTokens
 from dynatree.draft.policies.drawing import Drawing
 from dynatree.draft.policies.growing_tree import GrowingTree, Proposal, TrieNode
+from dynatree.draft.text.translation import Translation
 from dynatree.engine.engine import Engine
 from dynatree.engine.forward.level_runner import KVMove, LevelRead, LevelsWanted
 from dynatree.engine.forward.runner import Choosing
@@ -34,10 +36,19 @@ LEAST_LOG_PROB = -1e4  # lower bound, since a tree carries only finite numbers
 
 
 class EngineDraftModel:
-    """A `DraftModel` that runs on an engine."""
+    """A `DraftModel` that runs on an engine.
 
-    def __init__(self, engine: Engine, cache: PrefixCache | None = None) -> None:
+    Args:
+        engine: The engine.
+        cache: The prefix cache; None: prefixes are not cached.
+        translation: The tokens that draft and target share, if their tokenizers differ.
+    """
+
+    def __init__(
+        self, engine: Engine, cache: PrefixCache | None = None, translation: Translation | None = None
+    ) -> None:
         self._engine = engine
+        self._shared = None if translation is None else SharedTokens.of(translation, engine.kv_cache.device)
         self._moves: list[KVMove] = []  # pending moves, which go to the device with the next levels
         self._cache = cache or PrefixCache(engine.kv_cache, enabled=False)
         self._warned = False
@@ -87,8 +98,10 @@ class EngineDraftModel:
         seconds += time.perf_counter() - started
         for each, rows in zip(expansions, logits, strict=True):
             if each.nodes:
-                _propose(each.session, each.tree, each.nodes, rows, each.breadth)
+                _propose(each.session, each.tree, each.nodes, rows, each.breadth, self._shared)
                 self._watch(each.tree, each.nodes)
+                if self._shared is not None:
+                    self._shared.restrict(each.tree, each.nodes)
         return seconds
 
     def _watch(self, tree: GrowingTree, nodes: Sequence[int]) -> None:
@@ -106,6 +119,7 @@ class EngineDraftModel:
             and session.levels > 1
             and expansion.breadth <= level_runner.breadth
             and not session.draws
+            and session.translated is None
             and session.sampling.is_plain
             and (session.sampling.greedy or session.sampling.scheme is Scheme.GUMBEL)
             and len(session.committed) + level_runner.most(session.levels - 1) <= self.context_length
@@ -172,7 +186,7 @@ def _proposals(ids: NDArray[np.int32], log_probs: NDArray[np.floating]) -> tuple
 def prompt_segment(session: DraftSession, tokens: int, vocab_size: int) -> Segment:
     """Segment of the next `tokens` committed tokens that are not cached; their logits are not kept."""
     read = range(session.num_cached, session.num_cached + tokens)
-    token_ids = [_known(session.committed[position], vocab_size) for position in read]
+    token_ids = [_known(session.context[position], vocab_size) for position in read]
     return Segment(session.kv, session.num_cached, token_ids, read, keep=[])
 
 
@@ -187,11 +201,11 @@ def tree_segment(session: DraftSession, tree: GrowingTree, nodes: Sequence[int],
     Each node attends to the committed prefix, its ancestors and itself. If the first node is the root, the segment
     begins with the committed tokens that are not cached.
     """
-    uncached = session.committed[session.num_cached :] if nodes[0] == ROOT else []
+    uncached = session.context[session.num_cached :] if nodes[0] == ROOT else []
     below = nodes[1:] if uncached else nodes
-    token_ids = [*uncached, *(tree.node(node).token for node in below)]
+    token_ids = [*uncached, *(session.draft_id(tree.node(node).token) for node in below)]
     token_ids = [_known(token, vocab_size) for token in token_ids]
-    root = len(session.committed) - 1
+    root = len(session.context) - 1
     positions = [*range(session.num_cached, session.num_cached + len(uncached))]
     positions += [root + tree.depth(node) for node in below]
     keep = range(max(len(uncached) - 1, 0), len(token_ids))
@@ -216,9 +230,17 @@ def _mask(session: DraftSession, tree: GrowingTree, uncached: int, below: Sequen
     return mask
 
 
-def _propose(session: DraftSession, tree: GrowingTree, nodes: Sequence[int], logits: Tensor, breadth: int) -> None:
+def _propose(
+    session: DraftSession,
+    tree: GrowingTree,
+    nodes: Sequence[int],
+    logits: Tensor,
+    breadth: int,
+    shared: SharedTokens | None,
+) -> None:
     """Set the best `breadth` continuations of each node from the logits `[nodes, vocabulary]`."""
     sampling = session.drafting
+    logits, known = (logits, None) if shared is None else shared.logits(logits.float(), sampling)
     logits = logits[:, : session.vocab_size].float()
     paths: list[list[int]] = []
     if sampling.needs_history or session.draws:
@@ -236,19 +258,25 @@ def _propose(session: DraftSession, tree: GrowingTree, nodes: Sequence[int], log
         for node, (distribution, draws) in zip(nodes, drawn, strict=True):
             tree.node(node).candidates, tree.node(node).proposals = distribution, draws
     else:
-        for node, ranked in zip(nodes, _rank(logits, positions, sampling, histories, breadth), strict=True):
+        for node, ranked in zip(nodes, _rank(logits, positions, sampling, histories, breadth, known), strict=True):
             tree.node(node).proposals = ranked
 
 
 def _rank(
-    logits: Tensor, positions: Sequence[int], sampling: Sampling, histories: TokenHistories | None, breadth: int
+    logits: Tensor,
+    positions: Sequence[int],
+    sampling: Sampling,
+    histories: TokenHistories | None,
+    breadth: int,
+    known: Tensor | None,
 ) -> list[tuple[Proposal, ...]]:
     """Rank the best `breadth` continuations of each row as the target ranks, with the probability of each.
 
     When sampling, both sides perturb their logits with the same noise, so the draft's best perturbed tokens are its
     best guesses of the target's sample (drafter-invariant coupling). The log-probability of a guess is the log-softmax
     of the perturbed logits: this softmax allows for about the difference between the logits of draft and target. With
-    independent noise, the draft knows only the token's probability.
+    independent noise, the draft knows only the token's probability. `known` is the log-probability, `[rows, 1]`, that
+    the draft's next token is among those of the logits; None: it always is.
     """
     if sampling.greedy or sampling.scheme is Scheme.GUMBEL:
         ranking = scores(logits, positions, sampling, histories)
@@ -256,6 +284,7 @@ def _rank(
     else:
         chances = warped(adjusted(logits, sampling, histories), sampling).log_softmax(-1)
         ranking = chances + noise(logits, positions, sampling.seed, NoiseStream.DRAFT)
+    chances = chances if known is None else chances + known
     best = ranking.topk(min(breadth, logits.shape[-1]), dim=-1).indices
     both = torch.stack((best.double(), chances.gather(-1, best).double())).cpu().numpy()  # one copy from the device
     return [_proposals(ids, values) for ids, values in zip(both[0].astype(np.int32), both[1], strict=True)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from dynatree.common.sampling import Sampling
 from dynatree.draft.policies.drawing import DEFAULT_DRAWING, Drawing
 from dynatree.draft.policies.growing_tree import TrieNode
+from dynatree.draft.text.translated_context import TranslatedContext
 from dynatree.engine.kv.kv_range import KVRange
 
 
@@ -15,10 +16,9 @@ from dynatree.engine.kv.kv_range import KVRange
 class DraftSession:
     """The committed tokens, the KV slots that hold them, and the trie of the nodes read below them.
 
-    Invariant: slots 0 to `num_cached` of the KV range `kv` hold `committed[:num_cached]` in order, and slots
-    `num_cached` to `num_used` hold nodes below `root`, which stands for the last committed token. `num_cached` lags
-    behind the committed tokens by those that the draft model has not read yet; once the root has proposals, all are
-    read.
+    Invariant: slots 0 to `num_cached` of the KV range `kv` hold `context[:num_cached]` in order, and slots `num_cached`
+    to `num_used` hold nodes below `root`, which stands for the last committed token. `num_cached` lags behind the
+    context by the tokens that the draft model has not read yet; once the root has proposals, all are read.
 
     Attributes:
         kv: The session's range of the KV cache.
@@ -27,12 +27,13 @@ class DraftSession:
         vocab_size: Number of token ids that may be proposed.
         principal: The principal.
         generated: Number of committed tokens behind the prompt.
-        num_cached: Number of committed tokens in the KV cache.
+        num_cached: Number of tokens of the context in the KV cache.
         num_used: Number of KV slots in use.
         rounds: Number of commits so far.
         levels: Levels of the last tree, the root's included; up to as many may be read at once for the next tree.
         drawing: Settings of the draft's distribution.
         recalls: Whether trees may have candidates from the principal's earlier completions.
+        translated: The committed text in the draft's tokens, if its tokenizer is not the target's.
         root: The trie's node of the last committed token.
     """
 
@@ -48,10 +49,20 @@ class DraftSession:
     levels: int = 4
     drawing: Drawing = DEFAULT_DRAWING
     recalls: bool = True
+    translated: TranslatedContext | None = None
     root: TrieNode = field(init=False)
 
     def __post_init__(self) -> None:
         self.root = TrieNode(self.committed[-1])
+
+    @property
+    def context(self) -> Sequence[int]:
+        """The committed text as the draft model reads it: the committed tokens, or their text in its own tokens."""
+        return self.committed if self.translated is None else self.translated.token_ids
+
+    def draft_id(self, token: int) -> int:
+        """The draft's token for a token of the target; 0 if it has none, so that nothing below it is proposed."""
+        return token if self.translated is None else max(self.translated.translation.draft_id(token), 0)
 
     @property
     def draws(self) -> bool:
@@ -79,13 +90,19 @@ class DraftSession:
         Returns:
             The slots to move behind the old cached prefix, in their new order; the caller moves them.
         """
-        start = self.num_cached
+        start, behind = self.num_cached, len(self.context) + len(token_ids)
         path, node = self._follow(token_ids)
         self.committed.extend(token_ids)
         self.generated += len(token_ids)
         self.rounds += 1
         if self.draws:  # draws must not be used in two trees, so the root is read again
             path, node = path[: len(token_ids) - 1], None
+        if self.translated is not None:
+            same = self.translated.push(token_ids)
+            if not same == behind == len(self.context):  # the context is not the old one with the path's tokens
+                same = min(same, len(self.context) - 1)  # its last token is read again, as the root
+                path, node = path[: max(same - start, 0)], None
+                start = min(start, same)
         kept = list(node.descendants()) if node is not None else []
         if node is not None and len(kept) > most_kept:  # leave room for the next tree
             kept = []
@@ -119,7 +136,7 @@ class DraftSession:
         """Return the nodes read on the path of these tokens, and the last node if the whole path was read."""
         path: list[TrieNode] = []
         node = self.root
-        if self.num_cached < len(self.committed):
+        if self.num_cached < len(self.context):
             return path, None
         for token in token_ids:
             node = node.child(token)

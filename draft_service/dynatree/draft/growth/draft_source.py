@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dynatree.common.model_info import ModelInfo
 from dynatree.draft.growth.drafter import DraftModel
+from dynatree.draft.text.translation import Translation
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,10 +20,11 @@ class DraftSource:
     Attributes:
         model: Reads tokens and proposes continuations.
         info: Description of the model, for clients and verify services.
-        tokenizer: The tokenizer, which equals the target's.
+        tokenizer: The target's tokenizer.
         slots: Slots of the model's KV cache; infinite without a model.
         sharing: Context of a completion whose target computes on the model's device.
         has_model: Whether there is a draft model.
+        translation: The tokens that the draft model shares with the target, if its own tokenizer differs.
     """
 
     model: DraftModel
@@ -31,6 +33,7 @@ class DraftSource:
     slots: float
     sharing: Callable[[], AbstractContextManager[None]] = nullcontext
     has_model: bool = True
+    translation: Translation | None = None
 
     def __str__(self) -> str:
         """The source in words, for the log."""

@@ -16,8 +16,11 @@ from dynatree.draft.growth.suffix_indexes import SuffixIndexes
 from dynatree.draft.policies import Policy
 from dynatree.draft.policies.drawing import DEFAULT_DRAWING, Drawing
 from dynatree.draft.policies.growing_tree import GrowingTree
+from dynatree.draft.text.translated_context import TranslatedContext
+from dynatree.draft.text.translation import Translation
 from dynatree.engine.kv.kv_range import KVRange
 
+MOST_DRAFT_TOKENS = 2  # for each token of a target with another tokenizer; a longer context is not drafted for
 PIECE = 128  # prompt tokens per forward pass, which it shares with the tree levels of other sessions
 
 
@@ -39,7 +42,7 @@ class Expansion:
         """Number of committed tokens to read, without the root."""
         if not self.nodes:
             return PIECE
-        unread = len(self.session.committed) - self.session.num_cached
+        unread = len(self.session.context) - self.session.num_cached
         return max(unread - 1, 0) if ROOT in self.nodes else 0
 
     @property
@@ -100,18 +103,27 @@ class Drafter:
         model: The draft model; its KV cache needs `2 * max_tree_nodes` speculative slots per session.
         max_tree_nodes: The largest tree of any policy.
         histories: The completions of each principal; None keeps none.
+        translation: The tokens that draft and target share, if their tokenizers differ.
     """
 
-    def __init__(self, model: DraftModel, max_tree_nodes: int, histories: SuffixIndexes | None = None) -> None:
+    def __init__(
+        self,
+        model: DraftModel,
+        max_tree_nodes: int,
+        histories: SuffixIndexes | None = None,
+        translation: Translation | None = None,
+    ) -> None:
         self._model = model
         self._max_tree_nodes = max_tree_nodes
         self._histories = histories or SuffixIndexes()
+        self._translation = translation
 
     def slots(self, prompt_tokens: int, limit: int) -> int:
         """KV slots of a session of at most `limit` tokens, prompt included."""
         if prompt_tokens >= self._model.context_length:
             return 1  # nothing is ever drafted, so nothing is read
-        return min(limit, self._model.context_length) + 2 * self._max_tree_nodes
+        tokens = limit if self._translation is None else MOST_DRAFT_TOKENS * limit
+        return min(tokens, self._model.context_length) + 2 * self._max_tree_nodes
 
     def open(
         self,
@@ -141,7 +153,9 @@ class Drafter:
             ServiceBusyError: Too few slots are free.
         """
         slots = self.slots(len(prompt_ids), self._model.context_length if limit is None else limit)
-        readable = prompt_ids if len(prompt_ids) < self._model.context_length else ()
+        translated = None if self._translation is None else TranslatedContext(self._translation, prompt_ids)
+        context = prompt_ids if translated is None else translated.token_ids
+        readable = context if len(context) < self._model.context_length else ()
         kv, cached = self._model.reserve(slots, readable, principal)
         if kv is None:
             raise ServiceBusyError("the draft service's KV cache is full; try again later")
@@ -156,17 +170,18 @@ class Drafter:
             num_used=cached,
             drawing=drawing,
             recalls=recalls,
+            translated=translated,
         )
 
     def close(self, session: DraftSession) -> None:
         """Give back the session's KV range, and keep its tokens as the principal's; the completion may be cut short."""
-        self._model.release(session.kv, session.committed[: session.num_cached], session.principal)
+        self._model.release(session.kv, session.context[: session.num_cached], session.principal)
         if session.generated:
             self._histories.add(session.principal, session.committed)
 
     def prefilling(self, session: DraftSession, policy: Policy) -> Growing[None]:
         """Read the committed tokens that are not cached yet: the prefill of the draft model."""
-        if policy.breadth and session.num_cached < len(session.committed) < self._model.context_length:
+        if policy.breadth and session.num_cached < len(session.context) < self._readable(session):
             yield from self._expanding(session, self.new_tree(session, 0, 0), [ROOT], policy.breadth)
 
     def growing(self, session: DraftSession, policy: Policy, max_depth: int, max_nodes: int) -> Growing[Growth]:
@@ -236,8 +251,14 @@ class Drafter:
 
     def reach(self, session: DraftSession) -> int:
         """Depth of the deepest node that the draft model can propose; 0 or less if its context is used up."""
-        # a node at depth d is proposed by the token at position committed + d - 2, which the draft's context must hold
-        return self._model.context_length + 1 - len(session.committed)
+        # a node at depth d is proposed by the token at position context + d - 2, which the draft's context must hold
+        return self._readable(session) + 1 - len(session.context)
+
+    def _readable(self, session: DraftSession) -> int:
+        """Length of the longest context that the draft model can read in a session."""
+        if session.translated is None:
+            return self._model.context_length
+        return min(self._model.context_length, session.kv.size - 2 * self._max_tree_nodes)
 
     def new_tree(self, session: DraftSession, max_nodes: int, max_depth: int) -> GrowingTree:
         """An empty tree below the session's root."""
@@ -289,13 +310,13 @@ class Drafter:
         if not unread:
             return []
         spent = []
-        while ROOT in unread and len(session.committed) - session.num_cached > PIECE and not session.speculative_slots:
+        while ROOT in unread and len(session.context) - session.num_cached > PIECE and not session.speculative_slots:
             spent.append((yield Expansion(session, tree, (), breadth)))
             session.num_cached += PIECE
             session.num_used = session.num_cached
-        start = session.num_used + len(session.committed) - session.num_cached if ROOT in unread else session.num_used
+        start = session.num_used + len(session.context) - session.num_cached if ROOT in unread else session.num_used
         spent.append((yield Expansion(session, tree, unread, breadth)))
-        session.num_cached = len(session.committed)
+        session.num_cached = len(session.context)
         below = [node for node in unread if node != ROOT]
         for slot, node in enumerate(below, start=start):
             tree.node(node).slot = slot

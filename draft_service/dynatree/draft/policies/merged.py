@@ -71,7 +71,9 @@ class MergedNGrams:
         """
         tree.revalue(
             [
-                self._judged(tree, node) if tree.parent(node) in level else _unchanged(tree, node)
+                self._judged(tree, node)
+                if tree.parent(node) in level and tree.proposals(tree.parent(node))
+                else _unchanged(tree, node)
                 for node in range(self._added)
             ]
         )

@@ -42,7 +42,7 @@ class Vocabulary:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._special_tokens = special_tokens
-        self._skipped = frozenset() if special_tokens else frozenset(_special_ids(tokenizer))
+        self._skipped = frozenset() if special_tokens else frozenset(special_ids(tokenizer))
         characters: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
         self._spelling = {character: byte for byte, character in characters.items()}
         self.anchor: Context = next(((id_,) for id_ in range(len(tokenizer)) if self._is_ordinary(id_)), ())
@@ -88,7 +88,7 @@ class Vocabulary:
         return token_id not in self._skipped and not _BYTE.fullmatch(token) and self._decode((token_id,)).isalnum()
 
 
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> Iterable[int]:
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> Iterable[int]:
     """The tokens that `decode` omits with `skip_special_tokens`."""
     if not tokenizer.is_fast:
         return tokenizer.all_special_ids
