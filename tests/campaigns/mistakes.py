@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 import sys
@@ -18,8 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-
-from dynatree import embedded
 
 MOST_SECONDS = 2.0
 
@@ -76,13 +73,6 @@ def _mistakes(folder: Path, http: str, free: str) -> list[Mistake]:
     cut.mkdir()
     (cut / "config.json").write_text('{"model_type": "llama"}')
     (cut / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
-    other = folder / "other"
-    other.mkdir()
-    for file in embedded.draft_path().iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    tokenizer["model"]["vocab"] = {token: id_ ^ 1 for token, id_ in tokenizer["model"]["vocab"].items()}
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     in_use = "the address is in use"
     return [
         Mistake("a path where nothing is", [*verify, "/no/such/model"], "there is no model at /no/such/model"),
@@ -91,8 +81,6 @@ def _mistakes(folder: Path, http: str, free: str) -> list[Mistake]:
         Mistake("a config without model_type", [*verify, str(typeless)], "has no model_type"),
         Mistake("weights that only point to others", [*verify, str(cut)], "download it again"),
         Mistake("serve: a draft that is not there", [*serve, "--draft-model", "./none"], "there is no model at ./none"),
-        Mistake("serve: a draft of another tokenizer", [*serve, "--draft-model", str(other)], "different tokenizers"),
-        Mistake("demo: a draft of another tokenizer", ["demo", "--draft-model", str(other)], "different tokenizers"),
         Mistake(
             "audit: a target that is not there", ["audit", *pair, "--target-model", "./none"], "no model at ./none"
         ),

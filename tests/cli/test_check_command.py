@@ -1,6 +1,7 @@
 """Tests `dynatree check`: its lines, its JSON, and its exit status."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tests.support.gguf_files import save_gguf
 from tests.support.kernel_builds import compiled
 from tests.support.model_zoo import save_random_model
 from tests.support.packed_checkpoints import save_packed
+from tests.support.tokenizer_zoo import gemma, word_piece
 
 
 @pytest.fixture(name="gguf")
@@ -51,15 +53,18 @@ def test_a_refusal_is_one_line_or_json(gguf: str, capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out) == {"refusal": {"message": refused}}
 
 
-def test_models_with_other_tokenizers_are_no_pair(
-    gguf: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_overlap_of_different_tokenizers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = str(save_random_model(tmp_path / "target", "llama", seed=1))
     draft = save_random_model(tmp_path / "draft", "llama", seed=1)
-    tokenizer = json.loads((draft / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    first, second = list(vocabulary)[100:102]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    gemma().save_pretrained(draft)
     capsys.readouterr()
-    assert main(["check", "--target-model", gguf, "--draft-model", str(draft)]) == 1
-    assert "draft model draft and target model model.gguf have different tokenizers" in capsys.readouterr().err
+    line = ["check", "--target-model", target, "--draft-model", str(draft)]
+    assert main(line) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"different tokenizers: 1\d% of the target's tokens, and 4\d% of a sample's, are .*", last)
+    assert main([*line, "--json"]) == 0
+    overlap = json.loads(capsys.readouterr().out)["overlap"]
+    assert 0.1 < overlap["vocabulary"] < 0.2 < overlap["sample"] < 0.5
+    word_piece(clean_up=False).save_pretrained(draft)
+    assert main(line) == 1
+    assert "the draft model's tokenizer cannot be matched with another one" in capsys.readouterr().err

@@ -216,11 +216,18 @@ def save_with_another_tokenizer(folder, family):
     return model
 
 
-def test_different_tokenizers(tmp_path, running, run_here):
+def test_different_tokenizers(tmp_path, running, start):
+    """The draft service says how many tokens are shared, and completes with the target's tokens."""
     model = save_with_another_tokenizer(tmp_path / "other", "gpt_neox")
-    other = ["--listen", f"unix:{tmp_path}/draft.sock"]
-    result = run_here("draft", "--draft-model", str(model), "--verify", running.verify, *other)
-    assert_one_clear_line(result, "draft model other and target model target have different tokenizers")
+    address = f"unix:{tmp_path}/draft.sock"
+    drafting = start("draft", "--draft-model", str(model), "--verify", running.verify, "--listen", address)
+    with Client(address) as client, Client(running.draft) as same:
+        assert (
+            client.generate("Hello", max_new_tokens=5).token_ids == same.generate("Hello", max_new_tokens=5).token_ids
+        )
+    drafting.terminate()
+    drafting.wait()
+    assert "other and target have different tokenizers: 100% of the target's tokens" in log_of(drafting)
 
 
 @pytest.mark.parametrize(

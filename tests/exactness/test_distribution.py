@@ -9,7 +9,7 @@ noise, all policies give plain decoding's tokens (`test_sampled_equality.py`), s
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -24,11 +24,14 @@ from dynatree.draft.growth.draft_model import EngineDraftModel
 from dynatree.draft.growth.draft_session import DraftSession
 from dynatree.draft.growth.drafter import Drafter
 from dynatree.draft.policies import create_policy, residual_policies
+from dynatree.draft.text.translated_context import TranslatedContext
+from dynatree.draft.text.translation import Translation
 from dynatree.engine.kv.kv_range import KVRange
 from dynatree.verify.session import SessionRequest, VerifySession
 from dynatree.verify.verifier import Part, Verifier
 from tests.support.markov import Table, p_value
 from tests.support.model_zoo import save_random_model
+from tests.support.other_tokenizers import Letters
 from tests.support.services import running_services
 
 pytestmark = pytest.mark.early
@@ -40,11 +43,15 @@ NEVER = 1e-9  # in place of a probability of zero, which has no logarithm
 
 @dataclass(frozen=True)
 class Tables:
-    """The logits of the target and of the draft, `[last token, next token]`; chains begin after `start`."""
+    """The logits of the target and of the draft, `[last token, next token]`; chains begin after `start`.
+
+    A draft of another tokenizer has tokens of its own.
+    """
 
     target: Tensor
     draft: Tensor
     start: int
+    translation: Translation | None = None
 
     @property
     def vocabulary(self):
@@ -82,6 +89,15 @@ TIGHT = {
     "sequoia": {"max_nodes": 4, "max_depth": 2},
     "specinfer": {"widths": [2, 2], "max_nodes": 4},
 }
+# The draft has the target's tokens 3, 2 and 0, in this order, and reads its own fourth token in place of token 1.
+OTHER = replace(
+    tables(
+        target=[[0.1, 0.3, 0.2, 0.4], [0.5, 0.1, 0.3, 0.1], [0.2, 0.1, 0.1, 0.6], [0.3, 0.3, 0.3, 0.1]],
+        draft=[[0.1, 0.3, 0.2, 0.4], [0.5, 0.1, 0.2, 0.2], [0.3, 0.3, 0.1, 0.3], [0.1, 0.4, 0.3, 0.2]],
+        start=3,
+    ),
+    translation=Letters.translation("abcd", "dcaz"),
+)
 
 
 class Counts:
@@ -123,17 +139,25 @@ class Chain:
     """The sessions of both sides for one sequence of rounds."""
 
     def __init__(self, sampling, pair, length, name, settings):
-        kv = KVRange(0, 0)
+        kv = KVRange(0, 100)
         self.verifying = VerifySession(
             kv, SessionRequest((pair.start,), length + 1, frozenset(), Decoding(sampling)), [pair.start]
         )
         self.policy = create_policy(name, settings)
-        self.drafting = DraftSession(kv, [pair.start], sampling, pair.vocabulary, drawing=self.policy.drawing)
+        self.drafting = DraftSession(
+            kv,
+            [pair.start],
+            sampling,
+            pair.vocabulary,
+            drawing=self.policy.drawing,
+            translated=pair.translation and TranslatedContext(pair.translation, [pair.start]),
+        )
 
 
 def drawn(pair, name, settings, *, draws, length=3, scheme=Scheme.RESIDUAL, seed=0):
     """Return the counts of at least `draws` tokens, in chains of a given length, and the number of accepted nodes."""
-    drafter, verifier = Drafter(EngineDraftModel(Table(pair.draft)), 32), Verifier(Table(pair.target), 32)
+    draft = EngineDraftModel(Table(pair.draft), translation=pair.translation)
+    drafter, verifier = Drafter(draft, 32, pair.translation), Verifier(Table(pair.target), 32)
     counts, accepted = Counts(pair.vocabulary), 0
     for start in range(seed, seed + -(-draws // length), BATCH):
         samplings = [Sampling(temperature=1.0, seed=start + number, scheme=scheme) for number in range(BATCH)]
@@ -176,6 +200,13 @@ def test_trees_of_draws_leave_the_targets_distribution(name, pair):
     counts, accepted = drawn(pair, name, TIGHT[name], draws=3000)
     assert_the_targets(counts, pair.target)
     assert accepted > 500 or name == "autoregressive", "nothing is shown where nothing is accepted"
+
+
+@pytest.mark.parametrize("name", ["dyspec", "sequoia"])
+def test_draws_of_another_tokenizer_leave_it_too(name):
+    counts, accepted = drawn(OTHER, name, TIGHT[name], draws=3000, length=6)
+    assert_the_targets(counts, OTHER.target)
+    assert accepted > 500
 
 
 @pytest.mark.parametrize(("name", "prune"), [("dynatree", "remove"), ("fixed", "expand")])

@@ -11,7 +11,7 @@ from dynatree.cli.checks import check_pair
 from dynatree.cli.gpus import check_device
 from dynatree.cli.parser import group
 from dynatree.cli.service_arguments import add_draft_weights, add_precision_arguments, context
-from dynatree.common.errors import FailedPreconditionError, StartupError
+from dynatree.common.errors import StartupError
 from dynatree.common.model_info import NO_MODEL
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ def _check(options: argparse.Namespace, found: dict[str, dict[str, Any]]) -> Non
     check_pair(options.target_model, options.draft_model)
     target, draft = _settings(options)
 
-    from dynatree.common.model_info import check_same_tokenizer
+    from dynatree.draft.text.translation import Translation
+    from dynatree.engine.model.tokenizer import load_tokenizer
     from dynatree.engine.served import served
 
     models = {}
@@ -72,11 +73,12 @@ def _check(options: argparse.Namespace, found: dict[str, dict[str, Any]]) -> Non
         found[role] = asdict(models[role])
         if not options.json:
             print(f"{role} {models[role]}", flush=True)
-    if "draft" in models:
-        try:
-            check_same_tokenizer(models["draft"], models["target"])
-        except FailedPreconditionError as error:
-            raise StartupError(str(error)) from None
+    if draft is not None and len({each.tokenizer_fingerprint for each in models.values()}) > 1:
+        tokenizers = [load_tokenizer(settings.model) for settings in (target, draft)]
+        overlap = Translation.of(*tokenizers, len(tokenizers[1])).overlap
+        found["overlap"] = asdict(overlap)
+        if not options.json:
+            print(f"different tokenizers: {overlap}; only those are drafted")
 
 
 def _settings(options: argparse.Namespace) -> tuple[ModelSettings, ModelSettings | None]:

@@ -18,7 +18,6 @@ from dynatree.cli.probe import another_service
 from dynatree.common.errors import InvalidArgumentError, StartupError
 from dynatree.common.model_info import NO_MODEL
 from dynatree.engine.model.files import check_model, check_rounding
-from dynatree.engine.model.vocabularies import check_vocabularies
 from dynatree.engine.settings import copied
 from dynatree.serving.address import DNS, split_addresses
 from dynatree.serving.listening import check_free
@@ -86,13 +85,12 @@ def check_serve(options: argparse.Namespace) -> tuple[VerifySettings, DraftSetti
 
 
 def check_pair(target: str, draft: str) -> None:
-    """Check that both models exist and that their vocabularies match; the draft may be none or the target's copy."""
+    """Check that both models exist; the draft may be none or the target's copy."""
     check_model(target)
     if weights := copied(draft):
         check_rounding(target, weights)
     elif draft != NO_MODEL:
         check_model(draft)
-        check_vocabularies(target, draft)
 
 
 def check_policy(name: str | None, settings: dict[str, Any], *, has_model: bool = True) -> None:

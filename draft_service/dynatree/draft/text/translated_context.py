@@ -74,20 +74,9 @@ class TranslatedContext:
         kept = self._restart()
         start = self._ends[kept - 1] if kept else 0
         found = self.translation.encoded(bytes(self._text[start:]), start, begins=kept == self._fixed)
-        at = 0
-        if kept > self._fixed and not self._fits(found.token_ids, found.ends, start):
-            # the first token has a space that is not in the text, so the old tokens stay up to a boundary of both
-            places = {end: place for place, end in enumerate(self._ends[kept:], start=kept + 1) if end != NONE}
-            at, kept = next(
-                ((at, places[end]) for at, end in enumerate(found.ends, start=1) if end in places), (0, kept)
-            )
-        self.token_ids[kept:] = found.token_ids[at:]
-        self._ends[kept:] = found.ends[at:]
+        self.token_ids[kept:] = found.token_ids
+        self._ends[kept:] = found.ends
         self._kept = min(self._kept, kept)
-
-    def _fits(self, token_ids: Sequence[int], ends: Sequence[int], start: int) -> bool:
-        """Whether the first of the tokens begins at `start`."""
-        return not token_ids or ends[0] - start == len(self.translation.draft_bytes[token_ids[0]])
 
     def _restart(self) -> int:
         """Number of tokens to keep: up to the beginning of the last word, or `LOOKBACK` tokens."""

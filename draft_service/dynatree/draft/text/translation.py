@@ -169,16 +169,16 @@ class Translation:
 
     def _encoded(self, text: str, start: int, *, begins: bool) -> Encoded:
         data = text.encode()
-        own_space = not begins and self.adds_space and text[0] == " "
-        if own_space and text == " ":
-            return self._encoded_bytes(data, start)
-        token_ids = _ids(self._draft, text[1:] if own_space else text)  # the tokenizer puts the space there
+        before = ""  # takes the space that the tokenizer puts before each text
+        if self.adds_space and not begins:
+            before = "x" if text[0] == "\n" else "\n"  # merges with no token that begins the text
+        token_ids = _ids(self._draft, before + text)
         pieces = [self.draft_bytes[id_] for id_ in token_ids]
         spelt = b"".join(pieces)
-        more = len(spelt) - len(data)  # a space that the tokenizer puts before each text
-        if more >= 0 and spelt[more:] == data and not spelt[:more].strip(b" "):
+        more = len(spelt) - len(data)
+        if more >= 0 and spelt[more:] == data and spelt[:more].strip() == before.strip().encode():
             ends = list(accumulate(map(len, pieces), initial=start - more))[1:]
-            drop = 0 if begins else sum(end <= start for end in ends)
+            drop = sum(end <= start for end in ends) if before else 0
             return Encoded(token_ids[drop:], ends[drop:])
         # a normaliser has changed the text: encode halves, so that the ends of most tokens are known
         cut = text.find(" ", max(len(text) // 2, 1))
@@ -214,8 +214,8 @@ def _checked_bytes(tokenizer: PreTrainedTokenizerBase, role: str) -> list[bytes]
     if spelt.removeprefix(b" ") != _PROBE.encode():
         raise StartupError(
             f"the {role} model's tokenizer cannot be matched with another one, because its tokens do not have the "
-            f"bytes of their text: {_PROBE!r} becomes {spelt.decode(errors='replace')!r}; expected byte-level tokens or byte "
-            "fallback, or two models with the same tokenizer"
+            f"bytes of their text: {_PROBE!r} becomes {spelt.decode(errors='replace')!r}; expected byte-level tokens "
+            "or byte fallback, or two models with the same tokenizer"
         )
     return tokens
 
