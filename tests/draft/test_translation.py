@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import random
+import unicodedata
 from itertools import pairwise
 
 import pytest
+import torch
+from tokenizers import normalizers
 from transformers import PreTrainedTokenizerBase
 
 from dynatree import embedded
 from dynatree.common.errors import StartupError
+from dynatree.common.sampling import Sampling
+from dynatree.common.tree import ROOT
+from dynatree.draft.growth.shared_tokens import SharedTokens
+from dynatree.draft.policies.growing_tree import GrowingTree, Proposal, TrieNode
 from dynatree.draft.text.translated_context import TranslatedContext
 from dynatree.draft.text.translation import NONE, Translation
 from dynatree.engine.model.tokenizer import load_tokenizer
+from tests.support.other_tokenizers import Letters
 from tests.support.tokenizer_zoo import TEXTS, TOKENIZERS, byte_level, bytes_of, gemma, llama_2
 
 EMBEDDED = load_tokenizer(str(embedded.target_path()))
@@ -118,3 +127,37 @@ def test_bytes_that_are_no_text() -> None:
             for start, stop in pairwise(cuts):
                 context.push(known[start:stop])
             assert text_of(context) == b"".join(translation.bytes_of(id_) for id_ in known)
+
+
+def test_a_normaliser_that_changes_the_text() -> None:
+    """The context is the draft's own encoding; the ends of changed words alone are unknown."""
+    draft = byte_level()
+    draft.backend_tokenizer.normalizer = normalizers.NFC()
+    translation = Translation.of(EMBEDDED, draft, len(draft))
+    text = "the cafe\u0301 said " * 20
+    context = TranslatedContext(translation, EMBEDDED("x")["input_ids"])
+    for id_ in EMBEDDED(text)["input_ids"]:
+        context.push([id_])
+    assert text_of(context).decode() == "x" + unicodedata.normalize("NFC", text)
+    assert context.push(EMBEDDED("he")["input_ids"]) > len(context.token_ids) - 20
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_the_mass_of_tokens_that_are_not_shared_is_lost(temperature: float) -> None:
+    shared = SharedTokens.of(Letters.translation("abcd", "dcaz"), torch.device("cpu"))
+    logits = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    found, known = shared.logits(logits, Sampling(temperature=temperature))
+    expected = (logits / (temperature or 1.0)).log_softmax(-1)[:, [2, 3, 1, 0]]
+    expected[:, 1] = -math.inf
+    torch.testing.assert_close((found / (temperature or 1.0)).log_softmax(-1) + known, expected)
+
+
+def test_below_a_token_that_the_draft_lacks_nothing_is_proposed() -> None:
+    shared = SharedTokens.of(Letters.translation("abcd", "dcaz"), torch.device("cpu"))
+    tree = GrowingTree(TrieNode(0), [0])
+    nodes = [tree.add(ROOT, Proposal(0, -1.0)), tree.add(ROOT, Proposal(1, -1.0))]
+    nodes.append(tree.add(nodes[1], Proposal(2, -1.0)))
+    for node in nodes:
+        tree.node(node).proposals = (Proposal(1, -0.5), Proposal(3, -1.0))
+    shared.restrict(tree, nodes)
+    assert [tree.node(node).proposals for node in nodes] == [(Proposal(3, -1.0),), (), ()]

@@ -202,7 +202,7 @@ def test_trees_of_draws_leave_the_targets_distribution(name, pair):
     assert accepted > 500 or name == "autoregressive", "nothing is shown where nothing is accepted"
 
 
-@pytest.mark.parametrize("name", ["dyspec", "sequoia"])
+@pytest.mark.parametrize("name", ["dyspec", pytest.param("sequoia", marks=pytest.mark.long)])
 def test_draws_of_another_tokenizer_leave_it_too(name):
     counts, accepted = drawn(OTHER, name, TIGHT[name], draws=3000, length=6)
     assert_the_targets(counts, OTHER.target)

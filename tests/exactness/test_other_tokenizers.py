@@ -39,16 +39,24 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 
 
 def open_client(folder: Path, draft: Path, **options: Any) -> Iterator[Client]:
-    with running_services(folder, embedded.target_path(), draft, dtype="float32", **options) as services:
-        with Client(services.draft_address) as client:
-            yield client
+    running = running_services(folder, embedded.target_path(), draft, dtype="float32", **options)
+    with running as services, Client(services.draft_address) as client:
+        yield client
 
 
-@pytest.mark.parametrize("pair", ["smaller", "byte_fallback"])
+INDEPENDENT = {**SAMPLED, "scheme": "independent", "repetition_penalty": 1.2}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, SAMPLED, {**SAMPLED, "scheme": "independent", "repetition_penalty": 1.2}],
-    ids=["greedy", "gumbel", "independent"],
+    ("pair", "options"),
+    [
+        pytest.param("smaller", {}, id="smaller-greedy", marks=pytest.mark.long),
+        pytest.param("smaller", SAMPLED, id="smaller-gumbel"),
+        pytest.param("smaller", INDEPENDENT, id="smaller-independent", marks=pytest.mark.long),
+        pytest.param("byte_fallback", {}, id="byte fallback-greedy"),
+        pytest.param("byte_fallback", SAMPLED, id="byte fallback-gumbel", marks=pytest.mark.long),
+        pytest.param("byte_fallback", INDEPENDENT, id="byte fallback-independent", marks=pytest.mark.long),
+    ],
 )
 def test_every_policy_gives_the_tokens_of_plain_decoding(
     pair: str, options: dict[str, Any], request: pytest.FixtureRequest
@@ -68,7 +76,7 @@ def test_a_draft_with_other_ids_grows_the_same_trees(tmp_path: Path) -> None:
     for draft in (embedded.draft_path(), renumbered):
         for client in open_client(tmp_path, draft):
             for options in ({}, SAMPLED, {**SAMPLED, "scheme": "residual"}):
-                completion = client.generate(PROMPTS[0], max_new_tokens=60, policy="dyspec", trace=True, **options)
+                completion = client.generate(PROMPTS[0], max_new_tokens=40, policy="dyspec", trace=True, **options)
                 traces.append([(each.token_ids, each.parents, each.accepted_nodes) for each in completion.trace])
     assert traces[:3] == traces[3:]
     assert all(any(accepted for _, _, accepted in trace) for trace in traces)

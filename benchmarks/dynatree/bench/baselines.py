@@ -18,7 +18,7 @@ from dynatree.bench.methods import ASSISTED, PROMPT_LOOKUP, Method
 from dynatree.client import ModelInfo
 from dynatree.engine.model.files import checkpoint_of
 from dynatree.engine.model.gguf_config import config_of
-from dynatree.engine.model.tokenizer import first_line
+from dynatree.engine.model.tokenizer import fingerprint, first_line, load_tokenizer
 
 _LOOKUP_TOKENS = 10
 _PADDING = 0  # padding token before the shorter prompts of a batch; attention masks it
@@ -36,10 +36,12 @@ def load_baselines(methods: Sequence[Method], target: LocalModel, draft: LocalMo
     """Load the decoders of these methods; there must be at least one method.
 
     Raises:
-        SystemExit: A model cannot be loaded.
+        SystemExit: A model cannot be loaded, or assisted decoding lacks a draft with the target's tokenizer.
     """
     model = _load(target)
     assistant = _load(draft) if ASSISTED in methods else None
+    if assistant is not None and fingerprint(load_tokenizer(draft.path)) != target.info.tokenizer_fingerprint:
+        raise SystemExit(f"{ASSISTED.label} needs a draft with the target's tokenizer; expected other methods")
     options: dict[str, dict[str, Any]] = {
         ASSISTED.label: {"assistant_model": assistant},
         PROMPT_LOOKUP.label: {"prompt_lookup_num_tokens": _LOOKUP_TOKENS},

@@ -74,8 +74,8 @@ def _check(options: argparse.Namespace, found: dict[str, dict[str, Any]]) -> Non
         if not options.json:
             print(f"{role} {models[role]}", flush=True)
     if draft is not None and len({each.tokenizer_fingerprint for each in models.values()}) > 1:
-        tokenizers = [load_tokenizer(settings.model) for settings in (target, draft)]
-        overlap = Translation.of(*tokenizers, len(tokenizers[1])).overlap
+        tokenizer = load_tokenizer(draft.model)
+        overlap = Translation.of(load_tokenizer(target.model), tokenizer, len(tokenizer)).overlap
         found["overlap"] = asdict(overlap)
         if not options.json:
             print(f"different tokenizers: {overlap}; only those are drafted")

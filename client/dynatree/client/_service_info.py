@@ -18,7 +18,7 @@ class ModelInfo:
         context_length: the longest sequence of prompt and new tokens together, in tokens.
         dtype: the number format of the weights, for example "float32".
         device: the torch device, for example "cpu".
-        tokenizer_fingerprint: the SHA-256 hash of the tokenizer; two models can work together if it is equal.
+        tokenizer_fingerprint: the SHA-256 hash of the tokenizer whose ids the service sends; a draft's is the target's.
         version: the version of DynaTree that runs the model.
         step_bytes: the bytes of weights that a forward pass over one token reads.
         streamed_bytes: the part of `step_bytes` that every forward pass reads from the disk; 0 if all weights are in

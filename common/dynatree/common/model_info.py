@@ -35,7 +35,7 @@ class ModelInfo:
         context_length: Tokens of the longest sequence, prompt and new tokens together.
         dtype: The data type, for example "float32".
         device: The device, for example "cuda:0".
-        tokenizer_fingerprint: Equal for two models exactly if they can work together.
+        tokenizer_fingerprint: Identifies the tokenizer whose ids the service sends; a draft service sends the target's.
         version: The version of DynaTree that runs the model.
         device_id: Opaque identifier; equal if two services compute on the same device.
         step_bytes: Bytes of weights that a forward pass over one token reads.

@@ -42,7 +42,7 @@ class Served:
         kv_bytes: Bytes of the keys and values of one token; 0 if unknown.
         context_length: Tokens of the longest sequence.
         offloaded_layers: Layers that do not fit into the memory that is free now.
-        tokenizer_fingerprint: Equal for two models exactly if they can work together.
+        tokenizer_fingerprint: Identifies the tokenizer.
     """
 
     name: str
