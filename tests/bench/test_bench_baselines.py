@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,12 @@ def test_no_model_is_loaded_without_need(info: ServiceInfo, baselines: Mapping[s
     load_baselines([BASELINES["transformers"]], LocalModel(str(embedded.target_path()), info.target), nowhere)
     with pytest.raises(SystemExit, match="model embedded-draft could not be loaded for a baseline"):
         load_baselines([ASSISTED], LocalModel(str(embedded.target_path()), info.target), nowhere)
+
+
+def test_assisted_decoding_needs_the_targets_tokenizer(info: ServiceInfo) -> None:
+    target = LocalModel(str(embedded.target_path()), replace(info.target, tokenizer_fingerprint="another"))
+    with pytest.raises(SystemExit, match="assisted needs a draft with the target's tokenizer"):
+        load_baselines([ASSISTED], target, LocalModel(str(embedded.draft_path()), info.draft))
 
 
 def test_baselines_beside_policies(embedded_services: EmbeddedServices, tmp_path: Path) -> None:

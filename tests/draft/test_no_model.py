@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from dynatree.client import Client, InvalidRequestError
 from dynatree.common.errors import FailedPreconditionError, PeerUnavailableError, StartupError
-from dynatree.draft import serve_ngrams
 from dynatree.draft.policies import policy_names
+from dynatree.draft.target import target_tokenizer
 from dynatree.draft.target.verify_client import VerifyClient
 from dynatree.serving import healthcheck
 from dynatree.serving.channel import Connector
@@ -162,7 +162,7 @@ def test_texts_and_chats_are_read_by_the_targets_tokenizer(client: Client) -> No
 def test_a_tokenizer_that_is_another_one_here_is_refused(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve_ngrams, "fingerprint", lambda _: "another")
+    monkeypatch.setattr(target_tokenizer, "fingerprint", lambda _: "another")
     with (
         pytest.raises(StartupError, match=r"^the tokenizer of target differs from the target's once it is loaded"),
         running_services(tmp_path, target, None),

@@ -41,7 +41,7 @@ def load_baselines(methods: Sequence[Method], target: LocalModel, draft: LocalMo
     model = _load(target)
     assistant = _load(draft) if ASSISTED in methods else None
     if assistant is not None and fingerprint(load_tokenizer(draft.path)) != target.info.tokenizer_fingerprint:
-        raise SystemExit(f"{ASSISTED.label} needs a draft with the target's tokenizer; expected other methods")
+        raise SystemExit(f"{ASSISTED.label} needs a draft with the target's tokenizer; expected another baseline")
     options: dict[str, dict[str, Any]] = {
         ASSISTED.label: {"assistant_model": assistant},
         PROMPT_LOOKUP.label: {"prompt_lookup_num_tokens": _LOOKUP_TOKENS},
