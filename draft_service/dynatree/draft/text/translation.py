@@ -99,7 +99,7 @@ class Translation:
         by_name = {name: id_ for id_, name in special.items() if id_ < vocab_size}
         specials = {id_: by_name.get(name, NONE) for id_, name in names.items()}
         end, draft_end = target.eos_token_id, draft.eos_token_id
-        if end in specials and specials[end] == NONE and draft_end is not None and draft_end not in specials.values():
+        if specials.get(end) == NONE and draft_end in by_name.values() and draft_end not in specials.values():
             specials[end] = draft_end
         of_draft = _by_bytes(draft, draft_bytes[:vocab_size], special.keys())
         draft_ids = [NONE] * len(target_bytes)
