@@ -10,7 +10,8 @@
 #define BLOCK (16 * 1024) /* bytes of a block of weights */
 #define AHEAD 2048        /* prefetch distance in bytes, if a panel is read once from end to end */
 #define TILE_ROWS 16      /* most rows of one of AMX's tiles */
-#define TILE_LEAST 3      /* rows from which on AMX is faster than VNNI */
+#define TILE_LEAST_8 3    /* rows from which on AMX is faster than VNNI, with codes of 8 bits */
+#define TILE_LEAST_4 5    /* and of 4 bits, which are expanded */
 #define TILE_INPUTS 256   /* inputs that AMX multiplies together; a multiple of each group and `super` */
 #define FARTHER 8192      /* further prefetch distance in bytes of AMX's weights */
 

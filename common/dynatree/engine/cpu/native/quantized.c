@@ -450,7 +450,7 @@ static void add_panel_by_tiles(const struct linear *l, int64_t panel, const char
 void quantized_sums(const struct linear *l, int64_t panel, const char *quantized, int64_t count, int64_t first,
                     int64_t rows, float *sums) {
 #ifdef __AVX512BF16__
-    if (has_tiles && rows >= TILE_LEAST) {
+    if (has_tiles && rows >= (l->weights.bits == 8 ? TILE_LEAST_8 : TILE_LEAST_4)) {
         add_panel_by_tiles(l, panel, quantized, count, first, rows, sums);
         return;
     }
