@@ -15,8 +15,8 @@ from dynatree.bench.data_sets import DataSet, load_data_set
 Encode = Callable[[str], Sequence[int]]
 
 FIELDS = ("prompt", "prefix", "text", "turns", "question")  # the first field that the first entry has is used
-_JSONL_SUFFIXES = (".jsonl", ".ndjson")
-_FILE_SUFFIXES = (*_JSONL_SUFFIXES, ".txt", ".md", ".json", ".csv")
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+_FILE_SUFFIXES = (*JSONL_SUFFIXES, ".txt", ".md", ".json", ".csv")
 _BLANK_LINES = re.compile(r"(?:\A|\n)(?:[ \t\r]*\n)+")
 _MARGIN = 16  # tokens at the end of a truncated text that the cut may change
 
@@ -111,10 +111,8 @@ def _of_file(path: Path, selection: Selection, encode: Encode) -> Prompts:
     except UnicodeDecodeError as error:
         raise SystemExit(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
     sha256 = hashlib.sha256(content).hexdigest()
-    if selection.format == "jsonl" or (selection.format == "auto" and path.suffix in _JSONL_SUFFIXES):
-        lines = {number: line for number, line in enumerate(text.split("\n"), start=1) if line.strip()}
-        entries = Entries("line", list(lines), lambda number: _object(number, lines[number]))
-        return Prompts(path.name, sha256, *_choose(entries, selection, encode))
+    if selection.format == "jsonl" or (selection.format == "auto" and path.suffix in JSONL_SUFFIXES):
+        return Prompts(path.name, sha256, *_choose(read_entries(text), selection, encode))
     if selection.field is not None:
         raise SystemExit(f"--field is for JSON Lines, and {path} is read as text; --prompts-format jsonl changes that")
     return Prompts(path.name, sha256, None, cut_text(text, selection.count, selection.length, encode))
@@ -212,6 +210,12 @@ class Entries:
         if not isinstance(value, str):
             raise ValueError(f"{self.unit} {place}: {field} is neither a text nor a list that starts with one")
         return value
+
+
+def read_entries(text: str) -> Entries:
+    """The entries of JSON Lines."""
+    lines = {number: line for number, line in enumerate(text.split("\n"), start=1) if line.strip()}
+    return Entries("line", list(lines), lambda number: _object(number, lines[number]))
 
 
 def _choose(entries: Entries, selection: Selection, encode: Encode) -> tuple[str, tuple[tuple[int, ...], ...]]:

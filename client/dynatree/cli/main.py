@@ -30,6 +30,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "audit": ("check that the output equals that of transformers' generate()", "dynatree.cli.audit"),
     "trace": ("draw a trace as an HTML page", "dynatree.cli.trace"),
     "rank": ("rank drafts for a target by measured tokens/s on your prompts", "dynatree.bench.rank.arguments"),
+    "distill": (
+        "make a draft for a target that has none, from its layers and your texts",
+        "dynatree.distill.arguments",
+    ),
     "bench": ("measure and compare decoders", "dynatree.bench.arguments"),
 }
 

@@ -1,0 +1,1 @@
+"""`dynatree distill`: makes a draft model for a target that has none."""

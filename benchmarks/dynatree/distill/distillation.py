@@ -1,0 +1,117 @@
+"""The loop of a distillation: the target labels and the student trains in turn, with a checkpoint every two minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dynatree.distill.folder import Folder
+from dynatree.distill.labels import SEQUENCES, Labeller, Labels
+from dynatree.distill.texts import LENGTH
+from dynatree.distill.training import BATCH, Training
+
+LABELLING = 0.5  # share of the time in which the target works
+CHECKPOINT_SECONDS = 120.0
+LINE_SECONDS = 15.0
+
+
+class Distillation:
+    """One training until its time is over.
+
+    Args:
+        folder: Where everything is kept.
+        training: The student and its position.
+        labeller: The target.
+        tokenizer: The target's tokenizer, which is saved with the draft.
+        answers: Share of the files of labels that hold answers of the target.
+        checkpoint_seconds: Seconds of training between checkpoints.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        training: Training,
+        labeller: Labeller,
+        tokenizer: Any,
+        answers: float,
+        checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    ) -> None:
+        self._folder = folder
+        self._training = training
+        self._labeller = labeller
+        self._tokenizer = tokenizer
+        self._answers = answers
+        self._checkpoint_seconds = checkpoint_seconds
+        self._held_back: dict[str, Labels] = {}
+
+    def run(self) -> None:
+        """Train, and write a checkpoint at the end.
+
+        Raises:
+            StartupError: A file cannot be written; the last checkpoint stays.
+        """
+        position, seconds = self._training.position, self._training.seconds
+        self._held_back = {"text": self._labeller.held_back(answers=False)}
+        if self._answers:
+            self._held_back["answers"] = self._labeller.held_back(answers=True)
+        print(f"before: {self._agreement()}", flush=True)
+        self._training.begin()
+        saved = shown = position.seconds
+        loss: float | None = None
+        while position.seconds < seconds:
+            if position.files == 0 or position.labelling < LABELLING * position.seconds:
+                self._label(position.files)
+                position.files += 1
+                position.labelling += self._training.tick()
+            else:
+                last = self._training.step()
+                loss = last if loss is None else 0.98 * loss + 0.02 * last
+                self._training.tick()
+            agreement = ""
+            if position.seconds >= min(saved + self._checkpoint_seconds, seconds):
+                saved = position.seconds
+                self._save()
+                agreement = self._agreement()
+            if agreement or position.seconds >= shown + LINE_SECONDS:
+                shown = position.seconds
+                print(self._line(loss, agreement), flush=True)
+
+    def _label(self, number: int) -> None:
+        """Write a file of labels, unless it is there from before an interruption."""
+        path = self._folder.labels(number)
+        if path.exists():
+            return
+        before, after = (int(each * self._answers) for each in (number, number + 1))
+        labels = self._labeller.answers(number, chat=before % 2 == 1) if after > before else self._labeller.text(number)
+        self._folder.write(path, labels.save)
+
+    def _save(self) -> None:
+        self._folder.write(self._folder.state, self._training.save)
+        self._folder.write_checkpoint(self._save_draft)
+
+    def _save_draft(self, folder: Path) -> None:
+        student = self._training.student
+        student.save_pretrained(folder, max_shard_size="1000GB")  # one file
+        self._tokenizer.save_pretrained(folder, save_jinja_files=False)
+
+    def _agreement(self) -> str:
+        agreements = (f"{name} {self._training.agreement(labels):.3f}" for name, labels in self._held_back.items())
+        return f"agreement on held-back {', '.join(agreements)}"
+
+    def _line(self, loss: float | None, agreement: str) -> str:
+        position, seconds = self._training.position, self._training.seconds
+        trained = position.steps * BATCH * LENGTH
+        training = position.seconds - position.labelling
+        parts = [
+            f"{_clock(position.seconds)}, {_clock(max(seconds - position.seconds, 0))} left",
+            f"step {position.steps}",
+            f"{position.files * SEQUENCES * LENGTH / 1e6:.2f} M tokens labelled",
+            f"{trained / 1e6:.2f} M trained, {trained / max(training, 1e-9):.0f} a second",
+            "" if loss is None else f"loss {loss:.3f}",
+            agreement,
+        ]
+        return "; ".join(part for part in parts if part)
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

@@ -1,0 +1,86 @@
+"""The speed that follows from a distilled draft: both models' measured costs, and replays of held-back text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dynatree.bench.methods import Method
+from dynatree.common.errors import StartupError
+from dynatree.common.model_info import ModelInfo
+from dynatree.draft.policies import DEFAULT_POLICY
+from dynatree.engine.loading import load_engine
+from dynatree.engine.settings import ModelSettings
+from dynatree.replay.machines import Curve, Machine
+from dynatree.replay.recorder import MOST_NODES, Recorder
+from dynatree.replay.runs import Settings, Task, groups, replay_group
+
+PROMPTS = 6
+PROMPT_TOKENS = 64
+NEW_TOKENS = 48
+LEAST_PROB = 1 / 32
+# Time of a round and of a draft level beside the forward passes, as measured for `dynatree bench replay`.
+ROUND_SECONDS, LEVEL_SECONDS = 0.0024, 0.0005
+_TARGET_ROWS, _DRAFT_ROWS = 64, 6  # largest forward passes that are measured
+
+
+def outcome(target: str, draft: str, held_back: Tensor) -> Iterator[str]:
+    """Yield lines that say how many tokens a round commits on held-back text, and how much faster that is.
+
+    Args:
+        target: The target, as `--target-model` names it.
+        draft: The folder of the draft.
+        held_back: Held-back tokens, `[tokens]`.
+
+    Raises:
+        StartupError: One of the models cannot be served.
+    """
+    recorder = Recorder(
+        load_engine(
+            ModelSettings(target, "cpu", sessions=1, speculative_slots=_TARGET_ROWS, measured_rows=_TARGET_ROWS)
+        ),
+        load_engine(
+            ModelSettings(
+                draft,
+                "cpu",
+                sessions=1,
+                speculative_slots=2 * MOST_NODES,
+                measured_rows=_DRAFT_ROWS,
+                chooses_tokens=False,
+            )
+        ),
+        LEAST_PROB,
+    )
+    machine = Machine(
+        "this machine",
+        True,
+        {},
+        _curve(recorder.target.info),
+        _curve(recorder.draft.info),
+        ROUND_SECONDS,
+        LEVEL_SECONDS,
+    )
+    starts = torch.linspace(0, len(held_back) - PROMPT_TOKENS, PROMPTS).long().tolist()
+    prompts = [held_back[start : start + PROMPT_TOKENS].tolist() for start in starts]
+    runs = [
+        recorder.record(0, number, prompt, NEW_TOKENS, temperature, number)
+        for temperature in (0.0, 0.7)
+        for number, prompt in enumerate(prompts)
+    ]
+    yield f"expected on this machine, from {PROMPTS} held-back prompts and {NEW_TOKENS} new tokens each:"
+    for group in groups(runs):
+        for name, method in (("a chain", "linear"), ("the default tree", DEFAULT_POLICY)):
+            result = replay_group(Task(Method(method, method), machine, group, Settings()))
+            acceptance = "none drafted" if result.acceptance is None else f"acceptance {result.acceptance:.0%}"
+            yield (
+                f"  temperature {group.temperature:g}, {name}: {result.tokens_per_round:.2f} tokens a round, "
+                f"{acceptance}, {result.speedup:.2f} x plain"
+            )
+
+
+def _curve(info: ModelInfo) -> Curve:
+    if not info.forward_costs:
+        raise StartupError(f"the forward passes of model {info.name} were not measured")
+    return tuple((cost.rows, cost.seconds) for cost in info.forward_costs)

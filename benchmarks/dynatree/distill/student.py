@@ -1,0 +1,95 @@
+"""Makes the model to train: a cut of the target's layers, or random layers of a given configuration."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from dynatree.common.errors import StartupError
+from dynatree.engine.model.tokenizer import first_line
+from dynatree.engine.offload.offloaded_model import layers_of
+from dynatree.engine.support.explained import named
+from dynatree.engine.support.families import check_config
+
+
+def kept_layers(total: int, count: int | None) -> list[int]:
+    """Return the numbers of `count` evenly spaced layers of `total`, the first and the last among them.
+
+    Raises:
+        StartupError: There are not more layers than that.
+    """
+    count = count or max(2, total // 8)
+    if count >= total:
+        raise StartupError(f"--layers is {count}, but the target has {total} layers; expected fewer")
+    return [round(number * (total - 1) / max(count - 1, 1)) for number in range(count)]
+
+
+def cut(target: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
+    """Return a copy of the target with some of its layers only, in float32."""
+    prefix, layers = layers_of(target)
+    config = copy.deepcopy(target.config)
+    text = config.get_text_config()
+    for name, value in list(vars(text).items()):  # such as layer_types
+        if isinstance(value, list) and len(value) == len(layers):
+            setattr(text, name, [value[layer] for layer in kept])
+    text.num_hidden_layers = len(kept)
+    student = _model(config)
+    names = {f"{prefix}.{layer}.": f"{prefix}.{place}." for place, layer in enumerate(kept)}
+    state = {}
+    for name, weight in target.state_dict().items():
+        before = next((each for each in names if name.startswith(each)), None)
+        if before is not None:
+            state[names[before] + name.removeprefix(before)] = weight
+        elif not name.startswith(f"{prefix}."):
+            state[name] = weight
+    student.load_state_dict(state)
+    freeze_vocabulary(student)
+    return student
+
+
+def from_config(file: Path, target: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """Return a model of a configuration with random layers; it takes the target's embeddings if they fit.
+
+    Raises:
+        StartupError: The file is no configuration, or its vocabulary is not the target's.
+    """
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        config: PretrainedConfig = AutoConfig.for_model(**values)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StartupError(f"--draft-config {file} is no configuration of a model: {first_line(error)}") from None
+    with named(file.name):
+        check_config(config)
+    theirs = target.config.get_text_config().vocab_size
+    if config.vocab_size != theirs:
+        raise StartupError(
+            f"--draft-config {file} has a vocabulary of {config.vocab_size} tokens, so it cannot use the target's "
+            f"tokenizer; expected {theirs}"
+        )
+    torch.manual_seed(seed)
+    student = _model(config)
+    for get in (PreTrainedModel.get_input_embeddings, PreTrainedModel.get_output_embeddings):
+        ours, wanted = (get(model).weight for model in (student, target))
+        if ours.shape != wanted.shape:
+            return student
+        with torch.no_grad():
+            ours.copy_(wanted)
+    freeze_vocabulary(student)
+    return student
+
+
+def freeze_vocabulary(student: PreTrainedModel) -> None:
+    """Exclude the embeddings and the output layer, the largest part of a draft, from training."""
+    for layer in (student.get_input_embeddings(), student.get_output_embeddings()):  # type: ignore[no-untyped-call]
+        layer.requires_grad_(False)
+
+
+def _model(config: PretrainedConfig) -> PreTrainedModel:
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    eager: PreTrainedModel = model.eval()  # no dropout, also in training
+    return eager
