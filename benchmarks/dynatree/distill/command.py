@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def load_target(model: str, dtype: torch.dtype) -> PreTrainedModel:
+def load_target(model: str) -> PreTrainedModel:
     """Load the target on the CPU; quantised weights are dequantised.
 
     Raises:
@@ -56,13 +56,14 @@ def load_target(model: str, dtype: torch.dtype) -> PreTrainedModel:
         loaded: PreTrainedModel = target or loader.from_pretrained(model, use_safetensors=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise unloadable(model, display_name(model), error) from error
-    return loaded.to(dtype).eval()  # type: ignore[arg-type]
+    return loaded
 
 
 def _train(options: argparse.Namespace, model: str, texts: Texts, tokenizer: Any) -> None:
     """Train the draft of `--out`; the target is freed in the end."""
     dtype = faster_dtype()
-    target = load_target(model, dtype)
+    target = load_target(model)
+    saved = target.dtype
     shape: Sequence[int] | str
     if options.draft_config:
         student = from_config(options.draft_config, target, options.seed)
@@ -80,6 +81,7 @@ def _train(options: argparse.Namespace, model: str, texts: Texts, tokenizer: Any
         "seed": options.seed,
     }
     folder = Folder(options.out)
+    target.to(dtype)  # type: ignore[arg-type]
     labeller = Labeller(target, texts, chat_frame(tokenizer), options.seed)
     folder.begin(dependencies, options.resume)
     training = Training(student, 60 * options.minutes, options.seed, folder.labels, dtype)
@@ -91,4 +93,4 @@ def _train(options: argparse.Namespace, model: str, texts: Texts, tokenizer: Any
         f"parameters of {student.num_parameters() / 1e6:.1f} M, in {str(dtype).removeprefix('torch.')}",
         flush=True,
     )
-    Distillation(folder, training, labeller, tokenizer, options.answers).run()
+    Distillation(folder, training, labeller, tokenizer, saved, options.answers).run()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dynatree.distill.folder import Folder
 from dynatree.distill.labels import SEQUENCES, Labeller, Labels
@@ -23,6 +26,7 @@ class Distillation:
         training: The student and its position.
         labeller: The target.
         tokenizer: The target's tokenizer, which is saved with the draft.
+        dtype: Data type of the saved draft.
         answers: Share of the files of labels that hold answers of the target.
         checkpoint_seconds: Seconds of training between checkpoints.
     """
@@ -33,6 +37,7 @@ class Distillation:
         training: Training,
         labeller: Labeller,
         tokenizer: Any,
+        dtype: torch.dtype,
         answers: float,
         checkpoint_seconds: float = CHECKPOINT_SECONDS,
     ) -> None:
@@ -40,6 +45,7 @@ class Distillation:
         self._training = training
         self._labeller = labeller
         self._tokenizer = tokenizer
+        self._dtype = dtype
         self._answers = answers
         self._checkpoint_seconds = checkpoint_seconds
         self._held_back: dict[str, Labels] = {}
@@ -90,8 +96,8 @@ class Distillation:
         self._folder.write_checkpoint(self._save_draft)
 
     def _save_draft(self, folder: Path) -> None:
-        student = self._training.student
-        student.save_pretrained(folder, max_shard_size="1000GB")  # one file
+        draft: Any = copy.deepcopy(self._training.student)
+        draft.to(self._dtype).save_pretrained(folder, max_shard_size="1000GB")  # one file
         self._tokenizer.save_pretrained(folder, save_jinja_files=False)
 
     def _agreement(self) -> str:

@@ -17,6 +17,7 @@ from dynatree.common.seeds import derived_seed
 from dynatree.distill.texts import LENGTH, PROMPT, Texts, windows
 
 SEQUENCES = 64  # of a file
+HELD_BACK = 16  # sequences of the held-back labels, of each kind
 TOP = 32  # tokens whose probabilities are kept
 _TEMPERATURE = 0.7  # of every second answer; the others are greedy
 _ROWS = 1024  # rows whose logits over the whole vocabulary are in memory at once
@@ -89,13 +90,13 @@ class Labeller:
 
     def answers(self, number: int, *, chat: bool) -> Labels:
         """Let the target continue random prompts, in the chat template or as they are."""
-        return self._answer(self._texts.training, number, chat=chat)
+        return self._answer(self._texts.training, SEQUENCES, number, chat=chat)
 
     def held_back(self, *, answers: bool) -> Labels:
         """Label windows of the held-back texts, or answers to prompts of them."""
         if answers:
-            return self._answer(self._texts.held_back, -1, chat=False)
-        return self._label(windows(self._texts.held_back, SEQUENCES, LENGTH, self._generator(-2)))
+            return self._answer(self._texts.held_back, HELD_BACK, -1, chat=False)
+        return self._label(windows(self._texts.held_back, HELD_BACK, LENGTH, self._generator(-2)))
 
     def _generator(self, number: int) -> torch.Generator:
         return torch.Generator().manual_seed(derived_seed(self._seed, number) >> 1)
@@ -103,17 +104,17 @@ class Labeller:
     @torch.inference_mode()
     def _label(self, tokens: Tensor) -> Labels:
         parts = []
-        for rows in tokens.split(8):
+        for rows in torch.split(tokens, 8):
             hidden = self._body(input_ids=rows.long(), use_cache=False).last_hidden_state
             parts.append(Labels(rows, torch.ones_like(rows, dtype=torch.bool), *self._top(hidden)))
         return Labels.join(parts)
 
-    def _answer(self, texts: Tensor, number: int, *, chat: bool) -> Labels:
+    def _answer(self, texts: Tensor, count: int, number: int, *, chat: bool) -> Labels:
         generator = self._generator(number)
         before, after = (torch.tensor(each, dtype=torch.int32) for each in (self._frame if chat else ([], [])))
-        cut = windows(texts, SEQUENCES, PROMPT - len(before) - len(after), generator)
-        prompts = torch.cat([before.expand(SEQUENCES, -1), cut, after.expand(SEQUENCES, -1)], dim=1)
-        return Labels.join([self._continue(rows, generator) for rows in prompts.split(self._at_once)])
+        cut = windows(texts, count, PROMPT - len(before) - len(after), generator)
+        prompts = torch.cat([before.expand(count, -1), cut, after.expand(count, -1)], dim=1)
+        return Labels.join([self._continue(rows, generator) for rows in torch.split(prompts, self._at_once)])
 
     @torch.inference_mode()
     def _continue(self, prompts: Tensor, generator: torch.Generator) -> Labels:
@@ -142,11 +143,9 @@ class Labeller:
     def _top(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return ids and log-probabilities of the likeliest tokens, both `[sequences, length, TOP]`."""
         flat = hidden.flatten(0, 1)
-        ids, log_probs = zip(*map(self._top_of_rows, flat.split(_ROWS)), strict=True)
-        return (
-            torch.cat(ids).unflatten(0, hidden.shape[:2]),
-            torch.cat(log_probs).unflatten(0, hidden.shape[:2]),
-        )
+        ids, log_probs = zip(*map(self._top_of_rows, torch.split(flat, _ROWS)), strict=True)
+        shape = (*hidden.shape[:2], -1)
+        return torch.cat(ids).view(shape), torch.cat(log_probs).view(shape)
 
     def _top_of_rows(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         logits = self._head(hidden)

@@ -23,7 +23,7 @@ def kept_layers(total: int, count: int | None) -> list[int]:
     Raises:
         StartupError: There are not more layers than that.
     """
-    count = count or max(2, total // 8)
+    count = count or max(2, -(-total // 8))
     if count >= total:
         raise StartupError(f"--layers is {count}, but the target has {total} layers; expected fewer")
     return [round(number * (total - 1) / max(count - 1, 1)) for number in range(count)]
@@ -73,20 +73,23 @@ def from_config(file: Path, target: PreTrainedModel, seed: int) -> PreTrainedMod
         )
     torch.manual_seed(seed)
     student = _model(config)
-    for get in (PreTrainedModel.get_input_embeddings, PreTrainedModel.get_output_embeddings):
-        ours, wanted = (get(model).weight for model in (student, target))
-        if ours.shape != wanted.shape:
+    for ours, wanted in zip(vocabulary_of(student), vocabulary_of(target), strict=True):
+        if ours.weight.shape != wanted.weight.shape:
             return student
-        with torch.no_grad():
-            ours.copy_(wanted)
+        ours.load_state_dict(wanted.state_dict())
     freeze_vocabulary(student)
     return student
 
 
 def freeze_vocabulary(student: PreTrainedModel) -> None:
     """Exclude the embeddings and the output layer, the largest part of a draft, from training."""
-    for layer in (student.get_input_embeddings(), student.get_output_embeddings()):  # type: ignore[no-untyped-call]
+    for layer in vocabulary_of(student):
         layer.requires_grad_(False)
+
+
+def vocabulary_of(model: PreTrainedModel) -> tuple[Any, Any]:
+    """Return the embeddings and the output layer of a model."""
+    return model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
 
 
 def _model(config: PretrainedConfig) -> PreTrainedModel:

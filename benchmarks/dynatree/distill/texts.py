@@ -45,7 +45,7 @@ def read_texts(sources: Sequence[Path], tokenizer: Any) -> Texts:
     ids: list[int] = []
     for document in (document for source in sources for document in _documents(source)):
         ids += [*tokenizer(document, verbose=False)["input_ids"], *end]
-    pieces = torch.tensor(ids, dtype=torch.int32).split(_PIECE)
+    pieces = torch.split(torch.tensor(ids, dtype=torch.int32), _PIECE)
     if len(ids) < 2 * _PIECE:
         names = ", ".join(map(str, sources))
         raise StartupError(f"--texts {names} has {len(ids)} tokens; expected at least {2 * _PIECE}, better a million")

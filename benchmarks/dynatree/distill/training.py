@@ -24,7 +24,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from dynatree.common.seeds import derived_seed
-from dynatree.distill.labels import LENGTH, SEQUENCES, Labels
+from dynatree.distill.labels import SEQUENCES, Labels
+from dynatree.distill.texts import LENGTH
 
 BATCH = 4  # sequences of a step
 OTHERS = 1024  # random tokens that stand for the unlikely ones
@@ -120,7 +121,10 @@ class Training:
         agreed = 0
         with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
             for tokens, choices, counted in zip(
-                *(each.split(_ROWS // LENGTH) for each in (labels.tokens, labels.top_ids[..., 0], labels.counted)),
+                *(
+                    torch.split(each, _ROWS // LENGTH)
+                    for each in (labels.tokens, labels.top_ids[..., 0], labels.counted)
+                ),
                 strict=True,
             ):
                 ours = head(body(input_ids=tokens.long(), use_cache=False).last_hidden_state).argmax(-1)
@@ -153,9 +157,9 @@ class Training:
         counted = batch.counted.flatten()
         hidden = body(input_ids=batch.tokens.long(), use_cache=False).last_hidden_state.flatten(0, 1)[counted]
         top_log_p = batch.top_log_probs.flatten(0, 1)[counted].float()
-        likely, places = batch.top_ids.flatten(0, 1)[counted].long().unique(return_inverse=True)
+        likely, places = torch.unique(batch.top_ids.flatten(0, 1)[counted].long(), return_inverse=True)
         vocabulary = len(head.weight)
-        others = torch.randint(vocabulary, (OTHERS,), generator=generator).unique()
+        others: Tensor = torch.unique(torch.randint(vocabulary, (OTHERS,), generator=generator))
         others = others[~torch.isin(others, likely)]
         chosen = torch.cat([likely, others])
         offsets = torch.zeros(len(chosen))

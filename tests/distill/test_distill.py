@@ -1,0 +1,249 @@
+"""Tests `dynatree distill`: what training changes, how it continues after an interruption, and what is refused."""
+
+import errno
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dynatree.cli.checks import check_pair
+from dynatree.cli.main import main
+from dynatree.common.errors import StartupError
+from dynatree.distill import distillation
+from dynatree.distill.command import load_target
+from dynatree.distill.distillation import Distillation
+from dynatree.distill.folder import Folder
+from dynatree.distill.labels import Labeller, Labels
+from dynatree.distill.student import cut, kept_layers
+from dynatree.distill.texts import chat_frame, read_texts
+from dynatree.distill.training import Training, learning_rate
+from dynatree.engine.loading import load_engine
+from dynatree.engine.model.tokenizer import load_tokenizer
+from dynatree.engine.settings import ModelSettings
+from tests.support.gguf_files import save_gguf
+from tests.support.model_zoo import save_random_model
+
+TEXT = Path(__file__).parents[2] / "README.md"
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A target of three layers, and the text that drafts are trained on."""
+    return save_random_model(tmp_path_factory.mktemp("target"), "llama", seed=1, max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def labels(target, tmp_path_factory):
+    """Files with labels of texts and of answers, which a training takes instead of making them."""
+    folder = Folder(tmp_path_factory.mktemp("labels"))
+    labeller = labeller_of(target)
+    for number, made in enumerate((labeller.text(0), labeller.answers(1, chat=False), labeller.text(2))):
+        folder.write(folder.labels(number), made.save)
+    return folder.distill
+
+
+def labeller_of(target):
+    tokenizer = load_tokenizer(str(target))
+    return Labeller(load_target(str(target)), read_texts([TEXT], tokenizer), chat_frame(tokenizer), seed=0)
+
+
+class EndedError(Exception):
+    """Ends a training at a moment of its clock."""
+
+
+def clock(end=None):
+    """A clock that goes on by a second at each look, and raises `EndedError` at `end`."""
+    for second in itertools.count():
+        if second == end:
+            raise EndedError
+        yield float(second)
+
+
+def distil(target, labels, out, *, end=None, resume=False, answers=0.0):
+    """Train for `STEPS` seconds of the clock, with a checkpoint in the middle; return the training."""
+    folder = Folder(out)
+    if not resume:
+        shutil.copytree(labels, folder.distill)
+    folder.begin({"seed": 0}, resume)
+    ticks = clock(end)
+    training = Training(
+        cut(load_target(str(target)), [0, 2]), STEPS, 0, folder.labels, torch.float32, lambda: next(ticks)
+    )
+    if folder.state.exists():
+        training.load(folder.state)
+    tokenizer = load_tokenizer(str(target))
+    Distillation(folder, training, labeller_of(target), tokenizer, torch.float32, answers, STEPS / 2).run()
+    return training
+
+
+@pytest.fixture
+def few_labels(monkeypatch):
+    monkeypatch.setattr(distillation, "LABELLING", 2 / STEPS)
+    monkeypatch.setattr(distillation, "LINE_SECONDS", 1)
+
+
+@pytest.mark.usefixtures("few_labels")
+def test_training_lowers_the_loss_and_the_draft_is_an_ordinary_checkpoint(target, labels, tmp_path, capsys):
+    distil(target, labels, tmp_path / "out", answers=0.5)
+    lines = capsys.readouterr().out.splitlines()
+    losses = [float(line.split("loss ")[1].split(";")[0]) for line in lines if "loss" in line]
+    assert losses[-1] < losses[0]
+    before, after = (float(line.split("held-back text ")[1].split(",")[0]) for line in (lines[0], lines[-1]))
+    assert after > before
+    check_pair(str(target), str(tmp_path / "out"))
+    engine = load_engine(ModelSettings(str(tmp_path / "out"), sessions=1, chooses_tokens=False))
+    assert engine.model.config.num_hidden_layers == 2
+    draft, whole = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", target))
+    assert torch.equal(draft["model.embed_tokens.weight"], whole["model.embed_tokens.weight"])
+    name = "layers.1.mlp.up_proj.weight"
+    assert not torch.equal(draft[f"model.{name}"], whole[f"model.{name}".replace("layers.1", "layers.2")])
+
+
+@pytest.mark.usefixtures("few_labels")
+def test_an_interrupted_training_continues_bit_for_bit(target, labels, tmp_path):
+    whole = distil(target, labels, tmp_path / "whole")
+    with pytest.raises(EndedError):
+        distil(target, labels, tmp_path / "out", end=STEPS - 2)
+    stopped = torch.load(tmp_path / "out/distill/state.pt")["position"]
+    continued = distil(target, labels, tmp_path / "out", resume=True)
+    assert 0 < stopped["steps"] < continued.position.steps
+    assert continued.position == whole.position
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+
+
+def test_a_draft_of_all_layers_has_nothing_to_learn(target, labels):
+    """The loss is computed from part of the vocabulary; it still vanishes where draft and target are one model."""
+    model, losses = load_target(str(target)), {}
+    for kept in ((0, 1, 2), (0, 2)):
+        training = Training(
+            cut(model, list(kept)), 1e9, 0, lambda number: labels / f"labels-{number:05}.safetensors", torch.float32
+        )
+        training.position.files = 1
+        if len(kept) == 3:
+            assert training.agreement(Labels.load(labels / "labels-00000.safetensors", slice(8))) > 0.99
+        losses[kept] = training.step()
+    assert losses[0, 1, 2] < 0.2 * losses[0, 2]
+
+
+def test_positions_after_the_end_of_an_answer_do_not_count(target):
+    labeller = labeller_of(target)
+    first = labeller.held_back(answers=True)
+    end = int(first.tokens[0, 100])
+    labeller._ends = torch.tensor([end, 2047])
+    labels = labeller.held_back(answers=True)
+    assert torch.equal(labels.tokens, first.tokens)
+    for tokens, counted in zip(labels.tokens.tolist(), labels.counted.tolist(), strict=True):
+        ends = [place for place in range(64, 256) if tokens[place] in (end, 2047)]
+        assert counted == [place < min(ends, default=256) for place in range(256)]
+
+
+def test_kept_layers_are_evenly_spaced_from_the_first_to_the_last():
+    assert kept_layers(30, 4) == [0, 10, 19, 29]
+    assert kept_layers(30, None) == kept_layers(30, 4)
+    assert kept_layers(4, None) == [0, 3]
+    assert kept_layers(4, 1) == [0]
+
+
+def test_the_learning_rate_rises_and_falls():
+    rates = [learning_rate(done / 100) for done in range(120)]
+    assert rates[0] < rates[3] == max(rates)
+    assert rates[99] < rates[50] < rates[10]
+    assert rates[100:] == [rates[100]] * 20
+
+
+def test_a_quantised_target_is_dequantised(tmp_path):
+    model = load_target(str(save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1)))
+    assert model.dtype == torch.float32
+    assert cut(model, [0]).config.num_hidden_layers == 1
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from dynatree.distill.folder import Folder
+
+def save(path):
+    path.write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+folder = Folder(Path(sys.argv[1]))
+folder.write(folder.state, save)
+"""
+
+
+def test_a_killed_writer_and_a_full_disk_leave_the_last_checkpoint(tmp_path):
+    folder = Folder(tmp_path)
+    folder.write(folder.state, lambda path: path.write_bytes(b"whole"))
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)])
+    assert killed.returncode == -signal.SIGKILL
+    assert folder.state.read_bytes() == b"whole"
+
+    def full(path):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(StartupError, match="No space left on device; its last checkpoint stays, and --resume"):
+        folder.write(folder.state, full)
+    assert folder.state.read_bytes() == b"whole"
+    assert [each.name for each in folder.distill.iterdir()] == ["state.pt"]
+    folder.write(folder.state, lambda path: path.write_bytes(b"next"))
+    assert folder.state.read_bytes() == b"next"
+
+
+def refusal(capsys, *arguments):
+    assert main(["distill", "--target-model", "embedded", *map(str, arguments)]) == 1
+    return capsys.readouterr().err
+
+
+def test_texts_and_folders_that_cannot_be_used(tmp_path, capsys):
+    for name in ("empty", "binary", "used"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "binary/picture.png").write_bytes(b"\x89PNG\0")
+    (tmp_path / "short.txt").write_text("A few words.")
+    (tmp_path / "used/precious").touch()
+    out = ("--out", tmp_path / "out")
+    for texts, message in (
+        ("nowhere", "there is no "),
+        ("empty", "empty has no text: it is empty"),
+        ("binary", "binary has no text: 1 other files"),
+        ("binary/picture.png", "picture.png is not UTF-8 text"),
+        ("short.txt", "short.txt has 5 tokens; expected at least 2048"),
+    ):
+        assert message in refusal(capsys, "--texts", tmp_path / texts, *out)
+    assert "used already exists; expected a new or empty folder" in refusal(
+        capsys, "--texts", TEXT, "--out", tmp_path / "used"
+    )
+    assert "holds no training of dynatree distill" in refusal(
+        capsys, "--texts", TEXT, "--out", tmp_path / "used", "--resume"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_drafts_that_cannot_be_made(tmp_path, capsys):
+    arguments = ("--texts", TEXT, "--out", tmp_path / "out")
+    assert "--layers is 4, but the target has 4 layers" in refusal(capsys, *arguments, "--layers", 4)
+    other = save_random_model(tmp_path / "other", "llama", seed=1, vocab_size=3000) / "config.json"
+    message = "has a vocabulary of 3000 tokens, so it cannot use the target's tokenizer; expected 2048"
+    assert message in refusal(capsys, *arguments, "--draft-config", other)
+    other.write_text('{"model_type": "nothing"}')
+    assert "is no configuration of a model" in refusal(capsys, *arguments, "--draft-config", other)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_training_is_not_continued(tmp_path):
+    folder = Folder(tmp_path / "out")
+    folder.begin({"seed": 0, "texts": "a", "layers": [0, 2]}, resume=False)
+    folder.check(resume=True)
+    folder.begin({"seed": 0, "texts": "a", "layers": [0, 2]}, resume=True)
+    with pytest.raises(StartupError, match="was begun with another texts and layers"):
+        folder.begin({"seed": 0, "texts": "b", "layers": [0, 1]}, resume=True)
+    with pytest.raises(StartupError, match="already exists; expected --resume, which continues its training"):
+        folder.check(resume=False)
