@@ -45,6 +45,7 @@ STAND_INS = {
     r"\b(?:target|draft|gateway|gpu)-host\b": "localhost",
     r"/data/layers": "layers",
     r"--count \d+": "--count 1",
+    r"--minutes \d+": "--minutes 0.2",
     r"--clients [\d,]+": "--clients 1,2",
     r"(dynatree bench (?:compare|load|sweep|record|ranks) )": r"\1--max-new-tokens 12 --prompt-tokens 32 ",
     r"(bench paper --version 003) --table": r"\1 --count 1 --max-new-tokens 6 --prompt-tokens 16 --table",

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from dynatree.cli.checks import check_pair
 from dynatree.cli.main import main
 from dynatree.common.errors import StartupError
-from dynatree.distill import distillation
+from dynatree.distill import command, distillation
 from dynatree.distill.command import load_target
 from dynatree.distill.distillation import Distillation
 from dynatree.distill.folder import Folder
@@ -159,10 +159,16 @@ def test_the_learning_rate_rises_and_falls():
     assert rates[100:] == [rates[100]] * 20
 
 
-def test_a_quantised_target_is_dequantised(tmp_path):
-    model = load_target(str(save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1)))
-    assert model.dtype == torch.float32
-    assert cut(model, [0]).config.num_hidden_layers == 1
+def test_a_quantised_target_is_dequantised(tmp_path, monkeypatch, capsys):
+    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, context=512)
+    monkeypatch.setattr(command, "outcome", lambda *_: ["done"])
+    line = ("--target-model", path, "--texts", TEXT, "--out", tmp_path / "out", "--minutes", 1e-4, "--answers", 0)
+    assert main(["distill", *map(str, line)]) == 0
+    assert capsys.readouterr().out.endswith("done\n")
+    check_pair(str(path), str(tmp_path / "out"))
+    short = save_gguf(tmp_path / "short.gguf", ("Q8_0",), seed=1)
+    with pytest.raises(StartupError, match=r"short\.gguf has a context of 160 tokens, expected 256"):
+        load_target(str(short))
 
 
 KILLED = """

@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from dynatree import embedded
+from dynatree.common.errors import StartupError
 from dynatree.distill.distillation import Distillation
 from dynatree.distill.folder import Folder
 from dynatree.distill.labels import Labeller
 from dynatree.distill.outcome import outcome
-from dynatree.distill.student import cut, from_config, kept_layers
-from dynatree.distill.texts import Texts, chat_frame, read_texts
+from dynatree.distill.student import check_head, cut, from_config, kept_layers
+from dynatree.distill.texts import LENGTH, Texts, chat_frame, read_texts
 from dynatree.distill.training import Training, faster_dtype
 from dynatree.engine.examined import display_name, examined, unloadable
 from dynatree.engine.model.tokenizer import fingerprint, load_tokenizer
@@ -47,11 +48,14 @@ def load_target(model: str) -> PreTrainedModel:
         StartupError: The model cannot be served, or has weights that only other packages can read.
     """
     settings = ModelSettings(model, device="cpu")
-    config = examined(settings, probes=False).config
+    found = examined(settings, probes=False)
+    if found.context_length < LENGTH:
+        raise StartupError(f"model {found.name} has a context of {found.context_length} tokens, expected {LENGTH}")
+    method = method_of(found.config)
     try:
         target = dequantized_model(settings, "float32", torch.device("cpu"))
-        if target is None and method_of(config):
-            raise ValueError(f"its {method_of(config)} weights cannot be dequantised here")
+        if target is None and method:
+            raise ValueError(f"its {method} weights cannot be dequantised here")
         loader: Any = AutoModelForCausalLM
         loaded: PreTrainedModel = target or loader.from_pretrained(model, use_safetensors=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -71,6 +75,8 @@ def _train(options: argparse.Namespace, model: str, texts: Texts, tokenizer: Any
     else:
         shape = kept_layers(target.config.get_text_config().num_hidden_layers, options.layers)
         student = cut(target, shape)
+    for each in (student, target):
+        check_head(each)
     rows = target.get_output_embeddings().weight[:64]  # type: ignore[no-untyped-call]
     dependencies = {
         "target": hashlib.sha256(rows.detach().float().numpy().tobytes()).hexdigest(),
@@ -81,7 +87,8 @@ def _train(options: argparse.Namespace, model: str, texts: Texts, tokenizer: Any
         "seed": options.seed,
     }
     folder = Folder(options.out)
-    target.to(dtype)  # type: ignore[arg-type]
+    with torch.inference_mode():  # in which dequantised weights were made
+        target.to(dtype)  # type: ignore[arg-type]
     labeller = Labeller(target, texts, chat_frame(tokenizer), options.seed)
     folder.begin(dependencies, options.resume)
     training = Training(student, 60 * options.minutes, options.seed, folder.labels, dtype)

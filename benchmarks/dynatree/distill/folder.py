@@ -99,10 +99,9 @@ class Folder:
         try:
             with unfinished(temporary):
                 yield temporary
-        except (OSError, RuntimeError) as error:  # torch and safetensors have no type of their own for a full disk
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
+        except Exception as error:  # torch and safetensors raise types of their own
             kept = "; its last checkpoint stays, and --resume continues from it" if self.state.exists() else ""
-            raise StartupError(f"--out {self.path} cannot be written: {reason}{kept}") from error
+            raise StartupError(f"--out {self.path} cannot be written: {_reason(error)}{kept}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
@@ -113,3 +112,13 @@ def _move(file: Path, to: Path) -> None:
         os.fsync(opened.fileno())
     file.chmod(0o644)  # safetensors makes files private, and a container may run as another user
     file.replace(to)
+
+
+def _reason(error: BaseException) -> str:
+    """Return the operating system's reason behind an error, if there is one; torch adds an error of its own."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__context__
+    return str(error).partition("\n")[0]

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dynatree.common.errors import StartupError
 from dynatree.common.seeds import derived_seed
 from dynatree.distill.texts import LENGTH, PROMPT, Texts, windows
 
@@ -64,9 +63,6 @@ class Labeller:
         texts: The texts.
         frame: Tokens before and after a user's message in a chat; see `chat_frame`.
         seed: Seed, on which each file's sequences depend with its number only.
-
-    Raises:
-        StartupError: The target's logits are not its output layer's, but scaled or capped.
     """
 
     def __init__(self, target: PreTrainedModel, texts: Texts, frame: tuple[list[int], list[int]], seed: int) -> None:
@@ -82,7 +78,6 @@ class Labeller:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         token_bytes = 2 * config.num_hidden_layers * heads * width * target.dtype.itemsize
         self._at_once = max(1, min(SEQUENCES, _KV_BYTES // (token_bytes * LENGTH)))
-        check_head(target)
 
     def text(self, number: int) -> Labels:
         """Label random windows of the texts."""
@@ -151,19 +146,3 @@ class Labeller:
         logits = self._head(hidden)
         values, ids = logits.topk(min(TOP, logits.shape[-1]))
         return ids.int(), (values.float() - logits.float().logsumexp(-1, keepdim=True)).half()
-
-
-@torch.no_grad()
-def check_head(model: PreTrainedModel) -> None:
-    """Refuse a model whose logits are not the plain product of hidden states and output layer.
-
-    Raises:
-        StartupError: The logits are scaled or capped, so training would have to compute all of them.
-    """
-    tokens: Any = torch.arange(8)[None]
-    body: Any = model.base_model
-    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    expected = model(input_ids=tokens, use_cache=False).logits.float()
-    got = head(body(input_ids=tokens, use_cache=False).last_hidden_state).float()
-    if not torch.allclose(expected, got, rtol=1e-2, atol=1e-2):
-        raise StartupError(f"{model.config.model_type} models scale or cap their logits, which distill does not train")

@@ -96,3 +96,19 @@ def _model(config: PretrainedConfig) -> PreTrainedModel:
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)  # type: ignore[no-untyped-call]
     eager: PreTrainedModel = model.eval()  # no dropout, also in training
     return eager
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """Refuse a model whose logits are not the plain product of hidden states and output layer.
+
+    Raises:
+        StartupError: The logits are scaled or capped, so training would have to compute all of them.
+    """
+    tokens: Any = torch.arange(8)[None]
+    body: Any = model.base_model
+    head = vocabulary_of(model)[1]
+    expected = model(input_ids=tokens, use_cache=False).logits.float()
+    got = head(body(input_ids=tokens, use_cache=False).last_hidden_state).float()
+    if not torch.allclose(expected, got, rtol=1e-2, atol=1e-2):
+        raise StartupError(f"{model.config.model_type} models scale or cap their logits, which distill does not train")

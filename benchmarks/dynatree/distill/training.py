@@ -134,9 +134,9 @@ class Training:
     def save(self, path: Path) -> None:
         """Write everything that the next step depends on, but the labels."""
         weights = {name: each.detach() for name, each in self._trained.items()}
-        torch.save(
-            {"weights": weights, "optimizer": self._optimizer.state_dict(), "position": asdict(self.position)}, path
-        )
+        state = {"weights": weights, "optimizer": self._optimizer.state_dict(), "position": asdict(self.position)}
+        with path.open("wb") as file:  # Python's file, whose errors have a reason
+            torch.save(state, file)
 
     def load(self, path: Path) -> None:
         """Continue from a file that `save` wrote."""
