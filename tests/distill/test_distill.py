@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,10 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dynatree import embedded
 from dynatree.cli.checks import check_pair
 from dynatree.cli.main import main
 from dynatree.common.errors import StartupError
-from dynatree.distill import command, distillation
+from dynatree.distill import command, distillation, outcome
 from dynatree.distill.command import load_target
 from dynatree.distill.distillation import Distillation
 from dynatree.distill.folder import Folder
@@ -169,6 +171,20 @@ def test_a_quantised_target_is_dequantised(tmp_path, monkeypatch, capsys):
     short = save_gguf(tmp_path / "short.gguf", ("Q8_0",), seed=1)
     with pytest.raises(StartupError, match=r"short\.gguf has a context of 160 tokens, expected 256"):
         load_target(str(short))
+
+
+def test_the_outcome_names_the_speed_of_chain_and_tree(monkeypatch):
+    monkeypatch.setattr(outcome, "PROMPTS", 1)
+    monkeypatch.setattr(outcome, "NEW_TOKENS", 12)
+    target, draft = map(str, (embedded.target_path(), embedded.draft_path()))
+    tokens = torch.tensor(load_tokenizer(target)(TEXT.read_text())["input_ids"])
+    lines = list(outcome.outcome(target, draft, tokens))
+    rows = [
+        re.fullmatch(r"  temperature (\S+), (.*): (\S+) tokens a round, .*, (\S+) x plain", line) for line in lines[1:]
+    ]
+    names = ["n-grams alone", "a chain", "the default tree"]
+    assert [row.group(1, 2) for row in rows] == [(each, name) for each in ("0", "0.7") for name in names]
+    assert all(1 <= float(row[3]) <= 12 and float(row[4]) > 0 for row in rows)
 
 
 KILLED = """

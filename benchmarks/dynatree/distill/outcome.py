@@ -71,7 +71,7 @@ def outcome(target: str, draft: str, held_back: Tensor) -> Iterator[str]:
     ]
     yield f"expected on this machine, from {PROMPTS} held-back prompts and {NEW_TOKENS} new tokens each:"
     for group in groups(runs):
-        for name, method in (("a chain", "linear"), ("the default tree", DEFAULT_POLICY)):
+        for name, method in (("n-grams alone", "ngram"), ("a chain", "linear"), ("the default tree", DEFAULT_POLICY)):
             result = replay_group(Task(Method(method, method), machine, group, Settings()))
             acceptance = "none drafted" if result.acceptance is None else f"acceptance {result.acceptance:.0%}"
             yield (
