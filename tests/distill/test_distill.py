@@ -25,7 +25,7 @@ from dynatree.distill.folder import Folder
 from dynatree.distill.labels import Labeller, Labels
 from dynatree.distill.student import cut, kept_layers
 from dynatree.distill.texts import chat_frame, read_texts
-from dynatree.distill.training import Training, learning_rate
+from dynatree.distill.training import Training, rate_share
 from dynatree.engine.loading import load_engine
 from dynatree.engine.model.tokenizer import load_tokenizer
 from dynatree.engine.settings import ModelSettings
@@ -155,7 +155,7 @@ def test_kept_layers_are_evenly_spaced_from_the_first_to_the_last():
 
 
 def test_the_learning_rate_rises_and_falls():
-    rates = [learning_rate(done / 100) for done in range(120)]
+    rates = [rate_share(done / 100) for done in range(120)]
     assert rates[0] < rates[3] == max(rates)
     assert rates[99] < rates[50] < rates[10]
     assert rates[100:] == [rates[100]] * 20

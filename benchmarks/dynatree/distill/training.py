@@ -29,7 +29,9 @@ from dynatree.distill.texts import LENGTH
 
 BATCH = 4  # sequences of a step
 OTHERS = 1024  # random tokens that stand for the unlikely ones
-RATE = 1e-3  # highest learning rate
+# Highest learning rate, and its product with the width of wide models, near to that of published pre-trainings. After
+# 60 steps on SmolLM2-135M, 576 wide, a draft of 4 layers agreed on 0.234 of held-back text at 1e-3, and 0.252 at 2e-3.
+RATE, RATE_WIDTH = 2e-3, 1.2
 WARM_UP = 0.03  # share of the time
 _LEAST = 1e-6  # of a probability of the rest
 _ROWS = 1024  # rows whose logits over the whole vocabulary are in memory at once
@@ -80,7 +82,8 @@ class Training:
         self._path_of = path_of
         self._dtype = dtype
         self._trained = {name: each for name, each in student.named_parameters() if each.requires_grad}
-        self._optimizer = torch.optim.AdamW(self._trained.values(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
+        self._rate = min(RATE, RATE_WIDTH / student.config.get_text_config().hidden_size)
+        self._optimizer = torch.optim.AdamW(self._trained.values(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.01)
         self._clock = clock
         self.begin()
 
@@ -108,7 +111,7 @@ class Training:
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._trained.values(), 1.0)
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self.position.seconds / self.seconds)
+            group["lr"] = self._rate * rate_share(self.position.seconds / self.seconds)
         self._optimizer.step()
         self.position.steps += 1
         return loss.item()
@@ -174,12 +177,12 @@ class Training:
         return losses.mean()
 
 
-def learning_rate(done: float) -> float:
-    """Return the learning rate when a share of the time has passed: a line up to `RATE`, then a cosine to 2 % of it."""
+def rate_share(done: float) -> float:
+    """Return the share of the highest learning rate after a share of the time: a line, then a cosine to 2 %."""
     if done < WARM_UP:
-        return RATE * (0.02 + 0.98 * done / WARM_UP)
+        return 0.02 + 0.98 * done / WARM_UP
     falling = min((done - WARM_UP) / (1 - WARM_UP), 1.0)
-    return RATE * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * falling)))
+    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * falling))
 
 
 def faster_dtype() -> torch.dtype:
