@@ -132,7 +132,7 @@ def test_a_packed_checkpoint(tmp_path, method, bits):
         Client(services.draft_address) as client,
     ):
         kind = "awq" if method == "awq" else "compressed-tensors"
-        assert services.target.info.numerics.startswith(f"{kind} weights")
+        assert services.target.info.numerics.startswith(f"{kind} of {bits} bits weights")
         check(client, POLICIES if method == "packed" else POLICIES[:3])
 
 

@@ -12,6 +12,7 @@ from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.loading import load_engine
 from dynatree.engine.model.checkpoint import Checkpoint
+from dynatree.engine.served import served
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.weights.quantized_weight import rounded
 from tests.support.model_zoo import save_random_model
@@ -46,6 +47,13 @@ def test_the_memory_never_holds_the_floats_of_two_layers(tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpoint, "fill", fill)
     engine = load_engine(ModelSettings(str(folder), weights="int4", sessions=1))
     assert layers == list(engine.model.model.layers)
+
+
+def test_activations_have_the_dtype_of_the_checkpoint(tmp_path):
+    folder = save_random_model(tmp_path / "model", "llama", seed=1)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    settings = ModelSettings(str(folder), weights="int8", sessions=1)
+    assert load_engine(settings).info.dtype == served(settings).dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])

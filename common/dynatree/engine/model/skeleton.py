@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,10 +14,13 @@ from dynatree.engine.forward.attention import NAME
 
 
 def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Make a model without weights: its parameters are on the meta device, but its computed buffers are not."""
+    """Make a model without weights: its parameters are on the meta device, but its computed buffers are not.
+
+    The configuration stays as it is; transformers would write the dtype into it.
+    """
     with _parameters_on_meta():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation=NAME, trust_remote_code=False
+            copy.deepcopy(config), dtype=dtype, attn_implementation=NAME, trust_remote_code=False
         )
     model.tie_weights()
     model.train(False)
