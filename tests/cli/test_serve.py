@@ -91,6 +91,10 @@ def test_one_command_serves_and_leaves_nothing(tmp_path: Path, number: signal.Si
             expected = client.generate("Once upon a time", max_new_tokens=32)
         assert json.loads(answered.stdout)["choices"][0]["text"] == expected.text
         assert len(serve.members()) == 3
+        serve.process.send_signal(signal.SIGHUP)
+        serve.wait_for("(SIGHUP: new requests get the draft embedded)")
+        with Client(grpc_address) as client:
+            assert client.generate("Once upon a time", max_new_tokens=32).text == expected.text
 
         if to_the_group:
             os.killpg(serve.process.pid, number)

@@ -22,7 +22,7 @@ def test_defaults_leave_optional_fields_out(client: Client, service: FakeDraftSe
     assert (sampling.min_p, sampling.scheme, len(sampling.logit_bias)) == (0.0, 0, 0)
     assert (sampling.frequency_penalty, sampling.presence_penalty) == (0.0, 0.0)
     assert (request.n, request.log_probs, request.trace, len(request.stop_token_ids)) == (1, False, False, 0)
-    assert (request.top_log_probs, request.prompt_log_probs) == (0, False)
+    assert (request.top_log_probs, request.prompt_log_probs, request.HasField("store")) == (0, False, False)
 
 
 def test_every_option_reaches_the_server(client: Client, service: FakeDraftService) -> None:
@@ -48,6 +48,7 @@ def test_every_option_reaches_the_server(client: Client, service: FakeDraftServi
         trace=True,
         policy="linear",
         policy_settings={"depth": 8, "widths": (1, 1, 3), "rates": [], "root": "single"},
+        store=False,
     )
     (request,) = service.requests
     assert list(request.token_ids.ids) == [5, 0, 2**32 - 1]
@@ -66,6 +67,7 @@ def test_every_option_reaches_the_server(client: Client, service: FakeDraftServi
     lists = {name: list(numbers.values) for name, numbers in request.policy.list_settings.items()}
     assert lists == {"widths": [1.0, 1.0, 3.0], "rates": []}
     assert dict(request.policy.word_settings) == {"root": "single"}
+    assert (request.HasField("store"), request.store) == (True, False)
 
 
 def test_what_the_server_defines_is_sent_as_it_is(client: Client, service: FakeDraftService) -> None:

@@ -301,6 +301,23 @@ def test_a_trace_shows_nothing_of_a_principal_that_is_only_claimed(
     assert not shown & set(secret[3:])
 
 
+def test_a_request_that_says_no_keeps_nothing_and_may_recall(services: Services, histories: SuffixIndexes) -> None:
+    name = f"no-{services.draft is None}"
+    with Client(services.draft_address, principal=name) as client:
+        completed(client, PROMPT, store=False)
+        stream = client.stream(PROMPT, max_new_tokens=100, ignore_eos=True, store=False)
+        next(stream)
+        stream.close()
+        done = completed(client, PROMPT)
+        kept = histories.of(name)
+        assert kept is not None
+        assert kept.sequences == [[*PROMPT, *done.token_ids]]
+        hits = histories.hits
+        completed(client, PROMPT, "throughput", store=False)
+        assert histories.hits > hits
+        assert kept.sequences == [[*PROMPT, *done.token_ids]]
+
+
 def test_completions_that_are_cut_short_and_each_of_several_are_kept(
     services: Services, histories: SuffixIndexes
 ) -> None:

@@ -176,7 +176,9 @@ def test_the_copy_of_a_trained_target_guesses_nearly_every_token(tmp_path):
         try:
             await replicas.start(10.0)
             before = replicas.target
-            return await begun.source(replicas), before, replicas.target
+            source = await begun.source(replicas)
+            replicas.rebuild_with(source.build_target)
+            return source, before, replicas.target
         finally:
             await replicas.close()
             thread.shutdown()

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry
 
 from dynatree.common.limits import IDLE_SECONDS, MAX_QUEUED, MAX_TREE_NODES, RESUME_SECONDS
-from dynatree.draft.draft_server import start_draft
+from dynatree.draft.draft_server import DraftServer, start_draft
 from dynatree.draft.growth.suffix_indexes import SuffixIndexes
 from dynatree.draft.policies import DEFAULT_POLICY
-from dynatree.draft.serve_draft import source_of, targets_for, translation_for
+from dynatree.draft.reload.drafts_in_use import DraftsInUse
+from dynatree.draft.serve_draft import loading_again, source_of, translation_for
 from dynatree.draft.serve_ngrams import NGramDrafting
-from dynatree.draft.settings import DefaultPolicy, DraftLimits
+from dynatree.draft.settings import DefaultPolicy, DraftLimits, DraftSettings, RecordSettings, VerifyServices
 from dynatree.draft.target.replicas import Replicas
 from dynatree.engine.engine import Engine
 from dynatree.engine.loading import load_engine
@@ -26,7 +27,7 @@ from dynatree.engine.model_thread import ModelThread
 from dynatree.engine.settings import ModelSettings
 from dynatree.serving.admission import NO_QUOTA, Quota
 from dynatree.serving.channel import PLAIN, ChannelSettings, Connector
-from dynatree.serving.operation import Operation
+from dynatree.serving.operation import Operation, OperationSettings
 from dynatree.serving.security import LOCAL, SecuritySettings
 from dynatree.serving.server import Server
 from dynatree.serving.tracing import OFF, Tracing
@@ -38,7 +39,10 @@ T = TypeVar("T")
 
 @dataclass
 class Services:
-    """A running pair: its addresses, and its engines for inspection; `draft` is None without a draft model."""
+    """A running pair: its addresses, and its engines for inspection; `draft` is None without a draft model.
+
+    `reload` does what SIGHUP does.
+    """
 
     draft_address: str
     verify_address: str
@@ -46,6 +50,8 @@ class Services:
     draft: Engine | None
     draft_registry: CollectorRegistry
     verify_registry: CollectorRegistry
+    drafts: DraftsInUse
+    reload: Callable[[], object]
 
     @property
     def idle(self) -> bool:
@@ -65,6 +71,9 @@ class _Loop:
             return await work
 
         return asyncio.run_coroutine_threadsafe(main(), self._loop).result(120)
+
+    def call(self, function: Callable[[], object]) -> None:
+        self._loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -102,6 +111,7 @@ def running_services(
     resume_seconds: float = RESUME_SECONDS,
     tracing: Tracing = OFF,
     histories: SuffixIndexes | None = None,
+    record: RecordSettings | None = None,
 ) -> Iterator[Services]:
     """Serve the pair within a context, on sockets in `folder`, or both at `address`.
 
@@ -123,24 +133,27 @@ def running_services(
         )
     )
     verify_limits = VerifyLimits(sessions, queue, max_tree_nodes, batch_rows, idle_seconds, prefix_cache)
+    default = DefaultPolicy(DEFAULT_POLICY, {})
     draft_limits = DraftLimits(sessions, queue, idle_seconds, prefix_cache, resume_seconds, quota, max_tree_nodes)
-    draft = None
+    draft, load_again = None, None
     if draft_model is not None:
-        draft = load_engine(
-            ModelSettings(
-                str(draft_model),
-                speculative_slots=2 * max_tree_nodes,
-                chooses_tokens=False,
-                max_context=draft_context,
-                weights=draft_weights or weights,
-                **shared,
-            )
+        draft_settings = ModelSettings(
+            str(draft_model),
+            speculative_slots=2 * max_tree_nodes,
+            chooses_tokens=False,
+            max_context=draft_context,
+            weights=draft_weights or weights,
+            threads=1,
+            **shared,
         )
+        services = VerifyServices("", channel, 10.0, ahead)
+        whole = DraftSettings(draft_settings, services, default, draft_limits, OperationSettings("", 0.5))
+        draft, load_again = load_engine(draft_settings), loading_again(whole)
     threads = ModelThread("verify-model"), ModelThread("draft-model")
     operations = Operation(verify_security, tracing=tracing), Operation(security, tracing=tracing)
     loop = _Loop()
 
-    async def start() -> tuple[Server, Server, Replicas]:
+    async def start() -> tuple[Server, DraftServer, Replicas]:
         verify_address = address or f"unix:{folder}/verify.sock"
         verify_server = await start_verify(target, threads[0], verify_address, verify_limits, operations[0])
         ngrams = NGramDrafting(threads[1], 10.0)
@@ -148,29 +161,43 @@ def running_services(
         await replicas.start(10.0)
         if draft:
             translation = await translation_for(draft, threads[1], replicas, 10.0)
-            replicas.rebuild_with(targets_for(draft, ahead, translation))
-            source = source_of(draft, threads[1], prefix_cache=prefix_cache, translation=translation)
+            source = source_of(draft, threads[1], prefix_cache=prefix_cache, ahead=ahead, translation=translation)
+            replicas.rebuild_with(source.build_target)
         else:
             source = await ngrams.source(replicas)
-        default = DefaultPolicy(DEFAULT_POLICY, {})
         draft_address = address or f"unix:{folder}/draft.sock"
-        kept = histories or SuffixIndexes()
         draft_server = await start_draft(
-            source, threads[1], replicas, draft_address, default, draft_limits, operations[1], kept
+            source,
+            threads[1],
+            replicas,
+            draft_address,
+            default,
+            draft_limits,
+            operations[1],
+            histories or SuffixIndexes(),
+            record=record,
+            load_again=load_again,
         )
         return verify_server, draft_server, replicas
 
     verify_server, draft_server, replicas = loop.run(start())
     try:
         yield Services(
-            draft_server.address, verify_server.address, target, draft, operations[1].registry, operations[0].registry
+            draft_server.server.address,
+            verify_server.address,
+            target,
+            draft,
+            operations[1].registry,
+            operations[0].registry,
+            draft_server.drafts,
+            lambda: loop.call(draft_server.reloader.ask),
         )
     finally:
-        loop.run(draft_server.stop(0.5))
+        loop.run(draft_server.server.stop(0.5))
+        loop.run(draft_server.close())
         loop.run(replicas.close())
         loop.run(verify_server.stop(0.5))
-        for thread in threads:
-            thread.shutdown()
+        threads[0].shutdown()
         loop.close()
         if target.source is not None:
             target.source.close()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def check_verify(settings: VerifySettings) -> None:
     """Check the settings of `dynatree verify`."""
-    _check_layer_cache(settings.model.layer_cache)
+    _check_writable(settings.model.layer_cache, "--layer-cache")
     check_device("--device", settings.model.device)
     _check_operation(settings.operation)
     check_free(*_addresses(settings.operation))
@@ -43,6 +43,7 @@ def check_draft(settings: DraftSettings) -> None:
     from dynatree.serving.channel import Connector
 
     services, model = settings.verify, settings.model
+    _check_writable(settings.record.folder if settings.record else None, "--record")
     check_policy(settings.policy.name, settings.policy.settings, has_model=model is not None)
     Connector(services.channel).check(split_addresses(services.addresses))
     if model is not None:
@@ -72,7 +73,8 @@ def check_serve(options: argparse.Namespace) -> tuple[VerifySettings, DraftSetti
     if options.draft_device is not None:
         check_device("--draft-device", options.draft_device)
     verify, draft = serve_settings(options)
-    _check_layer_cache(options.layer_cache)
+    _check_writable(options.layer_cache, "--layer-cache")
+    _check_writable(options.record, "--record")
     _check_history(draft)
     http = SecuritySettings(options.tls_cert, options.tls_key, insecure=options.insecure)
     http.check_plain(options.listen)
@@ -149,10 +151,10 @@ def _check_history(settings: DraftSettings) -> None:
         raise StartupError(f"--history-file is {file}; expected a file in a folder that exists and is writable")
 
 
-def _check_layer_cache(folder: Path | None) -> None:
+def _check_writable(folder: Path | None, option: str) -> None:
     """Refuse a folder that is not writable or cannot be created."""
     if folder is None:
         return
     nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise StartupError(f"--layer-cache is {folder}, which is not writable; expected a writable folder")
+        raise StartupError(f"{option} is {folder}, which is not writable; expected a writable folder")

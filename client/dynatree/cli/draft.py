@@ -18,7 +18,7 @@ from dynatree.cli.service_arguments import (
     network_addresses,
     seconds,
 )
-from dynatree.common.limits import HISTORY_TOKENS, RESUME_SECONDS
+from dynatree.common.limits import HISTORY_TOKENS, RECORD_BYTES, RESUME_SECONDS
 from dynatree.common.logs import configure_logging
 from dynatree.draft.policies import DEFAULT_POLICY, policy_names
 from dynatree.engine.model.files import described
@@ -31,11 +31,12 @@ log = logging.getLogger(__name__)
 EXAMPLE = "dynatree draft --draft-model ~/models/llama-1b --verify gpu-host:50052 --verify-ca ca.pem"
 _WAY = "connection to the verify services"
 _QUOTAS = "quotas"
+_RECORDING = "recording"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dynatree draft`."""
-    add_groups(parser, _WAY, _QUOTAS)
+    add_groups(parser, _WAY, _QUOTAS, _RECORDING)
     group(parser, "model").add_argument(
         "--draft-model",
         required=True,
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_service_arguments(parser, default_port=50051)
     add_drafting_arguments(parser)
     add_request_arguments(parser)
+    add_record_arguments(parser)
     way = group(parser, _WAY)
     way.add_argument(
         "--verify-timeout",
@@ -121,6 +123,40 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
         ("--principal-tokens", "most tokens of prompts and completions per minute"),
     ):
         quotas.add_argument(option, type=positive, metavar="N", help=f"{text} (default: no limit)")
+
+
+def add_record_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options for recording completions, as texts for the training of a draft model."""
+    recording = group(parser, _RECORDING)
+    recording.description = "off by default; a request with store false is never recorded"
+    recording.add_argument(
+        "--record",
+        type=Path,
+        metavar="FOLDER",
+        help="append the text of each completion to JSON lines in this folder, from which a draft can be trained",
+    )
+    recording.add_argument(
+        "--record-principals",
+        type=principals,
+        metavar="NAME[,NAME...]",
+        help="record these principals only (default: all)",
+    )
+    recording.add_argument("--record-prompts", action="store_true", help="record prompts as well")
+    recording.add_argument(
+        "--record-bytes",
+        type=positive,
+        default=RECORD_BYTES,
+        metavar="N",
+        help="most bytes of the folder; the oldest file is deleted first (default: %(default)s)",
+    )
+
+
+def principals(text: str) -> frozenset[str]:
+    """An argparse type: comma-separated names of principals."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty name")
+    return frozenset(names)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -6,14 +6,16 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import shlex
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynatree.cli.arguments import device
 from dynatree.cli.checks import check_serve
-from dynatree.cli.draft import add_drafting_arguments, add_request_arguments
+from dynatree.cli.draft import add_drafting_arguments, add_record_arguments, add_request_arguments
 from dynatree.cli.gateway import add_http_arguments
 from dynatree.cli.parser import group
 from dynatree.cli.service_arguments import (
@@ -82,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_idle_argument(parser)
     add_request_arguments(parser)
+    add_record_arguments(parser)
     group(parser, "security").add_argument(
         "--token-file",
         type=Path,
@@ -161,9 +164,10 @@ class _Serving:
         Raises:
             SystemExit: A service did not start, or has ended.
         """
-        from dynatree.common.shutdown import on_shutdown
+        from dynatree.common.shutdown import on_hangup, on_shutdown
 
-        with on_shutdown(self._stop_later):  # until the gateway has its own handlers
+        # the gateway replaces the handlers of the first
+        with on_shutdown(self._stop_later), on_hangup(self._reload):
             return await self._serve()
 
     async def _serve(self) -> int:
@@ -189,6 +193,14 @@ class _Serving:
 
     def _stop_later(self, number: int) -> None:
         self._stopped_by = number
+
+    def _reload(self) -> None:
+        """Have the draft service load its model again."""
+        if self._loading:
+            log.warning("SIGHUP is ignored while the models load")
+        else:
+            with suppress(ProcessLookupError):
+                os.kill(self._pair.draft_process, signal.SIGHUP)
 
     async def _watch(self) -> str:
         """Announce when the services are ready; return the reason when one of them has ended."""

@@ -13,9 +13,9 @@ from typing import Any
 
 from dynatree import embedded
 from dynatree.common.errors import StartupError
-from dynatree.common.limits import ALL_LAYERS
+from dynatree.common.limits import ALL_LAYERS, RECORD_BYTES
 from dynatree.common.model_info import NO_MODEL
-from dynatree.draft.settings import DefaultPolicy, DraftLimits, DraftSettings, VerifyServices
+from dynatree.draft.settings import DefaultPolicy, DraftLimits, DraftSettings, RecordSettings, VerifyServices
 from dynatree.engine.settings import WEIGHTS, ModelSettings, copied
 from dynatree.serving.admission import Quota
 from dynatree.serving.channel import PLAIN, ChannelSettings
@@ -153,7 +153,20 @@ def _draft(
             resident_layers=ALL_LAYERS if copy else None,
         )
     policy = DefaultPolicy(options.policy, options.policy_settings)
-    return DraftSettings(model, services, policy, limits, operation, copy, options.history_file)
+    return DraftSettings(model, services, policy, limits, operation, copy, options.history_file, _record(options))
+
+
+def _record(options: argparse.Namespace) -> RecordSettings | None:
+    """Return the settings of recording.
+
+    Raises:
+        StartupError: Other options of recording are given without `--record`.
+    """
+    if options.record is not None:
+        return RecordSettings(options.record, options.record_principals, options.record_prompts, options.record_bytes)
+    if options.record_principals is not None or options.record_prompts or options.record_bytes != RECORD_BYTES:
+        raise StartupError("--record-principals, --record-prompts and --record-bytes need --record")
+    return None
 
 
 def _model(options: argparse.Namespace, model: str, embedded_path: Path, **others: Any) -> ModelSettings:

@@ -89,6 +89,8 @@ class GenerateOptions(TypedDict, total=False):
             default.
         policy_settings: the policy's settings by name, each a number, a word or a sequence of numbers, for example
             {"depth": 8, "root": "single"} or {"widths": [1, 1, 3]}. Settings left out keep their defaults.
+        store: whether the service may keep the completion: to draft later ones of this principal from it, to compare
+            draft models, and to record it for the training of one if its operator has turned that on. True by default.
     """
 
     max_new_tokens: int | None
@@ -116,6 +118,7 @@ class GenerateOptions(TypedDict, total=False):
     queue_position: bool
     policy: str | None
     policy_settings: PolicySettings | None
+    store: bool
 
 
 def build_request(
@@ -146,6 +149,7 @@ def build_request(
     queue_position: bool = False,
     policy: str | None = None,
     policy_settings: PolicySettings | None = None,
+    store: bool = True,
     **unknown: object,
 ) -> draft_pb2.GenerateRequest:
     """Build the request of one call; `GenerateOptions` explains the options.
@@ -196,6 +200,8 @@ def build_request(
         queue_position=_flag("queue_position", queue_position),
         policy=_policy(policy, policy_settings),
     )
+    if not _flag("store", store):
+        request.store = False
     continues = _flag("continue_final_message", continue_final_message)
     if _is_chat(prompt):
         request.chat.CopyFrom(_chat(prompt, continues))

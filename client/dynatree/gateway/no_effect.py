@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema
 # Labels, hints and permissions: the answer is the same for every value.
 LABELS = frozenset(
     (
-        *("metadata", "request_id", "safety_identifier", "service_tier", "store"),
+        *("metadata", "request_id", "safety_identifier", "service_tier"),
         *("cache_control", "prompt_cache_breakpoint", "prompt_cache_key", "prompt_cache_options"),
         *("prompt_cache_retention", "prediction", "include_obfuscation", "spaces_between_special_tokens"),
         "parallel_tool_calls",

@@ -76,6 +76,7 @@ class CompletionOptions(Body):
         policy: The policy that grows the trees; the default is the draft service's.
         trace: Whether a stream reports each round.
         return_token_ids: Whether each choice has `token_ids`, and the first choice of a prompt `prompt_token_ids`.
+        store: False means that the draft service neither records the completion nor drafts later ones from it.
     """
 
     model: str | None = None
@@ -103,6 +104,7 @@ class CompletionOptions(Body):
     trace: bool | None = None
     return_token_ids: bool | None = None
     response_format: TextFormat | None = None
+    store: bool | None = None
 
     @property
     def completions(self) -> int:
@@ -147,6 +149,7 @@ class CompletionOptions(Body):
             policy=self.policy,
             policy_settings=self.policy_settings,
             trace=bool(self.trace),
+            store=self.store is not False,
         )
 
 

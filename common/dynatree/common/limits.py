@@ -15,3 +15,4 @@ MOST_HISTORY_TOKENS = 10**9  # highest number that the command line accepts; pos
 MAX_PRINCIPAL_LENGTH = 256  # characters
 RESUME_SECONDS = 30.0  # how long a completion waits for a new verify service after losing its own
 IDLE_SECONDS = 300.0  # how long a session waits for a peer that sends or reads nothing
+RECORD_BYTES = 2**30  # default bound on the recorded completions

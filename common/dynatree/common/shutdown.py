@@ -1,10 +1,11 @@
-"""Handling of SIGINT and SIGTERM by a ready service, and removal of unfinished folders when one ends early."""
+"""Handling of signals by a ready service, and removal of unfinished folders when one ends early."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,32 @@ def on_shutdown(act: Callable[[int], object]) -> Iterator[None]:
     def handle(number: int, _: FrameType | None) -> None:
         loop.call_soon_threadsafe(act, number)
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    with _handled_by(handle, signal.SIGINT, signal.SIGTERM):
+        yield
+
+
+@contextmanager
+def on_hangup(act: Callable[[], object]) -> Iterator[None]:
+    """While the context lives, call `act` on the running event loop at SIGHUP.
+
+    When the terminal of the process is closed, the system sends SIGHUP as well; it then acts like SIGTERM.
+    """
+    loop = asyncio.get_running_loop()
+    terminal = sys.stderr.isatty()
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if terminal and not sys.stderr.isatty():
+            signal.raise_signal(signal.SIGTERM)
+        else:
+            loop.call_soon_threadsafe(act)
+
+    with _handled_by(handle, signal.SIGHUP):
+        yield
+
+
+@contextmanager
+def _handled_by(handle: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
+    previous = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
     finally:

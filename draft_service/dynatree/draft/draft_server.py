@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from dataclasses import dataclass
 
 from dynatree.common.logs import announce_ready
-from dynatree.common.model_info import ModelInfo
+from dynatree.common.shutdown import on_hangup
 from dynatree.draft.completion.generation import Backend
+from dynatree.draft.drafting import Drafting
 from dynatree.draft.growth.best_guesses import BestGuesses
 from dynatree.draft.growth.draft_source import DraftSource
 from dynatree.draft.growth.drafter import Drafter
@@ -16,10 +18,13 @@ from dynatree.draft.growth.history_file import HistoryFile
 from dynatree.draft.growth.shared_growth import SharedGrowth
 from dynatree.draft.growth.suffix_indexes import SuffixIndexes
 from dynatree.draft.metrics import DraftMetrics
+from dynatree.draft.recording.recorder import Recorder
+from dynatree.draft.reload.drafts_in_use import DraftsInUse
+from dynatree.draft.reload.reloader import LoadAgain, Reloader
+from dynatree.draft.reload.replay import RecentTexts
 from dynatree.draft.service import SERVICE_NAME, DraftService
-from dynatree.draft.settings import DefaultPolicy, DraftLimits, DraftSettings
+from dynatree.draft.settings import DefaultPolicy, DraftLimits, DraftSettings, RecordSettings
 from dynatree.draft.target.replicas import Replicas
-from dynatree.draft.target.target import Target
 from dynatree.engine.model_thread import ModelThread
 from dynatree.serving.address import split_addresses
 from dynatree.serving.admission import Admission
@@ -31,30 +36,44 @@ from dynatree.v1 import draft_pb2_grpc
 log = logging.getLogger(__name__)
 
 
-class Drafting(Protocol):
-    """The part of a start that differs with and without a draft model."""
+@dataclass(frozen=True)
+class DraftServer:
+    """A running draft service.
 
-    def target(self, info: ModelInfo) -> Target:
-        """Build the `Target` of a verify service.
+    Attributes:
+        server: The gRPC server.
+        drafts: The draft model in use.
+        reloader: Loads the draft model again.
+        reloading: The reloader's task.
+        recorder: Records completions; None records none.
+    """
 
-        Raises:
-            FailedPreconditionError: Its tokenizer is another one.
-        """
+    server: Server
+    drafts: DraftsInUse
+    reloader: Reloader
+    reloading: asyncio.Task[None]
+    recorder: Recorder | None
 
-    async def source(self, replicas: Replicas) -> DraftSource:
-        """Return the source of candidates, once a verify service is ready.
+    async def close(self) -> None:
+        """End everything that still runs once the server has stopped, and write what waits to be recorded."""
+        self.reloading.cancel()
+        await asyncio.gather(self.reloading, return_exceptions=True)
+        if self.recorder is not None:
+            self.recorder.close()
+        self.drafts.current.thread.shutdown()
 
-        Raises:
-            StartupError: The target's tokenizer cannot be used.
-        """
 
-
-async def serve(settings: DraftSettings, load: Callable[[ModelThread], Awaitable[Drafting]]) -> None:
+async def serve(
+    settings: DraftSettings,
+    load: Callable[[ModelThread], Awaitable[Drafting]],
+    load_again: LoadAgain | None = None,
+) -> None:
     """Load the draft, find the verify services, then serve until a signal.
 
     Args:
         settings: All settings of the service.
         load: Begins to draft, on the thread of the draft model.
+        load_again: Loads the draft model again at SIGHUP; None if it has no checkpoint of its own.
 
     Raises:
         StartupError: The model, an address, a file or the verify services cannot be used, or the models do not fit
@@ -72,19 +91,31 @@ async def serve(settings: DraftSettings, load: Callable[[ModelThread], Awaitable
                 log.info("waiting up to %g s for the verify service at %s", verify.timeout, verify.addresses)
             await replicas.start(verify.timeout)
             source = await drafting.source(replicas)
+            replicas.rebuild_with(source.build_target)
             histories = SuffixIndexes(settings.limits.history_tokens)
             file = None
             if settings.history is not None:
                 file = HistoryFile(settings.history, source.info.tokenizer_fingerprint)
                 await thread.run(file.load, histories)
-            server = await start_draft(
-                source, thread, replicas, operation.address, settings.policy, settings.limits, running, histories
+            started = await start_draft(
+                source,
+                thread,
+                replicas,
+                operation.address,
+                settings.policy,
+                settings.limits,
+                running,
+                histories,
+                record=settings.record,
+                load_again=load_again,
             )
-            ready = f"{source} for {replicas.target.info.name} on {server.address}"
-            await server.wait(operation.grace, lambda: announce_ready("draft", ready))
+            ready = f"{source} for {replicas.target.info.name} on {started.server.address}"
+            del drafting, source  # a reload frees the model
+            with on_hangup(started.reloader.ask):
+                await started.server.wait(operation.grace, lambda: announce_ready("draft", ready))
+            await started.close()
             if file is not None:
-                await thread.run(file.save, histories)
-            thread.shutdown()
+                await asyncio.to_thread(file.save, histories)  # no session uses them any more
         finally:
             await replicas.close()
 
@@ -97,23 +128,32 @@ async def start_draft(
     policy: DefaultPolicy,
     limits: DraftLimits,
     operation: Operation,
-    histories: SuffixIndexes | None = None,
-) -> Server:
+    histories: SuffixIndexes,
+    *,
+    record: RecordSettings | None = None,
+    load_again: LoadAgain | None = None,
+) -> DraftServer:
     """Serve completions at `address`; `thread` is the thread that loaded the draft model.
 
     `histories` has the finished completions of an earlier service, if any.
 
     Raises:
-        StartupError: The address or a file of the security settings cannot be used.
+        StartupError: The address, a file of the security settings, or the folder for recorded completions cannot be
+            used.
     """
-    histories = SuffixIndexes(limits.history_tokens) if histories is None else histories
-    drafter = Drafter(source.model, limits.max_tree_nodes, histories, source.translation)
-    growth = SharedGrowth(drafter, thread)
-    backend = Backend(source, drafter, thread, growth, replicas, BestGuesses(), limits.resume_seconds)
+
+    def build(source: DraftSource, thread: ModelThread) -> Backend:
+        drafter = Drafter(source.model, limits.max_tree_nodes, histories, source.translation)
+        growth = SharedGrowth(drafter, thread)
+        return Backend(source, drafter, thread, growth, replicas, BestGuesses(), limits.resume_seconds)
+
+    recorder = Recorder.open(record, replicas.target.info) if record else None
+    drafts = DraftsInUse(build(source, thread))
+    recent = RecentTexts()
     admission = Admission(limits.sessions, source.slots, limits.queue, limits.quota)
     metrics = DraftMetrics(operation.registry, admission, replicas, histories)
     server = Server([SERVICE_NAME], limits.idle_seconds, operation.security, limits.sessions + limits.queue)
-    service = DraftService(backend, policy, admission, metrics, operation.tracing)
+    service = DraftService(drafts, policy, admission, metrics, operation.tracing, recent, recorder)
     draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]
     await server.start(address)
     draft, target = source.info, replicas.target.info
@@ -125,4 +165,5 @@ async def start_draft(
             target.context_length,
         )
     replicas.follow(server.set_serving)
-    return server
+    reloader = Reloader(drafts, load_again, build, recent, admission, metrics.reloaded)
+    return DraftServer(server, drafts, reloader, asyncio.ensure_future(reloader.run()), recorder)

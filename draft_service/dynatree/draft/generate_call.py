@@ -105,6 +105,11 @@ class GenerateCall:
         """Whether the client has no token yet. Facts about the prompt are sent with the first token."""
         return self.first == 0 and not self.received.token_ids
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the service may keep the completions for anything but the prefix cache."""
+        return not self.message.HasField("store") or self.message.store
+
     def request(self, index: int, target: Target, span: Span = NO_SPAN) -> GenerationRequest:
         """Build the request of completion `index`, checked as far as the draft side can.
 
@@ -137,6 +142,7 @@ class GenerateCall:
             seed=seed,
             principal=self.principal,
             recalls=self.recalls,
+            keeps=self.keeps,
             received=received,
             request_id=self.request_id,
             span=span,

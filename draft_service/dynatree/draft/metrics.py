@@ -69,6 +69,7 @@ class DraftMetrics:
         self._resume_seconds = histogram(
             "resume_seconds", "Seconds from losses to the next token, summed over a completion."
         )
+        self._reloads = counter("draft_reloads", "Reloads of the draft model, by outcome.", "outcome")
 
     def completed(self, completion: Completed) -> None:
         """Count a completion that has ended."""
@@ -105,3 +106,7 @@ class DraftMetrics:
     def failed(self, code: str) -> None:
         """Count a request that ended with an error."""
         self._failure.labels(code).inc()
+
+    def reloaded(self, outcome: str) -> None:
+        """Count a reload of the draft model that was "taken" or "refused"."""
+        self._reloads.labels(outcome).inc()

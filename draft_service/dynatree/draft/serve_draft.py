@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
+import torch
+
 from dynatree.common.model_info import ModelInfo
 from dynatree.draft import draft_server
 from dynatree.draft.growth.draft_model import EngineDraftModel
 from dynatree.draft.growth.draft_source import DraftSource
+from dynatree.draft.reload.reloader import LoadAgain
 from dynatree.draft.settings import DraftSettings
 from dynatree.draft.target.replicas import Replicas
 from dynatree.draft.target.target import Target
@@ -41,7 +44,23 @@ async def serve(settings: DraftSettings) -> None:
     Raises:
         StartupError: As `draft_server.serve`.
     """
-    await draft_server.serve(settings, partial(_CopyDrafting.begin if settings.copy else _ModelDrafting.load, settings))
+    if settings.copy:
+        await draft_server.serve(settings, partial(_CopyDrafting.begin, settings))
+        return
+    await draft_server.serve(settings, partial(_ModelDrafting.load, settings), loading_again(settings))
+
+
+def loading_again(settings: DraftSettings) -> LoadAgain:
+    """Return the function that loads the draft model again; call this before the first load chooses its threads."""
+    most_threads = torch.get_num_threads()
+
+    async def load(thread: ModelThread, slots: int) -> _ModelDrafting:
+        assert settings.model is not None, "without a model, `serve_ngrams` serves"
+        if settings.model.threads is None:
+            await thread.run(torch.set_num_threads, most_threads)  # a new thread has those that the old model chose
+        return await _ModelDrafting.load(replace(settings, model=replace(settings.model, kv_tokens=slots)), thread)
+
+    return load
 
 
 @dataclass
@@ -78,9 +97,9 @@ class _ModelDrafting:
         if self.chooses_threads:
             await self.thread.run(choose_threads, self.engine)
         engine = await self.thread.run(with_forward_costs, self.engine, MEASURED_ROWS)
+        limits, ahead = self.settings.limits, self.settings.verify.ahead
         translation = await translation_for(engine, self.thread, replicas, self.settings.verify.timeout)
-        replicas.rebuild_with(targets_for(engine, self.settings.verify.ahead, translation))
-        return source_of(engine, self.thread, prefix_cache=self.settings.limits.prefix_cache, translation=translation)
+        return source_of(engine, self.thread, prefix_cache=limits.prefix_cache, ahead=ahead, translation=translation)
 
 
 @dataclass(frozen=True)
@@ -130,9 +149,7 @@ async def translation_for(
     return translation
 
 
-def targets_for(
-    engine: Engine, ahead: bool | None, translation: Translation | None = None
-) -> Callable[[ModelInfo], Target]:
+def _targets_for(engine: Engine, ahead: bool | None, translation: Translation | None) -> Callable[[ModelInfo], Target]:
     """Return the function that builds a `Target` for this draft model; `ahead` as in `Target.of`."""
     if translation is None:
         known_ids, info = max(engine.tokenizer.get_vocab().values()) + 1, engine.info
@@ -143,12 +160,25 @@ def targets_for(
 
 
 def source_of(
-    engine: Engine, thread: ModelThread, *, prefix_cache: bool, translation: Translation | None = None
+    engine: Engine,
+    thread: ModelThread,
+    *,
+    prefix_cache: bool,
+    ahead: bool | None,
+    translation: Translation | None = None,
 ) -> DraftSource:
-    """Make a source of candidates of a draft model that was loaded on this thread."""
+    """Make a source of candidates of a draft model that was loaded on this thread; `ahead` as in `Target.of`."""
     model = EngineDraftModel(engine, PrefixCache(engine.kv_cache, enabled=prefix_cache), translation)
     info, tokenizer = engine.info, engine.tokenizer
     if translation is not None:  # its trees consist of the target's tokens
         info, tokenizer = replace(info, tokenizer_fingerprint=translation.fingerprint), translation.target
-    cores = SharedCores(HalfTheThreads(thread))
-    return DraftSource(model, info, tokenizer, engine.kv_cache.size, cores.shared, translation=translation)
+    return DraftSource(
+        model,
+        info,
+        tokenizer,
+        _targets_for(engine, ahead, translation),
+        engine.kv_cache.size,
+        SharedCores(HalfTheThreads(thread)).shared,
+        translation=translation,
+        guesses=model.guesses,
+    )

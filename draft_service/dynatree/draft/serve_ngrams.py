@@ -56,7 +56,7 @@ class NGramDrafting:
         """
         tokenizer = await target_tokenizer(replicas, self._thread, self._timeout)
         assert self._info is not None, "a ready service has told its target"
-        return DraftSource(NoModel(), self._info, tokenizer, math.inf, has_model=False)
+        return DraftSource(NoModel(), self._info, tokenizer, self.target, math.inf, has_model=False)
 
 
 class NoModel:

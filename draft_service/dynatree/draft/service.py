@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from asyncio import CancelledError
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from functools import partial
 
 from dynatree.common.errors import InvalidArgumentError, OutOfRangeError, ServiceError
 from dynatree.common.limits import MAX_PRINCIPAL_LENGTH
+from dynatree.common.model_info import ModelInfo
 from dynatree.common.tree import check_token_ids
 from dynatree.common.wire import model_info_to_pb
 from dynatree.draft.completion.generation import Backend, Chunk, Completed
@@ -18,15 +19,18 @@ from dynatree.draft.generate_call import GenerateCall, check_message
 from dynatree.draft.metrics import DraftMetrics
 from dynatree.draft.policies import policy_names
 from dynatree.draft.prompt_reader import PromptReader
+from dynatree.draft.recording.recorder import Recorder
+from dynatree.draft.reload.drafts_in_use import DraftsInUse
+from dynatree.draft.reload.replay import RecentTexts
 from dynatree.draft.settings import DefaultPolicy
 from dynatree.draft.target.replicas import NothingReadyError
-from dynatree.draft.text.prompt_text import PromptText
+from dynatree.draft.text.prompt_text import PromptText, decoded
 from dynatree.draft.wire import response_to_pb, started_to_pb
 from dynatree.serving.admission import Admission
 from dynatree.serving.call_tracker import Call
 from dynatree.serving.grpc_options import PRINCIPAL
 from dynatree.serving.principals import is_principal
-from dynatree.serving.tracing import OFF, Span, Tracing
+from dynatree.serving.tracing import Span, Tracing
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -42,26 +46,33 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     A verify service may restart with another model, so each opened session reports its target.
 
     Args:
-        backend: The draft model and the verify services.
+        drafts: The draft model and the verify services.
         default_policy: The policy of requests that name none.
         admission: The queue that decides which requests run.
         metrics: The metrics of completions.
         tracing: The exporter of spans.
+        recent: Recent completions, for the comparison of draft models.
+        recorder: Records completions; None records none.
     """
 
     def __init__(
         self,
-        backend: Backend,
+        drafts: DraftsInUse,
         default_policy: DefaultPolicy,
         admission: Admission,
         metrics: DraftMetrics,
-        tracing: Tracing = OFF,
+        tracing: Tracing,
+        recent: RecentTexts,
+        recorder: Recorder | None,
     ) -> None:
-        self._backend = backend
+        self._drafts = drafts
         self._admission = admission
         self._metrics = metrics
         self._tracing = tracing
-        self._prompts = PromptReader(backend.source.tokenizer)
+        self._recent = recent
+        self._recorder = recorder
+        self._tokenizer = drafts.current.source.tokenizer  # every draft model has the same
+        self._prompts = PromptReader(self._tokenizer)
         self._default_policy = default_policy
         self._nothing_ready = False  # whether the last request found no verify service ready
 
@@ -69,11 +80,11 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
         """Return both models and the policies, default first; the last known target if no verify service answers."""
-        default = self._default_policy.name
-        others = [name for name in policy_names(has_model=self._backend.source.has_model) if name != default]
+        default, backend = self._default_policy.name, self._drafts.current
+        others = [name for name in policy_names(has_model=backend.source.has_model) if name != default]
         return draft_pb2.DraftServiceGetModelInfoResponse(
-            draft=model_info_to_pb(self._backend.source.info),
-            target=model_info_to_pb(self._backend.replicas.target.info),
+            draft=model_info_to_pb(backend.source.info),
+            target=model_info_to_pb(backend.replicas.target.info),
             policies=[default, *others],
             chat_template=self._prompts.has_chat_template,
         )
@@ -93,7 +104,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         if request.WhichOneof("prompt") is None:
             raise InvalidArgumentError("the request has no prompt; expected the field `text` or `chat`")
         add_special_tokens = not request.HasField("add_special_tokens") or request.add_special_tokens
-        principal, target = _principal(context), self._backend.replicas.target.info
+        principal, target = _principal(context), self._drafts.current.replicas.target.info
         token_ids = await self._prompts.encode(request, target, principal, add_special_tokens=add_special_tokens)
         strings = await self._prompts.strings(token_ids, principal) if request.token_strings else []
         return draft_pb2.TokenizeResponse(token_ids=token_ids, token_strings=strings)
@@ -102,7 +113,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self, request: draft_pb2.DetokenizeRequest, context: Context
     ) -> draft_pb2.DetokenizeResponse:
         """Return the text of tokens."""
-        target = self._backend.replicas.target.info
+        target = self._drafts.current.replicas.target.info
         if len(request.token_ids) > target.context_length:
             raise OutOfRangeError(
                 f"the request has {len(request.token_ids)} token_ids, expected at most {target.context_length}"
@@ -117,8 +128,8 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         """Make the completions one after the other, all under one admission: a started request never queues again."""
         span = self._tracing.span("generate", context.invocation_metadata(), request_id=context.request_id)
         try:
-            with span:
-                async with aclosing(self._responses(request, context, span)) as responses:
+            with span, self._drafts.using() as backend:
+                async with aclosing(self._responses(backend, request, context, span)) as responses:
                     async for response in responses:
                         yield response
         except BaseException as error:
@@ -126,10 +137,10 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             raise
 
     async def _responses(
-        self, request: draft_pb2.GenerateRequest, context: Context, span: Span
+        self, backend: Backend, request: draft_pb2.GenerateRequest, context: Context, span: Span
     ) -> AsyncGenerator[draft_pb2.GenerateResponse]:
         check_message(request)
-        principal, target = _principal(context), self._backend.replicas.target
+        principal, target = _principal(context), backend.replicas.target
         if request.WhichOneof("prompt") != "token_ids":
             self._admission.check(principal, self._prompts.least_tokens(request), context.time_remaining())
         prompt_ids = await self._prompts.prompt_ids(request, target.info, principal)
@@ -138,7 +149,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             prompt_ids,
             special_ids=self._prompts.special_ids(request.stop),
             default_policy=self._default_policy,
-            has_model=self._backend.source.has_model,
+            has_model=backend.source.has_model,
             context_length=target.info.context_length,
             principal=principal,
             # a trace shows candidates, so it shows earlier completions only to a principal that proved who it is
@@ -149,7 +160,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         prompt_text = PromptText()
         if request.prompt_text and call.begins:
             prompt_text = await self._prompts.prompt_text(request, prompt_ids, principal)
-        slots = self._backend.drafter.slots(len(prompt_ids), first.limit)
+        slots = backend.drafter.slots(len(prompt_ids), first.limit)
         async with self._admission.queued(principal, slots, context.time_remaining(), call.token_need(first)) as turn:
             with span.child("queue"):
                 async for ahead in turn.positions():
@@ -158,7 +169,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             for index in call.indices:
                 with span.child("completion", index=index) as completing:
                     opening = open_generation(
-                        self._backend,
+                        backend,
                         partial(call.request, index, span=completing),
                         request.resume.target_fingerprint,
                         first.least_context,
@@ -172,11 +183,16 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                         sent_ids = () if request.WhichOneof("prompt") == "token_ids" else prompt_ids
                         started: draft_pb2.Started | None = started_to_pb(generation, seed, sent_ids, prompt_text)
                         prompt_text = PromptText()  # only the first completion carries it
+                        texts: list[str] = []
+                        token_ids: list[int] = []
                         async for event in events:
                             if isinstance(event, Chunk):
                                 turn.charge.use(len(event.token_ids))
+                                texts.append(event.text)
+                                token_ids += event.token_ids
                             if isinstance(event, Completed):
                                 self._completed(call, index, event, completing)
+                                self._keep(call, generation.target, "".join((*texts, event.text)), token_ids)
                             yield response_to_pb(event, index=index, started=started)
                             started = None
 
@@ -212,6 +228,17 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             "resumes": statistics.resumes,
         }
         log.info("completion", extra={"fields": fields})
+
+    def _keep(self, call: GenerateCall, target: ModelInfo, text: str, token_ids: Sequence[int]) -> None:
+        """Keep a completion to compare draft models on and to train one on, unless its request says no.
+
+        If the client has the beginning from another draft service, only the rest is kept.
+        """
+        if not call.keeps:
+            return
+        self._recent.add(call.prompt_ids, token_ids)
+        if self._recorder is not None and self._recorder.wants(call.principal, target):
+            self._recorder.add(text, lambda: decoded(self._tokenizer, call.prompt_ids).text)
 
     def _failed(self, context: Context, error: BaseException) -> None:
         """Count and log a failed request; of requests in a row that find no verify service ready, only the first."""

@@ -11,6 +11,7 @@ from dynatree.common.limits import (
     MAX_QUEUED,
     MAX_SESSIONS,
     MAX_TREE_NODES,
+    RECORD_BYTES,
     RESUME_SECONDS,
 )
 from dynatree.draft.policies import Setting
@@ -71,6 +72,23 @@ class VerifyServices:
 
 
 @dataclass(frozen=True)
+class RecordSettings:
+    """The completions to record, and where; a request with `store` false is never recorded.
+
+    Attributes:
+        folder: The folder of the files.
+        principals: The principals whose completions are recorded; None means all.
+        prompts: Whether their prompts are recorded too.
+        most_bytes: Upper bound on the bytes of the files.
+    """
+
+    folder: Path
+    principals: frozenset[str] | None = None
+    prompts: bool = False
+    most_bytes: int = RECORD_BYTES
+
+
+@dataclass(frozen=True)
 class DraftSettings:
     """All settings of a draft service.
 
@@ -83,6 +101,7 @@ class DraftSettings:
         copy: Whether the model is the target's own copy on the target's machine. Then it loads once the target serves,
             from the page cache and into memory that the target has left for it.
         history: File to which the finished completions are saved, and from which they are loaded; None: none.
+        record: The completions to record; None records none.
     """
 
     model: ModelSettings | None
@@ -92,3 +111,4 @@ class DraftSettings:
     operation: OperationSettings
     copy: bool = False
     history: Path | None = None
+    record: RecordSettings | None = None

@@ -46,7 +46,7 @@ def started_to_pb(
     return draft_pb2.Started(
         seed=seed,
         prompt_ids=prompt_ids,
-        target_fingerprint=generation.fingerprint,
+        target_fingerprint=generation.target.fingerprint,
         max_new_tokens=generation.max_new_tokens,
         prompt_log_probs=generation.prompt_log_probs,
         prompt_top_log_probs=top_log_probs_to_pb(generation.prompt_top_log_probs),

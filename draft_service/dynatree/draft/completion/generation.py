@@ -15,6 +15,7 @@ from dynatree.common.decoding import Decoding
 from dynatree.common.limits import RESUME_SECONDS
 from dynatree.common.log_probs import TopLogProbs
 from dynatree.common.messages import Commit, FinishReason, OpenSession, SessionOpened
+from dynatree.common.model_info import ModelInfo
 from dynatree.draft.completion.ahead import DraftingAhead
 from dynatree.draft.completion.statistics import Statistics, StatisticsRecorder
 from dynatree.draft.growth.best_guesses import BestGuesses
@@ -88,6 +89,7 @@ class GenerationRequest:
         seed: The completion's seed. `decoding.sampling` has the same, unless the policy learns from other requests.
         principal: The principal.
         recalls: Whether trees may have candidates from the principal's earlier completions.
+        keeps: Whether later completions of the principal may have candidates from this one.
         received: The part that the client already has from a lost draft service.
         request_id: The request's id in logs.
         span: The tracing span of the completion.
@@ -102,6 +104,7 @@ class GenerationRequest:
     seed: int
     principal: str = ""
     recalls: bool = True
+    keeps: bool = True
     received: Received = NOTHING_RECEIVED
     request_id: str = ""
     span: Span = NO_SPAN
@@ -224,6 +227,7 @@ class Generation:
             len(request.received.token_ids),
             request.policy.drawing,
             recalls=request.recalls,
+            keeps=request.keeps,
         )
         open_session = OpenSession(
             prompt_ids=request.begun_ids,
@@ -253,9 +257,9 @@ class Generation:
                     reading.cancel()
 
     @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the target that makes the completion."""
-        return self._opened.target.fingerprint
+    def target(self) -> ModelInfo:
+        """The target that makes the completion."""
+        return self._opened.target
 
     @property
     def max_new_tokens(self) -> int:

@@ -20,7 +20,8 @@ from dynatree.draft.growth.drafter import Expansion
 from dynatree.draft.growth.shared_tokens import SharedTokens
 from dynatree.draft.policies.drawing import Drawing
 from dynatree.draft.policies.growing_tree import GrowingTree, Proposal, TrieNode
-from dynatree.draft.text.translation import Translation
+from dynatree.draft.text.translated_context import aligned
+from dynatree.draft.text.translation import NONE, Translation
 from dynatree.engine.engine import Engine
 from dynatree.engine.forward.level_runner import KVMove, LevelRead, LevelsWanted
 from dynatree.engine.forward.runner import Choosing
@@ -103,6 +104,23 @@ class EngineDraftModel:
                 if self._shared is not None:
                     self._shared.restrict(each.tree, each.nodes)
         return seconds
+
+    def guesses(self, kv: KVRange, token_ids: Sequence[int]) -> list[int]:
+        """Read a text of the target's tokens into an empty KV range, and return the likeliest token after each of them.
+
+        A draft with another tokenizer reads its own tokens of the text. There is no guess, but NONE, where none of them
+        ends, or where they would be others if the text ended there.
+        """
+        read, ends = token_ids, [*range(1, len(token_ids) + 1)]
+        if self._shared is not None:
+            read, ends = aligned(self._shared.translation, token_ids)
+        known = [_known(token, self._engine.info.vocab_size) for token in read[: kv.size]]
+        keep = [end - 1 for end in ends if 0 < end <= len(known)]
+        (logits,) = self._engine.forward([Segment(kv, 0, known, range(len(known)), keep=keep)])
+        if self._shared is not None:
+            logits = self._shared.gathered(logits.float())
+        best = dict(zip(keep, logits.argmax(-1).tolist(), strict=True))
+        return [best.get(end - 1, NONE) for end in ends]
 
     def _watch(self, tree: GrowingTree, nodes: Sequence[int]) -> None:
         """Warn once if the draft model proposes nothing, since the completions stay correct but become slow."""

@@ -33,6 +33,7 @@ class DraftSession:
         levels: Levels of the last tree, the root's included; up to as many may be read at once for the next tree.
         drawing: Settings of the draft's distribution.
         recalls: Whether trees may have candidates from the principal's earlier completions.
+        keeps: Whether later completions of the principal may have candidates from this one.
         translated: The committed text in the draft's tokens, if its tokenizer is not the target's.
         root: The trie's node of the last committed token.
     """
@@ -49,6 +50,7 @@ class DraftSession:
     levels: int = 4
     drawing: Drawing = DEFAULT_DRAWING
     recalls: bool = True
+    keeps: bool = True
     translated: TranslatedContext | None = None
     root: TrieNode = field(init=False)
 

@@ -136,6 +136,7 @@ class Drafter:
         drawing: Drawing = DEFAULT_DRAWING,
         *,
         recalls: bool = True,
+        keeps: bool = True,
     ) -> DraftSession:
         """Reserve a KV range for a session; nothing is read yet.
 
@@ -148,6 +149,7 @@ class Drafter:
             generated: Number of tokens at the end of `prompt_ids` that the completion has generated.
             drawing: Settings of the draft's distribution.
             recalls: Whether trees may have candidates from the principal's earlier completions.
+            keeps: Whether later completions of the principal may have candidates from this one.
 
         Raises:
             ServiceBusyError: Too few slots are free.
@@ -170,13 +172,17 @@ class Drafter:
             num_used=cached,
             drawing=drawing,
             recalls=recalls,
+            keeps=keeps,
             translated=translated,
         )
 
     def close(self, session: DraftSession) -> None:
-        """Give back the session's KV range, and keep its tokens as the principal's; the completion may be cut short."""
+        """Give back the session's KV range, and keep its tokens as the principal's if the session allows it.
+
+        The completion may be cut short.
+        """
         self._model.release(session.kv, session.context[: session.num_cached], session.principal)
-        if session.generated:
+        if session.keeps and session.generated:
             self._histories.add(session.principal, session.committed)
 
     def prefilling(self, session: DraftSession, policy: Policy) -> Growing[None]:

@@ -36,6 +36,10 @@ class SharedTokens:
         unknown = torch.zeros(len(ids), device=device).masked_fill(ids == NONE, -math.inf)
         return cls(translation, ids.clamp(min=0), unknown)
 
+    def gathered(self, logits: Tensor) -> Tensor:
+        """Gather float32 logits `[rows, draft's vocabulary]` as `[rows, target tokens]`; -inf for unknown tokens."""
+        return logits.index_select(-1, self.places) + self.unknown
+
     def logits(self, logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """Gather the draft's logits for the target's tokens.
 
@@ -47,7 +51,7 @@ class SharedTokens:
             The logits `[rows, target tokens]`, -inf for tokens that the draft does not have; and the log-probability
             that the draft's next token is one of the others, `[rows, 1]`.
         """
-        found = logits.index_select(-1, self.places) + self.unknown
+        found = self.gathered(logits)
         highest = logits.amax(-1, keepdim=True)
         temperature = 1.0 if sampling.greedy else sampling.temperature
         of_all, of_found = (((each - highest) / temperature).logsumexp(-1, keepdim=True) for each in (logits, found))

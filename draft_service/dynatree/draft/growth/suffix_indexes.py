@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from dynatree.draft.policies.suffix_index import SuffixIndex
@@ -15,7 +16,7 @@ class SuffixIndexes:
     """A suffix index for each principal; no principal gets candidates from another's completions.
 
     Beyond the limit, the principal that holds the most forgets its oldest segment. So no principal can make those
-    forget that hold less. Not thread-safe, except for `tokens` and `hits`: only the draft model's thread may call it.
+    forget that hold less. Thread-safe, since a draft model and its replacement draft on two threads.
 
     Args:
         most_tokens: Maximum number of tokens that are held; 0 holds none.
@@ -28,6 +29,7 @@ class SuffixIndexes:
         self._most = most_tokens
         self._indexes: dict[str, SuffixIndex] = {}  # the principal whose last completion is oldest is first
         self._forgotten_hits = 0
+        self._lock = threading.Lock()
         self.tokens = 0
 
     @property
@@ -38,7 +40,8 @@ class SuffixIndexes:
     @property
     def sequences(self) -> list[tuple[str, list[list[int]]]]:
         """The sequences of each principal, the oldest first."""
-        return [(principal, index.sequences) for principal, index in self._indexes.items()]
+        with self._lock:
+            return [(principal, index.sequences) for principal, index in self._indexes.items()]
 
     def of(self, principal: str) -> SuffixIndex | None:
         """Return a principal's index, or None if it has no completions."""
@@ -48,17 +51,19 @@ class SuffixIndexes:
         """Add a completion with its prompt; of one beyond half of the limit, the end."""
         if self._most < 2 * LEAST_TOKENS:
             return
-        known = self._indexes.pop(principal, None)
-        index = self._indexes[principal] = SuffixIndex() if known is None else known
-        index.add(token_ids[-(self._most // 2 - 1) :], self._most // SEGMENTS)
-        if len(self._indexes) > MAX_PRINCIPALS:
-            self._forget(next(iter(self._indexes)))
-        while sum(each.tokens for each in self._indexes.values()) > self._most:
-            largest = max(self._indexes, key=lambda each: self._indexes[each].tokens)
-            self._indexes[largest].drop_oldest()
-            if not self._indexes[largest].tokens:
-                self._forget(largest)
-        self.tokens = sum(each.tokens for each in self._indexes.values())
+        with self._lock:
+            index = self._indexes.get(principal) or SuffixIndex()
+            index.add(token_ids[-(self._most // 2 - 1) :], self._most // SEGMENTS)
+            self._indexes.pop(principal, None)
+            self._indexes[principal] = index
+            if len(self._indexes) > MAX_PRINCIPALS:
+                self._forget(next(iter(self._indexes)))
+            while sum(each.tokens for each in self._indexes.values()) > self._most:
+                largest = max(self._indexes, key=lambda each: self._indexes[each].tokens)
+                self._indexes[largest].drop_oldest()
+                if not self._indexes[largest].tokens:
+                    self._forget(largest)
+            self.tokens = sum(each.tokens for each in self._indexes.values())
 
     def _forget(self, principal: str) -> None:
         self._forgotten_hits += self._indexes.pop(principal).hits

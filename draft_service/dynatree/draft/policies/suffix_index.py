@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -45,6 +46,8 @@ class SuffixIndex:
     The prompt of a chat's next turn begins with the turns before it. So of each sequence only the part is kept that
     follows the longest common beginning with an earlier sequence, in whole blocks, and one block before that part.
 
+    One thread at a time may change an index, and any thread may recall from it.
+
     Attributes:
         rates: The rates at which the tokens are right, over all sessions of the principal.
         hits: Number of committed tokens that the index foretold.
@@ -56,6 +59,7 @@ class SuffixIndex:
         self.hits = 0
         self.tokens = 0
         self._segments: deque[_Segment] = deque()
+        self._lock = threading.Lock()
 
     @property
     def sequences(self) -> list[list[int]]:
@@ -76,14 +80,16 @@ class SuffixIndex:
         while known < len(keys) and any(keys[known] in segment.beginnings for segment in self._segments):
             known += 1
         part = token_ids[max(known - 1, 0) * BLOCK :]
-        if not self._segments or len(self._segments[-1].tokens) + len(part) >= segment_tokens:
-            self._segments.append(_Segment())
-        self._segments[-1].add(part, keys[known:])
-        self.tokens += len(part) + 1
+        with self._lock:
+            if not self._segments or len(self._segments[-1].tokens) + len(part) >= segment_tokens:
+                self._segments.append(_Segment())
+            self._segments[-1].add(part, keys[known:])
+            self.tokens += len(part) + 1
 
     def drop_oldest(self) -> None:
         """Forget the oldest segment."""
-        self.tokens -= len(self._segments.popleft().tokens)
+        with self._lock:
+            self.tokens -= len(self._segments.popleft().tokens)
 
     def recall(
         self, context: Sequence[int], depth: int, count: int, vocab_size: int, rate: Callable[[int], float]
@@ -116,7 +122,8 @@ class SuffixIndex:
                     each = Recalled(parent, token, share, match)
                     heappush(heap, (-reached, next(order), each, following))
 
-        longest, places = self._longest(context)
+        with self._lock:  # the rest reads tokens, which never change once they are there
+            longest, places = self._longest(context)
         follow(ROOT, longest, 1.0, places)
         while heap and len(found) < count:
             negative, _, each, following = heappop(heap)

@@ -90,3 +90,19 @@ class TranslatedContext:
             if begins_word or (kept <= count - LOOKBACK and not inside):
                 return kept
         return self._fixed
+
+
+def aligned(translation: Translation, token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Encode a text of the target's tokens for the draft, and find where both tokenizers have a boundary.
+
+    Returns:
+        The draft's tokens of the whole text; and, for each of `token_ids`, how many of them are the draft's context if
+        the text ends behind it, or 0 if that context is not their beginning.
+    """
+    context = TranslatedContext(translation, token_ids[:1])
+    ends = [len(context.token_ids)]
+    for token in token_ids[1:]:
+        same = context.push([token])
+        ends = [end if end <= same else 0 for end in ends]
+        ends.append(len(context.token_ids))
+    return context.token_ids, ends

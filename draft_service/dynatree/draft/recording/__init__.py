@@ -1,0 +1,1 @@
+"""Recording of completions, as texts for the training of a draft model."""

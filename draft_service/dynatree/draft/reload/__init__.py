@@ -1,0 +1,1 @@
+"""Replacement of the draft model while the service runs."""
