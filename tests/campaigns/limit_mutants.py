@@ -67,6 +67,11 @@ NOTICED: dict[str, tuple[str, str] | str] = {
     "MOST_FAULTS": "tests/engine/test_not_finite.py::test_a_device_is_tried_after_a_few_faults_with_no_commit_between",
     "MOST_HISTORY_TOKENS": "tests/cli/test_imports.py",
     "MAX_PRINCIPALS": "tests/draft/test_history.py",
+    **dict.fromkeys(
+        ("MOST_TEXTS", "MOST_TOKENS"),
+        "tests/draft/test_reload.py::test_recent_texts_are_the_ends_of_the_last_completions",
+    ),
+    "MOST_WAITING": "tests/draft/test_recording.py",
 }
 
 # Limits from below: a smaller value is no limit.
@@ -82,6 +87,7 @@ KEPT = {
     "IDLE_SECONDS": "tests set --idle-timeout",
     "RESUME_SECONDS": "tests set --resume-timeout",
     "HISTORY_TOKENS": "tests set --history-tokens",
+    "RECORD_BYTES": "tests set --record-bytes",
     "MAX_HISTORIES": "of settings that the service's own policies have",
 }
 

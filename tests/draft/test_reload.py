@@ -17,7 +17,7 @@ import pytest
 from dynatree import embedded
 from dynatree.client import Client
 from dynatree.draft.growth.suffix_indexes import SuffixIndexes
-from dynatree.draft.reload.replay import MOST_TEXTS, MOST_TOKENS, RecentText, RecentTexts
+from dynatree.draft.reload.replay import MOST_TOKENS, RecentText, RecentTexts
 from tests.support.model_zoo import VOCAB_SIZE, save_noisy_copy, save_random_model
 from tests.support.other_tokenizers import save_renumbered, save_with_tokenizer
 from tests.support.processes import wait_until
@@ -211,7 +211,7 @@ def test_recent_texts_are_the_ends_of_the_last_completions() -> None:
         RecentText(ends[0], MOST_TOKENS - 1),
         RecentText(ends[1], 1),
     )
-    for token in range(MOST_TEXTS):
+    for token in range(16):
         recent.add([token], [token])
-    assert len(recent.copy()) == MOST_TEXTS
+    assert len(recent.copy()) == 16
     assert all(text.start == 1 for text in recent.copy())

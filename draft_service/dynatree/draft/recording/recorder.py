@@ -26,8 +26,8 @@ MOST_WAITING = 256  # completions that wait to be written; further ones are not 
 class Recorder:
     """Appends completions to a folder as JSON lines, on a thread of its own; `Recorder.open`, then `add`, then `close`.
 
-    A line is an object with `text`, the completion as the client got it, and with `prompt` if prompts are recorded.
-    A failure to write is logged once and affects no completion.
+    A line is an object with one field, `text`: the completion as the client got it, behind its prompt if prompts are
+    recorded. A failure to write is logged once and affects no completion.
 
     Args:
         settings: The completions to record.
@@ -77,6 +77,8 @@ class Recorder:
 
     def add(self, text: str, read_prompt: Callable[[], str]) -> None:
         """Record a completion; `read_prompt` returns its prompt, and is called on the recording thread."""
+        if not text:
+            return
         if self._room.acquire(blocking=False):
             self._thread.submit(self._write, text, read_prompt)
         else:
@@ -89,8 +91,8 @@ class Recorder:
 
     def _write(self, text: str, read_prompt: Callable[[], str]) -> None:
         try:
-            line = {"text": text, "prompt": read_prompt()} if self._settings.prompts else {"text": text}
-            self._files.append(json.dumps(line).encode() + b"\n")
+            whole = read_prompt() + text if self._settings.prompts else text
+            self._files.append(json.dumps({"text": whole}).encode() + b"\n")
         except Exception as error:  # whatever it is, it concerns the recording alone
             self._warn(str(getattr(error, "strerror", None) or error))
         finally:
