@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -101,6 +103,28 @@ def test_principals_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         histories.add(name, range(20))
     assert [name for name, _ in histories.sequences] == ["one", "three"]
     assert SuffixIndexes(0).of("one") is None
+
+
+def test_a_draft_recalls_while_another_thread_adds() -> None:
+    """So do a draft model and its replacement while the last requests of the old one run."""
+    histories, interval = SuffixIndexes(2000), sys.getswitchinterval()
+    histories.add("", range(100))
+
+    def add() -> None:
+        for number in range(2000):
+            histories.add("", range(number, number + 100))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as executor:
+            adding = executor.submit(add)
+            for _ in range(5000):
+                index = histories.of("")
+                if index is not None:
+                    recalled(index, 0, 1, 2, -7)
+            adding.result()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def lookup_of(index: SuffixIndex, context: Sequence[int], lookup: Lookup) -> dict[tuple[int, ...], float]:

@@ -20,7 +20,7 @@ from dynatree.draft.text.translated_context import TranslatedContext
 from dynatree.draft.text.translation import Translation
 from dynatree.engine.kv.kv_range import KVRange
 
-MOST_DRAFT_TOKENS = 2  # for each token of a target with another tokenizer; a longer context is not drafted for
+DRAFT_TOKENS_PER_TOKEN = 2  # for each token of a target with another tokenizer; a longer context is not drafted for
 PIECE = 128  # prompt tokens per forward pass, which it shares with the tree levels of other sessions
 
 
@@ -122,7 +122,7 @@ class Drafter:
         """KV slots of a session of at most `limit` tokens, prompt included."""
         if prompt_tokens >= self._model.context_length:
             return 1  # nothing is ever drafted, so nothing is read
-        tokens = limit if self._translation is None else MOST_DRAFT_TOKENS * limit
+        tokens = limit if self._translation is None else DRAFT_TOKENS_PER_TOKEN * limit
         return min(tokens, self._model.context_length) + 2 * self._max_tree_nodes
 
     def open(

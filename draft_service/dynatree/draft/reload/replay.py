@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatree.draft.growth.draft_source import DraftSource
-from dynatree.draft.growth.drafter import MOST_DRAFT_TOKENS
+from dynatree.draft.growth.drafter import DRAFT_TOKENS_PER_TOKEN
 from dynatree.engine.model_thread import ModelThread
 
 MOST_TEXTS = 16  # recent completions that are kept
@@ -52,7 +52,7 @@ class RecentTexts:
 
 def slots_of(source: DraftSource) -> int:
     """KV slots that a replay takes."""
-    tokens = MOST_TOKENS if source.translation is None else MOST_DRAFT_TOKENS * MOST_TOKENS
+    tokens = MOST_TOKENS if source.translation is None else DRAFT_TOKENS_PER_TOKEN * MOST_TOKENS
     return min(tokens, source.model.context_length)
 
 
