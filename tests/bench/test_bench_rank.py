@@ -123,6 +123,15 @@ def test_drafts_take_turns_and_those_that_do_not_start_have_a_reason(
     assert capsys.readouterr().out == printed
 
 
+def test_a_copy_that_does_not_exist_is_refused_before_anything_starts(
+    book: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "service_pair", lambda *_: pytest.fail("a service starts"))
+    line = ["rank", "--target-model", "embedded", "--draft-model", "embedded", "--draft-model", "self:int3"]
+    assert main([*line, "--prompts", str(book)]) != 0
+    assert "self:int3 names no copy of the target; expected self:int8 or self:int4" in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_one_target_serves_all_drafts(book: Path, tmp_path: Path) -> None:
     """With processes: a draft model, both copies, and a draft whose files are harmed."""

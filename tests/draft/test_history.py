@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import random
 import sys
@@ -198,27 +200,30 @@ def test_a_file_keeps_what_was_held_and_only_this_user_reads_it(tmp_path: Path) 
     assert (loaded.sequences, loaded.tokens) == (histories.sequences, 15)
 
 
+def saved(principals: object, tokenizer: str = "tokenizer", version: int = 1) -> bytes:
+    digest = hashlib.sha256(json.dumps(principals).encode()).hexdigest()
+    head = {"format": f"dynatree history {version}", "tokenizer": tokenizer, "sha256": digest}
+    return json.dumps({**head, "principals": principals}).encode()
+
+
+GOOD = [{"principal": "a", "sequences": [[1234, 5678]]}]
 WRONG = {
     "empty": b"",
     "binary": b"\xff\x00\x01",
-    "cut": b'{"format": "dynatree history 1", "tokenizer": "tok',
+    "cut": saved(GOOD)[:40],
     "deep": b"[" * 100_000,
     "a text": b"Once upon a time",
-    "another format": b'{"format": "dynatree history 2", "tokenizer": "tokenizer", "principals": []}',
-    "another tokenizer": b'{"format": "dynatree history 1", "tokenizer": "other", "principals": []}',
-    **{
-        what: b'{"format": "dynatree history 1", "tokenizer": "tokenizer", "principals": %s}' % principals
-        for what, principals in {
-            "no list": b"{}",
-            "no principal": b'[{"sequences": [[1]]}]',
-            "a name that no log line may have": b'[{"principal": "a\\nb", "sequences": [[1]]}]',
-            "no sequences": b'[{"principal": "a"}]',
-            "a word": b'[{"principal": "a", "sequences": [[1, "2"]]}]',
-            "a switch": b'[{"principal": "a", "sequences": [[1, true]]}]',
-            "below": b'[{"principal": "a", "sequences": [[-1]]}]',
-            "above": b'[{"principal": "a", "sequences": [[2147483648]]}]',
-        }.items()
-    },
+    "another token": saved(GOOD).replace(b"1234", b"1235"),
+    "another format": saved(GOOD, version=2),
+    "another tokenizer": saved(GOOD, tokenizer="other"),
+    "no list": saved({}),
+    "no principal": saved([{"sequences": [[1]]}]),
+    "a name that no log line may have": saved([{"principal": "a\nb", "sequences": [[1]]}]),
+    "no sequences": saved([{"principal": "a"}]),
+    "a word": saved([{"principal": "a", "sequences": [[1, "2"]]}]),
+    "a switch": saved([{"principal": "a", "sequences": [[1, True]]}]),
+    "below": saved([{"principal": "a", "sequences": [[-1]]}]),
+    "above": saved([{"principal": "a", "sequences": [[2147483648]]}]),
 }
 
 

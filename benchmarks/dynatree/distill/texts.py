@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 LENGTH = 256  # tokens of a training sequence
 PROMPT = 64  # tokens of a prompt that the target answers, its chat template included
 _PIECE = 4 * LENGTH
+_MANIFEST = "manifest.json"  # of a folder that `--record` wrote
 _HELD_BACK = 16  # every 16th piece is held back
 
 
@@ -87,7 +88,7 @@ def _documents(source: Path) -> Iterator[str]:
         yield from _of_file(source)
         return
     texts = others = 0
-    for file in sorted(each for each in source.rglob("*") if each.is_file()):
+    for file in sorted(each for each in source.rglob("*") if each.is_file() and each.name != _MANIFEST):
         try:
             yield from _of_file(file)
             texts += 1

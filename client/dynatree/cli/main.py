@@ -29,7 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("say whether and how a model or a pair would be served", "dynatree.cli.check"),
     "audit": ("check that the output equals that of transformers' generate()", "dynatree.cli.audit"),
     "trace": ("draw a trace as an HTML page", "dynatree.cli.trace"),
-    "rank": ("rank drafts for a target by measured tokens/s on your prompts", "dynatree.bench.rank.arguments"),
+    "rank": ("rank drafts for a target by their measured speed on your prompts", "dynatree.bench.rank.arguments"),
     "distill": (
         "make a draft for a target that has none, from its layers and your texts",
         "dynatree.distill.arguments",

@@ -9,8 +9,9 @@ from dynatree.bench.arguments import check_packages
 from dynatree.bench.options import add_hardware, add_out, add_prompts, at_least, temperature
 from dynatree.cli.interrupts import raise_interrupts
 from dynatree.engine.model.files import check_model
+from dynatree.engine.settings import copied
 
-EXAMPLE = "dynatree rank --target-model ~/models/llama-8b --draft-model self:int4 --prompts chats.jsonl"
+EXAMPLE = "dynatree rank --target-model ~/models/llama-8b --draft-model self:int4 --prompts prompts.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,11 +66,13 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         DynaTreeError: A service failed.
-        StartupError: There is no such target.
+        StartupError: There is no such target, or no copy of it with such weights.
         SystemExit: A file or the target cannot be used.
     """
     check_packages("rank")
     check_model(options.target_model)
+    for draft in options.drafts:
+        copied(draft)
     raise_interrupts()
     status: int = import_module("dynatree.bench.rank.command").run(options)
     return status

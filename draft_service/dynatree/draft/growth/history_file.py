@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -52,7 +53,7 @@ class HistoryFile:
         if not self._replaceable:
             return
         principals = [{"principal": name, "sequences": sequences} for name, sequences in histories.sequences]
-        content = {"format": FORMAT, "tokenizer": self._tokenizer, "principals": principals}
+        content = {"format": FORMAT, "tokenizer": self._tokenizer, "sha256": _sum(principals), "principals": principals}
         written = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
             with suppress(FileNotFoundError):
@@ -74,9 +75,14 @@ class HistoryFile:
             OSError: The file cannot be read.
             ValueError: Its contents are wrong.
         """
-        content = json.loads(self._path.read_bytes())
+        try:
+            content = json.loads(self._path.read_bytes())
+        except ValueError:
+            content = None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT!r}")
+            raise ValueError("it is no history, or it is damaged")
+        if content.get("sha256") != _sum(content.get("principals")):
+            raise ValueError("it is damaged")
         if content.get("tokenizer") != self._tokenizer:
             raise ValueError("its tokens are another tokenizer's")
         return [each for entry in _list(content.get("principals")) for each in self._sequences(entry)]
@@ -91,6 +97,10 @@ class HistoryFile:
             if not all(type(token) is int and token in TOKEN_IDS for token in _list(token_ids)):
                 raise ValueError("a token is not a token id")
         return [(principal, token_ids) for token_ids in sequences]
+
+
+def _sum(principals: Any) -> str:
+    return hashlib.sha256(json.dumps(principals).encode()).hexdigest()
 
 
 def _list(value: Any) -> list[Any]:
