@@ -114,7 +114,7 @@ def test_drafts_take_turns_and_those_that_do_not_start_have_a_reason(
         "embedded": None,
         "self:int8": "the int8 copy does not fit",
         "self:int4": "the int8 copy does not fit",
-        "./nowhere": "there is no model at ./nowhere",
+        "./nowhere": "there is no model at ./nowhere: no such folder or file",
         "none": None,
     }
     assert f"\nuse {report['options']['recommended']}: " in printed

@@ -127,13 +127,13 @@ def registered(made: type[Any], *arguments: object) -> dict[str, tuple[str, tupl
 @pytest.mark.parametrize(
     ("title", "made", "arguments"),
     [
-        ("Of the draft service:", DraftMetrics, 2),
+        ("Of the draft service:", DraftMetrics, 3),
         ("Of the verify service:", VerifyMetrics, 1),
         ("Of the gateway:", GatewayMetrics, 0),
     ],
 )
 def test_metrics(title: str, made: type[Any], arguments: int) -> None:
-    idle = SimpleNamespace(running=0, waiting=0, usage=0.0, all=[])
+    idle = SimpleNamespace(running=0, waiting=0, usage=0.0, all=[], tokens=0, hits=0)
     _, rows = next(tables_behind("guides/operate.md", title))
     shown = {codes(row[0])[0]: (row[1], tuple(codes(row[2]))) for row in rows}
     assert shown == registered(made, *[idle] * arguments)

@@ -157,7 +157,7 @@ class Chain:
 def drawn(pair, name, settings, *, draws, length=3, scheme=Scheme.RESIDUAL, seed=0):
     """Return the counts of at least `draws` tokens, in chains of a given length, and the number of accepted nodes."""
     draft = EngineDraftModel(Table(pair.draft), translation=pair.translation)
-    drafter, verifier = Drafter(draft, 32, pair.translation), Verifier(Table(pair.target), 32)
+    drafter, verifier = Drafter(draft, 32, translation=pair.translation), Verifier(Table(pair.target), 32)
     counts, accepted = Counts(pair.vocabulary), 0
     for start in range(seed, seed + -(-draws // length), BATCH):
         samplings = [Sampling(temperature=1.0, seed=start + number, scheme=scheme) for number in range(BATCH)]

@@ -20,6 +20,7 @@ from dynatree.engine.loading import load_engine
 from dynatree.engine.settings import ModelSettings
 from tests.support import processes
 from tests.support.forked import Forked
+from tests.support.gguf_files import save_gguf
 from tests.support.model_zoo import save_noisy_copy, save_random_model
 from tests.support.packed_checkpoints import save_packed
 from tests.support.processes import is_running, wait_until
@@ -218,7 +219,7 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, monkeypatch
         with pytest.raises(StartupError, match="--tensor-parallel and --resident-layers cannot be combined"):
             load_engine(ModelSettings(str(model), tensor_parallel=2, resident_layers=layers))
     with pytest.raises(StartupError, match="--tensor-parallel: the weights of a GGUF file are not split"):
-        load_engine(ModelSettings(str(model / "model.gguf"), tensor_parallel=2))
+        load_engine(ModelSettings(str(save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1)), tensor_parallel=2))
     packed, _ = save_packed(tmp_path, "gptq", 4)
     with pytest.raises(StartupError, match="quantised weights, which do not go together with --tensor-parallel"):
         load_engine(ModelSettings(str(packed), tensor_parallel=2))

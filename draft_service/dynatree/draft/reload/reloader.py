@@ -78,7 +78,7 @@ class Reloader:
             new = await self._loaded(old, thread)
             new.replicas.rebuild_with(new.source.build_target)
             unused = self._drafts.replace(new)
-            log.info("SIGHUP: new requests get the draft %s", new.source)
+            log.info("SIGHUP: new requests get the draft %s", str(new.source))  # a kept record holds no model
             self._count("taken")
             await unused
         except Exception as error:
