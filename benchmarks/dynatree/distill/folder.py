@@ -115,7 +115,7 @@ def _move(file: Path, to: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the operating system's reason behind an error, if there is one; torch adds an error of its own."""
+    """Return the operating system's reason for a failed write, or the error itself; torch wraps that reason."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

@@ -85,7 +85,7 @@ def _check_no_model(options: argparse.Namespace, names: Sequence[str]) -> None:
 
 
 def _check_copy(options: argparse.Namespace, weights: str) -> None:
-    """Refuse a copy of the target that has weights of its own option, or no fewer bits than the target.
+    """Refuse a copy of the target beside `--draft-weights`, or with no fewer bits than the target.
 
     Raises:
         StartupError: `--draft-weights` is given, or the target has weights of as few bits.

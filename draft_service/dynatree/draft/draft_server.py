@@ -73,7 +73,7 @@ async def serve(
     Args:
         settings: All settings of the service.
         load: Begins to draft, on the thread of the draft model.
-        load_again: Loads the draft model again at SIGHUP; None if it has no checkpoint of its own.
+        load_again: Loads the draft model again at SIGHUP; None without a draft model, or if it is the target's copy.
 
     Raises:
         StartupError: The model, an address, a file or the verify services cannot be used, or the models do not fit
