@@ -174,6 +174,7 @@ def attend(chooser: random.Random) -> None:
     import torch
 
     from dynatree.engine.cpu.native_attention import NativeBatch
+    from dynatree.engine.forward.scores import Scores
     from dynatree.engine.kv.kv_cache import KVCache, KVShape
 
     dtype = chooser.choice((torch.float32, torch.bfloat16, torch.float16))
@@ -194,7 +195,7 @@ def attend(chooser: random.Random) -> None:
     for row in faulty:
         chooser.choice((key, value))[-1, row, -1] = chooser.choice((math.nan, math.inf))
     batch = NativeBatch(segments, memory)
-    output = batch.attend(0, query, key, value, None)
+    output = batch.attend(0, query, key, value, Scores())
     assert output.shape == (rows, kv_heads * group, dim)
     assert list(batch.faulty()) == faulty
     for segment in segments:

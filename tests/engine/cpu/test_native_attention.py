@@ -8,6 +8,7 @@ import torch
 
 from dynatree.engine import loading
 from dynatree.engine.cpu.native_attention import NativeBatch
+from dynatree.engine.forward.scores import Scores
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.kv_cache import KVCache, KVShape
 from dynatree.engine.loading import load_engine
@@ -71,7 +72,7 @@ def test_every_query_attends_to_what_its_mask_shows(build, dtype, heads, kv_head
     ]
     query, key, value = new_tensors(generator, 1 + 70 + 7 + 66, heads, kv_heads, dim, dtype)
     scale = 1.2 * dim**-0.5
-    got = NativeBatch(segments, kv_cache).attend(1, query, key, value, scale)
+    got = NativeBatch(segments, kv_cache).attend(1, query, key, value, Scores(scale))
     assert got.dtype == dtype
     assert got.shape == (144, heads, dim)
     assert (got - exact(segments, kv_cache, 1, query, scale)).abs().max() < ERRORS[dtype]
@@ -102,7 +103,7 @@ def test_a_query_has_the_same_bits_whatever_is_computed_beside_it(build, dtype):
             if crowd:
                 segments.insert(0, segment_of(other, 77, 9, random_mask(9, generator)))
                 parts = [torch.cat(both, dim=1) for both in zip(beside, parts, strict=True)]
-            rows.append(NativeBatch(segments, kv_cache).attend(0, *parts, None)[-(stop - start) :])
+            rows.append(NativeBatch(segments, kv_cache).attend(0, *parts, Scores())[-(stop - start) :])
         return torch.cat(rows)
 
     whole = read()
@@ -115,7 +116,7 @@ def test_a_query_has_the_same_bits_whatever_is_computed_beside_it(build, dtype):
     mask = torch.eye(7, dtype=torch.bool)
     mask[:5, :5] = torch.ones(5, 5, dtype=torch.bool).tril()
     tree = NativeBatch([segment_of(kv, 145, 7, mask)], kv_cache).attend(
-        0, *(each[:, tokens] for each in (query, key, value)), None
+        0, *(each[:, tokens] for each in (query, key, value)), Scores()
     )
     assert torch.equal(tree[:5], whole[145:])
 
@@ -127,7 +128,7 @@ def test_numbers_that_are_not_finite_are_stored_as_zeros(build, dtype):
     query, key, value = new_tensors(torch.Generator().manual_seed(2), 3, 1, 1, 16, dtype)
     key[0, 1, 3], value[0, 2, 5], value[0, 0, 0] = math.nan, math.inf, -math.inf
     segment = segment_of(kv_cache.reserve(50), 0, 3)
-    output = NativeBatch([segment], kv_cache).attend(0, query, key, value, None)
+    output = NativeBatch([segment], kv_cache).attend(0, query, key, value, Scores())
     assert output.isfinite().all()
     for slots, new in zip(kv_cache.slots(segment.kv, 3)[0], (key, value), strict=True):
         assert torch.equal(slots, new.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
@@ -168,11 +169,11 @@ def test_hidden_slots_between_those_that_a_query_sees_change_no_bit(dtype):
         tensors = new_tensors(generator, 2 * length, heads, heads, dim, dtype)
         places = torch.randperm(2 * length, generator=generator)[:length].sort().values
         chain = [each[:, places] for each in tensors]
-        alone = NativeBatch([segment_of(one, prefix, length)], kv_cache).attend(0, *chain, None)
+        alone = NativeBatch([segment_of(one, prefix, length)], kv_cache).attend(0, *chain, Scores())
         mask = torch.eye(2 * length, dtype=torch.bool)
         for index, place in enumerate(places):
             mask[place, places[:index]] = True
-        among = NativeBatch([segment_of(other, prefix, 2 * length, mask)], kv_cache).attend(0, *tensors, None)
+        among = NativeBatch([segment_of(other, prefix, 2 * length, mask)], kv_cache).attend(0, *tensors, Scores())
         assert torch.equal(among[places], alone)
 
 
@@ -187,5 +188,7 @@ def test_many_light_slots_beside_a_heavy_one_are_not_lost():
     query = torch.zeros(1, 1, dim)
     query[..., 0] = 1.0
     segment = segment_of(kv_cache.reserve(slots + 10), slots - 1, 1)
-    output = NativeBatch([segment], kv_cache).attend(0, query, torch.zeros(1, 1, dim), torch.zeros(1, 1, dim), 1.0)
+    output = NativeBatch([segment], kv_cache).attend(
+        0, query, torch.zeros(1, 1, dim), torch.zeros(1, 1, dim), Scores(1.0)
+    )
     assert (output - 1 / (1 + (slots - 1) * math.exp(-17.3))).abs().max() < 1e-6

@@ -20,6 +20,7 @@ from dynatree.engine.cpu.native_attention import NativeBatch
 from dynatree.engine.cpu.native_linear import NativeLinear
 from dynatree.engine.cpu.native_program import Program
 from dynatree.engine.cpu.native_runner import NativeRunner
+from dynatree.engine.forward.scores import Scores
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.kv_cache import KVCache, KVShape
 from dynatree.engine.kv.kv_range import KVRange
@@ -130,13 +131,13 @@ def test_attention_takes_what_fits_its_kv_cache(calls: list[str], change: Any, e
         "key": torch.zeros(KV_HEADS, TOKENS, DIM),
         "value": torch.zeros(KV_HEADS, TOKENS, DIM),
     }
-    NativeBatch(segments, kv_cache).attend(0, scale=None, **tensors)
+    NativeBatch(segments, kv_cache).attend(0, scores=Scores(), **tensors)
     assert calls == ["dynatree_attention"]
     wrong, given = change(segments, tensors)
     with pytest.raises(error):
-        NativeBatch(wrong, kv_cache).attend(0, scale=None, **given)
+        NativeBatch(wrong, kv_cache).attend(0, scores=Scores(), **given)
     with pytest.raises(IndexError):
-        NativeBatch(segments, kv_cache).attend(1, scale=None, **tensors)
+        NativeBatch(segments, kv_cache).attend(1, scores=Scores(), **tensors)
     assert calls == ["dynatree_attention"]
 
 

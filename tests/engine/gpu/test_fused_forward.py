@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from dynatree.engine.forward.attention import NAME
 from dynatree.engine.forward.flat_forward import FlatForward
+from dynatree.engine.forward.scores import Scores
 from dynatree.engine.gpu.fused_forward import FAMILIES, FusedForward, can_fuse
 from tests.support.kernel_builds import needs_triton
 from tests.support.model_zoo import save_random_model
@@ -31,12 +32,12 @@ FAMILY_MODELS: dict[str, dict[str, Any]] = {
 class Causal:
     """Attention over the rows themselves; implements `Attending`."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         group = query.shape[0] // key.shape[0]
         key, value = (each.repeat_interleave(group, 0) for each in (key, value))
-        scores = (query @ key.transpose(1, 2)).float() * (scale or query.shape[-1] ** -0.5)
-        unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(unseen, -torch.inf).softmax(-1).to(value.dtype)
+        products = (query @ key.transpose(1, 2)).float() * (scores.scale or query.shape[-1] ** -0.5)
+        unseen = torch.ones(products.shape[1:], dtype=torch.bool).triu(1)
+        weights = products.masked_fill(unseen, -torch.inf).softmax(-1).to(value.dtype)
         return (weights @ value).transpose(0, 1)
 
 
@@ -69,7 +70,7 @@ def test_a_row_has_equal_bits_beside_any_others(model: Any) -> None:
     positions = torch.arange(ROWS)[None]
 
     class Itself(Causal):
-        def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
             return (query + value.repeat_interleave(query.shape[0] // key.shape[0], 0)).transpose(0, 1)
 
     order = [3, 0, 5, 1, 4, 2]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dynatree.engine.cpu.native import DTYPES, address, call, lying
+from dynatree.engine.forward.scores import Scores
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.kv_cache import KVCache
 
@@ -108,7 +109,7 @@ class NativeBatch:
         self._layer = _Layer(faulty=self._faulty.buffer_info()[0])
         self._shape = Shape()
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Store the new keys and values, then attend; see `Attending.attend`.
 
         Raises:
@@ -131,7 +132,7 @@ class NativeBatch:
         to.values = to.keys + slots.stride(0) * slots.element_size()
         to.cache_head, to.output = slots.stride(1), address(output, dtype, tokens, heads, dim)
         shape.heads, shape.kv_heads, shape.dim, shape.dtype = heads, kv_heads, dim, DTYPES[dtype]
-        shape.scale = dim**-0.5 if scale is None else scale
+        shape.scale = dim**-0.5 if scores.scale is None else scores.scale
         call("dynatree_attention", ctypes.byref(to), ctypes.byref(shape), self._segments, len(self._segments))
         return output
 

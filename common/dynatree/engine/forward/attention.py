@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.forward.batch_invariance import padded_keys, padded_queries
+from dynatree.engine.forward.scores import Scores
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.kv_cache import KVCache
 
@@ -45,7 +46,7 @@ _WITHOUT_EFFECT = frozenset(
 class Attending(Protocol):
     """Computes the attention of one forward pass; the model hands it to the attention function of every layer."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Compute one layer's attention for the `n` tokens of the forward pass.
 
         Args:
@@ -53,7 +54,7 @@ class Attending(Protocol):
             query: `[heads, n, head_dim]`.
             key: `[kv_heads, n, head_dim]`.
             value: `[kv_heads, n, head_dim]`.
-            scale: Factor applied to the scores; None means `head_dim ** -0.5`.
+            scores: How the products of queries and keys become weights.
 
         Returns:
             `[n, heads, head_dim]`.
@@ -109,7 +110,7 @@ class Batch:
             self._spread = torch.tensor(spread, device=kv_cache.device)
             self._gathered = torch.tensor(gathered, device=kv_cache.device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Store the new keys and values, then attend; see `Attending.attend`."""
         both = torch.stack((key, value)).to(self._dtype)  # [2, kv_heads, n, head_dim]
         self._largest.append(torch.linalg.vector_norm(both, math.inf, (0, 1, 3)))
@@ -129,7 +130,7 @@ class Batch:
                     values[None],
                     attn_mask=bias,
                     is_causal=bias is None and padded.stop - padded.start > 1,
-                    scale=scale,
+                    scale=scores.scale,
                     enable_gqa=grouped,
                 )
             )
@@ -208,7 +209,7 @@ def attention(
     _check_options(options, dynatree_call.context_length)
     if attention_mask is not None and attention_mask is not dynatree_call.mask:
         _check_mask(attention_mask, dynatree_call.context_length)
-    return dynatree_call.attending.attend(layer, query[0], key[0], value[0], scaling)[None], None
+    return dynatree_call.attending.attend(layer, query[0], key[0], value[0], Scores(scaling))[None], None
 
 
 def _check_options(options: Mapping[str, Any], context_length: int) -> None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from dynatree.engine.device import HAS_TRITON
 from dynatree.engine.forward.attention import Attending
 from dynatree.engine.forward.flat_forward import FlatForward
+from dynatree.engine.forward.scores import Scores
 
 # transformers' names of activation functions, by their `kind` in the kernel
 _ACTIVATIONS = {"gelu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "silu": 2, "swish": 2, "relu": 3}
@@ -102,7 +103,7 @@ class FusedForward:
     ) -> Tensor:
         """Rotate queries and keys by their positions, and return the attention output, `[rows, heads * dim]`."""
         torch.ops.dynatree.rotate(query, key, self._cosines, self._sines, positions)
-        return attending.attend(layer, query, key, value, scale).flatten(1)
+        return attending.attend(layer, query, key, value, Scores(scale)).flatten(1)
 
     def _activate(self, gate: Tensor, other: Tensor | None = None) -> Tensor:
         output: Tensor = torch.ops.dynatree.activate(gate, other, self._kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from dynatree.engine.forward.scores import Scores
 from dynatree.engine.gpu.tree_attention import RowPlan, tree_attention
 from dynatree.engine.kv.kv_cache import KVCache
 
@@ -16,9 +17,9 @@ class RowAttention:
         self._plan = plan
         self._longest = longest
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Store the new keys and values, then attend; see `Attending.attend`."""
         dtype = self._kv_cache.dtype
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         return tree_attention(query, key, value, self._kv_cache.layer(layer), self._plan, self._longest, scale)

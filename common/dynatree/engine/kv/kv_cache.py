@@ -12,15 +12,28 @@ import torch
 from torch import Tensor
 
 from dynatree.engine.kv.kv_range import KVRange
+from dynatree.engine.kv.locality import GLOBAL, Locality
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """The shape of one token's keys and values, which is the same in every layer."""
+    """The shape of one token's keys and values, which is the same in every layer, and what each layer sees of them.
+
+    Attributes:
+        layers: Number of layers.
+        kv_heads: Number of key-value heads.
+        head_dim: Size of a key, and of a value.
+        localities: What a query of each layer sees; empty means that all layers see every earlier token.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
+    localities: tuple[Locality, ...] = ()
+
+    def locality(self, layer: int) -> Locality:
+        """What a query of a layer sees."""
+        return self.localities[layer] if self.localities else GLOBAL
 
     def slot_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one token's keys and values in all layers."""

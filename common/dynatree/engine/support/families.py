@@ -11,6 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PretrainedCo
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.forward.flat_forward import FlatForward
+from dynatree.engine.forward.scores import Scores
 from dynatree.engine.kv.kv_cache import KVShape
 
 # Kinds of rotary scaling whose frequencies depend on the longest position so far, which a draft token would change.
@@ -86,7 +87,7 @@ class KVShapeRecorder:
     def __init__(self) -> None:
         self._shapes: dict[int, tuple[int, int]] = {}  # kv_heads and head_dim of each layer
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Compute causal attention among the tokens of the forward pass; see `Attending.attend`."""
         if key.shape != value.shape:
             raise StartupError(
@@ -98,7 +99,7 @@ class KVShapeRecorder:
         self._shapes[layer] = (key.shape[0], key.shape[2])
         grouped = query.shape[0] != key.shape[0]
         return scaled_dot_product_attention(
-            query[None], key[None], value[None], is_causal=True, scale=scale, enable_gqa=grouped
+            query[None], key[None], value[None], is_causal=True, scale=scores.scale, enable_gqa=grouped
         )[0].transpose(0, 1)
 
     def kv_shape(self, layers: int) -> KVShape:
