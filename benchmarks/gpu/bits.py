@@ -18,6 +18,7 @@ from keeping import NO_GPU, Bound, Measured, NotMeasuredError
 from torch import Tensor
 from torch.nn.functional import linear
 
+from dynatree.engine.forward.scores import Scores
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.forward.tree_mask import ancestor_mask
 from dynatree.engine.gpu.rows import RowBuffers, RowSizes
@@ -180,7 +181,7 @@ def _attended(
     buffers = RowBuffers(sizes, layer.shape[2] - 1, layer.device)
     buffers.fill(segments, pieces)
     padded = [torch.cat([each, each[:, :1].expand(-1, sizes.rows - each.shape[1], -1)], 1) for each in numbers]
-    return by_triton(padded[0], padded[1], padded[2], layer, buffers.plan, LONGEST, scale)
+    return by_triton(padded[0], padded[1], padded[2], layer, buffers.plan, LONGEST, Scores(scale))
 
 
 def attention_in_float64(context: Context) -> Measured:
@@ -253,7 +254,7 @@ def attention_times(context: Context) -> Measured:
 
             def layers(plan: Any = buffers.plan) -> None:
                 for _ in range(LAYERS):
-                    by_triton(numbers[0], numbers[1], numbers[2], layer, plan, LONGEST, 0.1)
+                    by_triton(numbers[0], numbers[1], numbers[2], layer, plan, LONGEST, Scores(0.1))
 
             micros = 1e6 * graph_seconds(layers) / LAYERS
             found.append({"sessions": sessions, "length": length, "microseconds": round(micros, 2)})

@@ -40,8 +40,8 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], arch
     }
 
 
-def attention(heads: int, kv_heads: int, dim: int, dtype: str, arch: int) -> dict[str, Kernels]:
-    """The kernels of both launches of tree attention."""
+def attention(heads: int, kv_heads: int, dim: int, dtype: str, arch: int, narrow: bool = False) -> dict[str, Kernels]:
+    """The kernels of both launches of tree attention; if `narrow`, with a window, a cap and sinks."""
     group = triton.next_power_of_2(heads // kv_heads)
     wide = dtype == "fp32"
     constants = {
@@ -54,13 +54,16 @@ def attention(heads: int, kv_heads: int, dim: int, dtype: str, arch: int) -> dic
         "block": BLOCK,
         "splits": 9,
         "split_blocks": SPLIT_BLOCKS,
+        "window": 512 if narrow else 0,
+        "chunk": 0,
+        "cap": 50.0 if narrow else 0.0,
         "wide": wide,
     }
     numbers, pointer = f"*{dtype}", dict.fromkeys(["part_max", "part_sum", "part_out"], "*fp32")
     strides = {"cache_value": "i64", "cache_head": "i64", "scale": "fp32"}
     shared = {
         **dict.fromkeys(["query", "key", "value", "cache"], numbers),
-        **dict.fromkeys(["tiles", "slots"], "*i32"),
+        **dict.fromkeys(["tiles", "rows_of", "slots"], "*i32"),
         **pointer,
         **dict.fromkeys(["q_head", "q_row", "k_head", "k_row", "v_head", "v_row"], "i32"),
         **strides,
@@ -68,6 +71,7 @@ def attention(heads: int, kv_heads: int, dim: int, dtype: str, arch: int) -> dic
     own = {
         **dict.fromkeys(["query", "cache"], numbers),
         **dict.fromkeys(["rows", "paths"], "*i32"),
+        "sinks": numbers if narrow else "constexpr",
         **pointer,
         "output": numbers,
         **dict.fromkeys(["q_head", "q_row"], "i32"),
@@ -75,10 +79,11 @@ def attention(heads: int, kv_heads: int, dim: int, dtype: str, arch: int) -> dic
         "path_size": "i32",
         "scale": "fp32",
     }
+    unused = {} if narrow else {"sinks": None}
     options = {"num_warps": 4, "num_stages": 1 if wide else 2}
     return {
         "shared": compiled(tree_attention_kernels.shared_blocks, shared, constants, arch, **options),
-        "own": compiled(tree_attention_kernels.own_paths, own, constants, arch, **options),
+        "own": compiled(tree_attention_kernels.own_paths, own, constants | unused, arch, **options),
     }
 
 
@@ -126,6 +131,7 @@ def main(arch: int) -> None:
     found: dict[str, Any] = {"attention": {}, "fused": {}}
     for sizes, dtype in (*zip(SIZES, TYPES[arch], strict=True), (SIZES[0], "fp32")):
         found["attention"][f"{dtype} {sizes}"] = attention(*sizes, dtype, arch)
+        found["attention"][f"{dtype} {sizes} narrow"] = attention(*sizes, dtype, arch, narrow=True)
     for dtype in ("bf16", "fp16", "fp32"):
         found["fused"][dtype] = fused(dtype, arch)
     print(json.dumps(found))

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from dynatree.engine.forward.runner import Choosing
+from dynatree.engine.forward.scores import Scores
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.forward.tree_mask import ancestor_mask
 from dynatree.engine.gpu.rows import RowBuffers, RowSizes
 from dynatree.engine.gpu.tree_attention import RowPlan, by_torch, by_triton, splits, tile_rows
 from dynatree.engine.kv.kv_range import KVRange
+from dynatree.engine.kv.locality import GLOBAL, Locality
 from tests.support.kernel_builds import needs_triton
 
 needs_triton()
@@ -25,12 +27,20 @@ LONGEST = 640
 CPU = torch.device("cpu")
 
 
-def triton_kernels(query: Tensor, key: Tensor, value: Tensor, layer: Tensor, plan: RowPlan, scale: float) -> Tensor:
-    return by_triton(query, key, value, layer, plan, LONGEST, scale)
+def triton_kernels(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: Tensor,
+    plan: RowPlan,
+    scores: Scores,
+    locality: Locality = GLOBAL,
+) -> Tensor:
+    return by_triton(query, key, value, layer, plan, LONGEST, scores, locality)
 
 
 WAYS = {"triton": triton_kernels, "torch": by_torch}
-Way = Callable[[Tensor, Tensor, Tensor, Tensor, RowPlan, float], Tensor]
+Way = Callable[..., Tensor]
 
 
 @pytest.fixture(params=WAYS)
@@ -68,16 +78,24 @@ def tensors(heads: int, kv_heads: int, rows: int, dim: int, dtype: torch.dtype) 
     return query, key, value
 
 
-def in_float64(query: Tensor, layer: Tensor, segments: list[Segment], scale: float) -> Tensor:
+def in_float64(
+    query: Tensor, layer: Tensor, segments: list[Segment], scores: Scores, locality: Locality = GLOBAL
+) -> Tensor:
     """Compute attention in float64 from the stored keys and values: `[rows, heads, dim]` for the segments' rows."""
     group = query.shape[0] // layer.shape[1]
     outputs = []
     row = 0
     for segment in segments:
         for index in range(len(segment.token_ids)):
-            slots = [segment.kv.start + slot for slot in visible(segment, index)]
+            seen = visible(segment, index)  # in the order of their positions, which begin at 0
+            slots = [segment.kv.start + slot for slot in seen[int(locality.lowest(torch.tensor(len(seen) - 1))) :]]
             keys, values = (each.double().repeat_interleave(group, 0) for each in layer[:, :, slots])
-            weights = torch.einsum("hd,hpd->hp", query[:, row].double() * scale, keys).softmax(-1)
+            products = torch.einsum("hd,hpd->hp", query[:, row].double() * scores.scale, keys)
+            if scores.cap is not None:
+                products = scores.cap * (products / scores.cap).tanh()
+            if scores.sinks is not None:
+                products = torch.cat((products, scores.sinks.double()[:, None]), 1)
+            weights = products.softmax(-1)[:, : len(slots)]
             outputs.append(torch.einsum("hp,hpd->hd", weights, values))
             row += 1
     return torch.stack(outputs)
@@ -115,12 +133,12 @@ def test_rows_of_several_sessions_see_what_their_masks_show(way: Way, heads: int
     for each in segments:
         committed = slice(each.kv.start, each.kv.start + each.start)
         layer[:, :, committed] = torch.randn(layer[:, :, committed].shape, generator=generator)
-    scale = dim**-0.5
-    output = way(query, key, value, layer, buffers.plan, scale)
+    scores = Scores(dim**-0.5)
+    output = way(query, key, value, layer, buffers.plan, scores)
     used = sum(len(each.token_ids) for each in segments)
     assert output.shape == (sizes.rows, heads, dim)
     assert output.isfinite().all()
-    torch.testing.assert_close(output[:used].double(), in_float64(query, layer, segments, scale), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(output[:used].double(), in_float64(query, layer, segments, scores), rtol=1e-5, atol=2e-6)
     row = 0
     for each in segments:
         stored = slice(each.kv.start + each.start, each.kv.start + each.stop)
@@ -137,10 +155,10 @@ def test_sixteen_bits_differ_by_their_rounding(way: Way, dtype: torch.dtype) -> 
     buffers = filled(sizes, segments)
     query, key, value = tensors(2, 1, 8, 80, dtype)
     layer = torch.randn((2, 1, SLOTS + 1, 80), generator=torch.Generator().manual_seed(3)).to(dtype)
-    output = way(query, key, value, layer, buffers.plan, 0.1)
+    output = way(query, key, value, layer, buffers.plan, Scores(0.1))
     rounding = torch.finfo(dtype).eps
     torch.testing.assert_close(
-        output[:7].double(), in_float64(query, layer, segments, 0.1), rtol=2 * rounding, atol=2 * rounding
+        output[:7].double(), in_float64(query, layer, segments, Scores(0.1)), rtol=2 * rounding, atol=2 * rounding
     )
 
 
@@ -152,8 +170,36 @@ def test_many_blocks_in_several_splits(way: Way) -> None:
     assert buffers.plan.rows[:, 0].tolist() == [7] * 6
     query, key, value = tensors(1, 1, 6, 64, torch.float32)
     layer = torch.randn((2, 1, SLOTS + 1, 64), generator=torch.Generator().manual_seed(3))
-    output = way(query, key, value, layer, buffers.plan, 0.3)
-    torch.testing.assert_close(output.double(), in_float64(query, layer, segments, 0.3), rtol=1e-5, atol=2e-6)
+    output = way(query, key, value, layer, buffers.plan, Scores(0.3))
+    torch.testing.assert_close(output.double(), in_float64(query, layer, segments, Scores(0.3)), rtol=1e-5, atol=2e-6)
+
+
+RULES = {
+    "a window within a block": (Scores(0.3), Locality(window=5)),
+    "a window of a block": (Scores(0.3), Locality(window=64)),
+    "a window over blocks, and sinks": (Scores(0.3, sinks=torch.tensor([0.7, -40.0])), Locality(window=130)),
+    "chunks": (Scores(0.3), Locality(chunk=60)),
+    "a window in chunks of a cap": (Scores(0.3, cap=2.0), Locality(window=40, chunk=128)),
+    "a cap and sinks": (Scores(0.3, 3.0, torch.tensor([30.0, 0.0])), GLOBAL),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_windows_chunks_caps_and_sinks(way: Way, rule: str) -> None:
+    """A tree behind eight blocks, a piece of a prompt over the end of a block, and a first token."""
+    scores, locality = RULES[rule]
+    segments = [
+        tree_segment(KVRange(0, 530), 517, bushy(7, seed=5)),
+        Segment(KVRange(530, 90), 60, [0] * 6, range(60, 66)),
+        Segment(KVRange(620, 20), 0, [0], [0]),
+    ]
+    buffers = filled(RowSizes(18, tile_rows(2, 1), 3), segments)
+    query, key, value = tensors(2, 1, 18, 64, torch.float32)
+    layer = torch.randn((2, 1, SLOTS + 1, 64), generator=torch.Generator().manual_seed(6))
+    output = way(query, key, value, layer, buffers.plan, scores, locality)
+    assert output.isfinite().all()
+    expected = in_float64(query, layer, segments, scores, locality)
+    torch.testing.assert_close(output[: len(expected)].double(), expected, rtol=1e-5, atol=4e-6)
 
 
 def test_numbers_that_are_none_are_stored_as_zeros(way: Way) -> None:
@@ -163,12 +209,13 @@ def test_numbers_that_are_none_are_stored_as_zeros(way: Way) -> None:
     key[0, 0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
     value[0, 1, 5] = math.nan
     layer = torch.zeros(2, 1, SLOTS + 1, 64)
-    assert way(query, key, value, layer, buffers.plan, 0.1).isfinite().all()
+    assert way(query, key, value, layer, buffers.plan, Scores(0.1)).isfinite().all()
     assert layer.isfinite().all()
     assert layer[0, 0, 3, :4].tolist() == [0.0, 0.0, 0.0, key[0, 0, 3].item()]
 
 
-def test_a_token_has_equal_bits_in_a_tree_and_alone() -> None:
+@pytest.mark.parametrize("locality", [GLOBAL, Locality(window=9), Locality(chunk=62)], ids=str)
+def test_a_token_has_equal_bits_in_a_tree_and_alone(locality: Locality) -> None:
     """Blocks that are contiguous in a plain step are gathered in a tree from other places, with the same sums.
 
     The interpreter shows that the same numbers are summed in the same order; equal bits on a GPU need a run there.
@@ -180,7 +227,7 @@ def test_a_token_has_equal_bits_in_a_tree_and_alone() -> None:
     # the chain comes after another branch, in rows 0 and nodes + 1 to 2 * nodes
     tree = tree_segment(kv, root, [*chain(nodes), -1, *range(nodes, 2 * nodes - 1)])
     sizes = RowSizes(2 * nodes + 2, 16, 1)  # a row is left over
-    in_tree = triton_kernels(query, key, value, prefix.clone(), filled(sizes, [tree]).plan, 0.1)
+    in_tree = triton_kernels(query, key, value, prefix.clone(), filled(sizes, [tree]).plan, Scores(0.1), locality)
     rows = [0, *range(nodes + 1, 2 * nodes + 1)]
     layer = prefix.clone()
     for place, row in enumerate(rows):
@@ -189,7 +236,7 @@ def test_a_token_has_equal_bits_in_a_tree_and_alone() -> None:
         each = [
             torch.cat([part[:, row : row + 1], part[:, :1].expand(-1, padding, -1)], 1) for part in (query, key, value)
         ]
-        output = triton_kernels(each[0], each[1], each[2], layer, alone.plan, 0.1)
+        output = triton_kernels(each[0], each[1], each[2], layer, alone.plan, Scores(0.1), locality)
         assert torch.equal(output[0], in_tree[row]), place
 
 

@@ -21,3 +21,11 @@ class Scores:
     scale: float | None = None
     cap: float | None = None
     sinks: Tensor | None = None
+
+    def factor(self, head_dim: int) -> float:
+        """The factor of the products of queries and keys of size `head_dim`."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """Return scaled scores with the cap."""
+        return scores if self.cap is None else self.cap * (scores / self.cap).tanh()

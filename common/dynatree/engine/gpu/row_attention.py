@@ -20,6 +20,6 @@ class RowAttention:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Store the new keys and values, then attend; see `Attending.attend`."""
         dtype = self._kv_cache.dtype
-        scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        return tree_attention(query, key, value, self._kv_cache.layer(layer), self._plan, self._longest, scale)
+        slots, locality = self._kv_cache.layer(layer), self._kv_cache.shape.locality(layer)
+        return tree_attention(query, key, value, slots, self._plan, self._longest, scores, locality)

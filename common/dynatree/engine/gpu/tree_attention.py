@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from dynatree.engine.device import HAS_TRITON
+from dynatree.engine.forward.scores import Scores
+from dynatree.engine.kv.locality import GLOBAL, Locality
 
 BLOCK = 64  # keys summed at a time
 SPLIT_BLOCKS = 4  # least blocks of a split; splits are summed in parallel and merged in order
@@ -56,7 +58,14 @@ def splits(slots: int) -> tuple[int, int]:
 
 
 def tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, layer: Tensor, plan: RowPlan, longest: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: Tensor,
+    plan: RowPlan,
+    longest: int,
+    scores: Scores,
+    locality: Locality = GLOBAL,
 ) -> Tensor:
     """Store the rows' keys and values, then attend.
 
@@ -67,14 +76,15 @@ def tree_attention(
         layer: One layer of the KV cache, `[2, kv_heads, slots, head_dim]`; the rows' slots are written.
         plan: KV slots that the rows read and write.
         longest: KV slots of the longest session.
-        scale: Factor applied to the scores.
+        scores: How the products of queries and keys become weights.
+        locality: What a query sees of its session's earlier tokens.
 
     Returns:
         `[rows, heads, head_dim]`.
     """
-    output: Tensor = torch.ops.dynatree.tree_attention(
-        query, key, value, layer, plan.tiles, plan.slots, plan.rows, plan.paths, longest, scale
-    )
+    numbers = (plan.tiles, plan.slots, plan.rows, plan.paths, longest)
+    rules = (scores.scale, scores.cap, scores.sinks, locality.window, locality.chunk)
+    output: Tensor = torch.ops.dynatree.tree_attention(query, key, value, layer, *numbers, *rules)
     return output
 
 
@@ -89,12 +99,16 @@ def _tree_attention(
     rows: Tensor,
     paths: Tensor,
     longest: int,
-    scale: float,
+    scale: float | None,
+    cap: float | None,
+    sinks: Tensor | None,
+    window: int | None,
+    chunk: int | None,
 ) -> Tensor:
-    plan = RowPlan(tiles, slots, rows, paths)
+    plan, scores, locality = RowPlan(tiles, slots, rows, paths), Scores(scale, cap, sinks), Locality(window, chunk)
     if HAS_TRITON and query.is_cuda:
-        return by_triton(query, key, value, layer, plan, longest, scale)
-    return by_torch(query, key, value, layer, plan, scale)
+        return by_triton(query, key, value, layer, plan, longest, scores, locality)
+    return by_torch(query, key, value, layer, plan, scores, locality)
 
 
 @_tree_attention.register_fake
@@ -104,7 +118,14 @@ def _(query: Tensor, *_: object) -> Tensor:
 
 
 def by_triton(
-    query: Tensor, key: Tensor, value: Tensor, layer: Tensor, plan: RowPlan, longest: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: Tensor,
+    plan: RowPlan,
+    longest: int,
+    scores: Scores,
+    locality: Locality = GLOBAL,
 ) -> Tensor:
     """Compute `tree_attention` with Triton kernels, on a GPU or in Triton's interpreter."""
     from dynatree.engine.gpu import tree_attention_kernels as kernels
@@ -128,16 +149,20 @@ def by_triton(
         "block": BLOCK,
         "splits": split_count,
         "split_blocks": split_blocks,
+        "window": locality.window or 0,
+        "chunk": locality.chunk or 0,
+        "cap": (scores.cap or 0.0) * math.log2(math.e),
         "wide": query.dtype == torch.float32 or not query.is_cuda,
     }
     stages = 1 if sizes["wide"] else 2  # pipelined blocks; two of float32 exceed a small GPU's shared memory
-    in_log2 = scale * math.log2(math.e)
+    in_log2 = scores.factor(dim) * math.log2(math.e)
     kernels.shared_blocks[len(plan.tiles), kv_heads, split_count + 1](
         query,
         key,
         value,
         layer,
         plan.tiles,
+        plan.rows,
         plan.slots,
         part_max,
         part_sum,
@@ -161,6 +186,7 @@ def by_triton(
         layer,
         plan.rows,
         plan.paths,
+        scores.sinks,
         part_max,
         part_sum,
         part_out,
@@ -179,7 +205,15 @@ def by_triton(
     return output
 
 
-def by_torch(query: Tensor, key: Tensor, value: Tensor, layer: Tensor, plan: RowPlan, scale: float) -> Tensor:
+def by_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: Tensor,
+    plan: RowPlan,
+    scores: Scores,
+    locality: Locality = GLOBAL,
+) -> Tensor:
     """Compute `tree_attention` with torch operations: shared blocks, then own paths, merged by their log-sum-exps.
 
     The plan is read on the host, so no graph can capture this function.
@@ -190,24 +224,33 @@ def by_torch(query: Tensor, key: Tensor, value: Tensor, layer: Tensor, plan: Row
     stored = sum(tile[1] for tile in tiles)  # rows behind the last tile are padding
     for held, new in zip(layer, (key, value), strict=True):
         held.index_copy_(1, plan.slots[:stored].long(), new[:, :stored].to(dtype).nan_to_num(0.0, 0.0, 0.0))
-    groups = query.reshape(kv_heads, heads // kv_heads, count, dim).float() * scale  # [kv_heads, group, rows, dim]
+    groups = query.reshape(kv_heads, heads // kv_heads, count, dim).float()  # [kv_heads, group, rows, dim]
+    groups = groups * scores.factor(dim)
     out = groups.new_zeros(groups.shape)
     log_sum = groups.new_full(groups.shape[:-1], -math.inf)  # [kv_heads, group, rows]
+    if scores.sinks is not None:
+        log_sum[:] = scores.sinks.float().reshape(kv_heads, heads // kv_heads, 1)
+    shared, lengths = plan.rows[:, 0] * BLOCK, plan.rows[:, 1]
+    lowest = locality.lowest(shared + lengths - 1)  # [rows]
     for first, rows, base, blocks in tiles:
         if rows and blocks:
             span, at = slice(base, base + blocks * BLOCK), slice(first, first + rows)
-            scores = groups[:, :, at] @ layer[0, :, None, span].float().transpose(-1, -2)
-            log_sum[:, :, at] = scores.logsumexp(-1)
-            out[:, :, at] = scores.softmax(-1).to(dtype).float() @ layer[1, :, None, span].float()
-    lengths = plan.rows[:, 1]
+            products = scores.capped(groups[:, :, at] @ layer[0, :, None, span].float().transpose(-1, -2))
+            unseen = torch.arange(blocks * BLOCK, device=query.device) < lowest[at, None]
+            products.masked_fill_(unseen, -math.inf)
+            before, within = log_sum[:, :, at], products.logsumexp(-1)
+            log_sum[:, :, at] = torch.logaddexp(before, within)
+            weights = (products - log_sum[:, :, at, None]).exp().nan_to_num(0.0)  # NaN where no key is seen
+            out[:, :, at] = weights.to(dtype).float() @ layer[1, :, None, span].float()
     reached = int(lengths.max())
-    unseen = torch.arange(reached, device=query.device) >= lengths[:, None]  # [rows, path]
+    places = torch.arange(reached, device=query.device)
+    unseen = (places >= lengths[:, None]) | (shared[:, None] + places < lowest[:, None])  # [rows, path]
     # past its end, a path repeats its first slot, whose values are finite and get no weight
     own = torch.where(unseen, paths[:, :1], paths[:, :reached])
     keys, values = (each[:, own].float() for each in layer)  # [kv_heads, rows, path, dim]
-    scores = torch.einsum("kgrd,krpd->kgrp", groups, keys).masked_fill(unseen, -math.inf)
-    own_sum = scores.logsumexp(-1)
-    own_out = torch.einsum("kgrp,krpd->kgrd", scores.softmax(-1).to(dtype).float(), values)
+    products = scores.capped(torch.einsum("kgrd,krpd->kgrp", groups, keys)).masked_fill(unseen, -math.inf)
+    own_sum = products.logsumexp(-1)
+    own_out = torch.einsum("kgrp,krpd->kgrd", products.softmax(-1).to(dtype).float(), values)
     share = torch.sigmoid(own_sum - log_sum)[..., None]  # share of the row's total weight that its own path has
     merged = own_out * share + out * (1 - share)
     return merged.reshape(heads, count, dim).transpose(0, 1).to(query.dtype)

@@ -7,7 +7,8 @@ a matrix product depends on no other row.
 
 The first launch stores the new keys and values of the rows, and sums the blocks that all rows of a session share. The
 second launch continues over each row's own path, and merges the splits in order. (Split keys as in Flash-Decoding, Dao
-et al. 2023; paths in place of DySpec's mask, appendix C.)
+et al. 2023; paths in place of DySpec's mask, appendix C.) Blocks that no row of a program sees are skipped, as below a
+sliding window; a block that another row sees adds exact zeros.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -17,11 +18,43 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
-def _block(q, keys, values, stride, slots, dims, seen, in_head, m, total, acc, scale, wide: tl.constexpr):
+def _lowest(position, window: tl.constexpr, chunk: tl.constexpr):
+    """Return the lowest position that the query at `position` sees; a `window` or `chunk` of 0 means none."""
+    lowest = position * 0
+    if window:
+        lowest = tl.maximum(lowest, position - window + 1)
+    if chunk:
+        lowest = tl.maximum(lowest, position // chunk * chunk)
+    return lowest
+
+
+@triton.jit
+def _block(
+    q,
+    keys,
+    values,
+    stride,
+    slots,
+    dims,
+    seen,
+    positions,
+    lowest,
+    in_head,
+    m,
+    total,
+    acc,
+    scale,
+    cap: tl.constexpr,
+    local: tl.constexpr,
+    wide: tl.constexpr,
+):
     """Return the running maximum, sum and output after another block of keys; `scale` is in units of log2.
 
+    `local` selects queries that see the keys from position `lowest` on. `cap` is in units of log2, and 0 means none.
     `wide` selects float32 products, for float32 models and because the interpreter does not multiply bfloat16.
     """
     inside = seen[:, None] & in_head[None, :]
@@ -32,10 +65,20 @@ def _block(q, keys, values, stride, slots, dims, seen, in_head, m, total, acc, s
         scores = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee") * scale
     else:
         scores = tl.dot(q, tl.trans(k)) * scale
-    scores = tl.where(seen[None, :], scores, float("-inf"))
+    if cap:
+        fallen = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E / cap))
+        bounded = cap * (1.0 - fallen) / (1.0 + fallen)  # cap * tanh(|scores| / cap)
+        scores = tl.where(scores < 0.0, -bounded, bounded)
+    if local:
+        scores = tl.where(seen[None, :] & (positions[None, :] >= lowest[:, None]), scores, float("-inf"))
+    else:
+        scores = tl.where(seen[None, :], scores, float("-inf"))
     highest = tl.maximum(m, tl.max(scores, 1))
-    weights = tl.exp2(scores - highest[:, None])
-    fade = tl.exp2(m - highest)
+    base = highest
+    if local:  # a query that has seen no key yet has no maximum, and -inf - -inf is NaN
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(m - base)
     total = total * fade + tl.sum(weights, 1)
     acc = acc * fade[:, None]
     if wide:
@@ -58,6 +101,7 @@ def shared_blocks(
     value,
     cache,
     tiles,
+    rows_of,
     slots,
     part_max,
     part_sum,
@@ -80,6 +124,9 @@ def shared_blocks(
     block: tl.constexpr,
     splits: tl.constexpr,
     split_blocks: tl.constexpr,
+    window: tl.constexpr,
+    chunk: tl.constexpr,
+    cap: tl.constexpr,
     wide: tl.constexpr,
 ):
     """Sum one split for one tile of rows and one key head; the last split instead stores the tile's new keys."""
@@ -115,10 +162,34 @@ def shared_blocks(
             total = tl.zeros([tile], tl.float32)
             acc = tl.zeros([tile, padded_dim], tl.float32)
             offsets = tl.arange(0, block)
+            local: tl.constexpr = window > 0 or chunk > 0
+            lowest = places
+            if local:
+                shared = tl.load(rows_of + row * 2, mask=real, other=0)
+                length = tl.load(rows_of + row * 2 + 1, mask=real, other=1)
+                lowest = _lowest(shared * block + length - 1, window, chunk)
+                begin = tl.maximum(begin, tl.min(tl.where(real, lowest, end * block)) // block)
             for place in range(begin, end):
                 at = (base + place * block + offsets).to(tl.int64)
+                positions = place * block + offsets
                 m, total, acc = _block(
-                    q, keys, values, dim, at, dims, offsets >= 0, in_head, m, total, acc, scale, wide
+                    q,
+                    keys,
+                    values,
+                    dim,
+                    at,
+                    dims,
+                    offsets >= 0,
+                    positions,
+                    lowest,
+                    in_head,
+                    m,
+                    total,
+                    acc,
+                    scale,
+                    cap,
+                    local,
+                    wide,
                 )
             part = (row * heads + head) * splits + split
             tl.store(part_max + part, m, mask=real)
@@ -132,6 +203,7 @@ def own_paths(
     cache,
     rows,
     paths,
+    sinks,
     part_max,
     part_sum,
     part_out,
@@ -151,6 +223,9 @@ def own_paths(
     block: tl.constexpr,
     splits: tl.constexpr,
     split_blocks: tl.constexpr,
+    window: tl.constexpr,
+    chunk: tl.constexpr,
+    cap: tl.constexpr,
     wide: tl.constexpr,
 ):
     """Finish one row and one key head: continue each split from the shared blocks' sums, then merge the splits."""
@@ -168,8 +243,13 @@ def own_paths(
     inside = real[:, None] & in_head[None, :]
     q = tl.load(query + head[:, None] * q_head + row * q_row + dims[None, :], mask=inside, other=0.0)
     offsets = tl.arange(0, block)
+    local: tl.constexpr = window > 0 or chunk > 0
+    lowest = places * 0 + _lowest(blocks * block + length - 1, window, chunk)
     highest = tl.full([tile], float("-inf"), tl.float32)
     sums = tl.zeros([tile], tl.float32)
+    if sinks is not None:  # a sink's weight is in the sum, and it has no value
+        highest = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E
+        sums += 1.0
     out = tl.zeros([tile, padded_dim], tl.float32)
     for split in range(0, tl.cdiv(all_blocks, split_blocks)):
         begin = split * split_blocks
@@ -178,14 +258,38 @@ def own_paths(
         m = tl.load(part_max + part, mask=left, other=float("-inf"))
         total = tl.load(part_sum + part, mask=left, other=0.0)
         acc = tl.load(part_out + part[:, None] * dim + dims[None, :], mask=left[:, None] & in_head[None, :], other=0.0)
-        for number in range(tl.maximum(begin, blocks), tl.minimum(begin + split_blocks, all_blocks)):
+        first = tl.maximum(begin, blocks)
+        if local:
+            first = tl.maximum(first, tl.max(lowest) // block)
+        for number in range(first, tl.minimum(begin + split_blocks, all_blocks)):
             place = (number - blocks) * block + offsets
             seen = place < length
             at = tl.load(paths + row * path_size + place, mask=seen, other=0).to(tl.int64)
-            m, total, acc = _block(q, keys, values, dim, at, dims, seen, in_head, m, total, acc, scale, wide)
+            m, total, acc = _block(
+                q,
+                keys,
+                values,
+                dim,
+                at,
+                dims,
+                seen,
+                number * block + offsets,
+                lowest,
+                in_head,
+                m,
+                total,
+                acc,
+                scale,
+                cap,
+                local,
+                wide,
+            )
         m = tl.where(real, m, 0.0)  # unused rows have no sums, and -inf - -inf is NaN
         new = tl.maximum(highest, m)
-        fade, weight = tl.exp2(highest - new), tl.exp2(m - new)
+        base = new
+        if local:  # no key of the splits so far is seen
+            base = tl.where(new == float("-inf"), 0.0, new)
+        fade, weight = tl.exp2(highest - base), tl.exp2(m - base)
         sums = sums * fade + total * weight
         out = out * fade[:, None] + acc * weight[:, None]
         highest = new
