@@ -25,9 +25,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def _lowest(position, window: tl.constexpr, chunk: tl.constexpr):
     """Return the lowest position that the query at `position` sees; a `window` or `chunk` of 0 means none."""
     lowest = position * 0
-    if window:
+    if window > 0:
         lowest = tl.maximum(lowest, position - window + 1)
-    if chunk:
+    if chunk > 0:
         lowest = tl.maximum(lowest, position // chunk * chunk)
     return lowest
 
@@ -65,7 +65,7 @@ def _block(
         scores = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee") * scale
     else:
         scores = tl.dot(q, tl.trans(k)) * scale
-    if cap:
+    if cap > 0.0:
         fallen = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E / cap))
         bounded = cap * (1.0 - fallen) / (1.0 + fallen)  # cap * tanh(|scores| / cap)
         scores = tl.where(scores < 0.0, -bounded, bounded)
