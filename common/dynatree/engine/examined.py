@@ -15,7 +15,8 @@ from dynatree.engine.model.tokenizer import first_line
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.small_engine import small_engine
 from dynatree.engine.support.explained import explained, named
-from dynatree.engine.support.families import check_cache, check_config
+from dynatree.engine.support.families import check_config
+from dynatree.engine.support.generate_cache import check_cache
 from dynatree.engine.support.probe import check_computation
 
 

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +19,12 @@ from dynatree.common.model_info import ModelInfo
 from dynatree.common.version import version
 from dynatree.engine.cpu.huge_pages import use_huge_pages
 from dynatree.engine.cpu.native import is_native
-from dynatree.engine.cpu.native_attention import NativeBatch
 from dynatree.engine.cpu.native_runner import NativeRunner
 from dynatree.engine.cpu.packing import pack, weights_of
 from dynatree.engine.device import check_device, chosen_device, device_id
 from dynatree.engine.engine import Engine
 from dynatree.engine.examined import display_name, examined, unloadable
-from dynatree.engine.forward.attention import NAME, Batch
+from dynatree.engine.forward.attention import NAME
 from dynatree.engine.forward.batch_invariance import KEY_BLOCK, is_batch_invariant, is_x86
 from dynatree.engine.forward.not_finite import check_weights
 from dynatree.engine.gpu.fixed_rows import DRAFT_ROWS, with_default_rows, with_fixed_rows
@@ -46,7 +44,7 @@ from dynatree.engine.parallel.ranks import Ranks
 from dynatree.engine.parallel.starting import leading, started_ranks
 from dynatree.engine.quantized.layers import check_groups, quantize
 from dynatree.engine.quantized.loading import method_of, quantized_model
-from dynatree.engine.runners import runner_of
+from dynatree.engine.runners import attends_natively, runner_of
 from dynatree.engine.settings import DTYPES, WEIGHTS, ModelSettings
 from dynatree.engine.support.explained import explained
 from dynatree.engine.support.families import check_family, record_kv_shape
@@ -130,9 +128,13 @@ def _engine_of(
             pack(model, native, offloaded.apart if offloaded else ())
             use_huge_pages(weights_of(model), name)
         shape = record_kv_shape(model, context_length)
+        if ranks and shape.features:
+            names = " and ".join(shape.features)
+            raise StartupError(f"its attention has {names}, which --tensor-parallel does not compute")
     if model.device.type == "cpu" and is_x86() and not native:
         log.warning("using torch's kernels, because none were compiled at installation, which requires a C compiler")
-    padded = model.device.type == "cpu" and not native and is_batch_invariant(model.dtype)
+    attends = attends_natively(native, shape)
+    padded = model.device.type == "cpu" and not attends and is_batch_invariant(model.dtype)
     budget = KVBudget(
         settings.sessions,
         context_length + settings.speculative_slots,
@@ -164,10 +166,8 @@ def _engine_of(
         repetition_penalty=defaults.repetition_penalty,
         streamed_bytes=offloaded.turns.source.bytes if offloaded else 0,
     )
-    attending = (
-        partial(NativeBatch, kv_cache=kv_cache) if native else partial(Batch, kv_cache=kv_cache, batch_invariant=padded)
-    )
-    runner = runner_of(model, context_length, kv_cache, attending, native, offloaded.turns if offloaded else None)
+    turns = offloaded.turns if offloaded else None
+    runner = runner_of(model, kv_cache, native=attends, padded=padded, offloaded=turns)
     engine = Engine(
         model,
         runner,
@@ -195,9 +195,12 @@ def _engine_of(
 def _with_rows(engine: Engine, settings: ModelSettings, longest: int) -> Engine:
     """Give the engine forward passes of fixed rows if they are requested or the GPU's default."""
     rows, sizes = settings.fixed_rows, (settings.sessions, longest)
+    features = engine.kv_cache.shape.features
+    if rows and features:
+        raise StartupError(f"its attention has {' and '.join(features)}, which --fixed-rows does not compute")
     if rows:
         return with_fixed_rows(engine, rows, *sizes, settings.chooses_tokens)
-    if rows is not None or engine.kv_cache.device.type != "cuda" or engine.source is not None:
+    if rows is not None or features or engine.kv_cache.device.type != "cuda" or engine.source is not None:
         return engine
     if settings.chooses_tokens:
         return with_default_rows(engine, *sizes)

@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from functools import partial
 
 from transformers import PreTrainedModel
 
+from dynatree.engine.cpu.native_attention import NativeBatch
 from dynatree.engine.cpu.native_program import program_of
 from dynatree.engine.cpu.native_runner import NativeRunner
-from dynatree.engine.forward.attention import SegmentAttending
+from dynatree.engine.forward.batch import Batch
 from dynatree.engine.forward.eager import EagerRunner
 from dynatree.engine.forward.flat_forward import FlatForward
 from dynatree.engine.forward.offloaded_layers import OffloadedLayers
 from dynatree.engine.forward.runner import Runner
-from dynatree.engine.forward.segment import Segment
-from dynatree.engine.kv.kv_cache import KVCache
+from dynatree.engine.kv.kv_cache import KVCache, KVShape
+
+
+def attends_natively(native: bool, shape: KVShape) -> bool:
+    """Whether the project's kernels compute the attention of a model whose linear layers they compute if `native`."""
+    return native and not shape.features
 
 
 def runner_of(
     model: PreTrainedModel,
-    context_length: int,
     kv_cache: KVCache,
-    attending: Callable[[Sequence[Segment]], SegmentAttending],
+    *,
     native: bool,
-    offloaded: OffloadedLayers | None,
+    padded: bool = False,
+    offloaded: OffloadedLayers | None = None,
 ) -> Runner:
-    """Return the runner for forward passes of any size."""
-    program = program_of(model) if native else None
+    """Return the runner for forward passes of any size.
+
+    Args:
+        model: The model.
+        kv_cache: KV cache that stores its keys and values.
+        native: Whether the project's kernels compute its attention.
+        padded: Whether torch's attention pads its operands to batch-invariant sizes.
+        offloaded: Loads the model's last layers into memory while the layers before them compute.
+    """
+    if not native:
+        batch = partial(Batch, kv_cache=kv_cache, batch_invariant=padded)
+        return EagerRunner(FlatForward(model, kv_cache.shape), kv_cache, batch)
+    program = program_of(model)
     if program is None:
-        return EagerRunner(FlatForward(model, context_length), kv_cache, attending)
+        return EagerRunner(FlatForward(model, kv_cache.shape), kv_cache, partial(NativeBatch, kv_cache=kv_cache))
     return NativeRunner(program, kv_cache, offloaded)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dynatree.engine.cpu.native import is_native
-from dynatree.engine.cpu.native_attention import NativeBatch
 from dynatree.engine.cpu.native_program import program_of
 from dynatree.engine.cpu.packing import pack
-from dynatree.engine.forward.attention import Batch
 from dynatree.engine.forward.runner import Runner
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.kv_cache import KVCache, KVShape
-from dynatree.engine.runners import runner_of
+from dynatree.engine.runners import attends_natively, runner_of
 from dynatree.engine.support.small_model import small_model, towers
 
 
@@ -39,8 +36,7 @@ def small_engine(model: PreTrainedModel, shape: KVShape, context_length: int) ->
     native = is_native(model.device, model.dtype)
     pack(model, native, towers(model))
     kv_cache = KVCache(shape, 2 * context_length + 8, model.dtype, model.device)
-    attending = partial(NativeBatch, kv_cache=kv_cache) if native else partial(Batch, kv_cache=kv_cache)
-    return SmallEngine(model, kv_cache, runner_of(model, context_length, kv_cache, attending, native, None))
+    return SmallEngine(model, kv_cache, runner_of(model, kv_cache, native=attends_natively(native, shape)))
 
 
 def has_program(config: PretrainedConfig, context_length: int) -> bool:

@@ -2,35 +2,28 @@
 
 The function is registered with `transformers.AttentionInterface`, so no model-specific code is needed. It receives the
 `AttentionCall` as a keyword argument of the model's forward pass. It computes softmax(query @ key) @ value over the
-tokens visible in a segment's mask. It refuses every layer that asks for anything else: another mask, a window shorter
-than the context, or an unknown argument.
+tokens visible in a segment's mask and in the layer's locality, with capped scores or attention sinks if the layer asks
+for them. It refuses every layer that asks for anything else: another mask, or an unknown argument.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.nn.functional import pad
+from transformers import AttentionInterface
 
 from dynatree.common.errors import StartupError
-from dynatree.engine.forward.batch_invariance import padded_keys, padded_queries
+from dynatree.engine.forward import requested_mask
 from dynatree.engine.forward.scores import Scores
-from dynatree.engine.forward.segment import Segment
-from dynatree.engine.kv.kv_cache import KVCache
+from dynatree.engine.kv.kv_cache import KVShape
 
 NAME = "dynatree"
 # Readable names for some of the refused keyword arguments of transformers' attention functions.
 MEANINGS = {
-    "softcap": "softcapping of its scores",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
     "position_bias": "a position bias",
     "head_mask": "a head mask",
     "indices": "keys selected by an index",
@@ -70,103 +63,8 @@ class SegmentAttending(Attending, Protocol):
         ...
 
 
-class Batch:
-    """Segments side by side in one row of tokens; the attention bias of each is built once for all layers.
-
-    If `batch_invariant`, the segments' queries and keys are padded to batch-invariant sizes. Padded keys are masked,
-    and a padded query repeats the segment's last one.
-    """
-
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        kv_cache: KVCache,
-        batch_invariant: bool = False,
-    ) -> None:
-        sizes = []  # per segment: numbers of queries and of keys, with padding
-        for segment in segments:
-            queries, keys = len(segment.token_ids), segment.stop
-            if batch_invariant:
-                queries, keys = padded_queries(queries), padded_keys(keys, kv_cache.shape.head_dim, kv_cache.dtype)
-            sizes.append((queries, keys))
-        places = list(accumulate((len(segment.token_ids) for segment in segments), initial=0))
-        padded = list(accumulate((queries for queries, _ in sizes), initial=0))
-        self._tokens = [slice(*span) for span in pairwise(places)]  # per segment, in the row of tokens
-        self._queries = [slice(*span) for span in pairwise(padded)]  # per segment, in the padded row
-        # per segment, in every layer: the KV slots that it reads, and the KV slots that it fills
-        self._slots = [kv_cache.slots(each.kv, keys) for each, (_, keys) in zip(segments, sizes, strict=True)]
-        self._filled = [kv_cache.slots(each.kv, each.stop)[:, :, :, each.start :] for each in segments]
-        self._biases = [
-            _bias(segment, size, kv_cache.dtype, kv_cache.device) for segment, size in zip(segments, sizes, strict=True)
-        ]
-        self._dtype = kv_cache.dtype
-        self._largest: list[Tensor] = []  # per layer: largest magnitude of each token's keys and values, `[n]`
-        self._spread = self._gathered = None  # token index of each padded place; padded place of each token
-        if padded[-1] > places[-1]:
-            spread, gathered = [], []
-            for (start, stop), (queries, _), (size, _) in zip(pairwise(places), pairwise(padded), sizes, strict=True):
-                spread += [min(start + place, stop - 1) for place in range(size)]
-                gathered += [queries + place for place in range(stop - start)]
-            self._spread = torch.tensor(spread, device=kv_cache.device)
-            self._gathered = torch.tensor(gathered, device=kv_cache.device)
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Store the new keys and values, then attend; see `Attending.attend`."""
-        both = torch.stack((key, value)).to(self._dtype)  # [2, kv_heads, n, head_dim]
-        self._largest.append(torch.linalg.vector_norm(both, math.inf, (0, 1, 3)))
-        both.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        queries = query if self._spread is None else query.index_select(1, self._spread)
-        grouped = query.shape[0] != key.shape[0]
-        outputs = []  # per segment: [1, heads, padded tokens, head_dim]
-        for tokens, padded, slots, filled, bias in zip(
-            self._tokens, self._queries, self._slots, self._filled, self._biases, strict=True
-        ):
-            filled[layer].copy_(both[:, :, tokens])
-            keys, values = slots[layer].unbind(0)  # [kv_heads, keys, head_dim]
-            outputs.append(
-                scaled_dot_product_attention(
-                    queries[None, :, padded],
-                    keys[None],
-                    values[None],
-                    attn_mask=bias,
-                    is_causal=bias is None and padded.stop - padded.start > 1,
-                    scale=scores.scale,
-                    enable_gqa=grouped,
-                )
-            )
-        output = (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2))[0]
-        return (output if self._gathered is None else output.index_select(1, self._gathered)).transpose(0, 1)
-
-    def faulty(self) -> Sequence[int]:
-        """See `SegmentAttending.faulty`."""
-        if not self._largest:
-            return ()
-        finite = torch.stack(self._largest).isfinite().all(0)
-        places: list[int] = (~finite).nonzero()[:, 0].tolist()
-        return places
-
-
-def _bias(segment: Segment, sizes: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Return the additive attention bias `[queries, keys]`, or None if plain causal or full attention suffices.
-
-    Causal attention suffices for tokens from slot 0 on, and full attention for a single token.
-
-    Args:
-        segment: Segment with the mask.
-        sizes: Numbers of queries and of keys, with padding.
-        dtype: Data type of the bias.
-        device: Device of the bias.
-    """
-    tokens = len(segment.token_ids)
-    mask = segment.mask
-    if mask is None:
-        if sizes == (tokens, segment.stop) and (segment.start == 0 or tokens == 1):
-            return None
-        mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    bias = torch.zeros(sizes, dtype=dtype)
-    bias[:tokens, segment.stop - mask.shape[1] : segment.stop].masked_fill_(~mask, float("-inf"))
-    bias[:, segment.stop :] = float("-inf")
-    return bias.to(device)
+# Receives a layer's index, and the mask and the sliding window that the model passes to its attention.
+Requests: TypeAlias = Callable[[int, Tensor | None, int | None], None]
 
 
 @dataclass(frozen=True)
@@ -175,13 +73,15 @@ class AttentionCall:
 
     Attributes:
         attending: Computes the attention.
+        shape: Shape to which keys and values are extended; None leaves them as they are.
         mask: Placeholder that the model received as its mask; None if the model builds masks itself.
-        context_length: Length of the longest served sequence in tokens; a window at least as long has no effect.
+        requests: Receives the masks that the model builds.
     """
 
     attending: Attending
-    mask: Tensor | None
-    context_length: int
+    shape: KVShape | None = None
+    mask: Tensor | None = None
+    requests: Requests | None = None
 
 
 def attention(
@@ -192,13 +92,17 @@ def attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    sliding_window: int | None = None,
     dynatree_call: AttentionCall | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers: query `[1, heads, n, dim]`, key and value `[1, kv_heads, n, dim]`.
 
     Returns:
-        The output `[1, n, heads, dim]`, and no attention weights.
+        The output `[1, n, heads, value_dim]`, and no attention weights.
 
     Raises:
         StartupError: The model asks for an attention that this function does not compute.
@@ -206,51 +110,48 @@ def attention(
     layer = getattr(module, "layer_idx", None)
     if dynatree_call is None or layer is None:
         raise StartupError("its layers do not pass keyword arguments and a layer index to their attention")
-    _check_options(options, dynatree_call.context_length)
-    if attention_mask is not None and attention_mask is not dynatree_call.mask:
-        _check_mask(attention_mask, dynatree_call.context_length)
-    return dynatree_call.attending.attend(layer, query[0], key[0], value[0], Scores(scaling))[None], None
+    _check_options(options)
+    sinks = s_aux if sinks is None else sinks
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise StartupError("its attention sinks are not one number for each head, which DynaTree does not compute")
+    if dynatree_call.requests is not None:
+        dynatree_call.requests(layer, attention_mask, sliding_window)
+    elif attention_mask is not None and attention_mask is not dynatree_call.mask:
+        raise StartupError("its attention changes its mask, which DynaTree does not compute")
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
+    extended = _extended(query[0], key[0], value[0], dynatree_call.shape)
+    output = dynatree_call.attending.attend(layer, *extended, scores)
+    return output[None, :, :, : value.shape[-1]], None
 
 
-def _check_options(options: Mapping[str, Any], context_length: int) -> None:
+def _extended(query: Tensor, key: Tensor, value: Tensor, shape: KVShape | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Give a layer's keys and values the shape of the KV cache: key heads are repeated, and sizes padded with zeros.
+
+    A query head then still meets its own key head. Zeros change no product, and the output's surplus is cut.
+    """
+    if shape is None:
+        return query, key, value
+    if key.shape[0] < shape.kv_heads:
+        times = shape.kv_heads // key.shape[0]
+        key, value = key.repeat_interleave(times, 0), value.repeat_interleave(times, 0)
+    query, key, value = (
+        pad(each, (0, shape.head_dim - each.shape[-1])) if each.shape[-1] < shape.head_dim else each
+        for each in (query, key, value)
+    )
+    return query, key, value
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
     """Refuse every argument that would change the scores."""
     refused = []
     for name, value in options.items():
         if value is None or name in _WITHOUT_EFFECT:
             continue
-        if name == "sliding_window":
-            if value < context_length:
-                refused.append(f"a sliding window of {value} tokens, shorter than the context of {context_length}")
-        elif not (name == "dropout" and value == 0.0) and not (name == "is_causal" and value is True):
+        if not (name == "dropout" and value == 0.0) and not (name == "is_causal" and value is True):
             refused.append(MEANINGS.get(name, f"`{name}`"))
     if refused:
         raise StartupError(f"its attention uses {', '.join(refused)}, which DynaTree does not compute")
 
 
-def _check_mask(mask: Tensor, context_length: int) -> None:
-    """Refuse a mask that is not causal up to the end of the context."""
-    shows = getattr(mask, "shows", None)
-    if shows is None:
-        raise StartupError("its attention adds a mask of the model's own, which DynaTree does not compute")
-    queries = torch.tensor([[0], [context_length - 1]])
-    keys = torch.arange(context_length)[None]
-    try:
-        visible = shows(torch.tensor(0), torch.tensor(0), queries, keys).expand(2, context_length)
-    except (IndexError, RuntimeError, TypeError):  # the mask depends on more than positions
-        visible = None
-    if visible is None or not torch.equal(visible, keys <= queries):
-        raise StartupError(
-            f"its attention does not show every earlier token within {context_length} tokens (a sliding window, "
-            "chunks, or a mask that is not causal)"
-        )
-
-
-def _requested_mask(*, mask_function: Callable[..., Tensor], device: torch.device, **_: Any) -> Tensor:
-    """Return a placeholder mask that remembers the mask function of the model's request."""
-    mask = torch.zeros(1, 1, 1, 1, device=device)
-    mask.shows = mask_function  # type: ignore[attr-defined]
-    return mask
-
-
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, _requested_mask)
+requested_mask.register(NAME)

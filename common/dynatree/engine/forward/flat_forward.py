@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dynatree.engine.forward.attention import Attending, AttentionCall
+from dynatree.engine.forward.attention import Attending, AttentionCall, Requests
+from dynatree.engine.kv.kv_cache import KVShape
 
 
 class FlatForward:
@@ -14,17 +15,18 @@ class FlatForward:
 
     Args:
         model: The model.
-        context_length: Length of the longest served sequence, in tokens.
-        asks: Whether the model builds its own masks, so that the attention function can check them. Otherwise the model
-            builds none.
+        shape: Shape of the keys and values in the KV cache; None leaves those of every layer as they are.
+        requests: Receives the masks of the layers, which the model then builds; otherwise it builds none.
     """
 
-    def __init__(self, model: PreTrainedModel, context_length: int, *, asks: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, shape: KVShape | None, requests: Requests | None = None) -> None:
         self._model = model
-        self._context_length = context_length
+        self._shape = shape
+        self._requests = requests
         self.vocab_size: int = model.config.get_text_config().vocab_size  # width of the logits
         # given a four-dimensional mask, transformers builds none; the attention function ignores the placeholder
-        self._placeholder = None if asks else torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
+        zeros = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
+        self._placeholder = None if requests else zeros
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attending: Attending, keep: Tensor | None = None
@@ -46,6 +48,6 @@ class FlatForward:
             attention_mask=self._placeholder,
             use_cache=False,
             logits_to_keep=0 if keep is None else keep,  # 0 means all
-            dynatree_call=AttentionCall(attending, self._placeholder, self._context_length),
+            dynatree_call=AttentionCall(attending, self._shape, self._placeholder, self._requests),
         ).logits[0]
         return logits

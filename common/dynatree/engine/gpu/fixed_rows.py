@@ -81,7 +81,7 @@ def _runner(engine: Engine, counts: Sequence[int], sessions: int, longest: int, 
     heads: int = engine.model.config.get_text_config().num_attention_heads
     with torch.inference_mode():
         return RowRunner(
-            forward_of(engine.model, engine.info.context_length),
+            forward_of(engine.model, engine.kv_cache.shape),
             engine.kv_cache,
             counts,
             sessions,

@@ -19,6 +19,7 @@ from dynatree.engine.device import HAS_TRITON
 from dynatree.engine.forward.attention import Attending
 from dynatree.engine.forward.flat_forward import FlatForward
 from dynatree.engine.forward.scores import Scores
+from dynatree.engine.kv.kv_cache import KVShape
 
 # transformers' names of activation functions, by their `kind` in the kernel
 _ACTIVATIONS = {"gelu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "silu": 2, "swish": 2, "relu": 3}
@@ -121,10 +122,10 @@ FAMILIES: dict[str, Callable[[FusedForward, Tensor, Tensor, Attending], Tensor]]
 RowsForward: TypeAlias = FlatForward | FusedForward
 
 
-def forward_of(model: PreTrainedModel, context_length: int) -> RowsForward:
+def forward_of(model: PreTrainedModel, shape: KVShape) -> RowsForward:
     """Return a model's forward pass over rows: fused on a GPU with Triton if the model is supported."""
     fuses = HAS_TRITON and model.device.type == "cuda" and can_fuse(model)
-    return FusedForward(model) if fuses else FlatForward(model, context_length)
+    return FusedForward(model) if fuses else FlatForward(model, shape)
 
 
 def can_fuse(model: PreTrainedModel) -> bool:

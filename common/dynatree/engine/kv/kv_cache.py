@@ -19,17 +19,22 @@ from dynatree.engine.kv.locality import GLOBAL, Locality
 class KVShape:
     """The shape of one token's keys and values, which is the same in every layer, and what each layer sees of them.
 
+    Layers may differ: a layer with fewer key-value heads stores each of them several times, and smaller keys or values
+    are padded with zeros.
+
     Attributes:
         layers: Number of layers.
-        kv_heads: Number of key-value heads.
-        head_dim: Size of a key, and of a value.
+        kv_heads: Number of key-value heads of the layer with the most.
+        head_dim: Size of the largest key or value.
         localities: What a query of each layer sees; empty means that all layers see every earlier token.
+        features: Names of the features of its attention beyond softmax(query @ key) @ value over all earlier tokens.
     """
 
     layers: int
     kv_heads: int
     head_dim: int
     localities: tuple[Locality, ...] = ()
+    features: tuple[str, ...] = ()
 
     def locality(self, layer: int) -> Locality:
         """What a query of a layer sees."""

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.forward.flat_forward import FlatForward
+from dynatree.engine.forward.requested_mask import locality_of
 from dynatree.engine.forward.scores import Scores
 from dynatree.engine.kv.kv_cache import KVShape
+from dynatree.engine.kv.locality import GLOBAL, Locality
 
 # Kinds of rotary scaling whose frequencies depend on the longest position so far, which a draft token would change.
 UNSTABLE_ROPE = frozenset({"dynamic", "longrope"})
@@ -54,24 +56,6 @@ def check_config(config: PretrainedConfig) -> None:
         raise StartupError(f"{text.model_type} uses {unstable[0]} rotary scaling, which depends on the sequence length")
 
 
-def check_cache(config: PretrainedConfig, context_length: int) -> None:
-    """Refuse a configuration with which transformers' KV cache drops tokens within the context.
-
-    The cache obeys keys such as `sliding_window` even for families whose attention ignores them. `generate()` then
-    gives tokens that differ from the model's forward passes over whole sequences.
-
-    Raises:
-        StartupError: A layer of the cache has a window that is shorter than the context.
-    """
-    for layer in DynamicCache(config=config).layers:
-        window = getattr(layer, "sliding_window", None)
-        if window is not None and window < context_length:
-            raise StartupError(
-                f"by its configuration generate() keeps a sliding window of {window} tokens, shorter than the context "
-                f"of {context_length}"
-            )
-
-
 def _rope_types(values: object) -> Iterator[str]:
     """Yield the kinds of rotary scaling anywhere in a configuration."""
     if isinstance(values, dict):
@@ -82,50 +66,88 @@ def _rope_types(values: object) -> Iterator[str]:
 
 
 class KVShapeRecorder:
-    """Records the shape of each layer's keys in one forward pass; implements `Attending` by causal attention."""
+    """Records the layers' attention in one forward pass; implements `Attending` by causal attention.
 
-    def __init__(self) -> None:
-        self._shapes: dict[int, tuple[int, int]] = {}  # kv_heads and head_dim of each layer
+    Args:
+        context_length: Length of the longest served sequence, in tokens.
+    """
+
+    def __init__(self, context_length: int) -> None:
+        self._context_length = context_length
+        self._heads: dict[int, tuple[int, int]] = {}  # query heads and kv_heads of each layer
+        self._head_dim = 0
+        self._localities: dict[int, Locality] = {}
+        self._of_masks: list[tuple[Tensor, Locality]] = []  # layers of a kind share a mask
+        self._features: set[str] = set()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Compute causal attention among the tokens of the forward pass; see `Attending.attend`."""
-        if key.shape != value.shape:
-            raise StartupError(
-                f"its keys and values differ in size ({key.shape[0]} heads of {key.shape[2]}, and {value.shape[0]} of "
-                f"{value.shape[2]})"
-            )
-        if layer in self._shapes:
+        if layer in self._heads:
             raise StartupError(f"it attends more than once in layer {layer}")
-        self._shapes[layer] = (key.shape[0], key.shape[2])
+        self._heads[layer] = (query.shape[0], key.shape[0])
+        self._head_dim = max(self._head_dim, key.shape[2], value.shape[2])
+        self._features |= {"capped scores"} if scores.cap is not None else set()
+        self._features |= {"attention sinks"} if scores.sinks is not None else set()
         grouped = query.shape[0] != key.shape[0]
         return scaled_dot_product_attention(
             query[None], key[None], value[None], is_causal=True, scale=scores.scale, enable_gqa=grouped
         )[0].transpose(0, 1)
 
+    def request(self, layer: int, mask: Tensor | None, window: int | None) -> None:
+        """Record the locality of a layer.
+
+        Args:
+            layer: The layer's index.
+            mask: Mask that the model passes to its attention.
+            window: Sliding window that it passes beside the mask. transformers' eager and SDPA attentions ignore it,
+                and FlashAttention obeys it.
+
+        Raises:
+            StartupError: The mask is of another kind, or shows more or fewer tokens than the window.
+        """
+        found = GLOBAL if mask is None else self._locality_of(mask)
+        if window is not None and window < self._context_length and found.window != window:
+            raise StartupError(
+                f"its attention gets a sliding window of {window} tokens and a mask that differs, so that its tokens "
+                "depend on transformers' attention implementation"
+            )
+        self._features |= {"sliding windows"} if found.window is not None else set()
+        self._features |= {"chunks"} if found.chunk is not None else set()
+        self._localities[layer] = found
+
     def kv_shape(self, layers: int) -> KVShape:
-        """Return the shape that all layers share.
+        """Return the shape that all layers fit into.
 
         Args:
             layers: Number of layers.
 
         Raises:
-            StartupError: A layer did not call the attention function, or layers differ.
+            StartupError: A layer did not call the attention function, or heads cannot be repeated to equal numbers.
         """
-        if sorted(self._shapes) != list(range(layers)):
+        if sorted(self._heads) != list(range(layers)):
             raise StartupError(
-                f"{len(self._shapes)} of its {layers} layers attend through transformers' attention interface; the "
+                f"{len(self._heads)} of its {layers} layers attend through transformers' attention interface; the "
                 "others may keep recurrent state"
             )
-        shapes = sorted(set(self._shapes.values()))
-        if len(shapes) != 1:
-            sizes = ", ".join(f"{heads} heads of {size}" for heads, size in shapes)
-            raise StartupError(f"its layers differ in their keys and values ({sizes})")
-        kv_heads, head_dim = shapes[0]
-        return KVShape(layers, kv_heads, head_dim)
+        most = max(kv_heads for _, kv_heads in self._heads.values())
+        if any(most % kv_heads or heads % most for heads, kv_heads in self._heads.values()):
+            counts = ", ".join(f"{heads} and {kv_heads}" for heads, kv_heads in sorted(set(self._heads.values())))
+            raise StartupError(f"its layers differ in their query and key heads ({counts})")
+        localities = tuple(self._localities[layer] for layer in range(layers))
+        if all(each == GLOBAL for each in localities):
+            localities = ()
+        return KVShape(layers, most, self._head_dim, localities, tuple(sorted(self._features)))
+
+    def _locality_of(self, mask: Tensor) -> Locality:
+        for known, locality in self._of_masks:
+            if known is mask:
+                return locality
+        self._of_masks.append((mask, locality_of(mask, self._context_length)))
+        return self._of_masks[-1][1]
 
 
 def record_kv_shape(model: PreTrainedModel, context_length: int) -> KVShape:
-    """Find the shape of the keys and values that every layer stores, by one forward pass over a few tokens.
+    """Find the shape of the keys and values, and what each layer sees of them, by one forward pass over a few tokens.
 
     In this forward pass, the model builds its own masks and passes all its arguments to the attention function, which
     refuses any that it does not support.
@@ -137,7 +159,7 @@ def record_kv_shape(model: PreTrainedModel, context_length: int) -> KVShape:
     Raises:
         StartupError: The model cannot run on the registered attention function.
     """
-    recorder = KVShapeRecorder()
+    recorder = KVShapeRecorder(context_length)
     positions = torch.arange(RECORDED_TOKENS, device=model.device)[None]
-    FlatForward(model, context_length, asks=True)(positions, positions, recorder)
+    FlatForward(model, None, recorder.request)(positions, positions, recorder)
     return recorder.kv_shape(model.config.get_text_config().num_hidden_layers)
