@@ -102,6 +102,8 @@ def _fields(config: PretrainedConfig) -> dict[str, object]:
             fields[name] = 128
         elif _SPAN.search(name) and isinstance(value, int) and value > 32:
             fields[name] = 16 if "window" in name else 32
+    if given.get("num_experts_per_tok", 1) is None:
+        fields["num_experts_per_tok"] = 2
     if "kv_lora_rank" in given:  # latent attention has a key head for each query head
         fields["num_key_value_heads"] = fields["num_attention_heads"]
     kinds = given.get("layer_types")

@@ -121,7 +121,7 @@ def attention(
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
     extended = _extended(query[0], key[0], value[0], dynatree_call.shape)
     output = dynatree_call.attending.attend(layer, *extended, scores)
-    return output[None, :, :, : value.shape[-1]], None
+    return output[None, :, :, : value.shape[-1]].contiguous(), None
 
 
 def _extended(query: Tensor, key: Tensor, value: Tensor, shape: KVShape | None) -> tuple[Tensor, Tensor, Tensor]:

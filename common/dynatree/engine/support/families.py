@@ -160,6 +160,7 @@ def record_kv_shape(model: PreTrainedModel, context_length: int) -> KVShape:
         StartupError: The model cannot run on the registered attention function.
     """
     recorder = KVShapeRecorder(context_length)
-    positions = torch.arange(RECORDED_TOKENS, device=model.device)[None]
-    FlatForward(model, None, recorder.request)(positions, positions, recorder)
+    positions = torch.arange(RECORDED_TOKENS, device=model.device)
+    # the tokens kept are named, as in other forward passes: given a number of them, Gemma 4 changes its masks
+    FlatForward(model, None, recorder.request)(positions[None], positions[None], recorder, positions)
     return recorder.kv_shape(model.config.get_text_config().num_hidden_layers)
