@@ -22,7 +22,7 @@ from dynatree.engine.offload.choice import copy_bytes, dtype_of, kv_bytes_of, pl
 from dynatree.engine.quantized.layers import formats_of
 from dynatree.engine.quantized.loading import method_of, quantized_model
 from dynatree.engine.settings import WEIGHTS, ModelSettings
-from dynatree.engine.small_engine import has_program
+from dynatree.engine.small_engine import kernels_of
 from dynatree.engine.support.explained import explained
 
 
@@ -132,8 +132,7 @@ def _computed_by(settings: ModelSettings, found: Examined, dtype: torch.dtype, q
         return "torch, with dequantised weights" if quantised else "torch"
     if not multiplies_natively(dtype, bool(quantised)):
         return "oneDNN's linear layers and native attention"
-    program = has_program(found.config, found.context_length)
-    return "a native program" if program else "native kernels in transformers' modules"
+    return kernels_of(found.config, found.context_length)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -15,6 +15,7 @@ from dynatree.engine.forward.runner import Runner
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.kv_cache import KVCache, KVShape
 from dynatree.engine.runners import attends_natively, runner_of
+from dynatree.engine.support.families import record_kv_shape
 from dynatree.engine.support.small_model import small_model, towers
 
 
@@ -39,8 +40,10 @@ def small_engine(model: PreTrainedModel, shape: KVShape, context_length: int) ->
     return SmallEngine(model, kv_cache, runner_of(model, kv_cache, native=attends_natively(native, shape)))
 
 
-def has_program(config: PretrainedConfig, context_length: int) -> bool:
-    """Whether a native program computes the models of a configuration, where their linear layers are native."""
+def kernels_of(config: PretrainedConfig, context_length: int) -> str:
+    """Name the kernels that compute the models of a configuration, where their linear layers are native."""
     model = small_model(config, context_length, seed=0)
+    if not attends_natively(True, record_kv_shape(model, context_length)):
+        return "native linear layers and torch's attention"
     pack(model, native=True, apart=towers(model))
-    return program_of(model) is not None
+    return "native kernels in transformers' modules" if program_of(model) is None else "a native program"

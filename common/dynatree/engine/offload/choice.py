@@ -226,10 +226,24 @@ def dtype_of(settings: ModelSettings, config: PretrainedConfig) -> torch.dtype:
 def kv_bytes_of(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Return the bytes of a token's keys and values; 0 if the configuration lacks the usual attribute names."""
     text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None) or 0
-    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    shape = KVShape(text.num_hidden_layers, getattr(text, "num_key_value_heads", None) or heads, size)
+    layers = list(getattr(text, "per_layer_config", ())) or [text]
+    shape = KVShape(text.num_hidden_layers, max(map(_kv_heads, layers)), max(map(_head_dim, layers)))
     return shape.slot_bytes(dtype)
+
+
+def _kv_heads(layer: PretrainedConfig) -> int:
+    return _size(layer, "num_key_value_heads") or _size(layer, "num_attention_heads")
+
+
+def _head_dim(layer: PretrainedConfig) -> int:
+    """Return the size of a layer's largest key or value; the keys of DeepSeek-V2 have a part with rotary positions."""
+    heads = _size(layer, "num_attention_heads")
+    size = _size(layer, "head_dim") or (layer.hidden_size // heads if heads else 0)
+    return max(size, _size(layer, "v_head_dim"), _size(layer, "qk_nope_head_dim") + _size(layer, "qk_rope_head_dim"))
+
+
+def _size(layer: PretrainedConfig, name: str) -> int:
+    return getattr(layer, name, None) or 0
 
 
 def _share(device: torch.device, of_cpu: float) -> float:
