@@ -1,15 +1,22 @@
 """Tests that models with unsupported computations are refused, and that served models give the right tokens."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from dynatree.common.errors import StartupError
+from dynatree.engine.forward.attention import NAME
+from dynatree.engine.kv.locality import Locality
 from dynatree.engine.loading import load_engine
+from dynatree.engine.offload.choice import kv_bytes_of
 from dynatree.engine.settings import ModelSettings
+from dynatree.engine.small_engine import small_engine
 from dynatree.engine.support import probe
-from dynatree.engine.support.small_model import small_model, spans
+from dynatree.engine.support.families import record_kv_shape
+from dynatree.engine.support.small_model import SPAN, small_model, spans
 from tests.support.door import saved, served
 from tests.support.families import FAMILIES, tiny_config, tiny_model
 from tests.support.model_zoo import save_random_model
@@ -34,23 +41,12 @@ def check_refusal(model, folder, reason):
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("gemma3", {}, "a sliding window of 16 tokens"),
-        ("gemma4", {}, "a sliding window of 16 tokens"),
-        ("gemma4_unified", {}, "a sliding window of 16 tokens"),
-        ("gemma3_text", {}, "a sliding window of 16 tokens"),
-        ("llama4_text", {}, "does not show every earlier token within 256 tokens"),
-        # configuration keys that these families ignore
-        ("mistral", {"sliding_window": 16, "use_sliding_window": False}, "a sliding window of 16 tokens"),
-        ("phi3", {"sliding_window": 16, "use_sliding_window": False}, "a sliding window of 16 tokens"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 16} | WINDOWS, "a sliding window of 16 tokens"),
-        ("gpt_oss", {}, "attention sinks"),
+        ("gemma4_unified", {}, "shows neither every earlier token within 256 tokens, nor a sliding window or a chunk"),
         ("doge", {}, "a mask of the model's own"),
         ("diffllama", {}, "it attends more than once in layer 0"),
-        ("deepseek_v3", {}, "its keys and values differ in size (4 heads of 32, and 4 of 24)"),
         ("qwen3_next", {}, "linear_attention layers"),
         ("mamba", {}, "linear_attention layers"),
         ("bloom", {}, "bloom models do not go through transformers' attention interface"),
-        ("mistral", {"sliding_window": 100}, "a sliding window of 100 tokens"),
         # attention ignores these keys, but the cache of generate() does not
         ("llama", {"sliding_window": 100}, "generate() keeps a sliding window of 100 tokens"),
         ("llama", {"attention_chunk_size": 64}, "generate() keeps a sliding window of 64 tokens"),
@@ -59,7 +55,7 @@ def check_refusal(model, folder, reason):
         ("granite", {"sliding_window": 64}, "generate() keeps a sliding window of 64 tokens"),
         ("llama", {"is_causal": False}, "tokens that see later ones"),
         ("roberta", {"is_decoder": True}, "gives different logits under tree attention"),
-        ("bert", {}, "does not show every earlier token"),
+        ("bert", {}, "shows neither every earlier token"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic rotary"),
     ],
 )
@@ -76,20 +72,68 @@ def test_rotary_scaling_is_found_in_nested_dictionaries(tmp_path):
 
 @pytest.mark.parametrize("max_context", [16, 17])
 def test_a_window_counts_where_the_context_is_longer(tmp_path, max_context):
-    model = tiny_model(tiny_config("mistral", sliding_window=16))
-    for dtype, found in in_every_dtype(model, tmp_path, max_context=max_context):
-        assert (found.refusal is None) == (max_context == 16), dtype
-        assert found.wrong == 0, dtype
+    path = saved(tiny_model(tiny_config("mistral", sliding_window=16)), tmp_path / "model")
+    engine = load_engine(ModelSettings(str(path), max_context=max_context, sessions=1))
+    assert engine.kv_cache.shape.features == (() if max_context == 16 else ("sliding windows",))
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gpt_neox", "qwen3", "gemma", "qwen3_moe", "mistral", "gpt2", "phi", "phi3", "smollm3"]
+    ("family", "changes"),
+    [
+        *((family, {}) for family in ("llama", "gpt_neox", "qwen3", "gemma", "qwen3_moe", "gpt2", "phi", "smollm3")),
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 100}),
+        ("phi3", {"sliding_window": 16, "use_sliding_window": False}),  # a key that the family ignores
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16} | WINDOWS),
+        ("gemma2", {}),
+        ("gemma3", {}),
+        ("gemma4_text", {"num_key_value_heads": 4, "num_global_key_value_heads": 1, "num_kv_shared_layers": 2}),
+        ("gpt_oss", {}),
+        ("llama4_text", {}),
+        ("deepseek_v3", {}),
+    ],
 )
-def test_what_is_served_has_the_right_tokens(tmp_path, family):
-    changes = {"sliding_window": None} if family == "mistral" else {}
+def test_what_is_served_has_the_right_tokens(tmp_path, family, changes):
     for dtype, found in in_every_dtype(tiny_model(tiny_config(family, **changes)), tmp_path):
         assert (found.refusal, found.wrong) == (None, 0), dtype
         assert found.compared > 20, dtype
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+@pytest.mark.parametrize(("family", "kind"), [("mistral", "window"), ("llama4_text", "chunk")])
+def test_a_window_or_a_chunk_that_is_off_by_one_fails_the_probe(family, kind, step):
+    def wrong(model, shape, context_length):
+        assert any(getattr(each, kind) == SPAN for each in shape.localities)
+        localities = tuple(
+            replace(each, **{kind: SPAN + step}) if getattr(each, kind) else each for each in shape.localities
+        )
+        return small_engine(model, replace(shape, localities=localities), context_length)
+
+    with torch.inference_mode(), pytest.raises(StartupError, match="gives different logits under tree attention"):
+        probe.check_computation(tiny_config(family), 256, wrong)
+
+
+@pytest.mark.parametrize("family", ["mistral", "llama4_text"])
+def test_a_locality_that_is_off_by_one_agrees_with_no_mask(monkeypatch, family):
+    lowest = Locality.lowest
+    monkeypatch.setattr(Locality, "lowest", lambda self, positions: (lowest(self, positions) - 1).clamp(0))
+    with torch.inference_mode(), pytest.raises(StartupError, match="shows neither every earlier token"):
+        record_kv_shape(small_model(tiny_config(family), 256, seed=0), 256)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma4_text", "deepseek_v3"])
+def test_the_bytes_of_a_token_follow_from_the_configuration(family):
+    config = tiny_config(family)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
+    with torch.inference_mode():
+        shape = record_kv_shape(model, 256)
+    assert kv_bytes_of(config, torch.float32) == shape.slot_bytes(torch.float32)
+
+
+def test_fixed_rows_refuse_what_they_do_not_compute(tmp_path):
+    path = saved(tiny_model(tiny_config("gpt_oss")), tmp_path / "model")
+    with pytest.raises(StartupError, match="attention sinks and sliding windows, which --fixed-rows does not compute"):
+        load_engine(ModelSettings(str(path), sessions=1, fixed_rows=(32,)))
 
 
 def test_a_masked_token_of_the_output_layer_is_no_reason(tmp_path):
@@ -136,12 +180,16 @@ def test_a_small_model_outgrows_every_span_and_keeps_its_layers():
     assert max(spans(small_model(config, 4096, seed=0).config)) == 4096, "a window as long as the context stays"
 
 
-# From docs/reference/models.md: families without a window in their default configuration.
+# From docs/reference/models.md.
 # fmt: off
 SERVED = {
     "gpt_neox", "llama", "qwen2", "qwen3", "gpt2", "opt", "phi", "phi3", "gemma", "olmo", "olmo2", "cohere",
     "granite", "glm", "glm4", "starcoder2", "gpt_bigcode", "smollm3", "ernie4_5", "persimmon", "biogpt",
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe",
+    "mistral", "ministral", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "vaultgemma",
+    "cohere2", "cohere2_moe", "olmo3", "exaone4", "exaone_moe", "afmoe", "cwm", "modernbert-decoder",
+    "llama4", "llama4_text", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash",
+    "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu",
 }
 # fmt: on
 

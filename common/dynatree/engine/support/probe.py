@@ -16,12 +16,12 @@ from dynatree.engine.forward.attention import NAME
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.kv_cache import KVCache, KVShape
 from dynatree.engine.support.families import record_kv_shape
-from dynatree.engine.support.small_model import CONTEXT_LENGTH, small_model
+from dynatree.engine.support.small_model import CONTEXT_LENGTH, SPAN, small_model
 
 # Number of prompt tokens of each session; the last one is the tree's root. A loaded model is probed with few rows, so
 # that any engine needs only one forward pass. A small model is probed with more tokens than any span of its config.
 FEW = (4, 12)
-MANY = (100, 130)
+MANY = (100, 8 * SPAN)  # the second tree's root ends a chunk
 BRANCHES = ((4, 6), (5, 7))  # below each root: two branches of two tokens
 _BRANCH = len(BRANCHES[0])
 # Allowed difference relative to the largest logit, in units of the dtype's epsilon. Correct models differ by 1 to 43 in
