@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from dynatree.common.errors import StartupError
+from dynatree.engine.examined import examined
 from dynatree.engine.forward.attention import NAME
 from dynatree.engine.kv.locality import Locality
 from dynatree.engine.loading import load_engine
@@ -130,10 +131,13 @@ def test_the_bytes_of_a_token_follow_from_the_configuration(family):
     assert kv_bytes_of(config, torch.float32) == shape.slot_bytes(torch.float32)
 
 
-def test_fixed_rows_refuse_what_they_do_not_compute(tmp_path):
-    path = saved(tiny_model(tiny_config("gpt_oss")), tmp_path / "model")
-    with pytest.raises(StartupError, match="attention sinks and sliding windows, which --fixed-rows does not compute"):
-        load_engine(ModelSettings(str(path), sessions=1, fixed_rows=(32,)))
+@pytest.mark.parametrize(
+    ("option", "given"), [("--fixed-rows", {"fixed_rows": (32,)}), ("--tensor-parallel", {"tensor_parallel": 2})]
+)
+def test_options_refuse_what_they_do_not_compute(tmp_path, option, given):
+    tiny_config("gpt_oss").save_pretrained(tmp_path)
+    with pytest.raises(StartupError, match=f"attention sinks and sliding windows, which {option} does not compute"):
+        examined(ModelSettings(str(tmp_path), **given))
 
 
 def test_a_masked_token_of_the_output_layer_is_no_reason(tmp_path):
@@ -145,7 +149,7 @@ def test_a_masked_token_of_the_output_layer_is_no_reason(tmp_path):
 
 def test_a_configuration_is_probed_once_wherever_it_lies(tmp_path, monkeypatch):
     probed = []
-    monkeypatch.setattr(probe, "_SERVED", set())
+    monkeypatch.setattr(probe, "_SERVED", {})
     monkeypatch.setattr(probe, "small_model", lambda *given: probed.append(given) or small_model(*given))
     for name in ("one", "another"):
         load_engine(ModelSettings(str(save_random_model(tmp_path / name, "llama", seed=1)), sessions=1))
@@ -165,7 +169,7 @@ def test_a_window_that_no_configuration_names_is_found(tmp_path, monkeypatch, wi
 
     path = saved(tiny_model(tiny_config("llama")), tmp_path / "model")
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", windowed)
-    monkeypatch.setattr(probe, "_SERVED", set())
+    monkeypatch.setattr(probe, "_SERVED", {})
     with pytest.raises(StartupError, match="gives different logits under tree attention"):
         load_engine(ModelSettings(str(path), dtype="bfloat16"))
 

@@ -52,7 +52,7 @@ def examined(settings: ModelSettings, probes: bool = True) -> Examined:
     with explained(name, config):
         context_length = _context_length(config, settings)
         if probes:
-            check_computation(config, context_length, small_engine)
+            _check_options(settings, check_computation(config, context_length, small_engine))
         check_cache(config, context_length)
     return Examined(name, config, context_length)
 
@@ -78,6 +78,13 @@ def _config(settings: ModelSettings, name: str) -> PretrainedConfig:
         raise
     except Exception as error:  # transformers and the hub client raise their own types here
         raise unloadable(settings.model, name, error) from error
+
+
+def _check_options(settings: ModelSettings, features: tuple[str, ...]) -> None:
+    """Refuse features of a model's attention that an option's forward passes do not compute."""
+    for option, given in (("--tensor-parallel", settings.tensor_parallel > 1), ("--fixed-rows", settings.fixed_rows)):
+        if given and features:
+            raise StartupError(f"its attention has {' and '.join(features)}, which {option} does not compute")
 
 
 def _context_length(config: PretrainedConfig, settings: ModelSettings) -> int:

@@ -128,9 +128,6 @@ def _engine_of(
             pack(model, native, offloaded.apart if offloaded else ())
             use_huge_pages(weights_of(model), name)
         shape = record_kv_shape(model, context_length)
-        if ranks and shape.features:
-            names = " and ".join(shape.features)
-            raise StartupError(f"its attention has {names}, which --tensor-parallel does not compute")
     if model.device.type == "cpu" and is_x86() and not native:
         log.warning("using torch's kernels, because none were compiled at installation, which requires a C compiler")
     attends = attends_natively(native, shape)
@@ -195,12 +192,11 @@ def _engine_of(
 def _with_rows(engine: Engine, settings: ModelSettings, longest: int) -> Engine:
     """Give the engine forward passes of fixed rows if they are requested or the GPU's default."""
     rows, sizes = settings.fixed_rows, (settings.sessions, longest)
-    features = engine.kv_cache.shape.features
-    if rows and features:
-        raise StartupError(f"its attention has {' and '.join(features)}, which --fixed-rows does not compute")
     if rows:
         return with_fixed_rows(engine, rows, *sizes, settings.chooses_tokens)
-    if rows is not None or features or engine.kv_cache.device.type != "cuda" or engine.source is not None:
+    if rows is not None or engine.kv_cache.device.type != "cuda" or engine.source is not None:
+        return engine
+    if engine.kv_cache.shape.features:  # rows do not compute them
         return engine
     if settings.chooses_tokens:
         return with_default_rows(engine, *sizes)

@@ -404,7 +404,7 @@ def test_forwards_decisions_and_levels_run_without_numbers(folder: Path) -> None
         model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
     meta = torch.device("meta")
     kv_cache = KVCache(KVShape(3, 4, 16), 300, torch.float32, meta, read_beyond=1)
-    forward = RowForward(FlatForward(model, 160), kv_cache, RowSizes(ROWS, 16, 4), 160, None, decides=True)
+    forward = RowForward(FlatForward(model, kv_cache.shape), kv_cache, RowSizes(ROWS, 16, 4), 160, None, decides=True)
     fused = FusedForward(model)
     assert fused(forward.buffers.token_ids[None], forward.buffers.positions[None], forward._attention).is_meta
     with Recorded([]) as mode:
@@ -412,7 +412,7 @@ def test_forwards_decisions_and_levels_run_without_numbers(folder: Path) -> None
         for logits, choices in (forward._greedily(), forward._with_noise()):
             assert logits.shape == (ROWS, 2048)
             assert choices.shape == (ROWS,)
-        level_runner = RowLevelRunner(FlatForward(model, 160), kv_cache, 4, 16, 160, None)
+        level_runner = RowLevelRunner(FlatForward(model, kv_cache.shape), kv_cache, 4, 16, 160, None)
         told = [call._all_levels(noisy) for call in level_runner._calls for noisy in (False, True)]
     assert all(each.is_meta and each.dtype == torch.int32 for each in told)
     assert sum(each[0].startswith("dynatree.tree_attention") for each in mode.operations) > 3 * 20

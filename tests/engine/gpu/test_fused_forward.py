@@ -55,7 +55,7 @@ def test_logits_are_those_of_the_modules(model: Any) -> None:
     assert can_fuse(model)
     tokens = torch.tensor([[5, 9, 1000, 7, 7, 2]])
     positions = torch.tensor([[0, 1, 2, 60, 61, 159]])
-    fused, plain = FusedForward(model), FlatForward(model, 160)
+    fused, plain = FusedForward(model), FlatForward(model, None)
     assert fused.vocab_size == plain.vocab_size == 2048
     expected = plain(tokens, positions, Causal())
     torch.testing.assert_close(fused(tokens, positions, Causal()), expected, rtol=1e-4, atol=1e-4)

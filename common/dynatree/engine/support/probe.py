@@ -35,7 +35,7 @@ ALLOWED_QUANTIZED = 0.15
 # A small model's outputs must agree for one of these seeds, because near-ties of a router may round to other experts.
 SEEDS = (0, 1, 2)
 
-_SERVED: set[Any] = set()  # arguments of `check_computation` that passed in this process
+_SERVED: dict[Any, tuple[str, ...]] = {}  # features by the arguments of `check_computation` that passed in this process
 
 Prefixes = Sequence[Sequence[int]]
 Plain = Callable[[PreTrainedModel, Prefixes, str], list[Tensor]]
@@ -84,7 +84,7 @@ def check_outputs(probed: Probed, context_length: int, plain: Plain | None = Non
 
 def check_computation(
     config: PretrainedConfig, context_length: int, probed: Callable[[PreTrainedModel, KVShape, int], Probed]
-) -> None:
+) -> tuple[str, ...]:
     """Refuse a configuration if a small float32 model of it cannot be served exactly.
 
     The small model is probed behind more tokens than any of its windows, chunks or numbers of selected keys. So the
@@ -95,26 +95,31 @@ def check_computation(
         context_length: Length of the longest served sequence, in tokens.
         probed: Makes the engine of a small model from the model, its KV shape, and its context length in tokens.
 
+    Returns:
+        `KVShape.features` of the model.
+
     Raises:
         StartupError: The small model cannot be served exactly, or no small model can be made.
     """
     values = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
     key = (repr(values), context_length, probed)
     if key in _SERVED:
-        return
+        return _SERVED[key]
     served = min(context_length, CONTEXT_LENGTH)
     for seed in SEEDS:
         try:
             model = small_model(config, context_length, seed)
         except ValueError as failure:
             raise StartupError(str(failure)) from failure
-        small = probed(model, _recorded(config, model, context_length), served)
+        shape = _recorded(config, model, context_length)
+        small = probed(model, shape, served)
         prefixes = _prefixes(MANY, served, small)
         error, allowed = _error(small, prefixes, plain_logits(model, prefixes, "eager"))
         if error <= allowed:
             break
     _check(model, error, allowed)
-    _SERVED.add(key)
+    _SERVED[key] = shape.features
+    return shape.features
 
 
 def _recorded(config: PretrainedConfig, small: PreTrainedModel, context_length: int) -> KVShape:
