@@ -1,0 +1,47 @@
+"""Tests of models whose attention is more than softmax over all earlier tokens, through both services."""
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dynatree.client import Client
+from tests.support.door import saved
+from tests.support.families import tiny_config, tiny_model
+from tests.support.services import running_services
+
+# Windows and chunks are shorter than the trees are deep, so that a node does not see all of its ancestors.
+MODELS = {
+    "sinks and windows": ("gpt_oss", {"sliding_window": 4}),
+    "chunks": ("llama4_text", {"attention_chunk_size": 5}),
+    "capped scores": ("gemma2", {"sliding_window": 5}),
+    "layers of different sizes": ("gemma4_text", {"sliding_window": 6, "num_kv_shared_layers": 2}),
+    "keys and values of different sizes": ("deepseek_v3", {}),
+}
+POLICIES = (
+    ("fixed", {"depth": 7, "breadth": 2, "tau": 0}),
+    ("dynatree", {"tau": 0, "rho_stop": 1e-9, "rho_deep": 1e-6}),
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each == "sinks and windows" else pytest.mark.long) for each in MODELS]
+)
+def test_output_equals_that_of_generate(tmp_path, name):
+    family, changes = MODELS[name]
+    path = saved(tiny_model(tiny_config(family, **changes)), tmp_path / "model")
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    chooser = random.Random(0)
+    with running_services(tmp_path, path, path, dtype="float32") as services, Client(services.draft_address) as client:
+        for length, count in ((3, 40), (120, 30)):
+            prompt = chooser.choices(range(2, 2000), k=length)
+            with torch.inference_mode():
+                ids = torch.tensor([prompt])
+                right = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)
+            for policy, settings in POLICIES:
+                completion = client.generate(
+                    prompt, max_new_tokens=count, policy=policy, policy_settings=settings, ignore_eos=True, trace=True
+                )
+                assert list(completion.token_ids) == right[0, length:].tolist()
+                assert len(completion.trace) < count / 3, "the draft is the target, so most of its guesses are right"
