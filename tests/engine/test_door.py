@@ -131,13 +131,17 @@ def test_the_bytes_of_a_token_follow_from_the_configuration(family):
     assert kv_bytes_of(config, torch.float32) == shape.slot_bytes(torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("option", "given"), [("--fixed-rows", {"fixed_rows": (32,)}), ("--tensor-parallel", {"tensor_parallel": 2})]
-)
-def test_options_refuse_what_they_do_not_compute(tmp_path, option, given):
+def test_tensor_parallel_ranks_refuse_what_they_do_not_compute(tmp_path):
     tiny_config("gpt_oss").save_pretrained(tmp_path)
-    with pytest.raises(StartupError, match=f"attention sinks and sliding windows, which {option} does not compute"):
-        examined(ModelSettings(str(tmp_path), **given))
+    reason = "attention sinks and sliding windows, which --tensor-parallel does not compute"
+    with pytest.raises(StartupError, match=reason):
+        examined(ModelSettings(str(tmp_path), tensor_parallel=2))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama4_text", "deepseek_v3", "gemma4_text"])
+def test_forward_passes_of_fixed_rows_have_the_right_tokens(tmp_path, family):
+    found = served(saved(tiny_model(tiny_config(family)), tmp_path / "model"), "float32", fixed_rows=(32,))
+    assert (found.refusal, found.wrong) == (None, 0)
 
 
 def test_a_masked_token_of_the_output_layer_is_no_reason(tmp_path):

@@ -82,9 +82,8 @@ def _config(settings: ModelSettings, name: str) -> PretrainedConfig:
 
 def _check_options(settings: ModelSettings, features: tuple[str, ...]) -> None:
     """Refuse features of a model's attention that an option's forward passes do not compute."""
-    for option, given in (("--tensor-parallel", settings.tensor_parallel > 1), ("--fixed-rows", settings.fixed_rows)):
-        if given and features:
-            raise StartupError(f"its attention has {' and '.join(features)}, which {option} does not compute")
+    if settings.tensor_parallel > 1 and features:
+        raise StartupError(f"its attention has {' and '.join(features)}, which --tensor-parallel does not compute")
 
 
 def _context_length(config: PretrainedConfig, settings: ModelSettings) -> int:

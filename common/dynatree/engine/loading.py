@@ -196,8 +196,6 @@ def _with_rows(engine: Engine, settings: ModelSettings, longest: int) -> Engine:
         return with_fixed_rows(engine, rows, *sizes, settings.chooses_tokens)
     if rows is not None or engine.kv_cache.device.type != "cuda" or engine.source is not None:
         return engine
-    if engine.kv_cache.shape.features:  # rows do not compute them
-        return engine
     if settings.chooses_tokens:
         return with_default_rows(engine, *sizes)
     return with_fixed_rows(engine, DRAFT_ROWS, *sizes, decides=False)
