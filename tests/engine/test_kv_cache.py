@@ -10,6 +10,7 @@ from dynatree.common.errors import StartupError
 from dynatree.engine.kv import budget as kv_budget
 from dynatree.engine.kv.budget import KVBudget
 from dynatree.engine.kv.kv_cache import KVCache, KVShape
+from dynatree.engine.kv.locality import GLOBAL, Locality
 from dynatree.engine.kv.prefix_cache import PrefixCache
 
 SHAPE = KVShape(layers=2, kv_heads=3, head_dim=4)
@@ -177,3 +178,55 @@ def test_memory_is_free_within_the_control_groups_limit(tmp_path, monkeypatch, v
     assert kv_budget.free_memory(torch.device("cpu")) == 390_000
     (folder / limit).write_text("max\n")
     assert kv_budget.free_memory(torch.device("cpu")) > 10**8
+
+
+def windowed(size):
+    """A KV cache with a window of 300 tokens in the second of two layers; a slot of a head takes 128 bytes."""
+    shape = KVShape(2, 3, 32, (GLOBAL, Locality(window=300)))
+    return KVCache(shape, size, torch.float32, torch.device("cpu"))
+
+
+def test_memory_below_a_window_is_returned_and_nothing_else_changes():
+    kv_cache = windowed(3000)
+    before, kv, behind = (kv_cache.reserve(size) for size in (70, 2000, 800))
+    for value, each in enumerate((before, kv, behind), 1):
+        fill(kv_cache, each, value)
+    for position in range(0, 2000, 37):
+        kv_cache.forget(kv, position)
+        assert kv.forgotten <= max(position - 299, 0)
+        held = kv_cache.slots(kv, 2000)
+        assert bool((held[0] == 2).all()), "a layer without a window keeps all"
+        assert bool((held[1, :, :, kv.forgotten :] == 2).all())
+    pages = -(-70 // 32) * 32 - 70  # slots of the first page, which another range shares
+    assert kv.forgotten > 1400
+    assert bool((held[1, :, :, pages : kv.forgotten - 32] == 0).all()), "what is returned reads as zeros"
+    for value, each in ((1, before), (3, behind)):
+        assert bool((kv_cache.slots(each, each.size) == value).all())
+    kv_cache.release(before)
+    kv_cache.release(behind)
+    assert kv_cache.reserve(1000) is not None, "the range moves to make room"
+    assert kv.start == 0
+    assert bool((kv_cache.slots(kv, 2000)[1, :, :, kv.forgotten :] == 2).all())
+    assert bool((kv_cache.slots(kv, 2000)[0] == 2).all())
+
+
+def test_a_prefix_is_reused_only_if_all_that_its_next_token_sees_is_held():
+    kv_cache = windowed(4000)
+    cache = PrefixCache(kv_cache)
+    tokens = list(range(1, 1201))
+
+    def session(prompt, grown):
+        kv, cached = cache.reserve(grown, prompt, "one")
+        kv_cache.slots(kv, grown)[:, :, :, cached:] = torch.arange(cached, grown)[:, None] + 1.0
+        kv.used = grown
+        seen = kv_cache.slots(kv, cached)[1, 0, 0, max(cached - 299, 0) :, 0].tolist()
+        assert seen == list(range(max(cached - 299, 0) + 1, cached + 1))
+        kv_cache.forget(kv, grown)
+        cache.release(kv, tokens[:grown], "one")
+        return cached
+
+    assert session(tokens[:100], 200) == 0
+    assert session(tokens[:300], 1000) == 200
+    assert session([*tokens[:150], 5000], 160) == 150, "the short session's entry is still there"
+    assert session([*tokens[:700], 5000], 720) == 200, "the long session has forgotten what token 700 sees"
+    assert session([*tokens[:1000], 5000], 1100) == 1000

@@ -172,6 +172,7 @@ class Verifier:
             _keep_log_probs(session, logits)
         session.read += part.prompt_tokens
         if verdict is None:
+            self.engine.kv_cache.forget(session.kv, session.read)
             return None
         if not part.prompt_tokens:
             # the root is in slot length - 1 and node i in slot length + i; the accepted path moves behind the root
@@ -179,6 +180,7 @@ class Verifier:
                 self.engine.kv_cache.move(session.kv, [session.length + n for n in verdict.accepted], session.length)
             session.round += 1
         session.commit(verdict.token_ids, finished=verdict.finish_reason is not None)
+        self.engine.kv_cache.forget(session.kv, session.length - 1)
         return replace(verdict, accepted=tuple(order[node] for node in verdict.accepted))
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from dynatree.engine.kv.kv_range import KVRange
 from dynatree.engine.kv.locality import GLOBAL, Locality
 
+FORGOTTEN_AT_ONCE = 256  # slots; fewer are not worth the system calls
+
 
 @dataclass(frozen=True)
 class KVShape:
@@ -84,7 +86,17 @@ class KVCache:
         self.size = size
         self.dtype = dtype
         self.device = device
-        self.data = _zeros((shape.layers, 2, shape.kv_heads, size + read_beyond, shape.head_dim), dtype, device)
+        self._local = [layer for layer, locality in enumerate(shape.localities) if locality != GLOBAL]
+        self._localities = {shape.localities[layer] for layer in self._local}
+        self._memory: mmap.mmap | None = None
+        sizes = (shape.layers, 2, shape.kv_heads, size + read_beyond, shape.head_dim)
+        if device.type == "cpu":
+            # An anonymous mapping, which the kernel fills page by page at the first write. Torch's allocator may use
+            # huge pages, where the first write fills 2 MiB.
+            self._memory = mmap.mmap(-1, math.prod(sizes) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.data = torch.frombuffer(self._memory, dtype=dtype).view(sizes)
+        else:  # zeros, because forward passes of static shape read slots that were never written
+            self.data = torch.zeros(sizes, dtype=dtype, device=device)
         self._ranges: list[KVRange] = []  # sorted by start
 
     @property
@@ -137,8 +149,42 @@ class KVCache:
     @torch.inference_mode()
     def copy(self, source: KVRange, destination: KVRange, stop: int) -> None:
         """Copy slots 0 to `stop` of one range to another range."""
-        self.slots(destination, stop).copy_(self.slots(source, stop))
-        destination.used = stop
+        destination.used, destination.forgotten = stop, min(source.forgotten, stop)
+        if not source.forgotten:
+            self.slots(destination, stop).copy_(self.slots(source, stop))
+            return
+        for layer in range(self.shape.layers):  # what was forgotten is not written, so that it takes no memory
+            first = destination.forgotten if layer in self._local else 0
+            to, held = (self.slots(each, stop)[layer, :, :, first:] for each in (destination, source))
+            to.copy_(held)
+
+    def lowest(self, position: int) -> int:
+        """Return the lowest position that a query at `position` sees in the layers that do not see all positions."""
+        return min((int(each.lowest(torch.tensor(position))) for each in self._localities), default=0)
+
+    def forget(self, kv: KVRange, position: int) -> None:
+        """Return the memory of slots that no query from `position` on sees, in the layers that do not see all of them.
+
+        The slots stay reserved, and read as zeros. Only whole pages are returned, and only on a CPU.
+        """
+        lowest = self.lowest(position)
+        if self._memory is not None and lowest - kv.forgotten >= FORGOTTEN_AT_ONCE:
+            self._return(kv, kv.forgotten, lowest)
+            kv.forgotten = lowest
+
+    def _return(self, kv: KVRange, first: int, stop: int) -> None:
+        """Return the memory of the slots `first` to `stop` of a range in the layers with a locality."""
+        assert self._memory is not None, "the KV cache is in a mapping"
+        slot, page = self.shape.head_dim * self.dtype.itemsize, mmap.PAGESIZE
+        for layer in self._local:
+            for head in range(2 * self.shape.kv_heads):  # the heads of the keys, then those of the values
+                start = (layer * 2 * self.shape.kv_heads + head) * self.data.stride(2) * self.dtype.itemsize
+                start += kv.start * slot
+                begin = -(-start // page) * page  # the first page that is the range's alone
+                begin = max(begin, (start + first * slot) // page * page)
+                length = (start + stop * slot) // page * page - begin
+                if length > 0:
+                    self._memory.madvise(mmap.MADV_DONTNEED, begin, length)
 
     def gap(self, size: int, without: Collection[KVRange] = ()) -> int | None:
         """Return the start of `size` free slots, counting those of `without` as free; None if no gap fits."""
@@ -163,16 +209,6 @@ class KVCache:
                     moved = KVRange(begin + offset, stop - offset)
                     self.copy(KVRange(each.start + offset, stop - offset), moved, stop - offset)
                 each.start = begin
+                if each.forgotten:  # the copies are zeros that take memory
+                    self._return(each, 0, each.forgotten)
             begin += each.size
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of zeros, because forward passes of static shape read slots that were never written.
-
-    On a CPU, the memory is an anonymous mapping, which the kernel fills page by page at the first write. Torch's
-    allocator may use huge pages, where the first write fills 2 MiB.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -15,9 +15,12 @@ class KVRange:
 
     `broken` means that keys or values of a committed token were NaN or infinite. Zeros are stored in their place,
     so logits that depend on them look plausible, but no token may be chosen from them.
+
+    In layers whose queries do not see every earlier token, the slots before `forgotten` hold nothing.
     """
 
     start: int
     size: int
     used: int = 0
     broken: bool = False
+    forgotten: int = 0

@@ -54,10 +54,10 @@ class PrefixCache:
         prompt = tuple(prompt_ids[:-1])
         found = max(
             (entry for entry in self._entries if entry.principal == principal),
-            key=lambda entry: _common(entry.token_ids, prompt),
+            key=lambda entry: self._usable(entry, prompt),
             default=None,
         )
-        cached = 0 if found is None else _common(found.token_ids, prompt)
+        cached = 0 if found is None else self._usable(found, prompt)
         if found is not None and cached >= LEAST:
             self._entries.remove(found)  # append it again as the most recently used
             self._entries.append(found)
@@ -69,6 +69,15 @@ class PrefixCache:
             return kv, 0
         self._kv_cache.copy(found.kv, kv, cached)
         return kv, cached
+
+    def _usable(self, entry: _Entry, tokens: tuple[int, ...]) -> int:
+        """Return the number of first tokens whose keys and values an entry holds as far as the next token sees them."""
+        common = _common(entry.token_ids, tokens)
+        return common if self._holds(entry.kv, common) else 0
+
+    def _holds(self, kv: KVRange, position: int) -> bool:
+        """Whether a range still holds all that a query at `position` sees."""
+        return kv.forgotten <= self._kv_cache.lowest(position)
 
     def _make_room(self, slots: int) -> None:
         """Evict the oldest entries that open a gap for a range; without such a gap, evict until enough slots are free.
@@ -96,12 +105,13 @@ class PrefixCache:
         """
         tokens = tuple(token_ids)
         same = [entry for entry in self._entries if entry.principal == principal]
-        known = any(_common(entry.token_ids, tokens) == len(tokens) for entry in same)
-        if not self._enabled or kv.broken or len(tokens) < LEAST or known:
+        known = any(self._usable(entry, tokens) == len(tokens) for entry in same)
+        if not self._enabled or kv.broken or len(tokens) < LEAST or known or not self._holds(kv, len(tokens)):
             self._kv_cache.release(kv)
             return
         for entry in same:
-            if _common(entry.token_ids, tokens) == len(entry.token_ids):
+            count = len(entry.token_ids)
+            if _common(entry.token_ids, tokens) == count and self._holds(kv, count):
                 self._entries.remove(entry)
                 self._kv_cache.release(entry.kv)
         self._kv_cache.shrink(kv, len(tokens))
