@@ -32,7 +32,10 @@ MUTANTS = (
     ("attention.c", "t < tokens; t++) {\n        int found", "t <= tokens; t++) {\n        int found"),
     ("attention.c", "to[k * wide + d] = d < dim ? load_one", "to[k * wide + d] = d <= dim ? load_one"),
     ("attention.c", "slot < tile + count; slot++", "slot <= tile + count; slot++"),
-    ("attention.c", "chunk * (dim + wide + 2) +", "chunk * (dim + wide + 1) -"),
+    ("attention.c", "chunk * (dim + wide + 3) +", "chunk * (dim + wide + 2) -"),
+    ("attention.c", "memset(visible + first, 1, last - first);", "memset(visible + first, 1, last);"),
+    ("attention.c", "token <= (first + rows - 1) / group; token++", "token <= (first + rows) / group; token++"),
+    ("attention.c", "l->sinks[head * group + row % group]", "l->sinks[(head + 1) * group + row % group]"),
     ("attention.c", "= l->faulty + segment->first;", "= l->faulty + segment->first + 1;"),
     ("linear.c", "if (count < LANES) from = memcpy(buffer, from, count * size);", ""),
     ("linear.c", "place + c * size, buffer, count * size);", "place + c * size, buffer, (count + 1) * size);"),
@@ -43,7 +46,9 @@ MUTANTS = (
     ("forward.c", NORM.format("<"), NORM.format("<=")),
     ("forward.c", "c->tokens[row] * bytes;", "(c->tokens[row] + 1) * bytes;"),
     ("forward.c", "(o->last ? c->keep[row] : row) *", "(o->last ? c->keep[row] + 1 : row) *"),
-    ("forward.c", "*stop = from + o->parts * bytes;", "*stop = from + (o->parts + 1) * bytes;"),
+    ("forward.c", "part < o->parts;", "part <= o->parts;"),
+    ("forward.c", "other + (row * o->parts + part) * bytes", "other + (row * o->parts + part + 1) * bytes"),
+    ("forward.c", "c->locality[o->layer] *", "c->locality[o->layer + 1] *"),
 )
 
 
@@ -155,7 +160,9 @@ def run(library: Path, cases: int, seed: int) -> None:
     kv_cache._zeros = lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
     # a forward's buffers lie side by side in one allocation
     native_runner.NativeRunner._lay_out = lay_out_apart  # type: ignore[method-assign]
-    runners = {key: runner_of(*key) for key in (("llama", "float32"), ("gpt_neox", "bfloat16"), ("qwen3", "float16"))}
+    runners = {
+        key: runner_of(*key) for key in (("llama", "float32"), ("gpt_neox", "bfloat16"), ("gemma3_text", "float16"))
+    }
     kinds: Sequence[Callable[[random.Random], Any]] = (
         attend,
         multiply,
@@ -176,13 +183,15 @@ def attend(chooser: random.Random) -> None:
     from dynatree.engine.cpu.native_attention import NativeBatch
     from dynatree.engine.forward.scores import Scores
     from dynatree.engine.kv.kv_cache import KVCache, KVShape
+    from dynatree.engine.kv.locality import Locality
 
     dtype = chooser.choice((torch.float32, torch.bfloat16, torch.float16))
     kv_heads, group, dim = chooser.randint(1, 3), chooser.randint(1, 5), chooser.choice((1, 2, 7, 16, 20, 64, 80, 129))
     sizes = [chooser.choice((1, 2, 5, 63, 64, 65, 130)) for _ in range(chooser.randint(1, 3))]
     starts = [chooser.choice((0, 1, 60, 64, 200)) for _ in sizes]
     room = [start + size + chooser.choice((0, 0, 3)) for start, size in zip(starts, sizes, strict=True)]
-    memory = KVCache(KVShape(1, kv_heads, dim), sum(room), dtype, torch.device("cpu"))
+    locality = Locality(chooser.choice((None, 1, 30, 64, 100)), chooser.choice((None, None, 1, 50, 64)))
+    memory = KVCache(KVShape(1, kv_heads, dim, (locality,)), sum(room), dtype, torch.device("cpu"))
     ranges = [memory.reserve(each) for each in room]
     segments = [segment_of(chooser, kv, start, size) for kv, start, size in zip(ranges, starts, sizes, strict=True)]
     memory.data.normal_()
@@ -195,7 +204,8 @@ def attend(chooser: random.Random) -> None:
     for row in faulty:
         chooser.choice((key, value))[-1, row, -1] = chooser.choice((math.nan, math.inf))
     batch = NativeBatch(segments, memory)
-    output = batch.attend(0, query, key, value, Scores())
+    sinks = chooser.choice((None, torch.randn(kv_heads * group)))
+    output = batch.attend(0, query, key, value, Scores(cap=chooser.choice((None, 5.0)), sinks=sinks))
     assert output.shape == (rows, kv_heads * group, dim)
     assert list(batch.faulty()) == faulty
     for segment in segments:
@@ -268,9 +278,15 @@ def runner_of(family: str, dtype: str) -> Any:
     from dynatree.engine.cpu.native_runner import NativeRunner
     from dynatree.engine.cpu.packing import pack
     from dynatree.engine.kv.kv_cache import KVCache, KVShape
+    from dynatree.engine.kv.locality import Locality
     from dynatree.engine.model.skeleton import skeleton
 
     heads, kv_heads, dim = (3, 3, 14) if family == "gpt_neox" else (4, 2, 10)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    changes: dict[str, Any] = {"rope_parameters": rope}
+    if family == "gemma3_text":
+        kinds = ["sliding_attention", "full_attention"]
+        changes = {"layer_types": kinds, "final_logit_softcapping": 5.0, "rope_parameters": dict.fromkeys(kinds, rope)}
     config = AutoConfig.for_model(
         family,
         vocab_size=67,
@@ -282,8 +298,8 @@ def runner_of(family: str, dtype: str) -> Any:
         head_dim=dim,
         max_position_embeddings=512,
         hidden_act="silu" if family == "llama" else "gelu",
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
         tie_word_embeddings=False,
+        **changes,
     )
     kind = getattr(torch, dtype)
     model = skeleton(config, kind)
@@ -294,7 +310,8 @@ def runner_of(family: str, dtype: str) -> Any:
     pack(model, True, ())
     program = program_of(model)
     assert program is not None, "its family has a program"
-    memory = KVCache(KVShape(2, kv_heads, dim), 400, kind, torch.device("cpu"))
+    localities = (Locality(window=9), Locality(chunk=70))
+    memory = KVCache(KVShape(2, kv_heads, dim, localities), 400, kind, torch.device("cpu"))
     return NativeRunner(program, memory), memory
 
 

@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from dynatree.engine import loading
+from dynatree.engine.cpu import native_program
 from dynatree.engine.cpu.native_attention import NativeBatch
+from dynatree.engine.cpu.native_linear import NativeLinear
 from dynatree.engine.forward.scores import Scores
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.kv_cache import KVCache, KVShape
+from dynatree.engine.kv.locality import GLOBAL, Locality
 from dynatree.engine.loading import load_engine
 from dynatree.engine.settings import ModelSettings
 from tests.support.kernel_builds import compiled
@@ -18,6 +21,12 @@ from tests.support.model_zoo import save_random_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ERRORS = {torch.float32: 3e-6, torch.bfloat16: 0.02, torch.float16: 0.003}
+LOCALITIES = (
+    GLOBAL,
+    *(Locality(window=window) for window in (1, 7, 64, 100, 1000)),  # tiles have 64 slots
+    *(Locality(chunk=chunk) for chunk in (33, 128)),
+    Locality(window=20, chunk=30),
+)
 
 
 def random_mask(rows, generator, beyond=0):
@@ -35,9 +44,23 @@ def new_tensors(generator, tokens, heads, kv_heads, dim, dtype):
     ]
 
 
-def exact(segments, kv_cache, layer, query, scale):
-    """Compute attention in float64 from the KV cache with the new keys and values."""
-    first, outputs = 0, []
+def random_tree(start, nodes, generator):
+    """Return the positions of a random tree's nodes behind `start` slots, and the mask of their ancestors."""
+    positions, mask = [], torch.eye(nodes, dtype=torch.bool)
+    for node in range(nodes):
+        parent = int(torch.randint(-1, node, (), generator=generator)) if node > 2 else node - 1
+        positions.append(start if parent < 0 else positions[parent] + 1)
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return positions, mask
+
+
+def exact(segments, kv_cache, layer, query, scale, cap=None, sinks=None, columns=()):
+    """Compute attention in float64 from the KV cache with the new keys and values.
+
+    The positions of a mask's columns are `columns`, or their slots.
+    """
+    first, outputs, locality = 0, [], kv_cache.shape.locality(layer)
     group = query.shape[0] // kv_cache.shape.kv_heads
     for segment in segments:
         tokens = len(segment.token_ids)
@@ -47,14 +70,23 @@ def exact(segments, kv_cache, layer, query, scale):
         mask = torch.ones(tokens, tokens, dtype=torch.bool).tril() if segment.mask is None else segment.mask
         bias = torch.zeros(tokens, segment.stop, dtype=torch.float64)
         bias[:, segment.stop - mask.shape[1] :].masked_fill_(~mask, -math.inf)
-        scores = query[:, first : first + tokens].double() @ keys.transpose(1, 2) * scale + bias
-        outputs.append((scores.softmax(-1) @ values).transpose(0, 1))
+        places = torch.arange(segment.stop)
+        if segment.mask is not None and columns:
+            places[segment.stop - len(columns) :] = torch.tensor(columns)
+        bias.masked_fill_(places < locality.lowest(torch.tensor(segment.positions))[:, None], -math.inf)
+        scores = query[:, first : first + tokens].double() @ keys.transpose(1, 2) * scale
+        if cap is not None:
+            scores = cap * (scores / cap).tanh()
+        scores = scores + bias
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, tokens, 1)], 2)
+        outputs.append((scores.softmax(-1)[..., : segment.stop] @ values).transpose(0, 1))
         first += tokens
     return torch.cat(outputs)
 
 
-def segment_of(kv, start, tokens, mask=None):
-    return Segment(kv, start, [0] * tokens, [0] * tokens, mask)
+def segment_of(kv, start, tokens, mask=None, positions=None):
+    return Segment(kv, start, [0] * tokens, positions or range(start, start + tokens), mask)
 
 
 @compiled
@@ -83,12 +115,52 @@ def test_every_query_attends_to_what_its_mask_shows(build, dtype, heads, kv_head
 
 
 @compiled
+@pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_query_has_the_same_bits_whatever_is_computed_beside_it(build, dtype):
+def test_layers_have_windows_chunks_caps_and_sinks(dtype):
+    generator = torch.Generator().manual_seed(3)
+    heads, kv_heads, dim, scale = 6, 2, 20, 1.2 * 20**-0.5
+    shape = KVShape(len(LOCALITIES), kv_heads, dim, LOCALITIES)
+    kv_cache = KVCache(shape, 1200, dtype, torch.device("cpu"))
+    kv_cache.data.copy_(torch.randn(kv_cache.data.shape, generator=generator))
+    positions, mask = random_tree(140, 30, generator)
+    segments = [
+        segment_of(kv_cache.reserve(300), 200, 1),
+        segment_of(kv_cache.reserve(100), 0, 70),
+        segment_of(kv_cache.reserve(250), 131, 66),
+        segment_of(kv_cache.reserve(200), 151, 19, mask[11:], positions[11:]),
+    ]
+    query, key, value = new_tensors(generator, 1 + 70 + 66 + 19, heads, kv_heads, dim, dtype)
+    batch, sinks = NativeBatch(segments, kv_cache), torch.randn(heads, generator=generator)
+    for layer in range(len(LOCALITIES)):
+        for cap, sink in ((None, None), (0.7, None), (None, sinks), (0.7, sinks.bfloat16())):
+            got = batch.attend(layer, query, key, value, Scores(scale, cap, sink))
+            expected = exact(segments, kv_cache, layer, query, scale, cap, sink, positions)
+            assert (got - expected).abs().max() < ERRORS[dtype], (LOCALITIES[layer], cap)
+
+
+@compiled
+@pytest.mark.usefixtures("build")
+def test_caps_are_exact_over_the_whole_range():
+    rows = torch.cat([10.0 ** torch.linspace(-37, 38, 9000), torch.linspace(0, 12, 9000), torch.tensor([math.inf])])
+    rows = torch.cat([rows, -rows, torch.tensor([0.0, math.nan])])
+    layer = NativeLinear(torch.ones(1, 1), None)
+    layer.structure.activation, layer.structure.cap = native_program._CAPPED, 1.0
+    got, expected = layer(rows[:, None])[:, 0].double(), rows.double().tanh()
+    assert got[-1].isnan()
+    assert ((got - expected).abs() <= 2e-7 * expected.abs())[:-1].all()
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layer", range(4))
+def test_a_query_has_the_same_bits_whatever_is_computed_beside_it(build, dtype, layer):
     """A chain is computed as single steps, in one segment, and beside other sessions; a prompt in any pieces."""
     generator = torch.Generator().manual_seed(1)
     heads, kv_heads, dim, length = 4, 2, 80, 150
-    kv_cache = KVCache(KVShape(1, kv_heads, dim), 800, dtype, torch.device("cpu"))
+    localities = (GLOBAL, Locality(window=6), Locality(window=65), Locality(chunk=50))
+    kv_cache = KVCache(KVShape(4, kv_heads, dim, localities), 800, dtype, torch.device("cpu"))
+    scores = Scores(None, 2.0, torch.randn(heads, generator=generator)) if layer else Scores()
     kv, other = kv_cache.reserve(200), kv_cache.reserve(300)
     query, key, value = new_tensors(generator, length, heads, kv_heads, dim, dtype)
     beside = new_tensors(generator, 9, heads, kv_heads, dim, dtype)
@@ -103,22 +175,25 @@ def test_a_query_has_the_same_bits_whatever_is_computed_beside_it(build, dtype):
             if crowd:
                 segments.insert(0, segment_of(other, 77, 9, random_mask(9, generator)))
                 parts = [torch.cat(both, dim=1) for both in zip(beside, parts, strict=True)]
-            rows.append(NativeBatch(segments, kv_cache).attend(0, *parts, Scores())[-(stop - start) :])
+            rows.append(NativeBatch(segments, kv_cache).attend(layer, *parts, scores)[-(stop - start) :])
         return torch.cat(rows)
 
     whole = read()
     for cuts in [(1,), (100,), (149,), (64, 128), (63, 65), tuple(range(1, length))]:
         assert torch.equal(read(*cuts), whole), cuts
         assert torch.equal(read(*cuts, crowd=True), whole), cuts
-    # the last five as a path of a tree whose siblings, invisible to the path, come after it
-    read(145)
-    tokens = [*range(145, 150), 3, 4]
-    mask = torch.eye(7, dtype=torch.bool)
-    mask[:5, :5] = torch.ones(5, 5, dtype=torch.bool).tril()
-    tree = NativeBatch([segment_of(kv, 145, 7, mask)], kv_cache).attend(
-        0, *(each[:, tokens] for each in (query, key, value)), Scores()
+    # the last nine as a path of a tree whose siblings, invisible to the path, come between and after its tokens
+    read(141)
+    tokens = [141, 142, 3, 143, 144, 145, 4, 5, 146, 147, 148, 149, 6]
+    path = [place for place, token in enumerate(tokens) if token > 140]
+    mask = torch.eye(13, dtype=torch.bool)
+    for index, place in enumerate(path):
+        mask[place, path[:index]] = True
+    positions = [token if token > 140 else 141 for token in tokens]
+    tree = NativeBatch([segment_of(kv, 141, 13, mask, positions)], kv_cache).attend(
+        layer, *(each[:, tokens] for each in (query, key, value)), scores
     )
-    assert torch.equal(tree[:5], whole[145:])
+    assert torch.equal(tree[path], whole[141:])
 
 
 @compiled

@@ -16,7 +16,7 @@ import torch
 from dynatree import engine as engine_package
 from dynatree.engine.cpu import native_attention, native_linear
 from dynatree.engine.cpu.native import address
-from dynatree.engine.cpu.native_attention import NativeBatch
+from dynatree.engine.cpu.native_attention import NativeBatch, structures_of
 from dynatree.engine.cpu.native_linear import NativeLinear
 from dynatree.engine.cpu.native_program import Program
 from dynatree.engine.cpu.native_runner import NativeRunner
@@ -24,6 +24,7 @@ from dynatree.engine.forward.scores import Scores
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.kv_cache import KVCache, KVShape
 from dynatree.engine.kv.kv_range import KVRange
+from dynatree.engine.kv.locality import Locality
 from dynatree.engine.loading import load_engine
 from dynatree.engine.settings import ModelSettings
 from tests.support.kernel_builds import compiled
@@ -141,6 +142,62 @@ def test_attention_takes_what_fits_its_kv_cache(calls: list[str], change: Any, e
     assert calls == ["dynatree_attention"]
 
 
+def _with_window(segments: list[Segment], scores: Scores) -> None:
+    """Attend with 4 heads in a layer whose queries see two tokens."""
+    kv_cache = KVCache(KVShape(1, KV_HEADS, DIM, (Locality(window=2),)), 400, torch.float32, CPU)
+    sizes = (4, TOKENS, DIM), (KV_HEADS, TOKENS, DIM), (KV_HEADS, TOKENS, DIM)
+    NativeBatch(segments, kv_cache).attend(0, *map(torch.zeros, sizes), scores)
+
+
+@pytest.mark.parametrize("positions", [range(4), range(6), range(2, 7), [0, 1, 2, 3, 6]])
+def test_a_window_takes_positions_that_fit_the_slots(calls: list[str], positions: Any) -> None:
+    segment = Segment(KVRange(0, 20), 0, [0] * TOKENS, range(TOKENS))
+    _with_window([segment], Scores())
+    assert calls == ["dynatree_attention"]
+    with pytest.raises(ValueError, match="position"):
+        _with_window([replace(segment, positions=positions)], Scores())
+    with pytest.raises(ValueError, match=r"mask|a tensor is"):
+        _with_window([replace(segment, mask=MASK)], Scores())
+    assert calls == ["dynatree_attention"]
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        *(Scores(cap=cap) for cap in (0.0, -1.0, float("inf"), float("nan"))),
+        *(Scores(sinks=torch.zeros(shape)) for shape in (3, 5, (4, 1), (1, 4), ())),
+        Scores(sinks=torch.zeros(4, device="meta")),
+    ],
+)
+def test_caps_are_positive_and_each_head_has_a_sink(calls: list[str], scores: Scores) -> None:
+    segment = Segment(KVRange(0, 20), 0, [0] * TOKENS, range(TOKENS))
+    _with_window([segment], Scores(cap=1.0, sinks=torch.zeros(8, dtype=torch.bfloat16)[::2]))
+    with pytest.raises((ValueError, IndexError)):
+        _with_window([segment], scores)
+    assert calls == ["dynatree_attention"]
+
+
+def test_slots_are_counted_from_the_first_tile_that_a_token_sees() -> None:
+    kv_cache = KVCache(KVShape(1, KV_HEADS, DIM), 400, torch.float32, CPU)
+    mask = torch.ones(3, 9, dtype=torch.bool).tril(6)
+    segments = [
+        Segment(KVRange(20, 300), 200, [0] * 3, range(200, 203)),
+        Segment(KVRange(20, 300), 200, [0] * 3, range(200, 203), mask),
+        Segment(KVRange(20, 300), 0, [0] * 3, range(3)),
+    ]
+    structures, tensors = structures_of(segments, kv_cache, [Locality(), Locality(window=30), Locality(window=4)])
+    assert [each.first for each in structures] == [0, 3, 6] * 3
+    assert [(each.base, each.start) for each in structures] == [
+        *((20, 200), (20, 200), (20, 0)),
+        *((20 + 128, 72), (20 + 128, 72), (20, 0)),
+        *((20 + 192, 8), (20 + 192, 8), (20, 0)),
+    ]
+    assert [bool(each.lowest) for each in structures] == [False] * 3 + [True, True, False] * 2
+    lowest = [each.tolist() for each in tensors if each.dtype == torch.int64]
+    # the mask covers slots 194 to 202, so 197 to 199 are in its columns
+    assert lowest == [[43, 44, 45], [43, 44, 45], [5, 6, 7], [2, 2, 2]]
+
+
 # Linear layers
 
 
@@ -207,7 +264,7 @@ def test_positions_turn_no_more_than_a_head(
         both = torch.zeros(1, positions.shape[1], turned, dtype=dtype)
         return both, both
 
-    program: Program = replace(runner._program, rotary=rotary)  # type: ignore[arg-type]
+    program: Program = replace(runner._program, rotaries=(rotary,))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         NativeRunner(program, runner._kv_cache).run([Segment(KVRange(0, 9), 0, [5], [0])])
 

@@ -2,13 +2,17 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from dynatree.engine.cpu import native
+from dynatree.engine.cpu.native_program import program_of
 from dynatree.engine.cpu.native_runner import NativeRunner
+from dynatree.engine.cpu.packing import pack
 from dynatree.engine.forward.eager import EagerRunner
 from dynatree.engine.forward.segment import Segment
+from dynatree.engine.kv.kv_cache import KVCache, KVShape
 from dynatree.engine.kv.kv_range import KVRange
+from dynatree.engine.kv.locality import GLOBAL, Locality
 from dynatree.engine.loading import load_engine
 from dynatree.engine.settings import ModelSettings
 from tests.support.kernel_builds import compiled
@@ -79,6 +83,94 @@ def test_mistral_is_written_as_llama_is(tmp_path):
     other.load_state_dict(model.state_dict())
     other.save_pretrained(folder)
     check_logits(folder)
+
+
+def model_with_windows(family, dtype="float32", **changes):
+    """Return a random model in which some layers see 16 tokens; its norms' weights are random, too."""
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        max_position_embeddings=160,
+        sliding_window=16,
+        initializer_range=0.06,
+        pad_token_id=0,
+        **changes,
+    )
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
+    for weight in model.parameters():
+        if weight.dim() == 1:
+            weight.normal_(mean=0.0 if "gemma" in family else 1.0, std=0.3)
+    return model
+
+
+def runner_with_windows(model):
+    """Return a runner of the model's program, whose KV cache has the configuration's windows."""
+    pack(model, True, ())
+    program, kinds = program_of(model), getattr(model.config, "layer_types", ["sliding_attention"] * 3)
+    window = {"sliding_attention": Locality(window=16), "full_attention": GLOBAL}
+    shape = KVShape(3, program.shape.kv_heads, program.shape.dim, tuple(window[kind] for kind in kinds))
+    return NativeRunner(program, KVCache(shape, 200, model.dtype, torch.device("cpu")))
+
+
+KINDS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+LATER_GEMMAS = [
+    ("gemma2", KINDS | {"head_dim": 24, "query_pre_attn_scalar": 40, "final_logit_softcapping": 2.0}),
+    ("gemma2", KINDS | {"head_dim": 22, "attn_logit_softcapping": 0.5, "final_logit_softcapping": None}),
+    ("gemma3_text", KINDS | {"head_dim": 24, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 0.1}),
+    ("gemma3_text", KINDS | {"head_dim": 22, "final_logit_softcapping": 2.0, "tie_word_embeddings": False}),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {"final_logit_softcapping": 0.1, "hidden_activation": "relu"}),  # keys that the family ignores
+        ("phi3", {}),
+        ("qwen2", KINDS | {"use_sliding_window": True}),
+        *LATER_GEMMAS,
+    ],
+)
+def test_windows_and_caps_are_those_of_transformers(family, changes):
+    model = model_with_windows(family, **changes)
+    expected = model(torch.tensor([TOKENS])).logits[0]
+    runner, kv = runner_with_windows(model), KVRange(11, 100)
+    got = [
+        runner.run([Segment(kv, start, TOKENS[start:stop], range(start, stop))]) for start, stop in ((0, 60), (60, 90))
+    ]
+    assert (torch.cat([*got[0], *got[1]]) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("family", "changes"), LATER_GEMMAS[::2])
+def test_windows_and_caps_give_equal_bits(family, changes, dtype, on_each_build):
+    """A prompt has the same bits in any pieces, and in all builds without pairs."""
+    runner = runner_with_windows(model_with_windows(family, dtype, **changes))
+
+    def read(cuts):
+        pieces = zip((0, *cuts), (*cuts, 90), strict=True)
+        return torch.cat([runner.run([Segment(KVRange(3, 99), a, TOKENS[a:b], range(a, b))])[0] for a, b in pieces])
+
+    def whole():
+        logits = read(())
+        assert torch.equal(read((7, 20, 21, 85)), logits)
+        return logits
+
+    found = on_each_build(whole)
+    plain = [logits for name, logits in found.items() if dtype != "bfloat16" or "bf16" not in name]
+    assert all(torch.equal(each, plain[0]) for each in plain)
+
+
+@pytest.mark.parametrize("changes", [{"use_bidirectional_attention": True}, {"hidden_activation": "tanh"}])
+def test_a_later_gemma_without_a_program(changes):
+    model = model_with_windows("gemma3_text", **KINDS, **changes)
+    pack(model, True, ())
+    assert program_of(model) is None
 
 
 @pytest.mark.parametrize(

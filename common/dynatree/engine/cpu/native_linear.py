@@ -43,6 +43,7 @@ class Linear(ctypes.Structure):
         ("activation", ctypes.c_int64),
         ("combination", ctypes.c_int64),
         ("weights", Weights),
+        ("cap", ctypes.c_float),
     )
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm, GemmaTextScaledWordEmbedding
 
 from dynatree.engine.cpu.native import DTYPES, address
 from dynatree.engine.cpu.native_attention import Shape
@@ -23,7 +23,7 @@ from dynatree.engine.cpu.native_linear import PANEL, Linear, NativeLinear
 
 _EMBED, _NORM, _LINEAR, _ATTEND = range(4)
 _ALONE, _PLUS, _TIMES = range(3)
-_IDENTITY, _GELU, _GELU_TANH, _SILU, _RELU = range(5)
+_IDENTITY, _GELU, _GELU_TANH, _SILU, _RELU, _CAPPED = range(6)
 # transformers' names of activation functions
 _ACTIVATIONS = {
     "gelu": _GELU,
@@ -33,6 +33,10 @@ _ACTIVATIONS = {
     "swish": _SILU,
     "relu": _RELU,
 }
+# Names of transformers' classes: importing Gemma 3's would also import a vision model.
+_SCALED = {f"{family}TextScaledWordEmbedding" for family in ("Gemma", "Gemma2", "Gemma3")}
+_AROUND_ONE = {f"{family}RMSNorm" for family in ("Gemma", "Gemma2", "Gemma3")}  # their weights are differences from 1
+_LATER_GEMMA = ("gemma2", "gemma3_text")
 
 
 class _Place(ctypes.Structure):
@@ -64,7 +68,7 @@ class _Operation(ctypes.Structure):
         ("key", _Place),
         ("value", _Place),
         ("layer", ctypes.c_int64),
-        ("rotated", ctypes.c_int64),
+        ("rotary", ctypes.c_int64),
     )
 
 
@@ -91,8 +95,8 @@ class _Writer:
 
     def embed(self, model: PreTrainedModel, target: int) -> None:
         module: Any = model.get_input_embeddings()
-        scaled = type(module) is GemmaTextScaledWordEmbedding
-        if not scaled and type(module) is not nn.Embedding:
+        scaled = type(module).__name__ in _SCALED
+        if scaled != model.config.model_type.startswith("gemma") or not (scaled or type(module) is nn.Embedding):
             raise _NoProgramError
         if module.weight.dtype != self.dtype or not module.weight.is_contiguous():
             raise _NoProgramError
@@ -101,9 +105,9 @@ class _Writer:
         factor = module.embed_scale.to(self.dtype).item() if scaled else 1.0
         self._add(kind=_EMBED, target=target, scale=table, width=width, factor=factor)
 
-    def norm(self, module: Any, source: int, target: int, last: bool = False) -> None:
-        """Add a `LayerNorm`, or any family's `RMSNorm`, of rows or of each head within them."""
-        centered, around_one = type(module) is nn.LayerNorm, type(module) is GemmaRMSNorm
+    def norm(self, module: Any, source: int, target: int, last: bool = False, other: int = -1) -> None:
+        """Add a `LayerNorm`, or any family's `RMSNorm`, of rows or of each head within them, plus a buffer `other`."""
+        centered, around_one = type(module) is nn.LayerNorm, type(module).__name__ in _AROUND_ONE
         if not centered and not type(module).__name__.endswith("RMSNorm"):
             raise _NoProgramError
         weight, bias = module.weight, getattr(module, "bias", None)
@@ -112,10 +116,13 @@ class _Writer:
         parts, rest = divmod(self.widths[source], len(weight))
         if rest or self.widths[target] != self.widths[source]:
             raise _NoProgramError
+        if other >= 0 and (bias is not None or last or self.widths[other] != self.widths[target]):
+            raise _NoProgramError
         self._add(
             kind=_NORM,
             source=source,
             target=target,
+            other=other,
             scale=address(weight, self.dtype, -1),
             shift=None if bias is None else address(bias, self.dtype, len(weight)),
             width=len(weight),
@@ -136,6 +143,7 @@ class _Writer:
         other: int = -1,
         part: int = 0,
         parts: int = 1,
+        cap: float = 0.0,
     ) -> None:
         """Add a linear layer, or only one of `parts` equal parts of its features."""
         if not isinstance(module, NativeLinear) or module.dtype != self.dtype:
@@ -152,14 +160,17 @@ class _Writer:
         if module.bias is not None:
             linear.bias += part * (module.bias.nbytes // parts)
         linear.features = features
-        linear.activation, linear.combination = activation, combination
+        linear.activation, linear.combination, linear.cap = activation, combination, cap
         self._add(kind=_LINEAR, source=source, target=target, other=other, linear=linear)
 
-    def attend(self, query: _Place, key: _Place, value: _Place, target: int, layer: int, rotated: bool = True) -> None:
-        self._add(kind=_ATTEND, target=target, query=query, key=key, value=value, layer=layer, rotated=rotated)
+    def attend(self, query: _Place, key: _Place, value: _Place, target: int, layer: int, rotary: int = 0) -> None:
+        self._add(kind=_ATTEND, target=target, query=query, key=key, value=value, layer=layer, rotary=rotary)
 
     def _add(self, **fields: Any) -> None:
         self.operations.append(_Operation(**{"other": -1, **fields}))
+
+
+Rotary = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -167,11 +178,12 @@ class _Parts:
     """The parts of a program besides its operations."""
 
     shape: Shape
-    rotary: nn.Module
+    rotaries: tuple[Rotary, ...]
 
 
 def _activation(model: PreTrainedModel) -> int:
-    name = model.config.hidden_act
+    config = model.config
+    name = config.hidden_activation if config.model_type in _LATER_GEMMA else config.hidden_act
     if name not in _ACTIVATIONS:
         raise _NoProgramError
     return _ACTIVATIONS[name]
@@ -181,7 +193,10 @@ def _write_output(model: Any, norm: Any, to: _Writer, x: int, normed: int) -> No
     """Add the last norm and the output layer."""
     to.layer()
     to.norm(norm, x, normed, last=True)
-    to.linear(model.get_output_embeddings(), normed, to.buffer(model.config.vocab_size))
+    config = model.config
+    cap = config.final_logit_softcapping if config.model_type in _LATER_GEMMA else None
+    activation = _IDENTITY if cap is None else _CAPPED
+    to.linear(model.get_output_embeddings(), normed, to.buffer(config.vocab_size), activation, cap=cap or 0.0)
 
 
 def _write_gpt_neox(model: Any, to: _Writer) -> _Parts:
@@ -203,7 +218,16 @@ def _write_gpt_neox(model: Any, to: _Writer) -> _Parts:
         to.linear(layer.mlp.dense_h_to_4h, normed, middle, _activation(model))
         to.linear(layer.mlp.dense_4h_to_h, middle, x, combination=_PLUS, other=result)
     _write_output(model, model.gpt_neox.final_layer_norm, to, x, normed)
-    return _Parts(Shape(heads, heads, dim, 0, attention.scaling), model.gpt_neox.rotary_emb)
+    return _Parts(Shape(heads, heads, dim, 0, attention.scaling), (model.gpt_neox.rotary_emb,))
+
+
+def _add(to: _Writer, linear: Any, norm: Any, source: int, x: int, normed: int) -> None:
+    """Add a linear layer's output to `x`, after a norm in families that have one there."""
+    if norm is None:
+        to.linear(linear, source, x, combination=_PLUS, other=x)
+    else:
+        to.linear(linear, source, normed)
+        to.norm(norm, normed, x, other=x)
 
 
 def _write_llama(model: Any, to: _Writer) -> _Parts:
@@ -215,11 +239,13 @@ def _write_llama(model: Any, to: _Writer) -> _Parts:
         attention.head_dim,
     )
     x, normed = to.buffer(hidden), to.buffer(hidden)
-    if heads % kv_heads:
+    if heads % kv_heads or not attention.is_causal:  # Gemma's encoders see later tokens
         raise _NoProgramError
     attended, queries = to.buffer(heads * dim), to.buffer(heads * dim)
     keys, values = to.buffer(kv_heads * dim), to.buffer(kv_heads * dim)
     middle = to.buffer(config.intermediate_size)
+    # kinds of layers that have a rotary embedding each
+    kinds = sorted(set(config.layer_types)) if config.model_type == "gemma3_text" else []
     query, key, value = (_Place(each, 0, dim, to.widths[each]) for each in (queries, keys, values))
     to.embed(model, x)
     for index, layer in enumerate(model.model.layers):
@@ -228,18 +254,28 @@ def _write_llama(model: Any, to: _Writer) -> _Parts:
         to.linear(layer.self_attn.q_proj, normed, queries)
         to.linear(layer.self_attn.k_proj, normed, keys)
         to.linear(layer.self_attn.v_proj, normed, values)
-        if hasattr(layer.self_attn, "q_norm"):  # Qwen3
+        if hasattr(layer.self_attn, "q_norm"):  # Qwen3 and Gemma 3
             to.norm(layer.self_attn.q_norm, queries, queries)
             to.norm(layer.self_attn.k_norm, keys, keys)
-        rotated = bool(getattr(layer.self_attn, "use_rope", True))  # SmolLM3
-        to.attend(query, key, value, attended, index, rotated)
-        to.linear(layer.self_attn.o_proj, attended, x, combination=_PLUS, other=x)
-        to.norm(layer.post_attention_layernorm, x, normed)
+        rotary = kinds.index(config.layer_types[index]) if kinds else 0
+        if not getattr(layer.self_attn, "use_rope", True):  # SmolLM3
+            rotary = -1
+        to.attend(query, key, value, attended, index, rotary)
+        before, middle_norm, after = None, layer.post_attention_layernorm, None
+        if config.model_type in _LATER_GEMMA:
+            before, middle_norm = layer.post_attention_layernorm, layer.pre_feedforward_layernorm
+            after = layer.post_feedforward_layernorm
+        _add(to, layer.self_attn.o_proj, before, attended, x, normed)
+        to.norm(middle_norm, x, normed)
         to.linear(layer.mlp.gate_proj, normed, middle, _activation(model))
         to.linear(layer.mlp.up_proj, normed, middle, combination=_TIMES, other=middle)
-        to.linear(layer.mlp.down_proj, middle, x, combination=_PLUS, other=x)
+        _add(to, layer.mlp.down_proj, after, middle, x, normed)
     _write_output(model, model.model.norm, to, x, normed)
-    return _Parts(Shape(heads, kv_heads, dim, 0, attention.scaling), model.model.rotary_emb)
+    # Gemma 3's attention has the attribute too, but does not use it
+    cap = attention.attn_logit_softcapping if config.model_type == "gemma2" else None
+    rotary_emb = model.model.rotary_emb
+    rotaries = tuple(partial(rotary_emb, layer_type=kind) for kind in kinds) or (rotary_emb,)
+    return _Parts(Shape(heads, kv_heads, dim, 0, attention.scaling, cap or 0.0), rotaries)
 
 
 def _write_phi3(model: Any, to: _Writer) -> _Parts:
@@ -268,12 +304,14 @@ def _write_phi3(model: Any, to: _Writer) -> _Parts:
         to.linear(layer.mlp.gate_up_proj, normed, middle, combination=_TIMES, other=middle, part=1, parts=2)
         to.linear(layer.mlp.down_proj, middle, x, combination=_PLUS, other=x)
     _write_output(model, model.model.norm, to, x, normed)
-    return _Parts(Shape(heads, kv_heads, dim, 0, attention.scaling), model.model.rotary_emb)
+    return _Parts(Shape(heads, kv_heads, dim, 0, attention.scaling), (model.model.rotary_emb,))
 
 
 # Writers by model_type; a writer uses only the modules that all of its families share, except where it says so.
 _WRITERS: dict[str, Callable[[Any, _Writer], _Parts]] = {
     "gemma": _write_llama,
+    "gemma2": _write_llama,
+    "gemma3_text": _write_llama,
     "gpt_neox": _write_gpt_neox,
     "llama": _write_llama,
     "mistral": _write_llama,
@@ -295,7 +333,8 @@ class Program:
         operations: `struct operation` of `native/forward.c`, in order.
         layers: Index of each layer's first operation, and of the first operation after all layers.
         shape: Shape of the attention.
-        rotary: Rotary embedding of the model, which maps positions to cosines and sines.
+        rotaries: Rotary embeddings of the model, which map a tensor of the model's dtype, and positions, to cosines and
+            sines.
     """
 
     model: PreTrainedModel
@@ -304,7 +343,7 @@ class Program:
     operations: ctypes.Array[_Operation]
     layers: tuple[int, ...]
     shape: Shape
-    rotary: nn.Module
+    rotaries: tuple[Rotary, ...]
 
 
 def program_of(model: PreTrainedModel) -> Program | None:
@@ -321,7 +360,7 @@ def program_of(model: PreTrainedModel) -> Program | None:
     _check_places(writer, parts.shape)
     operations = (_Operation * len(writer.operations))(*writer.operations)
     return Program(
-        model, model.dtype, tuple(writer.widths), operations, tuple(writer.layers), parts.shape, parts.rotary
+        model, model.dtype, tuple(writer.widths), operations, tuple(writer.layers), parts.shape, parts.rotaries
     )
 
 

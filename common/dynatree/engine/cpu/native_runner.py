@@ -29,6 +29,15 @@ class _Program(ctypes.Structure):
     _fields_ = (("operations", ctypes.c_void_p), ("count", ctypes.c_int64), ("shape", Shape))
 
 
+class _Rotary(ctypes.Structure):
+    _fields_ = (
+        ("positions", ctypes.c_void_p),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+    )
+
+
 class _Call(ctypes.Structure):
     _fields_ = (
         ("n", ctypes.c_int64),
@@ -36,12 +45,11 @@ class _Call(ctypes.Structure):
         ("tokens", ctypes.c_void_p),
         ("keep", ctypes.c_void_p),
         ("buffers", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("cosines", ctypes.c_void_p),
-        ("sines", ctypes.c_void_p),
-        ("rotary_size", ctypes.c_int64),
+        ("rotaries", ctypes.POINTER(_Rotary)),
         ("segments", ctypes.POINTER(SegmentStructure)),
         ("segment_count", ctypes.c_int64),
+        ("localities", ctypes.c_int64),
+        ("locality", ctypes.c_void_p),
         ("cache", ctypes.c_void_p),
         ("cache_layer", ctypes.c_int64),
         ("cache_values", ctypes.c_int64),
@@ -72,11 +80,17 @@ class NativeRunner:
         self._memory = torch.empty(0, dtype=torch.uint8)  # memory of all buffers except the logits
         self._buffers = (ctypes.c_void_p * len(program.widths))()
         self._buffered = -1  # number of tokens that the buffers are laid out for
-        self._cosines = self._sines = torch.empty(0, 0)  # [positions, rotary size]
-        self._call = _Call()
+        self._rotaries = (_Rotary * len(program.rotaries))()
+        self._turns: list[Tensor] = []  # cosines and sines, each [positions, rotary size]
+        self._reached = 0  # positions that have cosines and sines
+        self._call = _Call(rotaries=self._rotaries)
         self._call.buffers = ctypes.addressof(self._buffers)
         slots, shape = kv_cache.layer(0), program.shape  # [2, kv_heads, slots, dim]
         layers = len(program.layers) - 1
+        of_layers = [kv_cache.shape.locality(layer) for layer in range(layers)]
+        self._localities = list(dict.fromkeys(of_layers))
+        self._of_layers = array(_NUMBERS, map(self._localities.index, of_layers))
+        self._call.localities, self._call.locality = len(self._localities), self._of_layers.buffer_info()[0]
         self._call.cache = address(kv_cache.data, program.dtype, layers, 2, shape.kv_heads, -1, shape.dim)
         self._call.cache_layer = slots.numel()
         self._call.cache_values, self._call.cache_head = slots.stride(0), slots.stride(1)
@@ -110,16 +124,18 @@ class NativeRunner:
         self._lay_out(max(count, len(keep)))
         logits = torch.empty(len(keep), self._program.widths[-1], dtype=self._program.dtype)
         self._buffers[len(self._buffers) - 1] = address(logits, self._program.dtype, *logits.shape)
-        structures, masks = structures_of(segments, self._kv_cache)  # the structures point at the masks
+        structures, tensors = structures_of(segments, self._kv_cache, self._localities)
         faulty = array("B", bytes(count))
         to = self._call
         to.n, to.kept, to.faulty = count, len(keep), faulty.buffer_info()[0]
-        to.tokens, to.positions, to.keep = (each.buffer_info()[0] for each in (tokens, positions, keep))
-        to.segments, to.segment_count = structures, len(structures)
+        to.tokens, to.keep = (each.buffer_info()[0] for each in (tokens, keep))
+        for rotary in self._rotaries:
+            rotary.positions = positions.buffer_info()[0]
+        to.segments, to.segment_count = structures, len(segments)
         for number, part in enumerate(self._parts):
             with self._offloaded.layer(number - 1) if self._offloaded else nullcontext():
                 call("dynatree_forward", ctypes.byref(part), ctypes.byref(to))
-        del masks
+        del tensors  # the structures point at them
         split = [logits] if len(kept) == 1 else list(logits.split_with_sizes(kept))
         spoil(segments, split, marked(faulty))
         return split
@@ -141,15 +157,19 @@ class NativeRunner:
 
     def _reach(self, position: int) -> None:
         """Compute the cosines and sines of all positions up to `position`; they depend only on the position."""
-        if position < len(self._cosines):
+        if position < self._reached:
             return
         size = max(_LEAST_POSITIONS, 1 << position.bit_length())
-        like = torch.empty(1, 1, dtype=self._program.dtype)
-        both = [each[0].contiguous() for each in self._program.rotary(like, torch.arange(size)[None])]
-        turned = both[0].shape[-1]
-        self._call.cosines, self._call.sines = (address(each, self._program.dtype, size, turned) for each in both)
-        if turned % 2 or turned > self._program.shape.dim:
-            most = self._program.shape.dim
-            raise ValueError(f"the rotary embedding has {turned} dimensions, expected an even number of at most {most}")
-        self._call.rotary_size = turned
-        self._cosines, self._sines = both
+        dtype, most = self._program.dtype, self._program.shape.dim
+        turns = []
+        for to, rotary in zip(self._rotaries, self._program.rotaries, strict=True):
+            both = [each[0].contiguous() for each in rotary(torch.empty(1, 1, dtype=dtype), torch.arange(size)[None])]
+            turned = both[0].shape[-1]
+            to.cosines, to.sines = (address(each, dtype, size, turned) for each in both)
+            if turned % 2 or turned > most:
+                raise ValueError(
+                    f"the rotary embedding has {turned} dimensions, expected an even number of at most {most}"
+                )
+            to.size = turned
+            turns += both
+        self._turns, self._reached = turns, size

@@ -2,7 +2,8 @@
  *
  * A task computes one key-value head of one segment. Keys are read in tiles of TILE slots. A tile is transposed, so
  * that each lane of a vector is one key, and multiplied with blocks of ROWS queries. The scores of a chunk of queries
- * are kept until all keys are read. Then their softmax weights are multiplied with the values, tile by tile.
+ * are kept until all keys are read. Then their softmax weights are multiplied with the values, tile by tile. Tiles that
+ * no query of the chunk sees, because they lie behind its window, are not read.
  *
  * Every sum has one order: scores over the dimensions, weights and values over the slots. A masked slot adds an exact
  * zero. So a query's result has the same bits whatever else is computed, and wherever its visible slots lie. An online
@@ -27,6 +28,7 @@ struct scratch {
     float *queries; /* [chunk, dim], scaled; pairs: [chunk, dim / 2], rows of dim floats, unscaled */
     float *weights; /* [chunk, slots]: scores, then softmax weights; pairs: [chunk, slots / 2], rows of slots floats */
     float *sums;    /* [chunk, wide]: weights @ values so far */
+    float *sinks;   /* [chunk]: each query's sink; LOWEST if it has none */
     double *totals; /* [chunk]: sums of weights. Beside a large weight, a float would lose many small ones. */
     int64_t slots;
 };
@@ -115,29 +117,39 @@ INLINE void score(const struct scratch *s, int64_t row, int64_t tile, int64_t di
     }
 }
 
-/* Replace each of `rows` queries' scores for `count` slots, a multiple of TILE, by exp(score - the query's highest).
- * Their total is summed slot by slot; a masked slot adds an exact zero, wherever it lies. */
-INLINE void weigh(const struct scratch *s, int64_t row, int64_t count, int rows, int paired) {
+/* Replace a query's scores x for slots `from` to `stop`, multiples of TILE, by cap * tanh(x / cap). */
+static void limit(const struct scratch *s, int64_t row, int64_t from, int64_t stop, float cap) {
+    for (int64_t i = from; i < stop; i += LANES) {
+        vec *scores = (vec *)(s->weights + row * s->slots + i), x = *scores;
+        *scores = choose(x > LOWEST, cap * tanh_of(x / cap), x);
+    }
+}
+
+/* Replace each of `rows` queries' scores for slots `from` to `stop`, multiples of TILE, by exp(score - the query's
+ * highest). Their total is summed slot by slot, after the sink; a masked slot adds an exact zero, wherever it lies. */
+INLINE void weigh(const struct scratch *s, int64_t row, int64_t from, int64_t stop, int rows, int paired) {
     double totals[ROWS] = {0};
     for (int r = 0; r < rows; r++) {
         float *weights = s->weights + (row + r) * s->slots;
-        vec top = splat(LOWEST);
-        for (int64_t i = 0; i < count; i += LANES)
+        float sink = s->sinks[row + r];
+        vec top = splat(sink);
+        for (int64_t i = from; i < stop; i += LANES)
             top = choose(*(vec *)(weights + i) > top, *(vec *)(weights + i), top);
         float highest = greatest(top);
-        for (int64_t i = 0; i < count; i += LANES) {
+        if (sink > LOWEST) totals[r] = exponential(splat(sink - highest))[0];
+        for (int64_t i = from; i < stop; i += LANES) {
             vec scores = *(vec *)(weights + i);
             *(vec *)(weights + i) = choose(scores > LOWEST, exponential(scores - highest), splat(0.0f));
         }
     }
-    for (int64_t i = 0; i < count; i++)
+    for (int64_t i = from; i < stop; i++)
         EACH(r, rows) totals[r] += s->weights[(row + r) * s->slots + i];
     for (int r = 0; r < rows; r++) s->totals[row + r] = totals[r];
 #ifdef __AVX512BF16__
     if (paired)
         for (int r = 0; r < rows; r++) {
             float *weights = s->weights + (row + r) * s->slots;
-            for (int64_t i = 0; i < count; i += 2 * LANES)
+            for (int64_t i = from; i < stop; i += 2 * LANES)
                 *(vec *)(weights + i / 2) =
                     (vec)_mm512_rol_epi32((__m512i)_mm512_cvtne2ps_pbh((__m512) * (vec *)(weights + i + LANES),
                                                                        (__m512) * (vec *)(weights + i)),
@@ -289,9 +301,11 @@ INLINE void read_value_pairs(float *to, const char *values, int64_t dim, int64_t
 /* Write to visible[TILE] 1 for each slot of a tile that a token sees, and 0 for the others. */
 INLINE void look(uint8_t *visible, const struct segment *segment, int64_t token, int64_t tile, int count) {
     int64_t stop = segment->start + segment->tokens;
-    int64_t before = segment->mask ? stop - segment->columns : segment->start + token + 1; /* all of them are visible */
+    int64_t lowest = segment->lowest ? segment->lowest[token] : 0; /* all slots from it to `before` are visible */
+    int64_t before = segment->mask ? stop - segment->columns : segment->start + token + 1;
+    int64_t first = lowest > tile ? lowest - tile : 0, last = before - tile < count ? before - tile : count;
     memset(visible, 0, TILE);
-    if (before > tile) memset(visible, 1, before - tile < count ? before - tile : count);
+    if (first < last) memset(visible + first, 1, last - first);
     if (segment->mask)
         for (int64_t slot = before > tile ? before : tile; slot < tile + count; slot++)
             visible[slot - tile] = segment->mask[token * segment->columns + slot - before];
@@ -329,6 +343,20 @@ INLINE int64_t reach(const struct segment *segment, int64_t last_row, int64_t gr
     return segment->start + (segment->mask ? segment->tokens : last_row / group + 1);
 }
 
+/* The first tile that one of `rows` queries from row `first` on may see. */
+INLINE int64_t bottom(const struct segment *segment, int64_t first, int64_t rows, int64_t group) {
+    if (!segment->lowest) return 0;
+    int64_t lowest = segment->lowest[first / group];
+    for (int64_t token = first / group + 1; token <= (first + rows - 1) / group; token++)
+        lowest = segment->lowest[token] < lowest ? segment->lowest[token] : lowest;
+    return lowest / TILE * TILE;
+}
+
+/* Whether none of `rows` queries from row `first` on sees a tile. */
+INLINE int unseen(const struct segment *segment, int64_t tile, int64_t first, int64_t rows, int64_t group) {
+    return reach(segment, first + rows - 1, group) <= tile || bottom(segment, first, rows, group) > tile;
+}
+
 /* Attention of `rows` queries of one head from row `first` on: the scores of all keys, the weights, then all values. */
 INLINE void attend_chunk(const struct layer *l, const struct shape *shape, const struct segment *segment, int64_t head,
                          int64_t first, int64_t rows, const char *keys, const char *values, struct ahead then,
@@ -336,6 +364,8 @@ INLINE void attend_chunk(const struct layer *l, const struct shape *shape, const
     uint8_t visible[ROWS * TILE] __attribute__((aligned(64)));
     int64_t dim = shape->dim, wide = (dim + LANES - 1) / LANES * LANES, size = size_of(dtype);
     int64_t group = shape->heads / shape->kv_heads, stop = reach(segment, first + rows - 1, group);
+    int64_t from = bottom(segment, first, rows, group);
+    struct ahead values_next = {values + from * dim * size, stop - from};
     for (int64_t r = 0; r < rows; r++) {
         int64_t row = first + r;
         const char *query =
@@ -346,17 +376,18 @@ INLINE void attend_chunk(const struct layer *l, const struct shape *shape, const
         else
             for (int64_t d = 0; d < dim; d++)
                 s->queries[r * dim + d] = load_one(query + d * size, dtype) * shape->scale;
+        s->sinks[r] = l->sinks ? l->sinks[head * group + row % group] : LOWEST;
     }
-    for (int64_t tile = 0; tile < stop; tile += TILE) {
+    for (int64_t tile = from; tile < stop; tile += TILE) {
         int count = stop - tile < TILE ? stop - tile : TILE;
-        struct ahead ahead = after(keys, tile, stop, dim * size, (struct ahead){values, stop});
+        struct ahead ahead = after(keys, tile, stop, dim * size, values_next);
 #ifdef __AVX512BF16__
         if (paired) read_key_pairs(s->keys, keys + tile * dim * size, dim, count, &ahead);
 #endif
         if (!paired) read_keys(s->keys, keys + tile * dim * size, dim, count, dtype, &ahead);
         for (int64_t r = 0; r < rows; r += ROWS) {
             int many = together(r, rows);
-            if (reach(segment, first + r + many - 1, group) <= tile) continue; /* no query sees this tile */
+            if (unseen(segment, tile, first + r, many, group)) continue;
             for (int i = 0; i < many; i++) look(visible + i * TILE, segment, (first + r + i) / group, tile, count);
             if (many == ROWS)
                 score(s, r, tile, dim, shape->scale, visible, ROWS, paired);
@@ -366,14 +397,17 @@ INLINE void attend_chunk(const struct layer *l, const struct shape *shape, const
     }
     for (int64_t r = 0; r < rows; r += ROWS) {
         int many = together(r, rows);
+        int64_t lowest = bottom(segment, first + r, many, group);
         int64_t slots = (reach(segment, first + r + many - 1, group) + TILE - 1) / TILE * TILE;
+        if (shape->cap != 0.0f)
+            for (int i = 0; i < many; i++) limit(s, r + i, lowest, slots, shape->cap);
         if (many == ROWS)
-            weigh(s, r, slots, ROWS, paired);
+            weigh(s, r, lowest, slots, ROWS, paired);
         else
-            for (int i = 0; i < many; i++) weigh(s, r + i, slots, 1, paired);
+            for (int i = 0; i < many; i++) weigh(s, r + i, lowest, slots, 1, paired);
     }
     memset(s->sums, 0, rows * wide * sizeof(float));
-    for (int64_t tile = 0; tile < stop; tile += TILE) {
+    for (int64_t tile = from; tile < stop; tile += TILE) {
         int count = stop - tile < TILE ? stop - tile : TILE;
         struct ahead ahead = after(values, tile, stop, dim * size, then);
 #ifdef __AVX512BF16__
@@ -382,7 +416,7 @@ INLINE void attend_chunk(const struct layer *l, const struct shape *shape, const
         if (!paired) read_values(s->values, values + tile * dim * size, dim, wide, count, dtype, &ahead);
         for (int64_t r = 0; r < rows; r += ROWS) {
             int many = together(r, rows);
-            if (reach(segment, first + r + many - 1, group) <= tile) continue;
+            if (unseen(segment, tile, first + r, many, group)) continue;
             if (many == ROWS)
                 gather_all(s, r, tile, wide, count, ROWS, paired);
             else
@@ -425,7 +459,8 @@ INLINE void attend(const struct layer *l, const struct shape *shape, const struc
     int64_t chunk = chunk_of(rows, s->slots);
     for (int64_t first = 0; first < rows; first += chunk) {
         /* the keys for the next chunk; after the last chunk, the keys of the head that this thread likely takes next */
-        struct ahead then = {keys, s->slots};
+        int64_t lowest = bottom(segment, first + chunk < rows ? first + chunk : 0, 1, group);
+        struct ahead then = {keys + lowest * dim * size, s->slots - lowest};
         if (first + chunk >= rows) then.from += omp_get_num_threads() * l->cache_head * size;
         if (first + chunk >= rows && head + omp_get_num_threads() >= shape->kv_heads) then.slots = 0;
         attend_chunk(l, shape, segment, head, first, rows - first < chunk ? rows - first : chunk, keys, values, then, s,
@@ -455,8 +490,8 @@ INLINE void most(const struct shape *shape, const struct segment *segments, int6
 int64_t attention_floats(const struct shape *shape, const struct segment *segments, int64_t count) {
     int64_t dim = shape->dim, wide = (dim + LANES - 1) / LANES * LANES, chunk, weights;
     most(shape, segments, count, &chunk, &weights);
-    /* each of the six parts begins at a cache line of 16 floats */
-    return (dim + wide) * TILE + weights + chunk * (dim + wide + 2) + 6 * 16;
+    /* each of the seven parts begins at a cache line of 16 floats */
+    return (dim + wide) * TILE + weights + chunk * (dim + wide + 3) + 7 * 16;
 }
 
 void attention_tasks(const struct layer *layer, const struct shape *shape, const struct rotary *rotary,
@@ -470,6 +505,7 @@ void attention_tasks(const struct layer *layer, const struct shape *shape, const
     s.queries = part(&at, chunk * dim);
     s.weights = part(&at, weights);
     s.sums = part(&at, chunk * wide);
+    s.sinks = part(&at, chunk);
     s.totals = (double *)part(&at, 2 * chunk);
     TASKS(task, count * shape->kv_heads, next) {
         const struct segment *segment = &segments[task / shape->kv_heads];

@@ -19,8 +19,8 @@ struct operation {
     int64_t kind;
     int64_t from, to, other; /* indices of buffers; other < 0: none */
     /* NORM: LayerNorm (Ba et al. 2016) if centered, otherwise RMSNorm (Zhang and Sennrich 2019), of each of a row's
-     * `parts` vectors by itself. `last`: only the rows whose logits are requested are normalized; all later operations
-     * compute `kept` rows. */
+     * `parts` vectors by itself; there is no shift beside `other`, which is added. `last`: only the rows whose logits
+     * are requested are normalized; all later operations compute `kept` rows. */
     const char *scale, *shift; /* NORM: [width], shift may be NULL. EMBED: scale is the table [vocabulary, width] */
     int64_t width, parts, centered, last;
     float epsilon, offset; /* NORM: `offset` is added to each scale */
@@ -28,7 +28,7 @@ struct operation {
     struct linear linear;  /* LINEAR */
     /* ATTEND */
     struct place query, key, value;
-    int64_t layer, rotated; /* rotated: whether the layer has a rotary embedding */
+    int64_t layer, rotary; /* rotary: which of the rotary embeddings the layer has; < 0: none */
 };
 
 struct program {
@@ -42,9 +42,10 @@ struct call {
     const int64_t *tokens; /* [n] */
     const int64_t *keep;   /* [kept]: rows whose logits are requested */
     char *const *buffers;
-    struct rotary rotary;
-    const struct segment *segments;
-    int64_t segment_count;
+    const struct rotary *rotaries;
+    const struct segment *segments; /* [localities, segment_count] */
+    int64_t segment_count, localities;
+    const int64_t *locality;                       /* [layers]: which of the localities each layer has */
     char *cache;                                   /* [layers, 2, kv_heads, slots, dim] */
     int64_t cache_layer, cache_values, cache_head; /* strides in elements */
     uint8_t *faulty;                               /* [n], see struct layer */
@@ -58,7 +59,8 @@ INLINE float total(const vec *sums) {
     return sum;
 }
 
-INLINE void normalize(const struct operation *o, const char *from, char *to, int64_t dtype) {
+/* `plus`: [width] or NULL; it is added to the result, which is rounded once. */
+INLINE void normalize(const struct operation *o, const char *from, const char *plus, char *to, int64_t dtype) {
     int64_t width = o->width, whole = width / SUMS * SUMS, size = size_of(dtype);
     float mean = 0.0f, square = 0.0f;
     if (o->centered) {
@@ -85,14 +87,14 @@ INLINE void normalize(const struct operation *o, const char *from, char *to, int
     for (int64_t d = 0; d < whole; d += LANES) {
         vec x = (load(from + d * size, dtype) - mean) * factor, scale = load(o->scale + d * size, dtype) + o->offset;
         vec result = x * scale;
-        if (o->shift) result = fused(x, scale, load(o->shift + d * size, dtype));
+        if (plus) result = fused(x, scale, load(plus + d * size, dtype));
         store(to + d * size, result, dtype);
     }
     for (int64_t d = whole; d < width; d++) {
         float x = (load_one(from + d * size, dtype) - mean) * factor;
         float scale = load_one(o->scale + d * size, dtype) + o->offset;
         float result = x * scale;
-        if (o->shift) result = fused_one(x, scale, load_one(o->shift + d * size, dtype));
+        if (plus) result = fused_one(x, scale, load_one(plus + d * size, dtype));
         store_one(to + d * size, result, dtype);
     }
 }
@@ -111,16 +113,18 @@ static void embed_tasks(const struct operation *o, const struct call *c, int64_t
 
 static void norm_tasks(const struct operation *o, const struct call *c, int64_t rows, int64_t dtype, int64_t *next) {
     int64_t bytes = o->width * size_of(dtype);
+    const char *other = o->other < 0 ? NULL : c->buffers[o->other];
     TASKS(row, rows, next) {
         const char *from = c->buffers[o->from] + (o->last ? c->keep[row] : row) * o->parts * bytes;
         char *to = c->buffers[o->to] + row * o->parts * bytes;
-        for (const char *stop = from + o->parts * bytes; from < stop; from += bytes, to += bytes) {
+        for (int64_t part = 0; part < o->parts; part++, from += bytes, to += bytes) {
+            const char *plus = other ? other + (row * o->parts + part) * bytes : o->shift;
             if (dtype == FLOAT32)
-                normalize(o, from, to, FLOAT32);
+                normalize(o, from, plus, to, FLOAT32);
             else if (dtype == BFLOAT16)
-                normalize(o, from, to, BFLOAT16);
+                normalize(o, from, plus, to, BFLOAT16);
             else
-                normalize(o, from, to, FLOAT16);
+                normalize(o, from, plus, to, FLOAT16);
         }
     }
 }
@@ -145,8 +149,9 @@ static void attend_tasks(const struct operation *o, const struct call *c, const 
         .output = c->buffers[o->to],
         .faulty = c->faulty,
     };
-    const struct rotary *rotary = o->rotated ? &c->rotary : NULL;
-    attention_tasks(&layer, shape, rotary, c->segments, c->segment_count, memory, next);
+    const struct rotary *rotary = o->rotary < 0 ? NULL : &c->rotaries[o->rotary];
+    const struct segment *segments = c->segments + c->locality[o->layer] * c->segment_count;
+    attention_tasks(&layer, shape, rotary, segments, c->segment_count, memory, next);
 }
 
 /* Whether the previous operation prepared the same rows in the same way, as for queries, keys and values. */
@@ -162,7 +167,7 @@ uint32_t dynatree_sources(void) { return SOURCES; }
 /* Run a forward pass on OpenMP's threads. Return 0, or -1 if memory cannot be allocated; then the contents of the
  * buffers and of the cache's new slots are undefined. */
 int dynatree_forward(const struct program *p, const struct call *c) {
-    int64_t floats = attention_floats(&p->shape, c->segments, c->segment_count), shared_floats = 0;
+    int64_t floats = attention_floats(&p->shape, c->segments, c->localities * c->segment_count), shared_floats = 0;
     int64_t most = c->n > c->kept ? c->n : c->kept;
     if (linear_floats() > floats) floats = linear_floats();
     for (int64_t i = 0; i < p->count; i++) {

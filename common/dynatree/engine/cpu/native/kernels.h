@@ -6,13 +6,15 @@
 
 #include "vectors.h"
 
-/* The tokens of one session in a forward pass. Slots are counted from the first slot of the session's range. */
+/* The tokens of one session in a forward pass. Slots are counted from the first slot of the session's range, or from a
+ * later slot if no token sees the slots before it. */
 struct segment {
     int64_t first, tokens; /* index of the first token among all tokens, and number of tokens */
-    int64_t base;          /* slot of the cache at which the session's range begins */
+    int64_t base;          /* slot of the cache from which slots are counted */
     int64_t start;         /* slot of the first token */
     const uint8_t *mask;   /* [tokens, columns] over the last `columns` slots up to the last token; NULL: causal */
     int64_t columns;
+    const int64_t *lowest; /* [tokens]: the lowest slot before the columns that each token sees; NULL: 0 */
 };
 
 /* Rotary embedding (RoFormer, Su et al. 2021) of a head's first `size` dimensions. Dimension d is rotated with
@@ -30,15 +32,17 @@ struct layer {
     char *keys, *values;                                                           /* cache: [kv_heads, slots, dim] */
     int64_t cache_head;                                                            /* stride */
     char *output;                                                                  /* [n, heads, dim] */
-    uint8_t *faulty; /* [n]: set to 1 for a token with a key or value that is not finite */
+    const float *sinks; /* [heads]: a score of each head that takes part in the softmax and has no value; may be NULL */
+    uint8_t *faulty;    /* [n]: set to 1 for a token with a key or value that is not finite */
 };
 
 struct shape {
     int64_t heads, kv_heads, dim, dtype;
     float scale;
+    float cap; /* a score s becomes cap * tanh(s / cap); 0: no cap */
 };
 
-enum activation { IDENTITY, GELU, GELU_TANH, SILU, RELU };
+enum activation { IDENTITY, GELU, GELU_TANH, SILU, RELU, CAPPED };
 enum combination { ALONE, PLUS, TIMES };
 
 /* How the scale of a group of weights is stored: as float16, as float32, or as an 8-bit integer that is multiplied by a
@@ -67,6 +71,7 @@ struct linear {
     const char *bias;   /* [panels * PANEL] or NULL */
     int64_t inputs, features, dtype, activation, combination;
     struct weights weights;
+    float cap; /* CAPPED: x becomes cap * tanh(x / cap) */
 };
 
 /* Loop over a thread's tasks: first the task of its own number, then tasks that no thread has taken yet. The counter

@@ -105,8 +105,6 @@ INLINE void widen(float *to, const char *right, int64_t inputs) {
     }
 }
 
-INLINE vec magnitude(vec x) { return (vec)((ivec)x & 0x7fffffff); }
-
 /* 1 - erf(x) for x >= 0, with a relative error of at most 1.2e-7 (Press et al., Numerical Recipes, section 6.2). */
 INLINE vec erfc_of(vec x) {
     static const float terms[] = {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f,
@@ -116,7 +114,7 @@ INLINE vec erfc_of(vec x) {
     return t * exponential(fused(-x, x, sum));
 }
 
-INLINE vec activated(vec x, int64_t activation) {
+INLINE vec activated(vec x, int64_t activation, float cap) {
     if (activation == RELU) return choose(x < 0.0f, splat(0.0f), x);
     if (activation == SILU) {
         vec small = exponential(-magnitude(x));
@@ -130,6 +128,7 @@ INLINE vec activated(vec x, int64_t activation) {
         vec twice = 1.59576912f * fused(0.044715f * x * x, x, x), small = exponential(-magnitude(twice));
         return x * choose(twice > 0.0f, splat(1.0f), small) / (1.0f + small);
     }
+    if (activation == CAPPED) return cap * tanh_of(x / cap);
     return x;
 }
 
@@ -142,7 +141,7 @@ INLINE void finish(const struct linear *l, int64_t panel, const float *sums, con
         char buffer[4 * LANES] = {0}; /* used if a vector would extend beyond the row */
         vec x = *(const vec *)(sums + c);
         if (l->bias) x += load(l->bias + (first + c) * size, dtype);
-        x = activated(x, l->activation);
+        x = activated(x, l->activation, l->cap);
         if (l->combination != ALONE) {
             const char *from = other + place + c * size;
             if (count < LANES) from = memcpy(buffer, from, count * size);

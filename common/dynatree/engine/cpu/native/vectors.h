@@ -113,6 +113,19 @@ INLINE vec exponential(vec x) {
     return choose(power > -126.0f, (vec)((ivec)sum + (whole << 23)), splat(0.0f));
 }
 
+INLINE vec magnitude(vec x) { return (vec)((ivec)x & 0x7fffffff); }
+
+/* tanh(x), with a relative error of at most 2e-7 (Moshier, Cephes, tanhf). */
+INLINE vec tanh_of(vec x) {
+    vec square = x * x, small = exponential(-2.0f * magnitude(x)), sum = splat(-5.70498872745e-3f);
+    sum = fused(sum, square, splat(2.06390887954e-2f));
+    sum = fused(sum, square, splat(-5.37397155531e-2f));
+    sum = fused(sum, square, splat(1.33314422036e-1f));
+    sum = fused(sum, square, splat(-3.33332819422e-1f));
+    vec large = (1.0f - small) / (1.0f + small);
+    return choose(magnitude(x) > 0.625f, choose(x < 0.0f, -large, large), fused(sum * square, x, x));
+}
+
 /* sum + a * b. If `paired`, each lane of a and b holds two bfloat16 numbers, and both products are added. */
 INLINE vec multiplied(vec sum, vec a, vec b, int paired) {
 #ifdef __AVX512BF16__
