@@ -44,7 +44,7 @@ from dynatree.engine.parallel.ranks import Ranks
 from dynatree.engine.parallel.starting import leading, started_ranks
 from dynatree.engine.quantized.layers import check_groups, quantize
 from dynatree.engine.quantized.loading import method_of, quantized_model
-from dynatree.engine.runners import attends_natively, runner_of
+from dynatree.engine.runners import runner_of
 from dynatree.engine.settings import DTYPES, WEIGHTS, ModelSettings
 from dynatree.engine.support.explained import explained
 from dynatree.engine.support.families import check_family, record_kv_shape
@@ -130,8 +130,7 @@ def _engine_of(
         shape = record_kv_shape(model, context_length)
     if model.device.type == "cpu" and is_x86() and not native:
         log.warning("using torch's kernels, because none were compiled at installation, which requires a C compiler")
-    attends = attends_natively(native, shape)
-    padded = model.device.type == "cpu" and not attends and is_batch_invariant(model.dtype)
+    padded = model.device.type == "cpu" and not native and is_batch_invariant(model.dtype)
     budget = KVBudget(
         settings.sessions,
         context_length + settings.speculative_slots,
@@ -164,7 +163,7 @@ def _engine_of(
         streamed_bytes=offloaded.turns.source.bytes if offloaded else 0,
     )
     turns = offloaded.turns if offloaded else None
-    runner = runner_of(model, kv_cache, native=attends, padded=padded, offloaded=turns)
+    runner = runner_of(model, kv_cache, native=native, padded=padded, offloaded=turns)
     engine = Engine(
         model,
         runner,

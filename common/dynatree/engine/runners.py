@@ -14,12 +14,7 @@ from dynatree.engine.forward.eager import EagerRunner
 from dynatree.engine.forward.flat_forward import FlatForward
 from dynatree.engine.forward.offloaded_layers import OffloadedLayers
 from dynatree.engine.forward.runner import Runner
-from dynatree.engine.kv.kv_cache import KVCache, KVShape
-
-
-def attends_natively(native: bool, shape: KVShape) -> bool:
-    """Whether the project's kernels compute the attention of a model whose linear layers they compute if `native`."""
-    return native and not shape.features
+from dynatree.engine.kv.kv_cache import KVCache
 
 
 def runner_of(

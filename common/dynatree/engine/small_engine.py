@@ -14,8 +14,7 @@ from dynatree.engine.cpu.packing import pack
 from dynatree.engine.forward.runner import Runner
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.kv_cache import KVCache, KVShape
-from dynatree.engine.runners import attends_natively, runner_of
-from dynatree.engine.support.families import record_kv_shape
+from dynatree.engine.runners import runner_of
 from dynatree.engine.support.small_model import small_model, towers
 
 
@@ -37,13 +36,11 @@ def small_engine(model: PreTrainedModel, shape: KVShape, context_length: int) ->
     native = is_native(model.device, model.dtype)
     pack(model, native, towers(model))
     kv_cache = KVCache(shape, 2 * context_length + 8, model.dtype, model.device)
-    return SmallEngine(model, kv_cache, runner_of(model, kv_cache, native=attends_natively(native, shape)))
+    return SmallEngine(model, kv_cache, runner_of(model, kv_cache, native=native))
 
 
 def kernels_of(config: PretrainedConfig, context_length: int) -> str:
     """Name the kernels that compute the models of a configuration, where their linear layers are native."""
     model = small_model(config, context_length, seed=0)
-    if not attends_natively(True, record_kv_shape(model, context_length)):
-        return "native linear layers and torch's attention"
     pack(model, native=True, apart=towers(model))
     return "native kernels in transformers' modules" if program_of(model) is None else "a native program"

@@ -77,7 +77,8 @@ def check_outputs(probed: Probed, context_length: int, plain: Plain | None = Non
     prefixes = _prefixes(FEW, context_length, probed)
     theirs = plain(probed.model, prefixes, "eager")
     error, allowed = _error(probed, prefixes, theirs)
-    if not error <= allowed:  # a router's near-ties may round to other experts, even between transformers' attentions
+    # A router's near-ties may round to other experts, even between transformers' attentions; one of them has no caps.
+    if not error <= allowed and "capped scores" not in probed.kv_cache.shape.features:
         allowed += 2.0 * _rounding(probed.model, prefixes, theirs, plain)
     _check(probed.model, error, allowed)
 
@@ -114,7 +115,11 @@ def check_computation(
         shape = _recorded(config, model, context_length)
         small = probed(model, shape, served)
         prefixes = _prefixes(MANY, served, small)
-        error, allowed = _error(small, prefixes, plain_logits(model, prefixes, "eager"))
+        theirs = plain_logits(model, prefixes, "eager")
+        error, allowed = _error(small, prefixes, theirs)
+        if not error <= allowed:  # attention without a scale rounds more: at most twice as much is allowed
+            exact = plain_logits(small_model(config, context_length, seed).double(), prefixes, "eager")
+            allowed += min(2.0 * _difference(exact, theirs), allowed)
         if error <= allowed:
             break
     _check(model, error, allowed)
