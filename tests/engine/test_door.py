@@ -100,6 +100,12 @@ def test_what_is_served_has_the_right_tokens(tmp_path, family, changes):
         assert found.compared > 20, dtype
 
 
+def test_offloaded_layers_have_their_own_localities(tmp_path):
+    path = saved(tiny_model(tiny_config("gpt_oss")), tmp_path / "model")
+    found = served(path, "float32", resident_layers=1, layer_cache=tmp_path / "layers")
+    assert (found.refusal, found.wrong) == (None, 0)
+
+
 @pytest.mark.parametrize("step", [-1, 1])
 @pytest.mark.parametrize(("family", "kind"), [("mistral", "window"), ("llama4_text", "chunk")])
 def test_a_window_or_a_chunk_that_is_off_by_one_fails_the_probe(family, kind, step):

@@ -12,6 +12,7 @@ from dynatree.engine import loading
 from dynatree.engine.cpu.native_runner import NativeRunner
 from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.forward.segment import Segment
+from dynatree.engine.kv.locality import Locality
 from dynatree.engine.loading import load_engine
 from dynatree.engine.model.gguf_config import config_of
 from dynatree.engine.model.skeleton import skeleton
@@ -155,7 +156,6 @@ def test_the_tokenizer_is_that_of_the_file(tmp_path, family):
             "rope.scaling.type is 'yarn', which is not read",
         ),
         ("smollm3", FAMILIES["phi3"], "its smollm3.rope.dimension_count is 32, expected 64"),
-        ("phi3", {"sliding_window": 100}, "sliding window of 100 tokens"),
     ],
 )
 def test_features_that_are_not_computed_are_refused(tmp_path, family, changes, reason):
@@ -163,6 +163,13 @@ def test_features_that_are_not_computed_are_refused(tmp_path, family, changes, r
     written_gguf(path, ("Q8_0",), seed=1, family=family, **changes)
     with pytest.raises(StartupError, match=reason):
         load_engine(ModelSettings(str(path), sessions=1))
+
+
+def test_a_sliding_window_is_that_of_the_file(tmp_path):
+    path = tmp_path / "model.gguf"
+    written_gguf(path, ("Q8_0",), seed=1, family="phi3", sliding_window=100)
+    engine = load_engine(ModelSettings(str(path), sessions=1))
+    assert engine.kv_cache.shape.locality(0) == Locality(window=100)
 
 
 @pytest.mark.parametrize(

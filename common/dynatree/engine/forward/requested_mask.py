@@ -61,7 +61,7 @@ class _Pairs:
         self._shows = shows
 
     def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
-        shape = torch.broadcast_shapes(queries.shape, keys.shape)
+        shape = torch.broadcast_shapes(queries.shape, keys.shape)  # type: ignore[no-untyped-call]
         first = queries.new_zeros(1)  # index in the batch, and of the head
         return self._shows(first, first, queries.expand(shape), keys.expand(shape)).expand(shape)
 
