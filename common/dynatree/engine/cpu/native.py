@@ -28,6 +28,7 @@ _FUNCTIONS = {
     "dynatree_attention": (_POINTER, _POINTER, _POINTER, _COUNT),
     "dynatree_linear": (_POINTER, _POINTER, _COUNT, _POINTER),
     "dynatree_forward": (_POINTER, _POINTER),
+    "dynatree_experts": (_POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER),
 }
 
 

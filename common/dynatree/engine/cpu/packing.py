@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from dynatree.engine.cpu.native_experts import NativeExperts, fused_experts, matrix
 from dynatree.engine.cpu.native_linear import NativeLinear, fits
 from dynatree.engine.forward.batch_invariance import MIN_ROWS, is_batch_invariant, is_x86
 
@@ -165,6 +166,8 @@ def pack(model: PreTrainedModel, native: bool, apart: Collection[nn.Module] = ()
     """
     left = {id(each) for module in apart for each in module.modules()}
     quantised = any(isinstance(module, NativeLinear) for module in model.modules())
+    if native:
+        _replace_experts(model, left)
     if native and multiplies_natively(model.dtype, quantised):
         _replace_linear(model, NativeLinear, everywhere=True, left=left)
     elif can_pack(model.dtype):
@@ -191,6 +194,13 @@ def weights_of(model: PreTrainedModel) -> Iterator[Tensor]:
     """Yield the weights of a packed model, except those in oneDNN's and FBGEMM's layouts, which have no address."""
     yield from model.parameters()
     yield from (layer.weight for layer in model.modules() if isinstance(layer, NativeLinear))
+
+
+def _replace_experts(model: nn.Module, left: Collection[int]) -> None:
+    for parent, name, experts in list(fused_experts(model)):
+        if id(parent) not in left:
+            layers = [NativeLinear(matrix(each), None) for each in (experts.gate_up_proj, experts.down_proj)]
+            setattr(parent, name, NativeExperts(*layers, len(experts.down_proj)))
 
 
 def _replace_linear(

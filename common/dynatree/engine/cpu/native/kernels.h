@@ -98,7 +98,11 @@ void linear_prepare(const struct linear *linear, const char *rows, int64_t count
 /* Whether `linear_prepare` of both layers gives the same result from the same rows. */
 int linear_prepares_alike(const struct linear *one, const struct linear *other);
 
-/* Compute a thread's tasks of a linear layer. `other`: second operand of the combination, [count, features]. */
+/* Compute one panel of a linear layer. `other`: second operand of the combination, [count, features]. */
+void linear_panel(const struct linear *linear, int64_t panel, const char *rows, int64_t count, const char *other,
+                  char *output, float *memory, const float *shared);
+
+/* Compute a thread's tasks of a linear layer. */
 void linear_tasks(const struct linear *linear, const char *rows, int64_t count, const char *other, char *output,
                   float *memory, const float *shared, int64_t *next);
 

@@ -205,9 +205,8 @@ INLINE void compute_quantized(const struct linear *l, int64_t panel, const char 
     }
 }
 
-void linear_tasks(const struct linear *l, const char *rows, int64_t count, const char *other, char *output,
-                  float *memory, const float *shared, int64_t *next) {
-    int64_t panels = (l->features + PANEL - 1) / PANEL;
+void linear_panel(const struct linear *l, int64_t panel, const char *rows, int64_t count, const char *other,
+                  char *output, float *memory, const float *shared) {
     const char *left = widened(l) || l->weights.bits ? (const char *)shared : rows;
 #define COMPUTE(with)                                                 \
     if (l->dtype == FLOAT32)                                          \
@@ -216,13 +215,17 @@ void linear_tasks(const struct linear *l, const char *rows, int64_t count, const
         with(l, panel, left, count, other, output, memory, BFLOAT16); \
     else                                                              \
         with(l, panel, left, count, other, output, memory, FLOAT16)
-    TASKS(panel, panels, next) {
-        if (l->weights.bits) {
-            COMPUTE(compute_quantized);
-        } else {
-            COMPUTE(compute);
-        }
+    if (l->weights.bits) {
+        COMPUTE(compute_quantized);
+    } else {
+        COMPUTE(compute);
     }
+}
+
+void linear_tasks(const struct linear *l, const char *rows, int64_t count, const char *other, char *output,
+                  float *memory, const float *shared, int64_t *next) {
+    TASKS(panel, (l->features + PANEL - 1) / PANEL, next)
+        linear_panel(l, panel, rows, count, other, output, memory, shared);
 }
 
 /* Compute one linear layer on OpenMP's threads. Return 0, or -1 if memory cannot be allocated. */

@@ -1,0 +1,129 @@
+"""The experts of a mixture's layer by the project's own CPU kernel (`native/experts.c`).
+
+A row wakes a few experts, and a forward pass reads the weights of all experts that its rows wake. Each is read once,
+however many rows share it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from dynatree.engine.cpu.native import address, call
+from dynatree.engine.cpu.native_linear import PANEL, Linear, NativeLinear
+
+_SILU, _TIMES = 3, 2  # `enum activation` and `enum combination` of `native/kernels.h`
+# what transformers' `use_experts_implementation` says of experts that are computed here
+_FORM = {
+    "has_gate": True,
+    "has_bias": False,
+    "has_post_expert_norm": False,
+    "is_transposed": False,
+    "is_concatenated": True,
+}
+
+
+class _Experts(ctypes.Structure):
+    _fields_ = (
+        ("gate", Linear),
+        ("up", Linear),
+        ("down", Linear),
+        ("gate_up_bytes", ctypes.c_int64),
+        ("down_bytes", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("chosen", ctypes.c_int64),
+    )
+
+
+class NativeExperts(nn.Module):
+    """The experts of a layer: down(silu(gate(row)) * up(row)), summed over a row's experts by the router's weights.
+
+    A row's result has the same bits in any company. Its experts are added in the router's order, in float32.
+
+    Args:
+        gate_up: Layer of `experts * 2 * intermediate` features: for each expert its gate, then its up projection.
+        down: Layer of `experts * hidden` features.
+        experts: Number of experts.
+
+    Raises:
+        ValueError: The layers do not belong together.
+    """
+
+    def __init__(self, gate_up: NativeLinear, down: NativeLinear, experts: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.hidden_dim, self.intermediate_dim = gate_up.in_features, down.in_features
+        features = (gate_up.out_features, down.out_features)
+        whole = self.hidden_dim % PANEL == self.intermediate_dim % PANEL == 0  # an expert begins with a panel
+        if not whole or features != (experts * 2 * self.intermediate_dim, experts * self.hidden_dim):
+            raise ValueError(f"experts of {features} features, {experts} times {self.hidden_dim} and others expected")
+        self.gate_up, self.down = gate_up, down
+        gate, up = (Linear.from_buffer_copy(gate_up.structure) for _ in range(2))
+        one = Linear.from_buffer_copy(down.structure)
+        gate.features = up.features = self.intermediate_dim
+        one.features = self.hidden_dim
+        gate.activation, up.combination = _SILU, _TIMES
+        each = gate_up.weight.nbytes // experts
+        up.weight += each // 2
+        self._structure = _Experts(gate, up, one, each, down.weight.nbytes // experts, experts)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute the experts of each row; see the experts of transformers.
+
+        Args:
+            hidden_states: `[rows, hidden]`.
+            top_k_index: Experts of each row, `[rows, chosen]`.
+            top_k_weights: Their weights, `[rows, chosen]`.
+
+        Raises:
+            IndexError: There is no such expert.
+            MemoryError: The kernel cannot allocate its working memory.
+        """
+        dtype, (count, chosen) = self.down.dtype, top_k_index.shape
+        rows, chosen_ones = hidden_states.to(dtype).contiguous(), top_k_index.long().contiguous()
+        weights = top_k_weights.float().contiguous()
+        if count and not 0 <= int(chosen_ones.min()) <= int(chosen_ones.max()) < self.num_experts:
+            raise IndexError(f"an expert is not in [0, {self.num_experts})")
+        output = torch.empty_like(rows)
+        self._structure.chosen = chosen
+        call(
+            "dynatree_experts",
+            ctypes.byref(self._structure),
+            address(rows, dtype, count, self.hidden_dim),
+            count,
+            address(chosen_ones, torch.int64, count, chosen),
+            address(weights, torch.float32, count, chosen),
+            address(output, dtype, count, self.hidden_dim),
+        )
+        return output
+
+
+def fused_experts(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield the experts within a module that `NativeExperts` can compute: the parent, the name there, the experts.
+
+    They are transformers' modules with `gate_up_proj` `[experts, 2 * intermediate, hidden]` and `down_proj`
+    `[experts, hidden, intermediate]`.
+    """
+    for parent in module.modules():
+        for name, experts in parent.named_children():
+            if _is_computed(experts):
+                yield parent, name, experts
+
+
+def _is_computed(module: Any) -> bool:
+    if any(getattr(module, name, None) is not value for name, value in _FORM.items()):
+        return False
+    if type(module)._apply_gate is not MixtralExperts._apply_gate or type(module.act_fn) not in (nn.SiLU, SiLUActivation):
+        return False
+    return all(size % PANEL == 0 for size in module.down_proj.shape[1:])
+
+
+def matrix(weights: Tensor) -> Tensor:
+    """Return the weights of all experts `[experts, out_features, in_features]` as those of one layer."""
+    return weights.detach().flatten(0, 1)
