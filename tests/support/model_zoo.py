@@ -12,11 +12,13 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    MixtralConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -49,10 +51,22 @@ def _configurations() -> dict[str, PretrainedConfig]:
         "gpt2": GPT2Config(
             vocab_size=VOCAB_SIZE, n_positions=CONTEXT, n_embd=64, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0
         ),
+        "mixtral": MixtralConfig(**common, **narrow, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2),
+        "qwen3_moe": Qwen3MoeConfig(
+            **common,
+            **narrow,
+            num_key_value_heads=2,
+            head_dim=32,
+            moe_intermediate_size=64,
+            num_experts=8,
+            num_experts_per_tok=3,
+            norm_topk_prob=True,
+        ),
     }
 
 
-ARCHITECTURES = tuple(_configurations())
+MIXTURES = ("mixtral", "qwen3_moe")
+ARCHITECTURES = tuple(name for name in _configurations() if name not in MIXTURES)
 _SAVED: dict[str, dict[str, bytes]] = {}  # the files of each model, by name
 
 

@@ -19,7 +19,8 @@ from dynatree.engine.cpu.native import address, call
 from dynatree.engine.cpu.native_linear import PANEL, Linear, NativeLinear
 
 _SILU, _TIMES = 3, 2  # `enum activation` and `enum combination` of `native/kernels.h`
-# what transformers' `use_experts_implementation` says of experts that are computed here
+_SILU_MODULES = (nn.SiLU, SiLUActivation)
+# attributes that transformers' `use_experts_implementation` gives to experts, in the form that is computed here
 _FORM = {
     "has_gate": True,
     "has_bias": False,
@@ -62,7 +63,7 @@ class NativeExperts(nn.Module):
         features = (gate_up.out_features, down.out_features)
         whole = self.hidden_dim % PANEL == self.intermediate_dim % PANEL == 0  # an expert begins with a panel
         if not whole or features != (experts * 2 * self.intermediate_dim, experts * self.hidden_dim):
-            raise ValueError(f"experts of {features} features, {experts} times {self.hidden_dim} and others expected")
+            raise ValueError(f"layers of {features} features are not those of {experts} experts in whole panels")
         self.gate_up, self.down = gate_up, down
         gate, up = (Linear.from_buffer_copy(gate_up.structure) for _ in range(2))
         one = Linear.from_buffer_copy(down.structure)
@@ -104,24 +105,33 @@ class NativeExperts(nn.Module):
         return output
 
 
-def fused_experts(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yield the experts within a module that `NativeExperts` can compute: the parent, the name there, the experts.
+def are_experts(module: nn.Module) -> bool:
+    """Whether a module holds the experts of a layer in any of transformers' forms."""
+    return all(hasattr(module, name) for name in _FORM)
 
-    They are transformers' modules with `gate_up_proj` `[experts, 2 * intermediate, hidden]` and `down_proj`
-    `[experts, hidden, intermediate]`.
+
+def is_fused(module: Any) -> bool:
+    """Whether a module holds experts in the form that `NativeExperts` computes.
+
+    Its weights are `gate_up_proj` `[experts, 2 * intermediate, hidden]` and `down_proj` `[experts, hidden,
+    intermediate]`.
     """
-    for parent in module.modules():
-        for name, experts in parent.named_children():
-            if _is_computed(experts):
-                yield parent, name, experts
-
-
-def _is_computed(module: Any) -> bool:
-    if any(getattr(module, name, None) is not value for name, value in _FORM.items()):
+    if not are_experts(module) or any(getattr(module, name) is not value for name, value in _FORM.items()):
         return False
-    if type(module)._apply_gate is not MixtralExperts._apply_gate or type(module.act_fn) not in (nn.SiLU, SiLUActivation):
+    if type(module)._apply_gate is not MixtralExperts._apply_gate or type(module.act_fn) not in _SILU_MODULES:
         return False
     return all(size % PANEL == 0 for size in module.down_proj.shape[1:])
+
+
+def fused_experts(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield the fused experts within a module: the parent, the name there, and the experts."""
+    for parent in module.modules():
+        yield from ((parent, name, each) for name, each in parent.named_children() if is_fused(each))
+
+
+def weights_in(experts: Any) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return the weights of fused experts."""
+    return experts.gate_up_proj, experts.down_proj
 
 
 def matrix(weights: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dynatree.engine.cpu.native_experts import NativeExperts, fused_experts, weights_in
 from dynatree.engine.cpu.native_linear import PANEL, NativeLinear
 from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 
@@ -23,13 +24,32 @@ def parameters_of(model: PreTrainedModel) -> int:
 
 
 def step_bytes_of(model: PreTrainedModel) -> int:
-    """Return the bytes of the weights that a forward pass over one token reads, without the embedding table."""
+    """Return the bytes of the weights that a forward pass over one token reads, without the embedding table.
+
+    Of a mixture's experts, only those that one token wakes are read.
+    """
     table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     tied = output is not None and output.weight is table  # a quantised output layer keeps its own weight
     read = sum(weight.nbytes for weight in model.parameters())
     read += sum(_bytes(each) for each in model.modules() if isinstance(each, NativeLinear))
-    return int(read if tied else read - table.nbytes)
+    return int(read - _asleep(model) if tied else read - _asleep(model) - table.nbytes)
+
+
+def _asleep(model: PreTrainedModel) -> int:
+    """Return the bytes of the experts that a token does not wake."""
+    woken = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    if woken is None:
+        return 0
+    sizes = [
+        (each.num_experts, sum(map(_bytes, each.children())))
+        for each in model.modules()
+        if isinstance(each, NativeExperts)
+    ]
+    sizes += [
+        (each.num_experts, sum(weight.nbytes for weight in weights_in(each))) for _, _, each in fused_experts(model)
+    ]
+    return sum(size * (count - woken) // count for count, size in sizes)
 
 
 def _bytes(linear: NativeLinear) -> int:

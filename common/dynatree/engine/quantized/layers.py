@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from dynatree.common.errors import StartupError
+from dynatree.engine.cpu.native_experts import NativeExperts, are_experts, fused_experts, is_fused, matrix, weights_in
 from dynatree.engine.cpu.packing import weight_of
 from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.weights.quantized_weight import (
@@ -67,13 +68,26 @@ def quantize(
         layer = getattr(parent, name)
         bias: Tensor | None = layer.bias
         setattr(parent, name, layer_of(rounded(weight_of(layer), own, group), bias, dtype, native))
+    for parent, name, experts in list(fused_experts(module)):
+        if id(parent) in left:
+            continue
+        layers = [
+            layer_of(rounded(matrix(each), bits, _group(each, bits)), None, dtype, native)
+            for each in weights_in(experts)
+        ]
+        if native:
+            setattr(parent, name, NativeExperts(*layers, experts=experts.num_experts))
+        else:
+            for parameter, layer in zip(weights_in(experts), layers, strict=True):
+                parameter.data = layer.weight.view_as(parameter)
 
 
 def check_groups(model: nn.Module, bits: int) -> None:
     """Refuse a model that `quantize` would refuse; the weights may be on the meta device.
 
     Raises:
-        StartupError: A layer's number of inputs is no multiple of the smallest group.
+        StartupError: A layer's number of inputs is no multiple of the smallest group, or a layer's experts are in a
+            form that is not rounded.
     """
     for _ in _rounded(model, bits, None):
         pass
@@ -86,15 +100,20 @@ def formats_of(model: nn.Module, bits: int, output: nn.Module | None) -> str:
 
 def bytes_of(module: nn.Module, bits: int | None = None, output: nn.Module | None = None) -> int:
     """Return the bytes of a module's parameters; with `bits`, those after `quantize` with the kernels."""
-    linear: dict[int, float] = {}  # bits of a weight, by the layer's id
-    for parent, name, own, group in _rounded(module, bits, output) if bits else ():
-        linear[id(getattr(parent, name))] = own + _SCALE_BITS / group
+    rounded_bits: dict[int, float] = {}  # bits of a weight, by the id of the layer or of the experts' parameter
+    if bits:
+        for parent, name, own, group in _rounded(module, bits, output):
+            rounded_bits[id(getattr(parent, name))] = own + _SCALE_BITS / group
+        for _, _, experts in fused_experts(module):
+            for each in weights_in(experts):
+                rounded_bits[id(each)] = bits + _SCALE_BITS / _group(each, bits)
     whole: dict[int, int] = {}  # bytes, by the parameter's id; tied parameters count once
     rest = 0.0
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
-            if name == "weight" and id(owner) in linear:
-                rest += parameter.numel() * linear[id(owner)] / 8
+            each = id(owner) if name == "weight" else id(parameter)
+            if each in rounded_bits:
+                rest += parameter.numel() * rounded_bits[each] / 8
             else:
                 whole[id(parameter)] = parameter.nbytes
     return sum(whole.values()) + int(rest)
@@ -107,6 +126,8 @@ def _rounded(module: nn.Module, bits: int, output: nn.Module | None) -> Iterator
         StartupError: See `check_groups`.
     """
     for parent in module.modules():
+        if are_experts(parent) and not is_fused(parent):
+            raise StartupError("--weights: the experts of its layers have a form that is not rounded")
         for name, layer in parent.named_children():
             if type(layer) not in (nn.Linear, Conv1D) or name in _ROUTERS:
                 continue
@@ -115,3 +136,10 @@ def _rounded(module: nn.Module, bits: int, output: nn.Module | None) -> Iterator
             if group is None:
                 raise StartupError(f"--weights: {name} has {inputs} inputs, expected multiples of {GROUPS[-1]}")
             yield parent, name, own, group
+
+
+def _group(weights: Tensor, bits: int) -> int:
+    """Return the inputs of a group of experts' weights `[experts, features, inputs]`."""
+    group = group_of(weights.shape[-1], MOST_INPUTS[bits])
+    assert group is not None, "fused experts have whole panels of features, which are the inputs of the next layer"
+    return group
