@@ -276,6 +276,21 @@ def test_what_forwards_take_is_measured_within_the_context(tmp_path, length, max
     assert engine.kv_cache.free_slots == engine.kv_cache.size
 
 
+def test_the_rows_measured_wake_as_many_experts_as_random_tokens(tmp_path):
+    """Neighbouring ids are special tokens and bytes in many vocabularies; here their embeddings are equal."""
+    engine = load_engine(ModelSettings(str(save_random_model(tmp_path / "model", "qwen3_moe", seed=5)), sessions=1))
+    with torch.inference_mode():
+        engine.model.model.embed_tokens.weight[:64] = engine.model.model.embed_tokens.weight[0]
+    woken = []
+    engine.model.model.layers[0].mlp.experts.register_forward_pre_hook(
+        lambda _, given: woken.append((len(given[1]), len(given[1].unique())))
+    )
+    measure_forwards(engine, 16)
+    least = dict(woken)
+    assert least[1] == 3
+    assert least[16] > 6, "of 8"
+
+
 def test_the_rows_that_take_one_forward_more_are_measured_too(tmp_path):
     path = save_random_model(tmp_path / "model", "gpt2", seed=5, n_positions=256)
     engine = load_engine(ModelSettings(str(path), sessions=1, fixed_rows=(32,)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Sequence
 
@@ -35,6 +36,9 @@ def measure_forwards(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
     above each split are measured too. Small sizes are measured several times, because most rounds have small trees;
     large sizes are skipped if they take long. A first forward pass warms up the device and does not count. No session
     may be open.
+
+    The tokens are random, so that the cost of rows counts the experts that they wake. In a small mixture trained on
+    books, the rows of trees woke 0.9 to 1.1 times as many experts of a layer as random tokens.
 
     With offloaded layers, a forward pass takes the longer of reading the layers and computing. The computing time is
     measured without reading and extrapolated linearly beyond the measured sizes. It includes a share for the CPU time
@@ -116,7 +120,7 @@ def _round(engine: Engine, kv: KVRange, context: int, threads: int) -> float:
 
 def _seconds(engine: Engine, kv: KVRange, context: int, rows: int) -> float:
     """Return the seconds of a forward pass over `rows` tokens behind a context that is left unwritten."""
-    tokens = [token % engine.info.vocab_size for token in range(rows)]
+    tokens = random.Random(0).choices(range(min(engine.info.vocab_size, len(engine.tokenizer))), k=rows)
     mask = torch.ones(rows, rows, dtype=torch.bool).tril()
     started = time.perf_counter()
     engine.forward([Segment(kv, context, tokens, range(context, context + rows), mask=mask)])

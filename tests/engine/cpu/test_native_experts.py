@@ -26,7 +26,7 @@ EXPERTS, CHOSEN, HIDDEN = 12, 3, 192
 
 
 def random_experts(dtype):
-    """transformers' experts with random weights."""
+    """Experts of transformers with random weights."""
     config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=128, num_experts=EXPERTS)
     config._experts_implementation = "eager"
     experts = Qwen3MoeExperts(config).to(dtype).requires_grad_(False)

@@ -200,7 +200,7 @@ def _replace_experts(model: nn.Module, left: Collection[int]) -> None:
     for parent, name, experts in list(fused_experts(model)):
         if id(parent) not in left:
             layers = [NativeLinear(matrix(each), None) for each in weights_in(experts)]
-            setattr(parent, name, NativeExperts(*layers, experts=experts.num_experts))
+            setattr(parent, name, NativeExperts(*layers, experts=len(experts.down_proj)))
 
 
 def _replace_linear(

@@ -47,7 +47,7 @@ def _asleep(model: PreTrainedModel) -> int:
         if isinstance(each, NativeExperts)
     ]
     sizes += [
-        (each.num_experts, sum(weight.nbytes for weight in weights_in(each))) for _, _, each in fused_experts(model)
+        (len(each.down_proj), sum(weight.nbytes for weight in weights_in(each))) for _, _, each in fused_experts(model)
     ]
     return sum(size * (count - woken) // count for count, size in sizes)
 

@@ -76,7 +76,7 @@ def quantize(
             for each in weights_in(experts)
         ]
         if native:
-            setattr(parent, name, NativeExperts(*layers, experts=experts.num_experts))
+            setattr(parent, name, NativeExperts(*layers, experts=len(experts.down_proj)))
         else:
             for parameter, layer in zip(weights_in(experts), layers, strict=True):
                 parameter.data = layer.weight.view_as(parameter)
