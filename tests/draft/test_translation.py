@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 import unicodedata
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -16,10 +18,13 @@ from dynatree import embedded
 from dynatree.common.errors import StartupError
 from dynatree.common.sampling import Sampling
 from dynatree.common.tree import ROOT
+from dynatree.draft.growth.drafter import Drafter
 from dynatree.draft.growth.shared_tokens import SharedTokens
 from dynatree.draft.policies.growing_tree import GrowingTree, Proposal, TrieNode
+from dynatree.draft.serve_ngrams import NoModel
 from dynatree.draft.text.translated_context import TranslatedContext
 from dynatree.draft.text.translation import NONE, Translation
+from dynatree.engine.kv.kv_range import KVRange
 from dynatree.engine.model.tokenizer import load_tokenizer
 from tests.support.other_tokenizers import Letters
 from tests.support.tokenizer_zoo import TEXTS, TOKENIZERS, byte_level, bytes_of, gemma, llama_2
@@ -161,3 +166,24 @@ def test_below_a_token_that_the_draft_lacks_nothing_is_proposed() -> None:
         tree.node(node).proposals = (Proposal(1, -0.5), Proposal(3, -1.0))
     shared.restrict(tree, nodes)
     assert [tree.node(node).proposals for node in nodes] == [(Proposal(3, -1.0),), (), ()]
+
+
+@pytest.mark.parametrize(
+    ("spelt", "prompt", "context"), [((b"abcde", b"f"), [0] * 20, 200), ((b"", b"f"), [0] * 40 + [1] * 20, 60)]
+)
+def test_a_cached_prefix_fits_into_the_range_that_is_reserved(
+    spelt: tuple[bytes, bytes], prompt: list[int], context: int
+) -> None:
+    """The range is sized by the target's tokens, of which the draft's encoding may have more or fewer."""
+
+    class Model(NoModel):
+        context_length = context
+
+        def reserve(self, slots: int, prompt_ids: Sequence[int], principal: str) -> tuple[KVRange | None, int]:
+            assert len(prompt_ids) <= slots, "the prefix cache copies up to as many slots"
+            return super().reserve(slots, prompt_ids, principal)
+
+    translation = replace(Letters.translation("gh", "abcdef"), target_bytes=spelt)
+    drafter = Drafter(Model(), 4, translation=translation)
+    session = drafter.open(prompt, Sampling(), vocab_size=2, limit=len(prompt) + 1)
+    assert drafter.reach(session) <= 0, "the draft model does not read it either"

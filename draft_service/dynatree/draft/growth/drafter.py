@@ -157,7 +157,7 @@ class Drafter:
         slots = self.slots(len(prompt_ids), self._model.context_length if limit is None else limit)
         translated = None if self._translation is None else TranslatedContext(self._translation, prompt_ids)
         context = prompt_ids if translated is None else translated.token_ids
-        readable = context if len(context) < self._model.context_length else ()
+        readable = context if len(context) < self._readable(slots) else ()  # a cached prefix must fit into the range
         kv, cached = self._model.reserve(slots, readable, principal)
         if kv is None:
             raise ServiceBusyError("the draft service's KV cache is full; try again later")
@@ -187,7 +187,7 @@ class Drafter:
 
     def prefilling(self, session: DraftSession, policy: Policy) -> Growing[None]:
         """Read the committed tokens that are not cached yet: the prefill of the draft model."""
-        if policy.breadth and session.num_cached < len(session.context) < self._readable(session):
+        if policy.breadth and session.num_cached < len(session.context) < self._readable(session.kv.size):
             yield from self._expanding(session, self.new_tree(session, 0, 0), [ROOT], policy.breadth)
 
     def growing(self, session: DraftSession, policy: Policy, max_depth: int, max_nodes: int) -> Growing[Growth]:
@@ -258,13 +258,11 @@ class Drafter:
     def reach(self, session: DraftSession) -> int:
         """Depth of the deepest node that the draft model can propose; 0 or less if its context is used up."""
         # a node at depth d is proposed by the token at position context + d - 2, which the draft's context must hold
-        return self._readable(session) + 1 - len(session.context)
+        return self._readable(session.kv.size) + 1 - len(session.context)
 
-    def _readable(self, session: DraftSession) -> int:
-        """Length of the longest context that the draft model can read in a session."""
-        if session.translated is None:
-            return self._model.context_length
-        return min(self._model.context_length, session.kv.size - 2 * self._max_tree_nodes)
+    def _readable(self, slots: int) -> int:
+        """Length of the longest context that the draft model can read in a range of so many slots."""
+        return min(self._model.context_length, slots - 2 * self._max_tree_nodes)
 
     def new_tree(self, session: DraftSession, max_nodes: int, max_depth: int) -> GrowingTree:
         """An empty tree below the session's root."""
