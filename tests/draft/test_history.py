@@ -78,6 +78,16 @@ def test_a_chats_next_turn_is_not_kept_twice() -> None:
     assert recalled(index, *range(240, 250), depth=3) == [(ROOT, 250, 1.0, 10), (0, 251, 1.0, 11), (1, 252, 1.0, 12)]
 
 
+@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 100])
+def test_a_sequence_that_is_repeated_is_kept_once(length: int) -> None:
+    index = index_of(range(length))
+    for _ in range(3):
+        index.add(range(length), 1000)
+    assert index.sequences == [list(range(length))]
+    index.add([*range(length - 1), 1000], 1000)
+    assert [sequence[-1] for sequence in index.sequences] == [length - 1, 1000]
+
+
 def test_the_oldest_is_forgotten_first_and_by_the_principal_that_holds_the_most() -> None:
     histories = SuffixIndexes(1600)
     histories.add("few", range(5000, 5100))

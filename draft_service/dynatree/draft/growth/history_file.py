@@ -59,7 +59,7 @@ class HistoryFile:
             with suppress(FileNotFoundError):
                 written.unlink()
             with os.fdopen(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                json.dump(content, file, separators=(",", ":"))
+                file.write(json.dumps(content, separators=(",", ":")))
                 file.flush()
                 os.fsync(file.fileno())
             written.replace(self._path)

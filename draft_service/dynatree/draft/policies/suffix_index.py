@@ -44,7 +44,8 @@ class SuffixIndex:
     """The sequences of one principal's finished completions, and where their n-grams continue.
 
     The prompt of a chat's next turn begins with the turns before it. So of each sequence only the part is kept that
-    follows the longest common beginning with an earlier sequence, in whole blocks, and one block before that part.
+    follows the longest common beginning with an earlier sequence, in whole blocks, and one block before that part. A
+    sequence that is held already is not kept again.
 
     One thread at a time may change an index, and any thread may recall from it.
 
@@ -79,6 +80,8 @@ class SuffixIndex:
         known = 0
         while known < len(keys) and any(keys[known] in segment.beginnings for segment in self._segments):
             known += 1
+        if known == len(keys):
+            return
         part = token_ids[max(known - 1, 0) * BLOCK :]
         with self._lock:
             if not self._segments or len(self._segments[-1].tokens) + len(part) >= segment_tokens:
@@ -178,10 +181,10 @@ class _Segment:
 
 
 def _keys(token_ids: Sequence[int]) -> list[int]:
-    """Return a key for each beginning of the sequence that has whole blocks."""
+    """Return a key for each beginning of the sequence that has whole blocks, and for the whole sequence."""
     keys, key = [], 0
-    for stop in range(BLOCK, len(token_ids) + 1, BLOCK):
-        key = hash((key, *token_ids[stop - BLOCK : stop]))
+    for start in range(0, len(token_ids), BLOCK):
+        key = hash((key, *token_ids[start : start + BLOCK]))
         keys.append(key)
     return keys
 
