@@ -165,16 +165,25 @@ class Replicas:
             self._waiting.discard(waiting)
 
     def _target_for(self, address: str, info: ModelInfo) -> Target:
-        """Build the `Target` of a service, and warn if it gives other tokens than another service's target."""
-        for other in self._replicas.values():
-            if other.ready and other.target and other.address != address and not other.target.info.same_tokens(info):
-                known = other.target.info
+        """Build the `Target` of a service, and warn if it gives other tokens than another service's target.
+
+        Raises:
+            FailedPreconditionError: Its tokenizer is not the draft's; the message names another service's target.
+        """
+        others = [(each, each.target.info) for each in self.all if each.target and each.address != address]
+        try:
+            target = self._build_target(info)
+        except FailedPreconditionError as error:
+            fits = f"; {others[0][1].name}, the target of another verify service, has the right one" if others else ""
+            raise FailedPreconditionError(f"{error}{fits}") from None
+        for other, known in others:
+            if other.ready and not known.same_tokens(info):
                 log.warning(
                     "%s has %s, and %s has %s, which give different tokens; completions do not move between them",
                     *(address, info, other.address, known),
                 )
                 break
-        return self._build_target(info)
+        return target
 
     def _notify(self) -> None:
         for waiting in self._waiting:
