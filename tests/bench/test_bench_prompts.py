@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from dynatree import embedded
 from dynatree.bench.prompts import Selection, cut_text, load_tokenizer, read_prompts
+from dynatree.engine.model import tokenizer as model_tokenizer
 
 TEXT = "".join(
     f" = Title {part} = \n \n" + " ".join(f"word{part}x{i}" for i in range(60)) + " \n \n" for part in range(4)
@@ -92,7 +94,12 @@ def test_entries_are_evenly_spaced_and_may_be_short(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "a"}', Selection(2, 1), "it has 1 prompts, expected at least 2"),
         ("a.jsonl", b'\n{"text": "a"', Selection(1, 1), "line 2 is not JSON"),
         ("a.jsonl", b"[]", Selection(1, 1), "line 1 is not a JSON object"),
-        ("a.jsonl", b'{"id": 1}', Selection(1, 1), "line 1 has none of prompt, prefix, text, turns, question"),
+        (
+            "a.jsonl",
+            b'{"id": 1}',
+            Selection(1, 1),
+            "line 1 has none of prompt, prefix, text, turns, question, messages",
+        ),
         ("a.jsonl", b'{"text": 1}', Selection(1, 1), "line 1: text is neither a text nor a list that starts with one"),
         (
             "a.jsonl",
@@ -100,6 +107,7 @@ def test_entries_are_evenly_spaced_and_may_be_short(tmp_path: Path) -> None:
             Selection(1, 1),
             "line 1: turns is neither a text nor a list",
         ),
+        ("a.jsonl", b'{"messages": [{"role": "user"}]}', Selection(1, 1), "line 1: messages is neither a text nor"),
         ("a.jsonl", b'{"text": ""}', Selection(1, 1), "line 1: text is empty"),
         ("a.jsonl", b'{"text": "a"}\n{}', Selection(2, 1), "line 2 has no text"),
     ],
@@ -112,6 +120,30 @@ def test_files_that_have_no_such_prompts(
         read_prompts(tmp_path / name, selection, encode)
     assert message in str(error.value)
     assert name in str(error.value)
+
+
+def test_a_chat_is_written_by_the_template_and_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends before the assistant's last message, and the name of a special token in a message is text."""
+    tokenizer = model_tokenizer.load_tokenizer(str(embedded.target_path()))
+    monkeypatch.setattr(model_tokenizer, "load_tokenizer", lambda model: tokenizer)
+    tokenizer.chat_template = (
+        "{% for each in messages %}<{{ each.role }}>{{ each.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    end = tokenizer.eos_token
+    chat = [{"role": "user", "content": f"Hi {end}"}, {"role": "assistant", "content": "Oh!"}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": chat}) + "\n" + json.dumps({"messages": chat[1:]}))
+    encode = load_tokenizer("embedded").encode
+    found = read_prompts(path, Selection(1, 2), encode)
+    (token_ids,) = found.token_ids
+    assert (found.field, tokenizer.decode(token_ids)) == ("messages", f"<user>Hi {end}{end}<assistant>")
+    assert token_ids.count(tokenizer.eos_token_id) == 1
+    with pytest.raises(SystemExit, match=r"chats\.jsonl: the chat has no messages"):
+        read_prompts(path, Selection(2, 2), encode)
+    tokenizer.chat_template = None
+    with pytest.raises(SystemExit, match="the tokenizer has no chat template"):
+        read_prompts(path, Selection(1, 2), encode)
 
 
 # data sets

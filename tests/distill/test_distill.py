@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import json
 import os
 import re
 import shutil
@@ -247,6 +248,19 @@ def test_texts_and_folders_that_cannot_be_used(tmp_path, capsys):
         capsys, "--texts", TEXT, "--out", tmp_path / "used", "--resume"
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_whole_chats_are_texts_and_a_line_that_is_being_recorded_is_left_out(tmp_path):
+    tokenizer = load_tokenizer(str(embedded.target_path()))
+    tokenizer.chat_template = "{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}"
+    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A cat."}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text((json.dumps({"messages": chat}) + "\n") * 400 + '{"messages": [{"ro')
+    found = tokenizer.decode(read_texts([path], tokenizer).training)
+    assert found.startswith(f"<user>Who?<assistant>A cat.{tokenizer.eos_token}<user>Who?")
+    tokenizer.chat_template = None
+    with pytest.raises(StartupError, match="has a chat that the chat template refuses: "):
+        read_texts([path], tokenizer)
 
 
 def test_drafts_that_cannot_be_made(tmp_path, capsys):

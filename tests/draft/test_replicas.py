@@ -192,7 +192,9 @@ def test_a_target_that_does_not_fit() -> None:
         assert replicas.first().address == "a:1"
         FakeClient.services["a:1"].set(False)
         await settled(lambda: not replicas.ready)
-        message = r"draft model draft and target model odd .*; some-model, the target of another verify service, has the"
+        message = (
+            r"draft model draft and target model odd .*; some-model, the target of another verify service, has the"
+        )
         with pytest.raises(FailedPreconditionError, match=message):
             replicas.first()
 

@@ -1,4 +1,4 @@
-"""Prompts as token ids of the target: evenly spaced windows of a text, or entries of JSON Lines or of a data set."""
+"""Prompts as token ids of the target: windows of a text, or texts and chats of JSON Lines or of a data set."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 
 from dynatree.bench.data_sets import DataSet, load_data_set
 
-Encode = Callable[[str], Sequence[int]]
+Chat = list[dict[str, str]]  # messages, each with `role` and `content`
+Encode = Callable[[str | Chat], Sequence[int]]
 
-FIELDS = ("prompt", "prefix", "text", "turns", "question")  # the first field that the first entry has is used
+# The first field that the first entry has is used.
+FIELDS = ("prompt", "prefix", "text", "turns", "question", "messages")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 _FILE_SUFFIXES = (*JSONL_SUFFIXES, ".txt", ".md", ".json", ".csv")
 _BLANK_LINES = re.compile(r"(?:\A|\n)(?:[ \t\r]*\n)+")
@@ -23,7 +25,7 @@ _MARGIN = 16  # tokens at the end of a truncated text that the cut may change
 
 @dataclass(frozen=True)
 class Selection:
-    """The prompts to take: `count` prompts of `length` tokens (entries may be shorter).
+    """The prompts to take: `count` prompts of `length` tokens (entries may be shorter, and chats are taken whole).
 
     `format` is "text" or "jsonl" (entries); "auto" decides by a file's name, and takes a data set as entries. `field`
     names the prompt's field in an entry; None detects it. `split` is the data set's split.
@@ -48,7 +50,11 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer, and its fingerprint as a service reports it."""
+    """A tokenizer, and its fingerprint as a service reports it.
+
+    It encodes a chat by the chat template, without the assistant's messages at the end, and raises ValueError if it
+    cannot.
+    """
 
     encode: Encode
     fingerprint: str
@@ -62,7 +68,8 @@ def load_tokenizer(model: str) -> Tokenizer:
     """
     # These import transformers, which `dynatree bench show` does not need.
     from dynatree import embedded
-    from dynatree.common.errors import StartupError
+    from dynatree.common.errors import InvalidArgumentError, StartupError
+    from dynatree.draft.text.prompts import Message, PromptEncoder
     from dynatree.engine.model import tokenizer
 
     try:
@@ -70,7 +77,20 @@ def load_tokenizer(model: str) -> Tokenizer:
     except StartupError as error:
         raise SystemExit(str(error)) from None
 
-    def encode(text: str) -> Sequence[int]:
+    encoder = PromptEncoder(loaded)
+
+    def encode_chat(chat: Chat) -> Sequence[int]:
+        messages = [Message(each["role"], each["content"]) for each in chat]
+        while messages and messages[-1].role == "assistant":
+            messages.pop()
+        try:
+            return encoder.chat(messages, special_tokens=False)
+        except InvalidArgumentError as error:
+            raise ValueError(str(error)) from None
+
+    def encode(text: str | Chat) -> Sequence[int]:
+        if not isinstance(text, str):
+            return encode_chat(text)
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -121,7 +141,8 @@ def _of_file(path: Path, selection: Selection, encode: Encode) -> Prompts:
 def _of_data_set(data: DataSet, selection: Selection, encode: Encode) -> Prompts:
     entries = Entries("row", range(len(data.rows)), data.rows.__getitem__)
     field = selection.field or entries.field()
-    column = "\n".join(entries.prompt(row, field) for row in entries.places)
+    prompts = [entries.prompt(row, field) for row in entries.places]
+    column = "\n".join(each if isinstance(each, str) else json.dumps(each) for each in prompts)
     sha256 = hashlib.sha256(column.encode()).hexdigest()
     if selection.format == "text":
         return Prompts(data.name, sha256, field, cut_text(column, selection.count, selection.length, encode))
@@ -199,16 +220,21 @@ class Entries:
             "expected --field with the name of its prompt"
         )
 
-    def prompt(self, place: int, field: str) -> str:
-        """An entry's prompt; if it is a list, such as the turns of a conversation, its first item."""
+    def prompt(self, place: int, field: str) -> str | Chat:
+        """An entry's text or chat; if it is a list of texts, such as the user's turns in a conversation, the first."""
         entry = self.read(place)
         if field not in entry:
             raise ValueError(f"{self.unit} {place} has no {field}")
         value = entry[field]
         if isinstance(value, list) and value:
+            if all(map(_is_message, value)):
+                return value
             value = value[0]
         if not isinstance(value, str):
-            raise ValueError(f"{self.unit} {place}: {field} is neither a text nor a list that starts with one")
+            raise ValueError(
+                f"{self.unit} {place}: {field} is neither a text nor a list that starts with one, nor a chat, "
+                "whose messages have a role and a content of text"
+            )
         return value
 
 
@@ -227,11 +253,16 @@ def _choose(entries: Entries, selection: Selection, encode: Encode) -> tuple[str
     prompts = []
     for number in range(selection.count):
         place = entries.places[number * total // selection.count]
-        tokens = _first_tokens(entries.prompt(place, field), selection.length, encode)
+        prompt = entries.prompt(place, field)
+        tokens = _first_tokens(prompt, selection.length, encode) if isinstance(prompt, str) else tuple(encode(prompt))
         if not tokens:
             raise ValueError(f"{entries.unit} {place}: {field} is empty")
         prompts.append(tokens)
     return field, tuple(prompts)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
 
 
 def _object(number: int, line: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynatree.bench.prompts import JSONL_SUFFIXES, read_entries
+from dynatree.bench.prompts import JSONL_SUFFIXES, Chat, read_entries
 from dynatree.common.errors import StartupError
+from dynatree.engine.model.tokenizer import first_line
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +42,12 @@ def read_texts(sources: Sequence[Path], tokenizer: Any) -> Texts:
     the tokenizer's end-of-sequence token. Files of a folder that are not UTF-8 are passed over.
 
     Raises:
-        StartupError: A source cannot be read, or there are too few tokens.
+        StartupError: A source cannot be read, the chat template refuses a chat, or there are too few tokens.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids: list[int] = []
     for document in (document for source in sources for document in _documents(source)):
-        ids += [*tokenizer(document, verbose=False)["input_ids"], *end]
+        ids += [*_encoded(document, tokenizer), *end]
     pieces = torch.split(torch.tensor(ids, dtype=torch.int32), _PIECE)
     if len(ids) < 2 * _PIECE:
         names = ", ".join(map(str, sources))
@@ -76,8 +78,19 @@ def chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     return frame if found and sum(map(len, frame)) <= PROMPT * 3 // 4 else ([], [])
 
 
-def _documents(source: Path) -> Iterator[str]:
-    """Yield the texts of a file, or of all files in a folder.
+def _encoded(document: str | Chat, tokenizer: Any) -> Sequence[int]:
+    """Return the tokens of a text, or of a whole chat by the chat template."""
+    chat = not isinstance(document, str)
+    try:
+        text = tokenizer.apply_chat_template(document, tokenize=False) if chat else document
+    except Exception as error:  # as in `chat_frame`
+        raise StartupError(f"--texts has a chat that the chat template refuses: {first_line(error)}") from None
+    token_ids: list[int] = tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"]
+    return token_ids
+
+
+def _documents(source: Path) -> Iterator[str | Chat]:
+    """Yield the texts and chats of a file, or of all files in a folder.
 
     Raises:
         StartupError: There is no text.
@@ -99,7 +112,7 @@ def _documents(source: Path) -> Iterator[str]:
         raise StartupError(f"--texts {source} has no text: " + (f"{others} other files" if others else "it is empty"))
 
 
-def _of_file(file: Path) -> Iterator[str]:
+def _of_file(file: Path) -> Iterator[str | Chat]:
     try:
         text = file.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -112,8 +125,18 @@ def _of_file(file: Path) -> Iterator[str]:
         yield text
         return
     try:
-        entries = read_entries(text)
+        entries = read_entries(_without_incomplete_line(text))
         field = entries.field()
         yield from [entries.prompt(place, field) for place in entries.places]
     except ValueError as error:
         raise StartupError(f"{file}: {error}") from None
+
+
+def _without_incomplete_line(text: str) -> str:
+    """Return JSON Lines without the line at the end that a service is just recording."""
+    whole, _, last = text.rpartition("\n")
+    try:
+        json.loads(last or "0")
+    except ValueError:
+        return whole
+    return text
