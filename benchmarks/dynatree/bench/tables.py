@@ -36,6 +36,7 @@ from dynatree.bench.record import Point, Report
 from dynatree.bench.table import NONE, Marked, Table, figure, megabytes, milliseconds
 from dynatree.common.model_info import NO_MODEL
 
+ENOUGH_PROMPTS = 8  # with fewer, a bootstrap interval is too narrow
 CURVES = {
     "nodes": "Verifying by nodes of the tree",
     "context": "Verifying by length of the context",
@@ -252,7 +253,21 @@ def _rank(report: Report) -> Iterator[Table]:
         if best != NO_MODEL:
             told = f"{figure(over[best])} x plain decoding, where none gives {figure(over.get(NO_MODEL))} x"
         reasons = [f"{draft} is not ranked: {reason}" for draft, reason in refused.items()]
-        yield Table.of(f"Drafts, {title}", rows, [DEFINITION, INTERVALS, *reasons, f"use {best}: {told}"])
+        notes = [DEFINITION, INTERVALS, *reasons, f"use {best}: {told}", *_doubts(runs, best)]
+        yield Table.of(f"Drafts, {title}", rows, notes)
+
+
+def _doubts(runs: DataFrame, best: str) -> Iterator[str]:
+    """Say whether more prompts may change the recommendation."""
+    count = runs["prompt"].nunique()
+    close = []
+    for label in by_label(runs):
+        cell = cells(runs, "rate", over=label).get(best)
+        if label not in (best, PLAIN.label) and cell and not (cell.interval and cell.interval[0] > 1):
+            close.append(label)
+    if close or count < ENOUGH_PROMPTS:
+        rivals = f": {', '.join(close)} may be as fast" if close else ""
+        yield f"{count} prompts leave this uncertain{rivals}; measure more prompts"
 
 
 def _peak(report: Report, label: str) -> int | None:

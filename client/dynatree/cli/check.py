@@ -78,7 +78,7 @@ def _check(options: argparse.Namespace, found: dict[str, dict[str, Any]]) -> Non
         overlap = Translation.of(load_tokenizer(target.model), tokenizer, len(tokenizer)).overlap
         found["overlap"] = asdict(overlap)
         if not options.json:
-            print(f"different tokenizers: {overlap}; only those are drafted")
+            print(f"different tokenizers: {overlap}")
 
 
 def _settings(options: argparse.Namespace) -> tuple[ModelSettings, ModelSettings | None]:

@@ -19,7 +19,7 @@ from dynatree.draft.settings import DraftSettings
 from dynatree.draft.target.replicas import Replicas
 from dynatree.draft.target.target import Target
 from dynatree.draft.target.target_tokenizer import target_tokenizer
-from dynatree.draft.text.translation import LEAST_SHARE, Translation
+from dynatree.draft.text.translation import Translation
 from dynatree.engine.engine import Engine
 from dynatree.engine.kv.prefix_cache import PrefixCache
 from dynatree.engine.loading import load_engine, with_forward_costs
@@ -140,12 +140,8 @@ async def translation_for(
         return None
     tokenizer = await target_tokenizer(replicas, thread, timeout)
     translation = await thread.run(Translation.of, tokenizer, engine.tokenizer, engine.info.vocab_size)
-    overlap = translation.overlap
-    log.log(
-        logging.WARNING if overlap.vocabulary < LEAST_SHARE else logging.INFO,
-        "%s and %s have different tokenizers: %s; only those are drafted",
-        *(engine.info.name, target.name, overlap),
-    )
+    level = logging.WARNING if translation.overlap.small else logging.INFO
+    log.log(level, "%s and %s have different tokenizers: %s", engine.info.name, target.name, translation.overlap)
     return translation
 
 

@@ -90,4 +90,4 @@ def _settings(options: argparse.Namespace, draft: str) -> tuple[VerifySettings, 
     if draft == NO_MODEL or copied(draft):
         del given["draft_weights"]  # an option of other draft models
     chosen = {name: value for name, value in given.items() if value}
-    return pair_settings(options.target_model, draft, max_sessions=2, **chosen)
+    return pair_settings(options.target_model, draft, max_sessions=2, history_tokens=0, **chosen)

@@ -41,8 +41,16 @@ class Overlap:
     vocabulary: float
     sample: float
 
+    @property
+    def small(self) -> bool:
+        """Whether so few tokens are shared that the pair is doubtful."""
+        return self.vocabulary < LEAST_SHARE
+
     def __str__(self) -> str:
-        return f"{self.vocabulary:.0%} of the target's tokens, and {self.sample:.0%} of a sample's, are the draft's too"
+        return (
+            f"{self.vocabulary:.0%} of the target's tokens, and {self.sample:.0%} of a sample's, are the draft's too; "
+            f"only those are drafted{': expect few accepted tokens' if self.small else ''}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
