@@ -62,7 +62,8 @@ def test_the_overlap_of_different_tokenizers(tmp_path: Path, capsys: pytest.Capt
     assert main(line) == 0
     *_, last = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
-        r"different tokenizers: 1\d% of the target's tokens, and 4\d% of a sample's, .*: expect few accepted tokens", last
+        r"different tokenizers: 1\d% of the target's tokens, and 4\d% of a sample's, .*: expect few accepted tokens",
+        last,
     )
     assert main([*line, "--json"]) == 0
     overlap = json.loads(capsys.readouterr().out)["overlap"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import pty
@@ -10,8 +11,17 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
 
 from dynatree.client import Client
+from dynatree.common.errors import StartupError
+from dynatree.draft.draft_server import serve
+from dynatree.draft.settings import DefaultPolicy, DraftLimits, DraftSettings, VerifyServices
+from dynatree.engine.model_thread import ModelThread
+from dynatree.serving.channel import PLAIN
+from dynatree.serving.operation import OperationSettings
 from tests.conftest import EmbeddedServices
 from tests.support.processes import wait_until
 
@@ -38,6 +48,21 @@ def test_a_draft_service_reloads_its_model(embedded_services: EmbeddedServices) 
         wait_until(lambda: "SIGHUP: " in log.read_text())
         assert "SIGHUP: new requests get the draft embedded" in log.read_text()
         assert client.generate("Once upon a time", max_new_tokens=40).token_ids == expected
+
+
+def test_a_draft_service_that_starts_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    async def load(thread: ModelThread) -> NoReturn:
+        os.kill(os.getpid(), signal.SIGHUP)
+        while not caplog.messages:
+            await asyncio.sleep(0.01)
+        raise StartupError("far enough")
+
+    services = VerifyServices("localhost:1", PLAIN, timeout=1.0, ahead=None)
+    operation = OperationSettings("localhost:0", grace=0.0)
+    settings = DraftSettings(None, services, DefaultPolicy("ngram", {}), DraftLimits(), operation)
+    with pytest.raises(StartupError, match="far enough"):
+        asyncio.run(serve(settings, load))
+    assert caplog.messages == ["SIGHUP is ignored while the service starts"]
 
 
 def test_a_process_whose_terminal_is_closed_ends() -> None:
