@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 import random
 import shutil
+import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from dynatree import embedded
 from dynatree.client import Client
+from dynatree.common.errors import StartupError
+from dynatree.draft import serve_draft
 from dynatree.draft.growth.suffix_indexes import SuffixIndexes
 from dynatree.draft.reload.replay import MOST_TOKENS, RecentText, RecentTexts
+from dynatree.engine.settings import ModelSettings
 from tests.support.model_zoo import VOCAB_SIZE, save_noisy_copy, save_random_model
 from tests.support.other_tokenizers import save_renumbered, save_with_tokenizer
 from tests.support.processes import wait_until
@@ -189,6 +193,24 @@ def test_a_model_with_another_tokenizer_is_matched_with_the_target_and_histories
         put(path, save_renumbered(tmp_path / "smaller", embedded.draft_path(), dropped=1700))
         reload(services, "refused")
         assert services.drafts.current.source is source
+
+
+def test_a_service_that_stops_does_not_wait_for_a_model_that_loads(
+    tmp_path: Path, target: Path, draft: Draft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be killed before the model is loaded, and has the histories to save."""
+    begun, free = threading.Event(), threading.Event()
+
+    def load(settings: ModelSettings) -> NoReturn:
+        begun.set()
+        free.wait()
+        raise StartupError("too late")
+
+    with running_services(tmp_path, target, draft.path) as services:
+        monkeypatch.setattr(serve_draft, "load_engine", load)
+        services.reload()
+        begun.wait()
+    free.set()
 
 
 def test_without_a_model_there_is_none_to_reload(

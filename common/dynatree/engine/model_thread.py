@@ -60,6 +60,6 @@ class ModelThread:
     def _finished(self, _: asyncio.Future[T]) -> None:
         self._unfinished -= 1
 
-    def shutdown(self) -> None:
-        """Finish all submitted calls, then end the thread."""
-        self._executor.shutdown(wait=True)
+    def shutdown(self, *, wait: bool = True) -> None:
+        """Finish all submitted calls, then end the thread; `wait` for it, or let it end later."""
+        self._executor.shutdown(wait)

@@ -74,6 +74,7 @@ class Reloader:
         # Loading on another thread lets the old model go on, but two threads must not capture and use one GPU.
         # transformers changes torch's default dtype while it builds a model; only the old one's proposals may differ.
         thread = ModelThread("draft-model") if old.source.info.device == "cpu" else old.thread
+        wait = True
         try:
             new = await self._loaded(old, thread)
             new.replicas.rebuild_with(new.source.build_target)
@@ -81,13 +82,16 @@ class Reloader:
             log.info("SIGHUP: new requests get the draft %s", str(new.source))  # a kept record holds no model
             self._count("taken")
             await unused
+        except asyncio.CancelledError:
+            wait = False  # a service that stops does not wait for a model that loads
+            raise
         except Exception as error:
             expected = isinstance(error, (StartupError, ServiceError))
             log.error("SIGHUP: the draft stays %s: %s", old.source, error, exc_info=None if expected else error)
             self._count("refused")
         finally:
             for ended in {old.thread, thread} - {self._drafts.current.thread}:
-                ended.shutdown()
+                ended.shutdown(wait=wait)
 
     async def _loaded(self, old: Backend, thread: ModelThread) -> Backend:
         """Load the new model, measure it, and compare it with the old one.
