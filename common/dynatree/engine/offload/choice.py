@@ -105,10 +105,10 @@ def copy_bytes(settings: ModelSettings, config: PretrainedConfig, name: str) -> 
             "free; expected another draft model"
         )
     log.info(
-        "%s: %.3g GB of weights, and %.3g GB in its %s copy, which drafts; %.3g kB of keys and values a token in each",
+        "%s: %s of weights, and %s in its %s copy, which drafts; %.3g kB of keys and values a token in each",
         name,
-        weight_bytes(settings, name, model, None)(model, "") / 1e9,
-        size / 1e9,
+        size_text(weight_bytes(settings, name, model, None)(model, "")),
+        size_text(size),
         copy.weights,
         kv_bytes_of(config, model.dtype) / 1e3,
     )
