@@ -20,6 +20,7 @@ from dynatree.client import Client
 from dynatree.draft.settings import DraftSettings
 from dynatree.verify.settings import VerifySettings
 from tests.support.bench_records import DRAFTED, new_report, new_run
+from tests.support.gguf_files import save_gguf
 
 TINY = ("--prompt-tokens", "12", "--max-new-tokens", "8", "--threads", "1")
 TEXT = "It was a dark and stormy night, and the captain had not come back to the house by the sea.\n\n" * 4
@@ -105,8 +106,7 @@ def test_drafts_take_turns_and_those_that_do_not_start_have_a_reason(
     def service_pair(verify: VerifySettings, draft: DraftSettings) -> Iterator[ServicePair]:
         assert (draft.model, draft.limits.history_tokens) == (None, 0)
         if verify.model.copy:
-            assert verify.model.copy.weights == "int8", "the largest of the copies"
-            raise SystemExit("the int8 copy does not fit")
+            raise SystemExit(f"the {verify.model.copy.weights} copy does not fit")
         address = embedded_services.draft_address
         with Client(address) as client:
             processes = embedded_services.draft_process, embedded_services.verify_process
@@ -138,7 +138,7 @@ def test_drafts_take_turns_and_those_that_do_not_start_have_a_reason(
     assert {each["draft"]: each["refusal"] for each in report["options"]["drafts"]} == {
         "embedded": None,
         "self:int8": "the int8 copy does not fit",
-        "self:int4": "the int8 copy does not fit",
+        "self:int4": "the int4 copy does not fit",
         "./nowhere": "there is no model at ./nowhere: no such folder or file",
         "none": None,
     }
@@ -155,6 +155,15 @@ def test_a_copy_that_does_not_exist_is_refused_before_anything_starts(
     line = ["rank", "--target-model", "embedded", "--draft-model", "embedded", "--draft-model", "self:int3"]
     assert main([*line, "--prompts", str(book)]) != 0
     assert "self:int3 names no copy of the target; expected self:int8 or self:int4" in capsys.readouterr().err
+
+
+def test_a_target_that_cannot_be_served_as_asked_is_one_line(
+    book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1)
+    line = ["rank", "--target-model", str(target), "--draft-model", "embedded", "--weights", "int8"]
+    assert main([*line, "--prompts", str(book), "--count", "2", *TINY]) == 1
+    assert "model model.gguf is a GGUF file, which has its own precision" in capsys.readouterr().err
 
 
 @pytest.mark.long

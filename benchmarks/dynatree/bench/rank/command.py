@@ -42,8 +42,8 @@ def _services(options: argparse.Namespace) -> Iterator[Services]:
     """Start the services of all drafts that can be used, and set the methods and the refused drafts in the options."""
     names = dict.fromkeys([*options.drafts, NO_MODEL])
     refusals: dict[str, str] = {}
-    settings: dict[str, tuple[VerifySettings, DraftSettings]] = {}
-    for draft in names:
+    settings = {NO_MODEL: _settings(options, NO_MODEL)}
+    for draft in [each for each in names if each != NO_MODEL]:
         with _refused(refusals, draft):
             check_pair(options.target_model, draft)
             settings[draft] = _settings(options, draft)
@@ -60,28 +60,27 @@ def _services(options: argparse.Namespace) -> Iterator[Services]:
 
 
 @contextmanager
-def _refused(refusals: dict[str, str], *drafts: str) -> Iterator[None]:
-    """Keep the reason why drafts cannot be used."""
+def _refused(refusals: dict[str, str], draft: str) -> Iterator[None]:
+    """Keep the reason why a draft cannot be used."""
     try:
         yield
     except StartupError as error:
-        refusals |= dict.fromkeys(drafts, str(error))
+        refusals[draft] = str(error)
     except SystemExit as error:
         if not isinstance(error.code, str):  # a signal
             raise
-        refusals |= dict.fromkeys(drafts, error.code)
+        refusals[draft] = error.code
 
 
 def _first(
     stack: ExitStack, settings: Mapping[str, tuple[VerifySettings, DraftSettings]], refusals: dict[str, str]
 ) -> ServicePair:
-    """Start the verify service, with memory left for the largest copy of the target, and drafting without a model."""
+    """Start the verify service, with memory left for the largest copy of the target that fits, and a draft service."""
     plain, drafting = settings[NO_MODEL]
-    copies = {draft: verify for draft, (verify, _) in settings.items() if verify.model.copy}
-    if copies:
-        largest = max(copies, key=lambda draft: WEIGHTS[copied(draft) or ""])
-        with _refused(refusals, *copies):
-            return stack.enter_context(service_pair(copies[largest], drafting))
+    copies = [draft for draft in settings if copied(draft)]
+    for draft in sorted(copies, key=lambda draft: -WEIGHTS[copied(draft) or ""]):
+        with _refused(refusals, draft):
+            return stack.enter_context(service_pair(settings[draft][0], drafting))
     return stack.enter_context(service_pair(plain, drafting))
 
 
