@@ -315,3 +315,8 @@ def test_a_draft_distribution_with_an_empty_tree_where_nothing_is_drawn(services
 def test_a_stop_token_outside_the_vocabulary(services, stub):
     message = "stop_token_ids[1] is 2048, the model's vocabulary is [0, 2048)"
     assert refusal(stub, opening(services, stop_token_ids=[5, VOCAB_SIZE])) == (Code.INVALID_ARGUMENT, message)
+
+
+def test_too_many_stop_tokens(services, stub):
+    message = "1025 stop_token_ids, at most 1024 are accepted"
+    assert refusal(stub, opening(services, stop_token_ids=[5] * 1025)) == (Code.INVALID_ARGUMENT, message)

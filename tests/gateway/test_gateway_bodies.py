@@ -153,6 +153,7 @@ def test_of_unknown_names_one_is_an_error(body: Any, model: type[BaseModel], pat
 SIZED: dict[str, tuple[int, Callable[[int], dict[str, Any]]]] = {
     "prompts": (128, lambda count: {"prompt": ["a"] * count}),
     "prompts of ids": (128, lambda count: {"prompt": [[7]] * count}),
+    "stop tokens": (1024, lambda count: {"prompt": "a", "stop_token_ids": [7] * count}),
     "messages": (4096, lambda count: {"messages": [{"role": "user", "content": "a"}] * count}),
     "parts": (
         1024,

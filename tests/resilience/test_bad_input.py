@@ -23,6 +23,7 @@ from tests.support.refusals import said
 from tests.support.services import running_services
 
 PROMPT = [5, 6, 7]
+END = "<|endoftext|>"
 MAX_NODES = 32
 Code = grpc.StatusCode
 
@@ -254,6 +255,7 @@ def test_more_sessions_than_there_are_wait_for_their_turn(services, client):
         (PROMPT, {"stop": ["x"] * 17}, Code.INVALID_ARGUMENT, "17 stop strings, at most 16"),
         (PROMPT, {"stop": ["x" * 1025]}, Code.INVALID_ARGUMENT, r"stop\[0\] has 1025 characters, expected 1 to 1024"),
         (PROMPT, {"stop_token_ids": [5] * 1025}, Code.INVALID_ARGUMENT, "1025 stop_token_ids, at most 1024"),
+        (PROMPT, {"stop_token_ids": [5] * 1024, "stop": END}, Code.INVALID_ARGUMENT, "1025 stop_token_ids"),
     ],
 )
 def test_a_request_that_cannot_be_served(client, prompt, options, code, message):

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from dynatree.client import GenerateOptions, Message
+from dynatree.common.limits import MAX_STOP_TOKENS
 from dynatree.gateway.errors import LengthFields
 from dynatree.gateway.no_effect import Body
 
@@ -97,7 +98,7 @@ class CompletionOptions(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[_TokenId], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     policy: str | None = None
     policy_settings: Annotated[dict[str, _Setting], Field(max_length=64), BeforeValidator(_without_nulls)] | None = None
     scheme: Literal["gumbel", "independent", "residual"] | None = None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.limits import MAX_STOP_TOKENS
 from dynatree.common.sampling import Sampling
 
 
@@ -33,3 +36,13 @@ class Decoding:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "log_probs", self.log_probs or self.top_log_probs > 0)
+
+
+def check_stop_tokens(token_ids: Sequence[int]) -> None:
+    """Check the number of a completion's stop tokens.
+
+    Raises:
+        InvalidArgumentError: There are too many.
+    """
+    if len(token_ids) > MAX_STOP_TOKENS:
+        raise InvalidArgumentError(f"{len(token_ids)} stop_token_ids, at most {MAX_STOP_TOKENS} are accepted")

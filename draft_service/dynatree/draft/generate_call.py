@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+from dynatree.common.decoding import check_stop_tokens
 from dynatree.common.errors import InvalidArgumentError, OutOfRangeError
-from dynatree.common.limits import MAX_STOP_TOKENS
 from dynatree.common.log_probs import check_log_probs
 from dynatree.common.model_info import token_limit
 from dynatree.common.sampling import Sampling
@@ -130,6 +130,7 @@ class GenerateCall:
         learnt = decoding.sampling.residual and policy.learns_from_others
         sampling = replace(decoding.sampling, seed=secrets.randbits(63) if learnt else seed)
         stop_token_ids = (*decoding.stop_token_ids, *self.special_ids)
+        check_stop_tokens(stop_token_ids)
         request = GenerationRequest(
             prompt_ids=prompt_ids,
             decoding=replace(
@@ -191,7 +192,8 @@ def check_message(message: draft_pb2.GenerateRequest) -> None:
     count = _completions(message)
     if not 1 <= count <= MAX_COMPLETIONS:
         raise InvalidArgumentError(f"n is {count}, expected a number in [1, {MAX_COMPLETIONS}]")
-    _check_stop(message.stop, message.stop_token_ids)
+    check_stop_tokens(message.stop_token_ids)
+    _check_stop(message.stop)
 
 
 def _completions(message: draft_pb2.GenerateRequest) -> int:
@@ -210,9 +212,7 @@ def _received(message: draft_pb2.GenerateRequest, context_length: int) -> Receiv
     return Received(tuple(resume.token_ids), resume.characters, resume.round)
 
 
-def _check_stop(stops: Sequence[str], stop_token_ids: Sequence[int]) -> None:
-    if len(stop_token_ids) > MAX_STOP_TOKENS:
-        raise InvalidArgumentError(f"{len(stop_token_ids)} stop_token_ids, at most {MAX_STOP_TOKENS} are accepted")
+def _check_stop(stops: Sequence[str]) -> None:
     if len(stops) > MAX_STOP_STRINGS:
         raise InvalidArgumentError(f"{len(stops)} stop strings, at most {MAX_STOP_STRINGS} are accepted")
     for index, stop in enumerate(stops):

@@ -13,8 +13,9 @@ from typing import Any
 
 import grpc
 
+from dynatree.common.decoding import check_stop_tokens
 from dynatree.common.errors import IdleSessionError, InvalidArgumentError, OutOfRangeError, RoundInFlightError
-from dynatree.common.limits import IDLE_SECONDS, MAX_PRINCIPAL_LENGTH, MAX_STOP_TOKENS
+from dynatree.common.limits import IDLE_SECONDS, MAX_PRINCIPAL_LENGTH
 from dynatree.common.messages import Commit, SessionOpened, VerifyTimings
 from dynatree.common.model_info import token_limit
 from dynatree.common.tree import TokenTree
@@ -168,12 +169,11 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         token_limit(
             prompt_tokens, message.open.max_new_tokens if message.open.HasField("max_new_tokens") else None, target
         )
-        for name, ids, most in (  # before copying them
-            ("prompt_ids", message.open.prompt_ids, target.context_length),
-            ("stop_token_ids", message.open.stop_token_ids, MAX_STOP_TOKENS),
-        ):
-            if len(ids) > most:
-                raise OutOfRangeError(f"{len(ids)} {name}, at most {most} are accepted")
+        if len(message.open.prompt_ids) > target.context_length:  # before they are copied
+            raise OutOfRangeError(
+                f"{len(message.open.prompt_ids)} prompt_ids, at most {target.context_length} are accepted"
+            )
+        check_stop_tokens(message.open.stop_token_ids)
         if message.open.principal and not is_principal(message.open.principal):
             raise InvalidArgumentError(f"a principal has at most {MAX_PRINCIPAL_LENGTH} characters, all printable")
         if message.open.round > target.context_length:
