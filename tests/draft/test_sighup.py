@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import pty
@@ -11,18 +10,10 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
-from typing import NoReturn
-
-import pytest
 
 from dynatree.client import Client
-from dynatree.common.errors import StartupError
-from dynatree.draft.draft_server import serve
-from dynatree.draft.settings import DefaultPolicy, DraftLimits, DraftSettings, VerifyServices
-from dynatree.engine.model_thread import ModelThread
-from dynatree.serving.channel import PLAIN
-from dynatree.serving.operation import OperationSettings
 from tests.conftest import EmbeddedServices
+from tests.support.forked import Forked
 from tests.support.processes import wait_until
 
 HANDLING = """
@@ -50,19 +41,19 @@ def test_a_draft_service_reloads_its_model(embedded_services: EmbeddedServices) 
         assert client.generate("Once upon a time", max_new_tokens=40).token_ids == expected
 
 
-def test_a_draft_service_that_starts_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    async def load(thread: ModelThread) -> NoReturn:
-        os.kill(os.getpid(), signal.SIGHUP)
-        while not caplog.messages:
-            await asyncio.sleep(0.01)
-        raise StartupError("far enough")
-
-    services = VerifyServices("localhost:1", PLAIN, timeout=1.0, ahead=None)
-    operation = OperationSettings("localhost:0", grace=0.0)
-    settings = DraftSettings(None, services, DefaultPolicy("ngram", {}), DraftLimits(), operation)
-    with pytest.raises(StartupError, match="far enough"):
-        asyncio.run(serve(settings, load))
-    assert caplog.messages == ["SIGHUP is ignored while the service starts"]
+def test_a_draft_service_that_is_not_ready_ignores_the_signal(tmp_path: Path) -> None:
+    absent, log = f"unix:{tmp_path}/verify.sock", tmp_path / "draft.log"
+    process = Forked(
+        ["draft", "--draft-model", "none", "--verify", absent, "--listen", f"unix:{tmp_path}/draft.sock"], log
+    )
+    try:
+        wait_until(lambda: f"for the verify service at {absent}" in log.read_text())
+        process.send_signal(signal.SIGHUP)
+        wait_until(lambda: process.poll() is not None or "SIGHUP is ignored" in log.read_text())
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_process_whose_terminal_is_closed_ends() -> None:

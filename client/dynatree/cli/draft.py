@@ -20,6 +20,7 @@ from dynatree.cli.service_arguments import (
 )
 from dynatree.common.limits import HISTORY_TOKENS, RECORD_BYTES, RESUME_SECONDS
 from dynatree.common.logs import configure_logging
+from dynatree.common.shutdown import hangup_ignored
 from dynatree.draft.policies import DEFAULT_POLICY, policy_names
 from dynatree.engine.model.files import described
 
@@ -186,10 +187,10 @@ def serve(settings: DraftSettings) -> int:
     else:
         log.info("loading %s", described(settings.model.model))  # torch's import also takes seconds
 
-    with without_collection():
-        if settings.model is None:
-            from dynatree.draft.serve_ngrams import run
-        else:
-            from dynatree.draft.serve_draft import run
-
-    return run(settings)
+    with hangup_ignored():
+        with without_collection():
+            if settings.model is None:
+                from dynatree.draft.serve_ngrams import run
+            else:
+                from dynatree.draft.serve_draft import run
+        return run(settings)

@@ -1,8 +1,9 @@
-"""Handling of signals by a ready service, and removal of unfinished folders when one ends early."""
+"""Handling of signals by a service, and removal of unfinished folders when one ends early."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import signal
 import sys
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+
+log = logging.getLogger(__name__)
 
 _UNFINISHED: set[Path] = set()
 
@@ -53,13 +56,29 @@ def on_hangup(act: Callable[[], object]) -> Iterator[None]:
     When the terminal of the process is closed, the system sends SIGHUP as well; it then acts like SIGTERM.
     """
     loop = asyncio.get_running_loop()
+    with _hangup_handled_by(lambda: loop.call_soon_threadsafe(act)):
+        yield
+
+
+@contextmanager
+def hangup_ignored() -> Iterator[None]:
+    """While the context lives, SIGHUP only writes a warning to the log, unless the terminal was closed.
+
+    Inside the context, `on_hangup` takes the signal over.
+    """
+    with _hangup_handled_by(lambda: log.warning("SIGHUP is ignored: the service is not ready")):
+        yield
+
+
+@contextmanager
+def _hangup_handled_by(act: Callable[[], object]) -> Iterator[None]:
     terminal = sys.stderr.isatty()
 
     def handle(number: int, _: FrameType | None) -> None:
         if terminal and not sys.stderr.isatty():
             signal.raise_signal(signal.SIGTERM)
         else:
-            loop.call_soon_threadsafe(act)
+            act()
 
     with _handled_by(handle, signal.SIGHUP):
         yield

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 
 from dynatree.common.logs import announce_ready
 from dynatree.common.shutdown import on_hangup
@@ -81,8 +80,7 @@ async def serve(
             together.
     """
     verify, operation = settings.verify, settings.operation
-    reload: Callable[[], object] = partial(log.warning, "SIGHUP is ignored while the service starts")
-    with Operation.running(operation, "draft") as running, on_hangup(lambda: reload()):
+    with Operation.running(operation, "draft") as running:
         connector = Connector(verify.channel)
         connector.check(split_addresses(verify.addresses))
         thread = ModelThread("draft-model")
@@ -113,8 +111,8 @@ async def serve(
             )
             ready = f"{source} for {replicas.target.info.name} on {started.server.address}"
             del drafting, source  # a reload frees the model
-            reload = started.reloader.ask
-            await started.server.wait(operation.grace, lambda: announce_ready("draft", ready))
+            with on_hangup(started.reloader.ask):
+                await started.server.wait(operation.grace, lambda: announce_ready("draft", ready))
             await started.close()
             if file is not None:
                 await asyncio.to_thread(file.save, histories)  # no session uses them any more
