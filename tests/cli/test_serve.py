@@ -158,8 +158,13 @@ def test_a_target_larger_than_the_memory(tmp_path: Path) -> None:
 
 
 def test_http_says_that_the_models_are_loading_and_everything_ends_with_a_service(tmp_path: Path) -> None:
-    """HTTP reports this from the moment that the port is open until the services are ready."""
-    with serving(tmp_path, "--http", "127.0.0.1:0") as serve:
+    """HTTP reports this from the moment that the port is open until the services are ready.
+
+    The start needs no token of a service that asks for one.
+    """
+    tokens = tmp_path / "tokens"
+    tokens.write_text("anna:0123456789abcdef\n")
+    with serving(tmp_path, "--http", "127.0.0.1:0", "--token-file", str(tokens)) as serve:
         url = serve.wait_for(r"HTTP is open on (\S+);")
         for path in ("/health", "/v1/models", "/v1/chat/completions"):
             with pytest.raises(urllib.error.HTTPError) as refused:
@@ -171,6 +176,7 @@ def test_http_says_that_the_models_are_loading_and_everything_ends_with_a_servic
         serve.wait_for(r"Try\s+(curl .*)")
         assert urllib.request.urlopen(f"{url}/health", timeout=30).status == 200
         assert "cli.verify: loading embedded, 12 MB on the disk" in serve.log
+        assert "request refused" not in serve.log
         assert_all_ends_with_a_service(serve)
 
 

@@ -211,8 +211,9 @@ class _Serving:
                 self._loading = False
                 log.info("serving HTTP on %s", self._url)
                 if self._draft.log_format == "text":
-                    tokens = self._draft.security.tokens is not None or self._settings.api_key is not None
-                    chats = await asyncio.to_thread(self._pair.chats)
+                    guarded = self._draft.security.tokens is not None  # the model is then told only to a known token
+                    chats = not guarded and (await asyncio.to_thread(self._pair.client.model_info)).chat_template
+                    tokens = guarded or self._settings.api_key is not None
                     announce(_welcome(self._url, self._draft.address, tokens=tokens, chats=chats))
             if ended := self._pair.ended():
                 if self._pair.was_stopped(ended):  # Ctrl-C reaches the services too, and they may end first

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dynatree.cli import interrupts
 from dynatree.cli.main import COMMANDS, MODEL_ENVIRONMENT, finished
-from dynatree.client import AuthenticationError, Client, ServerUnavailableError
+from dynatree.client import Client
 from dynatree.common.model_info import NO_MODEL
 from dynatree.engine.model.files import described
 
@@ -62,20 +62,8 @@ class ServicePair:
         return child.reason() or f"the {name} service has ended with exit status {child.process.returncode}"
 
     def serves(self) -> bool:
-        """Whether the services answer; the check may take a second while they start."""
-        try:
-            self.client.model_info()
-        except AuthenticationError:  # a service that asks for a token is ready
-            return True
-        except ServerUnavailableError:
-            return False
-        return True
-
-    def chats(self) -> bool:
-        """Whether services that serve are known to take chats; those that ask for a token do not tell."""
-        with suppress(AuthenticationError):
-            return self.client.model_info().chat_template
-        return False
+        """Whether the services accept requests; the check may take a second while they start, and needs no token."""
+        return self.client.is_serving()
 
 
 @contextmanager
