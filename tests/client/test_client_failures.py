@@ -1,7 +1,11 @@
 """The client library against a scripted service: every error, and what of the completion it keeps."""
 
 import asyncio
+import gc
 import pickle
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ from tests.support.fake_draft_service import (  # noqa: F401 - fixtures
     service_fixture,
     serving,
 )
+from tests.support.processes import wait_until
 
 ERRORS = {code: ServerError for code in grpc.StatusCode if code is not grpc.StatusCode.OK} | {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
@@ -191,3 +196,38 @@ def test_errors_survive_pickling() -> None:
     error = ServerError(grpc.StatusCode.INTERNAL, "no", text="a", token_ids=[1])
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.code, copy.token_ids) == (str(error), error.code, (1,))
+
+
+@pytest.fixture
+def _uncollected() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+ENDS = {"whole": (last(), 9), "failed": (Fail(grpc.StatusCode.RESOURCE_EXHAUSTED), 9), "closed": (Hang(), 1)}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.usefixtures("_uncollected")
+def test_a_stream_is_freed_without_a_garbage_collection(client: Client, service: FakeDraftService, end: str) -> None:
+    step, reads = ENDS[end]
+    service.script = [message("a", 1), step]
+
+    def used() -> list[weakref.ref[Any]]:
+        with client.stream("Once") as stream:
+            with suppress(StopIteration, DynaTreeError):
+                for _ in range(reads):
+                    next(stream)
+            return [weakref.ref(stream), weakref.ref(stream._call)]
+
+    async def used_async() -> list[weakref.ref[Any]]:
+        async with AsyncClient(service.address) as client, client.stream("Once") as stream:
+            with suppress(StopAsyncIteration, DynaTreeError):
+                for _ in range(reads):
+                    await anext(stream)
+            return [weakref.ref(stream), weakref.ref(stream._call)]
+
+    assert [ref() for ref in used()] == [None, None]
+    refs = asyncio.run(used_async())
+    wait_until(lambda: [ref() for ref in refs] == [None, None])  # gRPC's loop ends the call on its own thread

@@ -114,6 +114,8 @@ class CompletionStream(Accumulator):
                     if chunk := self._add(response):
                         return chunk
             except grpc.RpcError as error:
+                # The error is the call itself, and its traceback refers to it: only a garbage collection would free it.
+                error.__traceback__ = None
                 _drain(self._call)
                 if self._ended:  # by close(), in another thread
                     return None

@@ -72,7 +72,13 @@ class FromGrpcLoop(Generic[T]):
             await self._arrived.wait()
         item = self._items[0]
         if isinstance(item, BaseException):
-            raise item
+            # The error's traceback refers to this frame, which must not refer to the error: only a garbage collection
+            # would free such a cycle.
+            self._items[0] = StopAsyncIteration()
+            try:
+                raise item
+            finally:
+                del item
         self._items.popleft()
         self._taken += 1
         if self._taken % (AHEAD // 2) == 0:
@@ -101,6 +107,9 @@ class FromGrpcLoop(Generic[T]):
                     await self._room.acquire()
                     self._tell(item)
             self._tell(StopAsyncIteration())
+        except asyncio.CancelledError:
+            with suppress(RuntimeError):  # as below
+                self._tell(asyncio.CancelledError())  # without a traceback, which would refer to this iterator
         except BaseException as error:
             with suppress(RuntimeError):  # the reader's loop is closed
                 self._tell(error)
