@@ -5,11 +5,17 @@ intervals one of the services is killed and restarted. Clients over gRPC and ove
 completion made without a fault; some cancel midway, and one principal asks for more than its quota. After a sixth of
 the time, only the second service of each kind is killed, so that the first shows whether memory grows in the second
 half. The campaign prints the failures, and the memory and open files of each process.
+
+Memory that an allocator keeps for later is no leak. The clients' process has 45 threads, whose caches in glibc's malloc
+fill during the whole time, as do Python's lists of free tuples: it grew by 1.5 % without any more objects. So it runs
+with one arena of malloc and without these caches, and collects garbage, which empties the lists, before its memory is
+measured. Its allocated bytes are then constant, also when services are killed. The services keep the defaults.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -41,11 +47,13 @@ from tests.support.processes import wait_until
 EARLY = 1 / 6  # share of the time in which every service may be killed
 FULL = (0.4, 0.6)  # shares of the time between which caches are full; memory that grows afterwards leaks
 GROWTH = 0.01  # largest relative growth of memory thereafter
+PLAIN_MALLOC = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
 GAUGES = ("dynatree_num_requests_", "dynatree_kv_cache_usage_perc", "dynatree_verify_replicas")
 PROMPTS = ("Call me", "It was a bright cold morning, and the captain", "The sea", "She said that", "1, 2, 3,")
 PRINCIPALS = 8  # principals that keep to their quotas
 QUOTAS = ("--principal-sessions", "6", "--principal-queue", "8", "--principal-tokens", "24000")
 KV = ("--kv-tokens", "16384")  # few enough that all are used before memory is measured
+BOUNDS = (*KV, *QUOTAS, "--history-tokens", "16384")  # few histories for the same reason
 GREEDY = "greedy"  # the principal that exceeds its quota
 GREEDY_CLIENTS = 4
 ROUNDING = 1e-3  # tolerance of a log-probability
@@ -140,7 +148,7 @@ def secured_cluster(folder: Path) -> Iterator[Secured]:
     verify = ["verify", "--target-model", "embedded", *KV, *secured]
     at = [free_address() for _ in range(5)]
     channel = ["--verify-ca", str(authority.file), "--verify-token-file", str(folder / "token")]
-    draft = ["draft", "--draft-model", "embedded", "--verify", ",".join(at[:2]), *KV, *channel, *secured, *QUOTAS]
+    draft = ["draft", "--draft-model", "embedded", "--verify", ",".join(at[:2]), *channel, *secured, *BOUNDS]
     names = ("verify a", "verify b", "draft 1", "draft 2")
     processes = [
         Process(name, draft if "draft" in name else verify, at[place], folder / f"{name}.log", free_address())
@@ -351,6 +359,7 @@ def main() -> int:
         samples: dict[str, list[tuple[float, Held]]] = {}
 
         def sample() -> None:
+            gc.collect()
             pids = {each.name: each.process.pid for each in cluster.services if each.process}
             for name, pid in (pids | {"gateway": cluster.before.pid, "clients": os.getpid()}).items():
                 if held := Held.of(pid):
@@ -395,7 +404,7 @@ def report(samples: dict[str, list[tuple[float, Held]]]) -> dict[str, float]:
     grown = {}
     for name, each in samples.items():
         early = median(held.megabytes for share, held in each if FULL[0] <= share <= FULL[1])
-        late = median(held.megabytes for share, held in each if share >= 1 - EARLY / 2)
+        late = median(held.megabytes for share, held in each if 1 - EARLY / 2 <= share <= 1)
         files = [held.files for _, held in each]
         print(
             f"{name}: {early:.1f} MB half-way, {late:.1f} MB late ({late / early - 1:+.2%}), "
@@ -407,4 +416,6 @@ def report(samples: dict[str, list[tuple[float, Held]]]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    if os.environ.pop("GLIBC_TUNABLES", None) != PLAIN_MALLOC:  # read when a process starts
+        os.execve(sys.executable, sys.orig_argv, os.environ | {"GLIBC_TUNABLES": PLAIN_MALLOC})
     sys.exit(main())
