@@ -145,7 +145,7 @@ def plain(ahead_client):
     @cache
     def completion(prompt, options):
         return ahead_client.generate(
-            prompt, policy="autoregressive", max_new_tokens=60, ignore_eos=True, **dict(options)
+            prompt, policy="autoregressive", max_new_tokens=40, ignore_eos=True, **dict(options)
         ).token_ids
 
     return lambda prompt, options: completion(tuple(prompt), tuple(options.items()))
@@ -164,7 +164,7 @@ def test_outputs_are_those_of_plain_decoding(ahead_client, plain, policy, option
             prompt,
             policy=policy,
             policy_settings=SETTINGS.get(policy),
-            max_new_tokens=60,
+            max_new_tokens=40,
             ignore_eos=True,
             **options,
         )

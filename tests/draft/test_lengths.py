@@ -74,8 +74,9 @@ ENTRIES: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize(
     ("context", "entry"),
     [
-        *((SHORT, entry) for entry in ENTRIES),
-        *(pytest.param(LONG, entry, marks=() if entry == "ids" else pytest.mark.long) for entry in ENTRIES),
+        *((SHORT, entry) for entry in ("ids", "chat")),
+        (LONG, "ids"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((SHORT, "text"), (LONG, "text"), (LONG, "chat"))),
     ],
 )
 def test_the_drafts_context_changes_no_completion(clients: dict[int, Client], context: int, entry: str) -> None:
@@ -251,8 +252,15 @@ def cut_once(way: GrpcProxy, wanted: str, number: int) -> list[bool]:
 ASKED: dict[str, Any] = {"ignore_eos": True, "policy": "linear", "policy_settings": {"depth": 2}, "n": 2}
 
 
-@pytest.mark.parametrize("contexts", [(CONTEXT, 24), (24, CONTEXT)])
-@pytest.mark.parametrize("lost", ["verify", "draft"])
+@pytest.mark.parametrize(
+    ("lost", "contexts"),
+    [
+        ("verify", (CONTEXT, 24)),
+        ("draft", (24, CONTEXT)),
+        pytest.param("verify", (24, CONTEXT), marks=pytest.mark.long),
+        pytest.param("draft", (CONTEXT, 24), marks=pytest.mark.long),
+    ],
+)
 def test_a_fault_does_not_change_a_length(
     models: tuple[Path, Path], contexts: tuple[int, int], lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ from tests.support.processes import wait_until
 from tests.support.services import Services, running_services
 from tests.support.tokenizer_zoo import TOKENIZERS
 
-PROMPTS = [random.Random(seed).choices(range(2, VOCAB_SIZE), k=9) for seed in range(4)]
+PROMPTS = [random.Random(seed).choices(range(2, VOCAB_SIZE), k=9) for seed in range(2)]
 CHAIN = {"policy": "linear", "policy_settings": {"depth": 4}}
 FEW = {"logit_bias": {token: 12.0 + token % 2 for token in range(100, 104)}}
 OPTIONS = ({"temperature": 0.0}, {"temperature": 0.8, "seed": 3, **FEW})

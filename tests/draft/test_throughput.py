@@ -420,8 +420,10 @@ def test_a_stall_after_a_forward_is_forgotten_though_no_other_round_can_be_compa
     assert len(asked) > 290
 
 
-@pytest.mark.parametrize("times", [2.0, 3.0])
-@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize(
+    ("times", "loops"),
+    [(2.0, False), (3.0, True), *(pytest.param(*each, marks=pytest.mark.long) for each in ((2.0, True), (3.0, False)))],
+)
 def test_a_machine_that_becomes_slower_does_not_leave_a_good_draft_off(times, loops):
     """The draft is used again even if sizes were known without it, from n-grams in a looping text."""
     costs = Costs()

@@ -72,7 +72,7 @@ def test_a_request_without_options_equals_the_targets_own_generate(tmp_path, shi
             for asked in ({}, {"repetition_penalty": 1.0}, {"repetition_penalty": 1.6}):
                 expected = generate(model, prompt, **asked)
                 for policy in (None, "linear", "autoregressive"):
-                    completion = client.generate(prompt, policy=policy, max_new_tokens=40, **asked)
+                    completion = client.generate(prompt, policy=policy, max_new_tokens=24, **asked)
                     assert completion.token_ids == expected, (policy, asked)
                     accepted += completion.stats.draft_n_accepted
             effects.add(generate(model, prompt) != generate(model, prompt, repetition_penalty=1.0))
@@ -84,7 +84,7 @@ def generate(model, prompt, **options):
     """Return the new tokens of greedy `generate()` with the checkpoint's own generation_config."""
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
-    output = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=40, pad_token_id=0, **options)
+    output = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=24, pad_token_id=0, **options)
     return tuple(output[0, len(prompt) :].tolist())
 
 

@@ -44,12 +44,12 @@ def cases(fixture, policies, families=ARCHITECTURES):
     for family in ARCHITECTURES:
         for policy in (*policies, LARGE_BUSH):
             for lengths in (FEW, MORE):
-                few = (policy is BUSH and family in families) or (policy is DEFAULT and family in SOME)
-                is_short = policy is not LARGE_BUSH and lengths is FEW and (family == FAMILY or few)
+                stands_for_all = family == FAMILY or (policy is BUSH and family in families)
+                is_short = policy is not LARGE_BUSH and lengths is FEW and stands_for_all
                 marks = () if is_short or (family == FAMILY and policy is DEFAULT) else pytest.mark.long
                 name = f"{family}-{policy[0]}{' of 256' * (policy is LARGE_BUSH)}-{'few' if lengths is FEW else 'more'}"
                 listed.append(pytest.param(family, policy, lengths, id=name, marks=marks))
-    return pytest.mark.parametrize((fixture, "policy", "lengths"), listed, indirect=[fixture])
+    return pytest.mark.parametrize((fixture, "policy", "lengths"), listed, indirect=[fixture], scope="module")
 
 
 TOKENIZER = AutoTokenizer.from_pretrained(embedded.target_path())

@@ -3,6 +3,8 @@
 import math
 import random
 from contextlib import suppress
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -62,17 +64,30 @@ def assert_slots(engine, kv, token_ids):
     assert (engine.kv_cache.slots(kv, len(token_ids)) - prefill(engine, token_ids)).abs().max() <= TOLERANCE
 
 
+@pytest.fixture(scope="module")
+def engines_of(tmp_path_factory):
+    """Return a target, a hostile draft of its architecture with other weights, and the target again as a draft.
+
+    Almost nothing of the hostile draft is accepted.
+    """
+
+    @cache
+    def loaded(architecture):
+        folder = tmp_path_factory.mktemp(architecture)
+        target = save_random_model(folder / "target", architecture, seed=1)
+        draft = save_random_model(folder / "draft", architecture, seed=2)
+        return (
+            load_engine(ModelSettings(str(target), sessions=3, speculative_slots=256)),
+            load_engine(ModelSettings(str(draft), sessions=3, speculative_slots=512)),
+            load_engine(ModelSettings(str(target), sessions=3, speculative_slots=512)),
+        )
+
+    return loaded
+
+
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def engines(request, tmp_path_factory):
-    """A target and a hostile draft of one architecture with other weights, so that almost nothing is accepted."""
-    folder = tmp_path_factory.mktemp(request.param)
-    target = save_random_model(folder / "target", request.param, seed=1)
-    draft = save_random_model(folder / "draft", request.param, seed=2)
-    return (
-        load_engine(ModelSettings(str(target), sessions=3, speculative_slots=256)),
-        load_engine(ModelSettings(str(draft), sessions=3, speculative_slots=512)),
-        load_engine(ModelSettings(str(target), sessions=3, speculative_slots=512)),
-    )
+def engines(request, engines_of):
+    return engines_of(request.param)
 
 
 def grafted(tree, continuation, depth):
@@ -117,22 +132,30 @@ def test_the_kv_cache_equals_a_fresh_prefill_after_every_round(engines, prompt, 
         verifier.close(session)
 
 
+COUNTED = Sampling(frequency_penalty=1.5, presence_penalty=0.5, logit_bias=dict.fromkeys(range(90, 94), 20.0))
+DRAFTS = {
+    "draft=target": (True, Sampling()),
+    "draft=target, counts": (True, COUNTED),
+    "hostile draft": (False, Sampling()),
+}
+GROWN = {
+    "linear": {"depth": 5},
+    "fixed": {"depth": 3, "breadth": 3, "tau": 0},
+    "dynatree": {"tau": 0, "rho_stop": 1e-9, "rho_deep": 1e-6},
+}
+
+
+def combined():
+    """Each family with each draft and policy. `make test` runs all of two families, and one of each other family."""
+    for number, family in enumerate(ARCHITECTURES):
+        for place, (draft, policy) in enumerate(product(DRAFTS, GROWN)):
+            marks = () if family in ("gpt_neox", "llama") or place == number else pytest.mark.long
+            name = f"{family}-{policy}-{draft}"
+            yield pytest.param(family, *DRAFTS[draft], policy, GROWN[policy], id=name, marks=marks)
+
+
 @pytest.mark.parametrize(
-    ("accepting", "sampling"),
-    [
-        (True, Sampling()),
-        (True, Sampling(frequency_penalty=1.5, presence_penalty=0.5, logit_bias=dict.fromkeys(range(90, 94), 20.0))),
-        (False, Sampling()),
-    ],
-    ids=["draft=target", "draft=target, counts", "hostile draft"],
-)
-@pytest.mark.parametrize(
-    ("policy", "options"),
-    [
-        ("linear", {"depth": 5}),
-        ("fixed", {"depth": 3, "breadth": 3, "tau": 0}),
-        ("dynatree", {"tau": 0, "rho_stop": 1e-9, "rho_deep": 1e-6}),
-    ],
+    ("engines", "accepting", "sampling", "policy", "options"), [*combined()], indirect=["engines"], scope="module"
 )
 def test_the_drafts_rows_are_the_committed_tokens(engines, accepting, sampling, policy, options):
     target, hostile, same = engines

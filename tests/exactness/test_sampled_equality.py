@@ -30,7 +30,7 @@ pytestmark = pytest.mark.early
 
 PLAIN = "autoregressive"
 CASES = 26  # for each of the four pairs
-CASES_OF_MAKE_TEST = 12  # for the first pair
+CASES_OF_MAKE_TEST = 6  # for the first pair, one of each extra
 TOKENS = 12
 # in so short a text only single tokens recur; small trees are faster and are accepted too
 SMALL = {"max_nodes": 24}
@@ -217,12 +217,12 @@ def test_plain_samples_are_those_of_transformers_processors_with_the_noise(pair,
 @pytest.mark.parametrize(
     "extra",
     [
-        {"repetition_penalty": 1.3},
+        pytest.param({"repetition_penalty": 1.3}, marks=pytest.mark.long),
         {"repetition_penalty": 0.8},
-        {"logit_bias": {7: 0.5, 9: 1.5, 2047: -1000.0}},
+        pytest.param({"logit_bias": {7: 0.5, 9: 1.5, 2047: -1000.0}}, marks=pytest.mark.long),
         {"repetition_penalty": 2.0, "logit_bias": dict.fromkeys(FEW, 4.0)},
-        {"frequency_penalty": 0.7},
-        {"presence_penalty": 2.0},
+        pytest.param({"frequency_penalty": 0.7}, marks=pytest.mark.long),
+        pytest.param({"presence_penalty": 2.0}, marks=pytest.mark.long),
         {"frequency_penalty": -0.3, "presence_penalty": 0.9, "repetition_penalty": 1.1},
     ],
     ids=["penalty", "reward", "bias", "both", "frequency", "presence", "all penalties"],

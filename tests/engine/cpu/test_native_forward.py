@@ -182,10 +182,17 @@ def test_what_has_no_program_goes_through_transformers_modules(family, changes, 
     assert isinstance(engine.runner, EagerRunner)
 
 
-@pytest.mark.usefixtures("build")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["gpt_neox", "llama", "qwen3", "gemma", "phi3", "smollm3"])
-def test_a_token_has_the_same_bits_in_any_company(family, dtype, tmp_path):
+def in_company():
+    """Each family with each dtype and build; `make test` runs all pairs of two of the three."""
+    for place, family in enumerate(("gpt_neox", "llama", "qwen3", "gemma", "phi3", "smollm3")):
+        for number, dtype in enumerate(("float32", "bfloat16", "float16")):
+            for build, name in enumerate(("kernels_avx2.so", "kernels_avx512.so", "kernels_avx512_bf16.so")):
+                marks = pytest.mark.long if (place + number + build) % 3 else ()
+                yield pytest.param(name, family, dtype, marks=marks)
+
+
+@pytest.mark.parametrize(("build", "family", "dtype"), [*in_company()], indirect=["build"])
+def test_a_token_has_the_same_bits_in_any_company(build, family, dtype, tmp_path):
     engine = load(save_random_model(tmp_path / "model", family, seed=2), dtype)
     one, other = engine.kv_cache.reserve(100), engine.kv_cache.reserve(100)
 

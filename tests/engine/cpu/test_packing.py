@@ -50,20 +50,31 @@ def test_bfloat16_that_would_be_emulated_is_not_blocked(has: bool, monkeypatch: 
     assert can_pack(torch.bfloat16) == has
 
 
+IN_16_BITS = ("gpt_neox", "llama", "gpt2")  # of linear layers with and without biases, and of Conv1D
+
+
 @needs_x86
 def test_float32_is_packed() -> None:
     assert can_pack(torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layout"),
+    ("architecture", "dtype", "layout"),
     [
-        pytest.param(torch.float32, PackedLinear, marks=needs_x86),
-        pytest.param(torch.bfloat16, PackedLinear, marks=needs_bfloat16_kernels),
-        pytest.param(torch.bfloat16, HalfLinear, marks=needs_x86),
+        pytest.param(
+            architecture,
+            dtype,
+            layout,
+            marks=[needed] + [pytest.mark.long] * (dtype is torch.bfloat16 and architecture not in IN_16_BITS),
+        )
+        for architecture in ARCHITECTURES
+        for dtype, layout, needed in (
+            (torch.float32, PackedLinear, needs_x86),
+            (torch.bfloat16, PackedLinear, needs_bfloat16_kernels),
+            (torch.bfloat16, HalfLinear, needs_x86),
+        )
     ],
 )
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_linear_layer_is_replaced_and_logits_are_those_of_the_checkpoint(
     architecture: str, dtype: torch.dtype, layout: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

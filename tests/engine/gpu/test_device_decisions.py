@@ -216,7 +216,7 @@ def test_trees_over_levels_that_were_read_together_are_the_same(
     sessions = [drafter.open(prompt, sampling, 2000) for drafter in drafters]
     policies = [create_policy(policy, {}) for _ in drafters]
     forwards = [0, 0]
-    for _ in range(5):
+    for _ in range(3):
         grown = [
             drafter.grow(session, each, 12, 64)
             for drafter, session, each in zip(drafters, sessions, policies, strict=True)
@@ -234,7 +234,7 @@ def test_trees_over_levels_that_were_read_together_are_the_same(
     assert forwards[1] <= forwards[0]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     prompt=st.lists(st.integers(2, 40), min_size=1, max_size=70),
     commits=st.lists(st.tuples(st.integers(0, 200), st.integers(2, 1999)), max_size=4),

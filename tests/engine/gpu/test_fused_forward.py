@@ -44,7 +44,7 @@ class Causal:
 @pytest.fixture(name="model", params=FAMILY_MODELS)
 def model_fixture(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     name = request.param.removesuffix(" with biases")
-    folder = save_random_model(tmp_path / "model", name, seed=3, **FAMILY_MODELS[request.param])
+    folder = save_random_model(tmp_path / "model", name, seed=3, num_hidden_layers=2, **FAMILY_MODELS[request.param])
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=NAME, dtype=torch.float32).eval()
 
 

@@ -134,10 +134,18 @@ QUANTISED: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
 }
 
 
+def quantised_cases() -> Iterator[Any]:
+    """Every kind with each dtype and with and without kernels; `make test` runs all pairs of two of the three."""
+    for place, kind in enumerate(QUANTISED):
+        for number, dtype in enumerate(("float32", "bfloat16")):
+            for kernels in (True, False):
+                marks = [compiled] * kernels + [pytest.mark.long] * ((place + number + kernels) % 2)
+                yield pytest.param(kernels, kind, dtype, marks=marks)
+
+
 @torch.inference_mode()
 @pytest.mark.usefixtures("without_amx")
-@pytest.mark.parametrize("kind", QUANTISED)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("with_kernels", "kind", "dtype"), [*quantised_cases()], indirect=["with_kernels"])
 def test_offloaded_quantised_layers_have_the_bits_of_layers_in_memory(
     tmp_path: Path, with_kernels: bool, kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
