@@ -57,19 +57,16 @@ def models(tmp_path_factory):
 
 
 @contextmanager
-def starting():
-    """Start `dynatree NAME ...`, wait until it listens, and return the process."""
+def starting(folder):
+    """Start services as forks, wait until each listens, and kill them at the end."""
     processes = []
 
-    def started(*arguments):
-        process = subprocess.Popen([*COMMAND, *arguments, "--threads", "1"], stderr=subprocess.PIPE, text=True)
+    def started(name, *arguments):
+        process = Forked([name, *arguments, "--threads", "1"], folder / f"{len(processes)}.log")
         processes.append(process)
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if f"dynatree {arguments[0]}: " in line:
-                return process
-        raise AssertionError("".join(lines))
+        wait_until(lambda: f"dynatree {name}: " in log_of(process) or process.poll() is not None)
+        assert process.poll() is None, log_of(process)
+        return process
 
     try:
         yield started
@@ -77,30 +74,16 @@ def starting():
         for process in processes:
             process.kill()
             process.wait()
-            process.stderr.close()
 
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a service as a fork, wait until it listens, and return the process; `log_of` reads its log."""
-    processes = []
-
-    def started(name, *arguments):
-        process = Forked([name, *arguments, "--threads", "1"], tmp_path / f"{len(processes)}.log")
-        processes.append(process)
-        wait_until(lambda: f"dynatree {name}: " in log_of(process) or process.poll() is not None)
-        assert process.poll() is None, log_of(process)
-        return process
-
-    yield started
-    for process in processes:
-        process.kill()
-        process.wait()
+    with starting(tmp_path) as started:
+        yield started
 
 
 def log_of(process):
-    """Return the output of a process; without a fork it can be read only once."""
-    return process.log.read_text() if isinstance(process, Forked) else process.stderr.read()
+    return process.log.read_text()
 
 
 class Pair:
@@ -127,8 +110,9 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(models, tmp_path_factory):
-    with starting() as start:
-        yield Pair(models, tmp_path_factory.mktemp("s"), start)
+    folder = tmp_path_factory.mktemp("s")
+    with starting(folder) as start:
+        yield Pair(models, folder, start)
 
 
 @pytest.fixture
@@ -268,8 +252,7 @@ def test_a_verify_service_that_dies_and_comes_back(running):
         assert 0 < len(rest) < len(whole)
         assert stream.completion.stats.resumes == 1
         assert client.generate("Hello", ignore_eos=True).token_ids == whole
-    log = running.processes["draft"].stderr
-    assert any("does not serve" in line for line in iter(log.readline, ""))
+    assert "does not serve" in log_of(running.processes["draft"])
 
 
 def test_both_services_from_start_to_drain(running):

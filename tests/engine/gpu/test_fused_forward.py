@@ -25,7 +25,7 @@ FAMILY_MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox_sequential": {},
     "llama": {},
     "llama with biases": {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"},
-    "qwen2": {},
+    "qwen2": {"layer_types": ["full_attention"] * 2},
 }
 
 
