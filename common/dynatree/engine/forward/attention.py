@@ -32,7 +32,10 @@ MEANINGS = {
 }
 # Keyword arguments that change no score: they select return values, or give positions, which the keys already carry.
 _WITHOUT_EFFECT = frozenset(
-    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
+    {
+        *("position_ids", "cache_position", "use_cache", "logits_to_keep"),
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
+    }
 )
 
 

@@ -112,7 +112,7 @@ def _cut(text: Any) -> None:
             _set(text, name, value if not ids else ids if isinstance(value, list) else ids[0])
         elif type(value) is not int:
             continue
-        elif value == vocab:
+        elif value == vocab or name.startswith("vocab_size"):  # Gemma 3n has a second, smaller vocabulary
             _set(text, name, VOCAB_SIZE)
         elif _WIDTHS.search(name):
             _set(text, name, min(value, 128))
@@ -156,7 +156,28 @@ def _with_weights(model: PreTrainedModel, seed: int) -> PreTrainedModel:
         if parameter.dim() > 1:
             weights *= parameter.shape[-1] ** -0.5
         else:
-            weights = weights * 0.1 + (1.0 if last == "weight" else 0.0)
+            weights = weights * 0.1 + (1.0 if last == "weight" and not _adds_one(model.get_submodule(owner)) else 0.0)
         model.get_submodule(owner).register_parameter(last, nn.Parameter(weights, requires_grad=False))
+    for module in model.modules():
+        _soften(module)
     model.tie_weights()
     return model
+
+
+def _adds_one(norm: nn.Module) -> bool:
+    """Whether a norm multiplies by one plus its weight, as Gemma's do."""
+    size = len(norm.weight)  # type: ignore[arg-type]
+    norm.weight = nn.Parameter(torch.zeros(size), requires_grad=False)
+    try:
+        return bool(norm(torch.ones(1, size)).any())
+    except Exception:  # no norm, or one of more inputs
+        return False
+
+
+def _soften(attention: nn.Module) -> None:
+    """Give queries and keys that are normed and not scaled the products of scaled ones, as trained norms do (Gemma 4)."""
+    if getattr(attention, "scaling", None) == 1.0:
+        for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm")):
+            weight = getattr(norm, "weight", None)
+            if isinstance(weight, nn.Parameter):
+                weight *= len(weight) ** -0.25
