@@ -145,8 +145,8 @@ def test_attention_takes_what_fits_its_kv_cache(calls: list[str], change: Any, e
 def _with_window(segments: list[Segment], scores: Scores) -> None:
     """Attend with 4 heads in a layer whose queries see two tokens."""
     kv_cache = KVCache(KVShape(1, KV_HEADS, DIM, (Locality(window=2),)), 400, torch.float32, CPU)
-    sizes = (4, TOKENS, DIM), (KV_HEADS, TOKENS, DIM), (KV_HEADS, TOKENS, DIM)
-    NativeBatch(segments, kv_cache).attend(0, *map(torch.zeros, sizes), scores)
+    query, key, value = (torch.zeros(heads, TOKENS, DIM) for heads in (4, KV_HEADS, KV_HEADS))
+    NativeBatch(segments, kv_cache).attend(0, query, key, value, scores)
 
 
 @pytest.mark.parametrize("positions", [range(4), range(6), range(2, 7), [0, 1, 2, 3, 6]])
@@ -264,7 +264,7 @@ def test_positions_turn_no_more_than_a_head(
         both = torch.zeros(1, positions.shape[1], turned, dtype=dtype)
         return both, both
 
-    program: Program = replace(runner._program, rotaries=(rotary,))  # type: ignore[arg-type]
+    program: Program = replace(runner._program, rotaries=(rotary,))
     with pytest.raises(ValueError, match=message):
         NativeRunner(program, runner._kv_cache).run([Segment(KVRange(0, 9), 0, [5], [0])])
 
