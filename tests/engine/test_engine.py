@@ -288,7 +288,7 @@ def test_the_rows_measured_wake_as_many_experts_as_random_tokens(tmp_path):
     measure_forwards(engine, 16)
     least = dict(woken)
     assert least[1] == 3
-    assert least[16] > 6, "of 8"
+    assert least[16] > 6, f"{least[16]} of 8"
 
 
 def test_the_rows_that_take_one_forward_more_are_measured_too(tmp_path):

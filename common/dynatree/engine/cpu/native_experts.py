@@ -20,6 +20,7 @@ from dynatree.engine.cpu.native_linear import PANEL, Linear, NativeLinear
 
 _SILU, _TIMES = 3, 2  # `enum activation` and `enum combination` of `native/kernels.h`
 _SILU_MODULES = (nn.SiLU, SiLUActivation)
+_APPLY_GATE = MixtralExperts._apply_gate  # type: ignore[attr-defined]  # silu(gate) * up, from their decorator
 # attributes that transformers' `use_experts_implementation` gives to experts, in the form that is computed here
 _FORM = {
     "has_gate": True,
@@ -118,7 +119,7 @@ def is_fused(module: Any) -> bool:
     """
     if not are_experts(module) or any(getattr(module, name) is not value for name, value in _FORM.items()):
         return False
-    if type(module)._apply_gate is not MixtralExperts._apply_gate or type(module.act_fn) not in _SILU_MODULES:
+    if type(module)._apply_gate is not _APPLY_GATE or type(module.act_fn) not in _SILU_MODULES:
         return False
     return all(size % PANEL == 0 for size in module.down_proj.shape[1:])
 

@@ -199,8 +199,8 @@ def weights_of(model: PreTrainedModel) -> Iterator[Tensor]:
 def _replace_experts(model: nn.Module, left: Collection[int]) -> None:
     for parent, name, experts in list(fused_experts(model)):
         if id(parent) not in left:
-            layers = [NativeLinear(matrix(each), None) for each in weights_in(experts)]
-            setattr(parent, name, NativeExperts(*layers, experts=len(experts.down_proj)))
+            gate_up, down = (NativeLinear(matrix(each), None) for each in weights_in(experts))
+            setattr(parent, name, NativeExperts(gate_up, down, len(experts.down_proj)))
 
 
 def _replace_linear(

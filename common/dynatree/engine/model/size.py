@@ -42,12 +42,12 @@ def _asleep(model: PreTrainedModel) -> int:
     if woken is None:
         return 0
     sizes = [
-        (each.num_experts, sum(map(_bytes, each.children())))
+        (each.num_experts, _bytes(each.gate_up) + _bytes(each.down))
         for each in model.modules()
         if isinstance(each, NativeExperts)
     ]
     sizes += [
-        (len(each.down_proj), sum(weight.nbytes for weight in weights_in(each))) for _, _, each in fused_experts(model)
+        (len(each.down_proj), sum(part.nbytes for part in weights_in(each))) for _, _, each in fused_experts(model)
     ]
     return sum(size * (count - woken) // count for count, size in sizes)
 

@@ -71,15 +71,13 @@ def quantize(
     for parent, name, experts in list(fused_experts(module)):
         if id(parent) in left:
             continue
-        layers = [
-            layer_of(rounded(matrix(each), bits, _group(each, bits)), None, dtype, native)
-            for each in weights_in(experts)
-        ]
+        weights = [rounded(matrix(each), bits, _group(each, bits)) for each in weights_in(experts)]
         if native:
-            setattr(parent, name, NativeExperts(*layers, experts=len(experts.down_proj)))
+            gate_up, down = (QuantizedLinear(each, None, dtype) for each in weights)
+            setattr(parent, name, NativeExperts(gate_up, down, len(experts.down_proj)))
         else:
-            for parameter, layer in zip(weights_in(experts), layers, strict=True):
-                parameter.data = layer.weight.view_as(parameter)
+            for parameter, each in zip(weights_in(experts), weights, strict=True):
+                parameter.data = each.dequantized().to(dtype).view_as(parameter)
 
 
 def check_groups(model: nn.Module, bits: int) -> None:
@@ -105,8 +103,8 @@ def bytes_of(module: nn.Module, bits: int | None = None, output: nn.Module | Non
         for parent, name, own, group in _rounded(module, bits, output):
             rounded_bits[id(getattr(parent, name))] = own + _SCALE_BITS / group
         for _, _, experts in fused_experts(module):
-            for each in weights_in(experts):
-                rounded_bits[id(each)] = bits + _SCALE_BITS / _group(each, bits)
+            for weights in weights_in(experts):
+                rounded_bits[id(weights)] = bits + _SCALE_BITS / _group(weights, bits)
     whole: dict[int, int] = {}  # bytes, by the parameter's id; tied parameters count once
     rest = 0.0
     for owner in module.modules():
