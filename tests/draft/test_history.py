@@ -56,6 +56,8 @@ def test_the_longest_match_decides_and_equals_are_counted() -> None:
     ]
     assert recalled(index, 8, 2, 3, 4, depth=1, count=1) == [(ROOT, 5, 0.5, 3)], "the latest of equals"
     assert recalled(index, 3, 4) == recalled(index, 4, 2, 3) == [], "two tokens are too few, and three are new"
+    ended = index_of([1, 2, 3, 4], [9, 2, 3, 4, 5])
+    assert recalled(ended, 1, 2, 3, 4) == [(ROOT, 5, 1.0, 3)], "a longer match at the end of a sequence says nothing"
 
 
 def test_a_match_is_told_apart_up_to_its_most_tokens() -> None:

@@ -136,7 +136,7 @@ class SuffixIndex:
         return found
 
     def _longest(self, context: Sequence[int]) -> tuple[int, list[Place]]:
-        """Return the length of the longest match, up to `MATCH_TOKENS`, and the latest places behind such a match."""
+        """Return the length of the longest match that goes on, up to `MATCH_TOKENS`, and the latest places behind it."""
         end = array("i", context[-MATCH_TOKENS:])
         for length in LENGTHS:
             ngram = end[-length:]
@@ -147,10 +147,10 @@ class SuffixIndex:
             for segment in reversed(self._segments):
                 for place in segment.index.places(segment.tokens, ngram):
                     tried += 1
-                    match = _match(segment.tokens, place, end, length)
+                    match = _match(segment.tokens, place, end, length) if segment.tokens[place] != END else 0
                     if match > longest:
                         longest, found = match, []
-                    if match == longest and segment.tokens[place] != END:
+                    if match == longest:
                         found.append((segment.tokens, place))
                 if tried >= MAX_PLACES:
                     break
