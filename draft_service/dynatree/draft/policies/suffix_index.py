@@ -136,7 +136,7 @@ class SuffixIndex:
         return found
 
     def _longest(self, context: Sequence[int]) -> tuple[int, list[Place]]:
-        """Return the length of the longest match that goes on, up to `MATCH_TOKENS`, and the latest places behind it."""
+        """Return the length of the longest match that goes on, at most `MATCH_TOKENS`, and the latest places of such."""
         end = array("i", context[-MATCH_TOKENS:])
         for length in LENGTHS:
             ngram = end[-length:]
