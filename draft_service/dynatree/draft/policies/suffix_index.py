@@ -136,7 +136,7 @@ class SuffixIndex:
         return found
 
     def _longest(self, context: Sequence[int]) -> tuple[int, list[Place]]:
-        """Return the length of the longest match that goes on, at most `MATCH_TOKENS`, and the latest places of such."""
+        """Return the length of the longest match that goes on, at most `MATCH_TOKENS`, and its latest places."""
         end = array("i", context[-MATCH_TOKENS:])
         for length in LENGTHS:
             ngram = end[-length:]
