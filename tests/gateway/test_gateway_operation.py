@@ -108,7 +108,7 @@ def test_what_is_no_key_is_as_good_as_none(gateway: Gateway, shown: str) -> None
 
 
 def test_a_gateway_without_services_says_so_and_names_no_address(tmp_path: Path) -> None:
-    with running_gateway(f"unix:{tmp_path}/nobody.sock", "--timeout", "1") as gateway:
+    with running_gateway(f"unix:{tmp_path}/nobody.sock", "--timeout", "0.3") as gateway:
         health = requests.get(f"{gateway.url}/health", timeout=60)
         answer = requests.post(f"{gateway.url}/v1/completions", json={"prompt": "a"}, timeout=60)
 

@@ -143,7 +143,7 @@ def test_health_needs_no_token(secured: Secured) -> None:
 
 def test_plaintext_to_a_tls_port(secured: Secured) -> None:
     with (
-        secured.client(ca=None, insecure=True) as client,
+        secured.client(ca=None, insecure=True, connect_timeout=0.5) as client,
         pytest.raises(ServerUnavailableError),
     ):
         client.generate("Once", max_new_tokens=4)
@@ -154,7 +154,7 @@ def test_tls_to_a_plaintext_port(models: tuple[Path, Path], tmp_path: Path) -> N
     authority = Authority(tmp_path)
     with (
         running_services(tmp_path, *models, address="localhost:0") as services,
-        Client(services.draft_address, ca=authority.file, connect_timeout=2.0, resume=False) as client,
+        Client(services.draft_address, ca=authority.file, connect_timeout=0.5, resume=False) as client,
         pytest.raises(ServerUnavailableError),
     ):
         client.generate("Once", max_new_tokens=4)
@@ -162,7 +162,7 @@ def test_tls_to_a_plaintext_port(models: tuple[Path, Path], tmp_path: Path) -> N
 
 def test_another_authority(secured: Secured, tmp_path: Path) -> None:
     with (
-        secured.client(ca=Authority(tmp_path, "other").file) as client,
+        secured.client(ca=Authority(tmp_path, "other").file, connect_timeout=1.0) as client,
         pytest.raises(ServerUnavailableError, match="CERTIFICATE_VERIFY_FAILED"),
     ):
         client.generate("Once", max_new_tokens=4)
