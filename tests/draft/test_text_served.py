@@ -170,7 +170,7 @@ def check_places(choice: dict[str, Any], prompt: str) -> None:
 def test_offsets_point_into_the_text_that_is_sent(services: Services, tokenizer: PreTrainedTokenizerBase) -> None:
     texts = ["he said 🙂 the", " he", "a", "he the", "é🙂"]
     ids = [tokenizer(text)["input_ids"] for text in texts]
-    prompts = [*texts, *ids, [1, *ids[0]], [*ids[0], 1, *ids[0]]]
+    prompts = [*texts, *ids[::2], [1, *ids[0]], [*ids[0], 1, *ids[0]]]
     with running_gateway(services.draft_address) as gateway:
 
         def post(body: dict[str, Any]) -> bytes:

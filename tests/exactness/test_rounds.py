@@ -106,7 +106,7 @@ def grafted(tree, continuation, depth):
     return TokenTree(tuple(token_ids), tuple(parents))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     prompt=st.lists(st.integers(2, 2047), min_size=1, max_size=12),
     trees=st.lists(st.tuples(random_trees(max_nodes=20, max_depth=6), st.integers(0, 6)), min_size=1, max_size=4),
