@@ -18,7 +18,7 @@ from dynatree.engine.settings import ModelSettings
 from dynatree.verify.settings import VerifySettings
 from tests.support.gguf_files import save_gguf
 from tests.support.kernel_builds import compiled
-from tests.support.model_zoo import save_random_model
+from tests.support.model_zoo import CONTEXT, save_random_model
 from tests.support.packed_checkpoints import save_packed
 from tests.support.services import running_services
 
@@ -91,6 +91,12 @@ def test_a_part_from_plain_decoding_is_a_failure(
     output = capsys.readouterr().out
     assert "DIFFERENT at new token 3 of prompt 1 of 2" in output
     assert re.search(r"DynaTree        7 .*\n  plain decoding  \d+ ", output)
+
+
+def test_the_reference_has_the_context_that_is_served(tmp_path: Path) -> None:
+    path = str(save_random_model(tmp_path, "llama", 1))
+    settings = (ModelSettings(path), ModelSettings(path, max_context=100))
+    assert [Reference(each, "float32", "cpu").context for each in settings] == [CONTEXT, 100]
 
 
 @pytest.mark.parametrize(("method", "bits"), [("gptq", 8), ("awq", 4), ("packed", 4)])

@@ -48,6 +48,7 @@ def check_refusal(model, folder, reason):
         ("qwen3_next", {}, "linear_attention layers"),
         ("mamba", {}, "linear_attention layers"),
         ("bloom", {}, "bloom models do not go through transformers' attention interface"),
+        ("falcon", {"alibi": True}, "a position bias (ALiBi)"),
         # attention ignores these keys, but the cache of generate() does not
         ("llama", {"sliding_window": 100}, "generate() keeps a sliding window of 100 tokens"),
         ("llama", {"attention_chunk_size": 64}, "generate() keeps a sliding window of 64 tokens"),
@@ -57,18 +58,43 @@ def check_refusal(model, folder, reason):
         ("llama", {"is_causal": False}, "tokens that see later ones"),
         ("roberta", {"is_decoder": True}, "gives different logits under tree attention"),
         ("bert", {}, "shows neither every earlier token"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic rotary"),
     ],
 )
 def test_what_is_not_computed_is_refused_in_every_dtype(tmp_path, family, changes, reason):
     check_refusal(tiny_model(tiny_config(family, **changes)), tmp_path, reason)
 
 
-def test_rotary_scaling_is_found_in_nested_dictionaries(tmp_path):
-    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    rope = {kind: longrope | {"original_max_position_embeddings": 32, "factor": 8.0} for kind in WINDOWS["layer_types"]}
-    config = tiny_config("gemma3_text", layer_types=["full_attention"] * 4, rope_parameters=rope)
-    check_refusal(tiny_model(config), tmp_path, "longrope rotary scaling")
+ORIGINAL = 156  # the tokens of `served`
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": ORIGINAL}
+LONGROPE |= {"short_factor": [1.0 + pair / 8 for pair in range(8)], "long_factor": [2.0 + pair for pair in range(8)]}
+NESTED = {"layer_types": ["full_attention"] * 4, "rope_parameters": {"full_attention": LONGROPE}}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": ORIGINAL}),
+        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": ORIGINAL}),
+        pytest.param("gemma3_text", NESTED, marks=pytest.mark.long),
+    ],
+)
+def test_rotary_scaling_by_the_length_is_exact_within_the_original_context(tmp_path, family, changes):
+    for dtype, found in in_every_dtype(tiny_model(tiny_config(family, **changes)), tmp_path, max_context=ORIGINAL):
+        assert (found.refusal, found.wrong) == (None, 0), dtype
+        assert found.compared > 20, dtype
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma3_text"])
+def test_longrope_beyond_the_original_context_is_refused(tmp_path, family):
+    changes = {
+        "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": ORIGINAL},
+        "gemma3_text": NESTED,
+    }
+    path = saved(tiny_model(tiny_config(family, **changes[family])), tmp_path / "model")
+    found = served(path, "float32", max_context=ORIGINAL + 1)
+    assert found.refusal is not None
+    assert found.refusal.endswith(f"the context is {ORIGINAL + 1}; expected --max-context of at most {ORIGINAL}")
 
 
 @pytest.mark.parametrize("max_context", [16, 17])
@@ -92,6 +118,7 @@ def test_a_window_counts_where_the_context_is_longer(tmp_path, max_context):
         ("gpt_oss", {}),
         ("llama4_text", {}),
         ("deepseek_v3", {}),
+        ("qwen2_5_vl", {}),
     ],
 )
 def test_what_is_served_has_the_right_tokens(tmp_path, family, changes):
@@ -150,6 +177,25 @@ def test_forward_passes_of_fixed_rows_have_the_right_tokens(tmp_path, family):
     assert (found.refusal, found.wrong) == (None, 0)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"multi_query": True}, marks=pytest.mark.long),
+        pytest.param({"multi_query": False}, marks=pytest.mark.long),
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        pytest.param(
+            {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}, marks=pytest.mark.long
+        ),
+        pytest.param({"parallel_attn": False, "bias": True}, marks=pytest.mark.long),
+    ],
+    ids=["7B", "own keys", "40B", "11B", "biases"],
+)
+def test_falcon_has_the_right_tokens(tmp_path, changes):
+    for dtype, found in in_every_dtype(tiny_model(tiny_config("falcon", **changes)), tmp_path):
+        assert (found.refusal, found.wrong) == (None, 0), dtype
+        assert found.compared > 20, dtype
+
+
 def test_a_masked_token_of_the_output_layer_is_no_reason(tmp_path):
     model = tiny_model(tiny_config("phi"))
     with torch.no_grad():
@@ -204,6 +250,8 @@ SERVED = {
     "cohere2", "cohere2_moe", "olmo3", "exaone4", "exaone_moe", "afmoe", "cwm", "modernbert-decoder",
     "llama4", "llama4_text", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash",
     "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu",
+    "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+    "qwen3_vl_moe", "smolvlm", "falcon", "gptj", "nemotron", "stablelm",
 }
 # fmt: on
 

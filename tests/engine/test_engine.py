@@ -9,8 +9,6 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
-    GPTJConfig,
-    GPTJForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
@@ -155,14 +153,8 @@ def test_in_16_bits_a_prompt_has_the_same_bits_in_whatever_pieces_it_is_read(tmp
             lambda: BloomForCausalLM(BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=2)),
             "bloom models do not go through transformers' attention interface",
         ),
-        (
-            lambda: GPTJForCausalLM(
-                GPTJConfig(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=2, rotary_dim=8, n_positions=64)
-            ),
-            "gptj models do not go through transformers' attention interface",
-        ),
     ],
-    ids=["recurrent", "alibi", "own attention"],
+    ids=["recurrent", "alibi"],
 )
 def test_what_cannot_be_exact_is_refused_at_load(tmp_path, model, message):
     path = save(model(), tmp_path / "model")
@@ -174,13 +166,6 @@ def test_a_window_as_long_as_the_context_is_no_window(tmp_path):
     config = MistralConfig(**SMALL, **ATTENTION, sliding_window=64, max_position_embeddings=64)
     engine = load_engine(ModelSettings(save(MistralForCausalLM(config), tmp_path / "model")))
     assert engine.kv_cache.shape.features == ()
-
-
-def test_rotary_scaling_that_follows_the_length_is_refused(tmp_path):
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    path = save_random_model(tmp_path / "model", "llama", 1, rope_parameters=rope)
-    with pytest.raises(StartupError, match="dynamic rotary scaling"):
-        load_engine(ModelSettings(str(path)))
 
 
 @pytest.mark.parametrize(

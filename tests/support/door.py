@@ -7,13 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from dynatree import embedded
 from dynatree.common.errors import StartupError
 from dynatree.engine.engine import Engine
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.loading import load_engine
+from dynatree.engine.model.composite import loader_of
 from dynatree.engine.settings import ModelSettings
 
 PROMPT, NEIGHBOUR, NEW = 150, 200, 6
@@ -50,7 +51,8 @@ def served(folder: Path, dtype: str, **settings: object) -> Served:
         engine = load_engine(ModelSettings(str(folder), dtype=dtype, sessions=3, **settings))
     except StartupError as error:
         return Served(str(error))
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=engine.model.dtype, attn_implementation="eager").eval()
+    loader = loader_of(AutoConfig.from_pretrained(folder))
+    plain = loader.from_pretrained(folder, dtype=engine.model.dtype, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(1)
     vocab = plain.config.get_text_config().vocab_size
     context = engine.info.context_length

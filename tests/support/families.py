@@ -6,8 +6,10 @@ Every window, chunk, block and number of selected keys in its configuration is 1
 import re
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from dynatree.engine.model.composite import COMPOSITES, loader_of
 
 CONTEXT = 256
 VOCAB_SIZE = 2048
@@ -21,7 +23,7 @@ _NOT_TINY = {
     "qwen4_exp_text", "reformer", "zamba", "zamba2",
 }
 # fmt: on
-FAMILIES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - _NOT_TINY)
+FAMILIES = sorted((set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | COMPOSITES) - _NOT_TINY)
 _SIZES = {
     "vocab_size": VOCAB_SIZE,
     "vocab_size_per_layer_input": VOCAB_SIZE,
@@ -69,6 +71,22 @@ _SIZES = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+# Sizes of the vision model in a composite model.
+_TOWER = {
+    "depth": 2,
+    "num_hidden_layers": 2,
+    "embed_dim": 64,
+    "num_heads": 4,
+    "out_hidden_size": 64,
+    "output_dim": 64,
+    "vision_output_dim": 64,
+    "projector_input_dim": 64,
+    "projector_output_dim": 64,
+    "image_size": 28,
+    "patch_size": 14,
+    "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [1],
+}
 _SPAN = re.compile(r"^(?!.*(dim|heads|expert|layer|group)).*(window|chunk|top_?k$|local|block|span|stride|sparse)")
 
 
@@ -85,6 +103,12 @@ def tiny_config(family: str, **changes: object) -> PretrainedConfig:
     parts = {name: part for name, part in vars(default).items() if isinstance(part, PretrainedConfig)}
     given = {name: {"model_type": part.model_type} | _fields(part) for name, part in parts.items()}
     (name,) = [name for name, part in parts.items() if part is text]
+    for other in set(parts) - {name}:
+        there = vars(parts[other])
+        given[other] |= {field: size for field, size in _TOWER.items() if type(there.get(field)) is type(size)}
+        given[other].pop("layer_types", None)
+    if "_vl_" in text.model_type:  # pairs of a head's dimensions that turn by time, height and width
+        given[name]["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     return CONFIG_MAPPING[family](**(given | {name: given[name] | changes}))
 
 
@@ -120,11 +144,11 @@ def tiny_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
         ValueError: The model has more than 20 million parameters.
     """
     with torch.device("meta"):
-        size = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(each.numel() for each in loader_of(config).from_config(config).parameters())
     if size > 2e7:
         raise ValueError(f"{size / 1e6:.0f} million parameters are not tiny")
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = loader_of(config).from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 from dynatree.bench.decoding import Arrival, Baselines, Output, Prompt
 from dynatree.bench.methods import ASSISTED, PROMPT_LOOKUP, Method
 from dynatree.client import ModelInfo
+from dynatree.engine.model.composite import loader_of
 from dynatree.engine.model.files import checkpoint_of
 from dynatree.engine.model.gguf_config import config_of
 from dynatree.engine.model.tokenizer import fingerprint, first_line, load_tokenizer
@@ -67,11 +67,10 @@ def _load(local: LocalModel) -> Any:
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # assisted decoding warns of itself
-    loader: Any = AutoModelForCausalLM  # its annotations do not admit what from_pretrained returns
     try:
         dtype = getattr(torch, local.info.dtype)
         where, config = checkpoint_of(local.path), config_of(local.path)
-        model = loader.from_pretrained(**where, config=config, dtype=dtype).to(local.info.device).eval()
+        model = loader_of(config).from_pretrained(**where, config=config, dtype=dtype).to(local.info.device).eval()
     except Exception as error:  # transformers, the hub client, safetensors and torch each raise their own types here
         raise SystemExit(f"model {local.info.name} could not be loaded for a baseline: {first_line(error)}") from None
     model.generation_config.eos_token_id = None

@@ -22,6 +22,7 @@ from dynatree.distill.student import check_head, cut, from_config, kept_layers
 from dynatree.distill.texts import LENGTH, Texts, chat_frame, read_texts
 from dynatree.distill.training import Training, faster_dtype
 from dynatree.engine.examined import display_name, examined, unloadable
+from dynatree.engine.model.composite import KEY_MAPPING, without_report
 from dynatree.engine.model.tokenizer import fingerprint, load_tokenizer
 from dynatree.engine.quantized.dequantized import dequantized_model
 from dynatree.engine.quantized.loading import method_of
@@ -57,7 +58,10 @@ def load_target(model: str) -> PreTrainedModel:
         if target is None and method:
             raise ValueError(f"its {method} weights cannot be dequantised here")
         loader: Any = AutoModelForCausalLM
-        loaded: PreTrainedModel = target or loader.from_pretrained(model, use_safetensors=True, trust_remote_code=False)
+        with without_report():
+            loaded: PreTrainedModel = target or loader.from_pretrained(
+                model, config=found.config, key_mapping=KEY_MAPPING, use_safetensors=True, trust_remote_code=False
+            )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise unloadable(model, display_name(model), error) from error
     return loaded

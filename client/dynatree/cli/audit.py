@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dynatree.cli.arguments import add_policy_settings, device, positive
 from dynatree.cli.checks import check_pair, check_policy
 from dynatree.cli.gpus import check_device
-from dynatree.cli.service_arguments import add_draft_weights
+from dynatree.cli.service_arguments import add_draft_weights, context
 from dynatree.common.model_info import NO_MODEL
 from dynatree.engine.settings import DTYPES, WEIGHTS
 
@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="round both models' weights to 8 or 4 bits (default: auto, as the checkpoints have them)",
     )
     add_draft_weights(parser)
+    parser.add_argument("--max-context", type=context, metavar="N", help="longest context to serve, in tokens")
     parser.add_argument(
         "--device", type=device, default="auto", help="torch device; auto is a GPU if there is one (default: auto)"
     )
@@ -92,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     from dynatree.cli.serve import pair_settings
     from dynatree.cli.service_pair import service_pair
 
-    chosen = {name: getattr(options, name) for name in ("dtype", "weights", "draft_weights", "device")}
+    chosen = {name: getattr(options, name) for name in ("dtype", "weights", "draft_weights", "device", "max_context")}
     # each prompt is completed several times, and only the first time would have trees of the draft model
     chosen |= {"max_sessions": 1, "history_tokens": 0}
     settings = pair_settings(options.target_model, options.draft_model, **chosen)

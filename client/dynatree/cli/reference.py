@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from dynatree.engine.model.composite import loader_of
+from dynatree.engine.model.gguf_config import config_of
 from dynatree.engine.model.tokenizer import load_tokenizer
 from dynatree.engine.quantized.dequantized import dequantized_model
 from dynatree.engine.settings import ModelSettings
@@ -37,7 +38,7 @@ class Reference:
     """The target model run by transformers alone.
 
     Attributes:
-        context: Tokens of the longest sequence.
+        context: Tokens of the longest sequence that the service serves.
         spans: Windows of the configuration that are shorter than the context, in tokens.
         dequantised: Whether the services' weights are quantised, and this model has them dequantised, in float32.
     """
@@ -51,12 +52,13 @@ class Reference:
             device: Device.
         """
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        loader: Any = AutoModelForCausalLM  # its annotations do not cover the result of from_pretrained
+        loader = loader_of(config_of(settings.model))
         dequantised = dequantized_model(settings, dtype, torch.device(device))
         self.dequantised = dequantised is not None
         self._model: Any = dequantised or loader.from_pretrained(settings.model, dtype=getattr(torch, dtype)).to(device)
         self._tokenizer: Any = load_tokenizer(settings.model)
-        self.context: int = self._model.config.get_text_config().max_position_embeddings
+        longest: int = self._model.config.get_text_config().max_position_embeddings
+        self.context = min(settings.max_context or longest, longest)
         self.spans = [span for span in spans(self._model.config) if span < self.context]
 
     def encode(self, prompt: str) -> list[int]:

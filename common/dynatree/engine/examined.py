@@ -9,8 +9,10 @@ from transformers import PretrainedConfig
 
 from dynatree import embedded
 from dynatree.common.errors import StartupError
+from dynatree.engine.model.composite import text_config_of
 from dynatree.engine.model.files import check_path
 from dynatree.engine.model.gguf_config import config_of
+from dynatree.engine.model.rotary import check_rotary
 from dynatree.engine.model.tokenizer import first_line
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.small_engine import small_engine
@@ -26,7 +28,7 @@ class Examined:
 
     Attributes:
         name: Name of the model, for messages.
-        config: Its configuration.
+        config: Its configuration; of a composite model, that of its language model.
         context_length: Tokens of the longest sequence that is served.
     """
 
@@ -48,9 +50,11 @@ def examined(settings: ModelSettings, probes: bool = True) -> Examined:
     name = display_name(settings.model)
     config = _config(settings, name)
     with named(name):
+        config = text_config_of(config)
         check_config(config)
     with explained(name, config):
         context_length = _context_length(config, settings)
+        check_rotary(config, context_length)
         if probes:
             _check_options(settings, check_computation(config, context_length, small_engine))
         check_cache(config, context_length)

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from dynatree.common.errors import StartupError
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.version import version
+from dynatree.engine.adapters.registry import adapt, prepare
 from dynatree.engine.cpu.huge_pages import use_huge_pages
 from dynatree.engine.cpu.native import is_native
 from dynatree.engine.cpu.native_runner import NativeRunner
@@ -30,8 +31,10 @@ from dynatree.engine.forward.not_finite import check_weights
 from dynatree.engine.gpu.fixed_rows import DRAFT_ROWS, with_default_rows, with_fixed_rows
 from dynatree.engine.kv.budget import KVBudget
 from dynatree.engine.kv.kv_cache import KVCache, KVShape
+from dynatree.engine.model.composite import KEY_MAPPING, without_report
 from dynatree.engine.model.fingerprint import model_fingerprint, with_numerics
 from dynatree.engine.model.generation_defaults import GenerationDefaults
+from dynatree.engine.model.rotary import fix_rotary
 from dynatree.engine.model.size import parameters_of, step_bytes_of
 from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.tokenizer import fingerprint, load_tokenizer
@@ -234,16 +237,25 @@ def _load_model(
             files.fill(model)
             return model.to(device), None, sums  # type: ignore[arg-type]
         parallel = {"distributed_config": DistributedConfig(tp_size=ranks.size)} if ranks else {}
-        model = AutoModelForCausalLM.from_pretrained(
-            settings.model,
-            config=config,
-            dtype=settings.dtype,
-            attn_implementation=NAME,
-            use_safetensors=True,
-            trust_remote_code=False,
-            **parallel,
-        )
-        loaded: PreTrainedModel = (model if ranks else model.to(device)).eval()  # type: ignore[arg-type]
+        loader: Any = AutoModelForCausalLM  # its annotations do not cover the result of from_pretrained
+        prepare(config.model_type)
+        with without_report():
+            model, found = loader.from_pretrained(
+                settings.model,
+                config=config,
+                dtype=settings.dtype,
+                attn_implementation=NAME,
+                key_mapping=KEY_MAPPING,
+                output_loading_info=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                **parallel,
+            )
+        if found["missing_keys"]:  # transformers gave these tensors random numbers
+            raise StartupError(f"model {name} cannot be served: its checkpoint lacks {min(found['missing_keys'])}")
+        fix_rotary(model)
+        adapt(model)
+        loaded: PreTrainedModel = (model if ranks else model.to(device)).eval()
     except StartupError:
         raise
     except Exception as error:  # transformers, the hub client, safetensors and torch each raise their own types here

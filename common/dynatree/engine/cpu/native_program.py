@@ -314,6 +314,7 @@ _WRITERS: dict[str, Callable[[Any, _Writer], _Parts]] = {
     "gemma3_text": _write_llama,
     "gpt_neox": _write_gpt_neox,
     "llama": _write_llama,
+    "ministral": _write_llama,
     "mistral": _write_llama,
     "phi3": _write_phi3,
     "qwen2": _write_llama,

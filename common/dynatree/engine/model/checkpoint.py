@@ -17,6 +17,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.forward.not_finite import check_weights
+from dynatree.engine.model.composite import KEY_MAPPING
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -153,7 +154,7 @@ def samples_of(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
 
 def names_in(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Map names in the checkpoint to names in the model, without tensors that the model converts from several."""
-    transforms = get_model_conversion_mapping(model)
+    transforms = get_model_conversion_mapping(model, KEY_MAPPING)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     state = model.state_dict()

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from dynatree.engine.adapters.registry import adapt, prepare
 from dynatree.engine.forward.attention import NAME
+from dynatree.engine.model.rotary import fix_rotary
 
 
 def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -18,11 +20,14 @@ def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
     The configuration stays as it is; transformers would write the dtype into it.
     """
+    prepare(config.model_type)
     with _parameters_on_meta():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             copy.deepcopy(config), dtype=dtype, attn_implementation=NAME, trust_remote_code=False
         )
     model.tie_weights()
+    fix_rotary(model)
+    adapt(model)
     model.train(False)
     return model
 

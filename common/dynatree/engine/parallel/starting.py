@@ -14,13 +14,14 @@ from transformers import AutoConfig, PreTrainedModel
 from dynatree.common.errors import StartupError
 from dynatree.engine.device import chosen_device
 from dynatree.engine.engine import Engine
+from dynatree.engine.model.composite import text_config_of
 from dynatree.engine.model.files import check_path
 from dynatree.engine.model.tokenizer import first_line
 from dynatree.engine.parallel.parallel_engine import ParallelRunner, Plain
 from dynatree.engine.parallel.ranks import Followers, Ranks, check_plan, end_process, end_standstill
 from dynatree.engine.quantized.loading import unpacked_here
 from dynatree.engine.settings import ModelSettings
-from dynatree.engine.support.explained import explained
+from dynatree.engine.support.explained import explained, named
 from dynatree.engine.support.probe import Prefixes, check_outputs, plain_logits
 
 log = logging.getLogger(__name__)
@@ -36,9 +37,10 @@ def started_ranks(settings: ModelSettings, name: str) -> Ranks:
     check_path(settings.model)
     try:
         whole = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
-        config = whole.get_text_config()
     except Exception as error:
         raise StartupError(f"model {name!r} could not be loaded: {first_line(error)}") from error
+    with named(name):
+        config = text_config_of(whole)
     if unpacked_here(whole, chosen_device(settings.device)):
         raise StartupError(f"model {name} has quantised weights, which do not go together with --tensor-parallel")
     heads = config.num_attention_heads

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from dynatree.engine.model.composite import KEY_MAPPING, text_config_of, without_report
 from dynatree.engine.model.files import checkpoint_of
 from dynatree.engine.model.gguf_config import config_of, has_own_config
 from dynatree.engine.quantized.layers import quantize
@@ -31,16 +32,17 @@ def dequantized_model(settings: ModelSettings, dtype: str, device: torch.device)
     """
     where = checkpoint_of(settings.model)
     is_file = is_gguf(settings.model)
+    config = text_config_of(config_of(settings.model))
     if is_file and not has_own_config(settings.model):
-        config = config_of(settings.model)  # with what transformers does not read
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=torch.float32)
     elif settings.weights != "auto":
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
+        kind = getattr(torch, dtype)
+        with without_report():
+            model = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=kind, key_mapping=KEY_MAPPING)
         output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         quantize(model, WEIGHTS[settings.weights], torch.float32, native=False, output=output)
         model.float()  # type: ignore[no-untyped-call]
     else:
-        config = config_of(settings.model)
         whole = replace(settings, dtype="float32", resident_layers=None)
         name = Path(settings.model).name
         if not is_file and not unpacked_here(config, device):

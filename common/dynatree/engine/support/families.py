@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from dynatree.common.errors import StartupError
+from dynatree.engine.adapters.registry import ADAPTED
 from dynatree.engine.forward.flat_forward import FlatForward
 from dynatree.engine.forward.requested_mask import locality_of
 from dynatree.engine.forward.scores import Scores
 from dynatree.engine.kv.kv_cache import KVShape
 from dynatree.engine.kv.locality import GLOBAL, Locality
 
-# Kinds of rotary scaling whose frequencies depend on the longest position so far, which a draft token would change.
-UNSTABLE_ROPE = frozenset({"dynamic", "longrope"})
 # Kinds of layers that call the attention function, which refuses masks that it does not compute.
 ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 RECORDED_TOKENS = 4
@@ -32,37 +29,22 @@ def check_family(config: PretrainedConfig) -> None:
         StartupError: The family does not use the attention interface.
     """
     family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if family is not None and not getattr(family, "_supports_attention_backend", True):
+    adapted = config.model_type in ADAPTED
+    if family is not None and not adapted and not getattr(family, "_supports_attention_backend", True):
         raise StartupError(f"{config.model_type} models do not go through transformers' attention interface")
 
 
 def check_config(config: PretrainedConfig) -> None:
     """Refuse unsupported features that the configuration names; the probes find the remaining ones.
 
-    For a composite model, the configuration of its text part decides.
-
     Raises:
-        StartupError: The model is an encoder-decoder, has layers without attention, or has rotary frequencies that
-            depend on the sequence length.
+        StartupError: The model is an encoder-decoder, or has layers without attention.
     """
     if config.is_encoder_decoder:
         raise StartupError(f"{config.model_type} is an encoder-decoder; DynaTree serves decoder-only models")
-    text = config.get_text_config()
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENDING)
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENDING)
     if others:
-        raise StartupError(f"{text.model_type} has {', '.join(others)} layers, which DynaTree does not compute")
-    unstable = sorted(UNSTABLE_ROPE & set(_rope_types(vars(text))))
-    if unstable:
-        raise StartupError(f"{text.model_type} uses {unstable[0]} rotary scaling, which depends on the sequence length")
-
-
-def _rope_types(values: object) -> Iterator[str]:
-    """Yield the kinds of rotary scaling anywhere in a configuration."""
-    if isinstance(values, dict):
-        for name, value in values.items():
-            if name in ("rope_type", "type") and isinstance(value, str):
-                yield value
-            yield from _rope_types(value)
+        raise StartupError(f"{config.model_type} has {', '.join(others)} layers, which DynaTree does not compute")
 
 
 class KVShapeRecorder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,13 +23,12 @@ _SPANS = re.compile(
 )
 _WIDTHS = re.compile(r"intermediate|inner|ffn|lora_rank")
 _EXPERTS = re.compile(r"experts$")
-_TOWERS = re.compile(r"vision|visual|image|audio|speech|multi_modal")
 
 
 def small_model(config: PretrainedConfig, context_length: int, seed: int) -> PreTrainedModel:
     """Make a narrow float32 model on the CPU with the layers of `config`, and with spans reduced to `SPAN`.
 
-    Layers keep their number and kinds, and heads keep their size. Modules for images or sound have no weights.
+    Layers keep their number and kinds, and heads keep their size.
 
     Args:
         config: Configuration of the real model.
@@ -48,7 +46,7 @@ def small_model(config: PretrainedConfig, context_length: int, seed: int) -> Pre
             _shorten(vars(text), text, context_length)
             change(text)
             model = skeleton(small, torch.float32)
-            if sum(parameter.numel() for _, parameter in _needed(model)) <= MOST_PARAMETERS:
+            if sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS:
                 return _with_weights(model, seed)
         except Exception as error:  # configurations and models raise various types here
             failure = error
@@ -89,7 +87,8 @@ def _narrow(text: Any) -> None:
     """Reduce the heads and the matching width, then the sizes of `_cut`."""
     heads, width = text.num_attention_heads, text.hidden_size
     given = vars(text)  # if layers differ, the configuration may refuse to read an attribute directly
-    kv_heads = given.get("num_key_value_heads") or heads
+    kv_name = next((name for name in ("num_key_value_heads", "num_kv_heads") if given.get(name)), "")
+    kv_heads = given.get(kv_name) or heads
     few_kv = min(kv_heads, 2)
     few = few_kv * min(heads // kv_heads, 2)
     size = given.get("head_dim") or width // heads
@@ -98,8 +97,8 @@ def _narrow(text: Any) -> None:
         if value == width and type(value) is int and "head" not in name and name not in others:
             _set(text, name, few * size)
     text.num_attention_heads = few
-    if given.get("num_key_value_heads"):
-        text.num_key_value_heads = few_kv
+    if kv_name:
+        _set(text, kv_name, few_kv)
     _cut(text)
 
 
@@ -133,25 +132,11 @@ def _set(holder: Any, name: str, value: Any) -> None:
         setattr(holder, name, value)
 
 
-def towers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules of a small model for images or sound."""
-    return [module for name, module in model.named_modules() if _TOWERS.search(name)]
-
-
-def _needed(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that a forward pass over text reads."""
-    return ((name, each) for name, each in model.named_parameters() if not _TOWERS.search(name))
-
-
 def _with_weights(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     """Give the model random weights, large enough that attention is uneven and every part affects the logits."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in list(model.named_parameters()):
         owner, _, last = name.rpartition(".")
-        if _TOWERS.search(name):  # zeros that take no memory
-            zeros = nn.Parameter(torch.zeros(()).expand(parameter.shape), requires_grad=False)
-            model.get_submodule(owner).register_parameter(last, zeros)
-            continue
         weights = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() > 1:
             weights *= parameter.shape[-1] ** -0.5
@@ -175,7 +160,7 @@ def _adds_one(norm: nn.Module) -> bool:
 
 
 def _soften(attention: nn.Module) -> None:
-    """Give queries and keys that are normed and not scaled the products of scaled ones, as trained norms do (Gemma 4)."""
+    """Give queries and keys that are normed and not scaled the products of scaled ones, as training does (Gemma 4)."""
     if getattr(attention, "scaling", None) == 1.0:
         for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm")):
             weight = getattr(norm, "weight", None)
