@@ -277,7 +277,7 @@ class Soak:
 
     def _failed(self, prompt: str, number: int, error: Exception) -> None:
         self.counts[f"failed: {type(error).__name__}"] += 1
-        self.wrong.append({"prompt": prompt, "options": options_of(number), "error": str(error)})
+        self.wrong.append({"prompt": prompt, "options": options_of(number), "share": self.share, "error": str(error)})
 
     def kill(self, every: float) -> None:
         """Kill and restart one service after the other; the next is killed once the last is up again."""
