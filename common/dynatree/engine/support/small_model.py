@@ -17,7 +17,7 @@ CONTEXT_LENGTH = 512
 # Reduced size of each window, chunk, block, or number of selected keys or experts that is shorter than the context.
 SPAN = 16
 MOST_EXPERTS = 16
-MOST_PARAMETERS = 2**28  # 1 GiB in float32
+MOST_PARAMETERS = 3 * 2**27  # 1.5 GiB in float32
 _SPANS = re.compile(
     r"^(?!.*(dim|heads|experts|layers?)).*(window|chunk|top_?k|local|block|span|stride|sparse|original_max)"
 )
@@ -109,6 +109,8 @@ def _cut(text: Any) -> None:
         if name.endswith("_token_id"):
             ids = [min(each, VOCAB_SIZE - 1) for each in (value if isinstance(value, list) else [value]) if each]
             _set(text, name, value if not ids else ids if isinstance(value, list) else ids[0])
+        elif _WIDTHS.search(name) and isinstance(value, list):  # one of each layer
+            _set(text, name, [min(each, 128) for each in value])
         elif type(value) is not int:
             continue
         elif value == vocab or name.startswith("vocab_size"):  # Gemma 3n has a second, smaller vocabulary
@@ -165,4 +167,4 @@ def _soften(attention: nn.Module) -> None:
         for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm")):
             weight = getattr(norm, "weight", None)
             if isinstance(weight, nn.Parameter):
-                weight *= len(weight) ** -0.25
+                weight.mul_(len(weight) ** -0.25)
