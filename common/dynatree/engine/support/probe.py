@@ -32,6 +32,8 @@ ALLOWED = {torch.float32: 200.0, torch.bfloat16: 16.0, torch.float16: 16.0}
 # root mean squares, logits then differ by 4 to 8 % of their spread (SmolLM2-135M-Instruct in 4 and 8 bits). They differ
 # by 18 % if one node does not see its parent, by 26 % if positions are off by one, and by 48 % if siblings are seen.
 ALLOWED_QUANTIZED = 0.15
+# A deep small model may amplify rounding by this factor (Gemma 3n: 3.6), if transformers' attentions differ as much.
+AMPLIFIED = 10.0
 # A small model's outputs must agree for one of these seeds, because near-ties of a router may round to other experts.
 SEEDS = (0, 1, 2)
 
@@ -115,7 +117,10 @@ def check_computation(
         shape = _recorded(config, model, context_length)
         small = probed(model, shape, served)
         prefixes = _prefixes(MANY, served, small)
-        error, allowed = _error(small, prefixes, plain_logits(model, prefixes, "eager"))
+        theirs = plain_logits(model, prefixes, "eager")
+        error, allowed = _error(small, prefixes, theirs)
+        if not error <= allowed:  # a deep model may amplify rounding, also between transformers' attentions
+            allowed = min(allowed + 2.0 * _rounding(model, prefixes, theirs, plain_logits), AMPLIFIED * allowed)
         if error <= allowed:
             break
     _check(model, error, allowed)
