@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-SOURCES = ("attention.c", "linear.c", "quantized.c", "forward.c")
+SOURCES = ("attention.c", "linear.c", "quantized.c", "experts.c", "forward.c")
 CHECKED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # One mistake each: a file, the right text, and the wrong text that replaces it.
 NORM = "for (int64_t d = whole; d {} width; d++) {{\n        float x = (load_one"
@@ -43,6 +43,9 @@ MUTANTS = (
     ("quantized.c", "for (int64_t i = 0; i < inputs; i += LANES)", "for (int64_t i = 0; i <= inputs; i += LANES)"),
     ("quantized.c", "first < inputs; first += unit", "first <= inputs; first += unit"),
     ("quantized.c", "return inputs / w->group * group_bytes(w)", "return (inputs / w->group + 1) * group_bytes(w)"),
+    ("experts.c", "starts = calloc(e->count + 1, sizeof *starts)", "starts = calloc(e->count, sizeof *starts)"),
+    ("experts.c", "char *middle = malloc(all * e->down.inputs", "char *middle = malloc((all - 1) * e->down.inputs"),
+    ("experts.c", "down_floats += linear_shared_floats(&e->down, g->rows);", "down_floats += g->rows;"),
     ("forward.c", NORM.format("<"), NORM.format("<=")),
     ("forward.c", "c->tokens[row] * bytes;", "(c->tokens[row] + 1) * bytes;"),
     ("forward.c", "(o->last ? c->keep[row] : row) *", "(o->last ? c->keep[row] + 1 : row) *"),
@@ -167,6 +170,7 @@ def run(library: Path, cases: int, seed: int) -> None:
         attend,
         multiply,
         multiply_quantised,
+        multiply_experts,
         *(lambda chooser, runner=runner: forward(chooser, *runner) for runner in runners.values()),
     )
     with torch.inference_mode():
@@ -244,6 +248,30 @@ def multiply(chooser: random.Random) -> None:
     layer = NativeLinear(torch.randn(features, inputs).to(dtype), bias)
     output = layer(torch.randn(chooser.choice((0, 1, 2, 5, 6, 7, 13, 24, 97, 200)), inputs))
     assert output.shape[1] == features
+
+
+def multiply_experts(chooser: random.Random) -> None:
+    """Run the experts of some rows, the last expert included, in 16 bits, float32, or 8 bits."""
+    import torch
+
+    from dynatree.engine.cpu.native_experts import NativeExperts
+    from dynatree.engine.cpu.native_linear import NativeLinear
+    from dynatree.engine.cpu.quantized_linear import QuantizedLinear
+    from dynatree.engine.weights.quantized_weight import rounded
+
+    dtype = chooser.choice((torch.float32, torch.bfloat16, torch.float16))
+    count, hidden, width = chooser.randint(1, 5), chooser.choice((64, 192)), chooser.choice((64, 128))
+    sizes = ((count * 2 * width, hidden), (count * hidden, width))
+    weights = [torch.randn(size).mul(0.1).to(dtype) for size in sizes]
+    if chooser.random() < 0.5:
+        gate_up, down = (NativeLinear(each, None) for each in weights)
+    else:
+        gate_up, down = (QuantizedLinear(rounded(each, 8, 64), None, dtype) for each in weights)
+    rows, chosen = chooser.choice((0, 1, 2, 7, 100)), chooser.randint(1, count)
+    index = torch.rand(rows, count).topk(chosen).indices
+    output = NativeExperts(gate_up, down, count)(torch.randn(rows, hidden).to(dtype), index, torch.rand(rows, chosen))
+    assert output.shape == (rows, hidden)
+    assert output.isfinite().all()
 
 
 def multiply_quantised(chooser: random.Random) -> None:
