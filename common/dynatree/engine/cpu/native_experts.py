@@ -21,7 +21,8 @@ from dynatree.engine.cpu.native_linear import PANEL, Linear, NativeLinear
 _SILU, _TIMES = 3, 2  # `enum activation` and `enum combination` of `native/kernels.h`
 _SILU_MODULES = (nn.SiLU, SiLUActivation)
 _APPLY_GATE = MixtralExperts._apply_gate  # type: ignore[attr-defined]  # silu(gate) * up, from their decorator
-# attributes that transformers' `use_experts_implementation` gives to experts, in the form that is computed here
+# The attributes that transformers' `use_experts_implementation` gives to experts, in the form that is computed here.
+# Version 5.17 has no `has_post_expert_norm`.
 _FORM = {
     "has_gate": True,
     "has_bias": False,
@@ -108,7 +109,7 @@ class NativeExperts(nn.Module):
 
 def are_experts(module: nn.Module) -> bool:
     """Whether a module holds the experts of a layer in any of transformers' forms."""
-    return all(hasattr(module, name) for name in _FORM)
+    return hasattr(module, "is_transposed") and hasattr(module, "is_concatenated")
 
 
 def is_fused(module: Any) -> bool:
@@ -117,7 +118,7 @@ def is_fused(module: Any) -> bool:
     Its weights are `gate_up_proj` `[experts, 2 * intermediate, hidden]` and `down_proj` `[experts, hidden,
     intermediate]`.
     """
-    if not are_experts(module) or any(getattr(module, name) is not value for name, value in _FORM.items()):
+    if not are_experts(module) or any(getattr(module, name, value) is not value for name, value in _FORM.items()):
         return False
     if type(module)._apply_gate is not _APPLY_GATE or type(module.act_fn) not in _SILU_MODULES:
         return False
