@@ -42,7 +42,6 @@ def check_refusal(model, folder, reason):
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("gemma4_unified", {}, "shows neither every earlier token within 256 tokens, nor a sliding window or a chunk"),
         ("doge", {}, "a mask of the model's own"),
         ("diffllama", {}, "it attends more than once in layer 0"),
         ("qwen3_next", {}, "linear_attention layers"),
@@ -246,7 +245,7 @@ SERVED = {
     "gpt_neox", "llama", "qwen2", "qwen3", "gpt2", "opt", "phi", "phi3", "gemma", "olmo", "olmo2", "cohere",
     "granite", "glm", "glm4", "starcoder2", "gpt_bigcode", "smollm3", "ernie4_5", "persimmon", "biogpt",
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe",
-    "mistral", "ministral", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "vaultgemma",
+    "mistral", "ministral", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "vaultgemma",
     "cohere2", "cohere2_moe", "olmo3", "exaone4", "exaone_moe", "afmoe", "cwm", "modernbert-decoder",
     "llama4", "llama4_text", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash",
     "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu",
