@@ -66,7 +66,11 @@ ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "Gemma 2": [("gemma2", {"sliding_window": WINDOW})],
     "Gemma 3 (text)": [("gemma3_text", {"sliding_window": WINDOW})],
     "Gemma 3n, 4": [
-        ("gemma3n_text", {"vocab_size_per_layer_input": 2048, "sliding_window": WINDOW}),
+        (
+            "gemma3n_text",
+            {"vocab_size_per_layer_input": 2048, "sliding_window": WINDOW, "num_kv_shared_layers": 2}
+            | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        ),
         ("gemma4_text", {"vocab_size_per_layer_input": 2048, "sliding_window": WINDOW}),
     ],
     "gpt-oss": [("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2})],
@@ -92,7 +96,7 @@ ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "OLMo 2": [("olmo2", {})],
     "OLMo 3": [("olmo3", {"sliding_window": WINDOW})],
-    "DeepSeek-V2, V3, R1": [("deepseek_v3", EXPERTS | GROUPS | LATENT | {"num_key_value_heads": 4})],
+    "DeepSeek-V2, V3, R1": [("deepseek_v3", EXPERTS | GROUPS | LATENT | {"num_key_value_heads": 4, "head_dim": 8})],
     "DeepSeek-R1-Distill-Qwen": [("qwen2", {})],
     "DeepSeek-R1-Distill-Llama": [("llama", {})],
     "Falcon 3": [("llama", {})],
