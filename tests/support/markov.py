@@ -11,7 +11,7 @@ class Table:
     def __init__(self, logits):
         self._logits = logits
         self.info = SimpleNamespace(context_length=1000, vocab_size=len(logits))
-        self.kv_cache = SimpleNamespace(move=lambda kv, sources, start: None, device=torch.device("cpu"))
+        self.kv_cache = SimpleNamespace(move=_nothing, forget=_nothing, device=torch.device("cpu"))
 
     def forward(self, segments):
         kept = [segment.keep if segment.keep is not None else range(len(segment.token_ids)) for segment in segments]
@@ -24,6 +24,10 @@ class Table:
 
     def synchronize(self):
         pass
+
+
+def _nothing(*arguments):
+    pass
 
 
 def p_value(counts, probabilities):
