@@ -157,7 +157,7 @@ class Drafter:
         slots = self.slots(len(prompt_ids), self._model.context_length if limit is None else limit)
         translated = None if self._translation is None else TranslatedContext(self._translation, prompt_ids)
         context = prompt_ids if translated is None else translated.token_ids
-        readable = context if len(context) < self._readable(slots) else ()  # a cached prefix must fit into the range
+        readable = context if len(context) < self._readable(slots, translated) else ()  # a cached prefix fits
         kv, cached = self._model.reserve(slots, readable, principal)
         if kv is None:
             raise ServiceBusyError("the draft service's KV cache is full; try again later")
@@ -187,7 +187,8 @@ class Drafter:
 
     def prefilling(self, session: DraftSession, policy: Policy) -> Growing[None]:
         """Read the committed tokens that are not cached yet: the prefill of the draft model."""
-        if policy.breadth and session.num_cached < len(session.context) < self._readable(session.kv.size):
+        readable = self._readable(session.kv.size, session.translated)
+        if policy.breadth and session.num_cached < len(session.context) < readable:
             yield from self._expanding(session, self.new_tree(session, 0, 0), [ROOT], policy.breadth)
 
     def growing(self, session: DraftSession, policy: Policy, max_depth: int, max_nodes: int) -> Growing[Growth]:
@@ -258,10 +259,12 @@ class Drafter:
     def reach(self, session: DraftSession) -> int:
         """Depth of the deepest node that the draft model can propose; 0 or less if its context is used up."""
         # a node at depth d is proposed by the token at position context + d - 2, which the draft's context must hold
-        return self._readable(session.kv.size) + 1 - len(session.context)
+        return self._readable(session.kv.size, session.translated) + 1 - len(session.context)
 
-    def _readable(self, slots: int) -> int:
+    def _readable(self, slots: int, translated: TranslatedContext | None) -> int:
         """Length of the longest context that the draft model can read in a range of so many slots."""
+        if translated is None:
+            return self._model.context_length
         return min(self._model.context_length, slots - 2 * self._max_tree_nodes)
 
     def new_tree(self, session: DraftSession, max_nodes: int, max_depth: int) -> GrowingTree:
