@@ -16,7 +16,6 @@ import pytest
 
 from dynatree.client import Client, Completion
 from dynatree.common.tree import ROOT
-from dynatree.draft.growth import suffix_indexes
 from dynatree.draft.growth.history_file import HistoryFile
 from dynatree.draft.growth.suffix_indexes import SuffixIndexes
 from dynatree.draft.policies import create_policy
@@ -110,12 +109,12 @@ def test_the_oldest_is_forgotten_first_and_by_the_principal_that_holds_the_most(
     assert few.tokens == 101
 
 
-def test_principals_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix_indexes, "MAX_PRINCIPALS", 2)
-    histories = SuffixIndexes(1000)
-    for name in ("one", "two", "one", "three"):
+def test_principals_are_limited_to_1024() -> None:
+    histories = SuffixIndexes(100_000)
+    others = [f"other {number}" for number in range(1022)]
+    for name in ("one", "two", *others, "one", "three"):
         histories.add(name, range(20))
-    assert [name for name, _ in histories.sequences] == ["one", "three"]
+    assert [name for name, _ in histories.sequences] == [*others, "one", "three"]
     assert SuffixIndexes(0).of("one") is None
 
 
