@@ -45,3 +45,23 @@ def test_output_equals_that_of_generate(tmp_path, name):
                 )
                 assert list(completion.token_ids) == right[0, length:].tolist()
                 assert len(completion.trace) < count / 3, "the draft is the target, so most of its guesses are right"
+
+
+@pytest.mark.long
+def test_output_far_beyond_a_window_equals_that_of_generate(tmp_path):
+    """The memory of what lies below the windows is returned, and prefixes of earlier requests are reused or not."""
+    config = tiny_config("gemma3_text", sliding_window=24, max_position_embeddings=2048)
+    path = saved(tiny_model(config), tmp_path / "model")
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    chooser = random.Random(1)
+    prompt = chooser.choices(range(2, 2000), k=700)
+    with running_services(tmp_path, path, path, dtype="float32") as services, Client(services.draft_address) as client:
+        for _ in range(3):
+            with torch.inference_mode():
+                ids = torch.tensor([prompt])
+                right = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=330)
+            completion = client.generate(prompt, max_new_tokens=330, ignore_eos=True)
+            assert list(completion.token_ids) == right[0, len(prompt) :].tolist()
+            # the next turn of this conversation; at last, another one from the middle of the first prompt
+            turn = chooser.choices(range(2, 2000), k=9)
+            prompt = [*prompt, *completion.token_ids, *turn] if len(prompt) == 700 else [*prompt[:400], *turn]
