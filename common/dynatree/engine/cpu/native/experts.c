@@ -10,8 +10,8 @@
 
 #include "linear.h"
 
-/* down(activation(gate(row)) * up(row)) of each expert. The layers are those of expert 0, and the weights of expert i lie
- * i * `gate_up_bytes` and i * `down_bytes` behind them. Features are multiples of PANEL. */
+/* down(activation(gate(row)) * up(row)) of each expert. The layers are those of expert 0, and the weights of expert i
+ * lie i * `gate_up_bytes` and i * `down_bytes` behind them. Features are multiples of PANEL. */
 struct experts {
     struct linear gate, up, down;
     int64_t gate_up_bytes, down_bytes;
@@ -68,8 +68,8 @@ INLINE void combine(const struct experts *e, const char *outputs, const int64_t 
     }
 }
 
-/* Compute the experts of rows [count, inputs] on OpenMP's threads, for `chosen` and `weights` [count, e->chosen]. Return
- * 0, or -1 if memory cannot be allocated. */
+/* Compute the experts of rows [count, inputs] on OpenMP's threads, for `chosen` and `weights` [count, e->chosen].
+ * Return 0, or -1 if memory cannot be allocated. */
 int dynatree_experts(const struct experts *e, const char *rows, int64_t count, const int64_t *chosen,
                      const float *weights, char *output) {
     int64_t dtype = e->gate.dtype, bytes = e->gate.inputs * size_of(dtype), all = count * e->chosen, next[4] = {0};
