@@ -49,6 +49,7 @@ def check_refusal(model, folder, reason):
         ("bloom", {}, "bloom models do not go through transformers' attention interface"),
         ("falcon", {"alibi": True}, "a position bias (ALiBi)"),
         # attention ignores these keys, but the cache of generate() does not
+        ("mistral", {"sliding_window": 1}, "its sliding window is 1 token long"),
         ("llama", {"sliding_window": 100}, "generate() keeps a sliding window of 100 tokens"),
         ("llama", {"attention_chunk_size": 64}, "generate() keeps a sliding window of 64 tokens"),
         ("llama", {"sliding_window": 32} | WINDOWS, "generate() keeps a sliding window of 32 tokens"),

@@ -10,13 +10,13 @@ from dynatree.engine.support.small_model import small_model
 
 
 def check_cache(config: PretrainedConfig, context_length: int) -> None:
-    """Refuse a configuration with which transformers' KV cache drops tokens that the attention sees.
+    """Refuse a configuration with which transformers' KV cache holds other tokens than the attention sees.
 
-    The cache obeys keys such as `sliding_window` even for families whose attention ignores them. `generate()` then
-    gives tokens that differ from the model's forward passes over whole sequences.
+    With a window of 1 token, the cache keeps all of them. It obeys keys such as `sliding_window` even for families
+    whose attention ignores them. `generate()` then gives tokens that differ from those of whole sequences.
 
     Raises:
-        StartupError: A layer of the cache keeps fewer tokens than its attention sees within the context.
+        StartupError: A layer of the cache keeps fewer tokens than its attention sees within the context, or more.
     """
     kept = {}
     for layer, each in enumerate(DynamicCache(config=config).layers):
@@ -25,6 +25,8 @@ def check_cache(config: PretrainedConfig, context_length: int) -> None:
             kept[layer] = window
     if not kept:
         return
+    if min(kept.values()) == 1:
+        raise StartupError("its sliding window is 1 token long, and generate() then sees earlier ones")
     shape = record_kv_shape(small_model(config, 0, seed=0), context_length)  # a context of 0 shortens no span
     for layer, window in kept.items():
         if not shape.locality(layer).changes(window + 1):
