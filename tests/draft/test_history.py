@@ -227,6 +227,14 @@ WRONG = {
     "another token": saved(GOOD).replace(b"1234", b"1235"),
     "another format": saved(GOOD, version=2),
     "another tokenizer": saved(GOOD, tokenizer="other"),
+    "no list": saved({}),
+    "no principal": saved([{"sequences": [[1]]}]),
+    "a name that no log line may have": saved([{"principal": "a\nb", "sequences": [[1]]}]),
+    "no sequences": saved([{"principal": "a"}]),
+    "a word": saved([{"principal": "a", "sequences": [[1, "2"]]}]),
+    "a switch": saved([{"principal": "a", "sequences": [[1, True]]}]),
+    "below": saved([{"principal": "a", "sequences": [[-1]]}]),
+    "above": saved([{"principal": "a", "sequences": [[2147483648]]}]),
 }
 
 

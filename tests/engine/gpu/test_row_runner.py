@@ -39,7 +39,7 @@ def test_trees_of_every_size_give_the_same_logits_and_slots(engines):
     ranges = [engine.kv_cache.reserve(len(prompt) + 64) for engine in engines]
     for engine, kv in zip(engines, ranges, strict=True):
         engine.forward([Segment(kv, 0, prompt, range(len(prompt)), keep=[])])
-    for nodes in (0, 7, 31, 32, 50):
+    for nodes in (0, 1, 7, 30, 31, 32, 50):
         tree = random_tree(generator, nodes)
         root = len(prompt)
         positions = [root, *(root + depth for depth in tree.depths)]
@@ -82,7 +82,7 @@ def test_completions_equal_those_of_plain_transformers(tmp_path, options):
     with running_services(tmp_path, target, draft, fixed_rows=(ROWS,)) as services, Client(services.draft_address) as c:
         outputs = [
             c.generate(prompt, policy=policy, max_new_tokens=NEW, ignore_eos=True, **options)
-            for policy in ("autoregressive", "linear", "dyspec")
+            for policy in ("autoregressive", "linear", "fixed", "dyspec")
         ]
     if not options:
         model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)

@@ -12,8 +12,8 @@ from dynatree.engine.kv.locality import Locality
 def narrowed(segment: Segment, locality: Locality) -> tuple[Tensor | None, Tensor]:
     """Return what the tokens of a segment see of its slots under a locality.
 
-    A slot before the mask's columns holds the token of its own position. Behind it, every position on a token's path
-    is one more than its parent's, so the number of visible columns from a column on gives the column's position.
+    A slot before the mask's columns holds the token of its own position. Each later token of a path has the position
+    after its parent's. So a column's position follows from the number of visible columns behind it.
 
     Returns:
         The mask without the columns that lie below a token's lowest position (None if the segment has no mask), and

@@ -153,7 +153,7 @@ class KVCache:
         if not source.forgotten:
             self.slots(destination, stop).copy_(self.slots(source, stop))
             return
-        for layer in range(self.shape.layers):  # what was forgotten is not written, so that it takes no memory
+        for layer in range(self.shape.layers):  # zeros are not written, because they would take memory
             first = destination.forgotten if layer in self._local else 0
             to, held = (self.slots(each, stop)[layer, :, :, first:] for each in (destination, source))
             to.copy_(held)

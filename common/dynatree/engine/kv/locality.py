@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Locality:
-    """The lowest position that a query sees, as a function of its own position.
+    """Gives the lowest position that a query sees, by the query's own position.
 
     Attributes:
         window: A query sees this many tokens at most, itself included; None means no limit.
-        chunk: A query sees the tokens of its own chunk of this many positions; None means no chunks.
+        chunk: Size of a chunk in positions; a query sees the tokens of its own chunk. None means no chunks.
     """
 
     window: int | None = None

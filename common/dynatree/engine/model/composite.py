@@ -1,6 +1,6 @@
 """The language model of a composite checkpoint, in which it stands beside a vision model.
 
-It is served alone, as a model of its own family: the weights of other parts are not read.
+The language model is served alone, as a model of its own family. The loader reads no weights of other parts.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def parameters_of(model: PreTrainedModel) -> int:
 def step_bytes_of(model: PreTrainedModel) -> int:
     """Return the bytes of the weights that a forward pass over one token reads, without the embedding table.
 
-    Of a mixture's experts, only those that one token wakes are read.
+    The pass reads only those experts of a mixture that one token wakes.
     """
     table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]

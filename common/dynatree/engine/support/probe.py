@@ -33,7 +33,7 @@ ALLOWED = {torch.float32: 200.0, torch.bfloat16: 16.0, torch.float16: 16.0}
 # by 18 % if one node does not see its parent, by 26 % if positions are off by one, and by 48 % if siblings are seen.
 ALLOWED_QUANTIZED = 0.15
 # A deep small model may amplify rounding by this factor (Gemma 3n: 3.6), if transformers' attentions differ as much.
-AMPLIFIED = 10.0
+AMPLIFIED = 4.0
 # A small model's outputs must agree for one of these seeds, because near-ties of a router may round to other experts.
 SEEDS = (0, 1, 2)
 

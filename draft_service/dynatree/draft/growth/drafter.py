@@ -262,7 +262,7 @@ class Drafter:
         return self._readable(session.kv.size, session.translated) + 1 - len(session.context)
 
     def _readable(self, slots: int, translated: TranslatedContext | None) -> int:
-        """Length of the longest context that the draft model can read in a range of so many slots."""
+        """Return the length of the longest context that the draft model can read in a KV range of `slots` slots."""
         if translated is None:
             return self._model.context_length
         return min(self._model.context_length, slots - 2 * self._max_tree_nodes)

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from dynatree.draft.growth.suffix_indexes import SuffixIndexes
+from dynatree.serving.principals import is_principal
 
 log = logging.getLogger(__name__)
 
 FORMAT = "dynatree history 1"
+TOKEN_IDS = range(2**31)  # a tree takes the ids that its target has
 
 
 class HistoryFile:
@@ -79,13 +81,29 @@ class HistoryFile:
             content = None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError("it is no history, or it is damaged")
-        principals: Any = content.get("principals")
-        if content.get("sha256") != _sum(principals):
+        if content.get("sha256") != _sum(content.get("principals")):
             raise ValueError("it is damaged")
         if content.get("tokenizer") != self._tokenizer:
             raise ValueError("its tokens are another tokenizer's")
-        return [(each["principal"], token_ids) for each in principals for token_ids in each["sequences"]]
+        return [each for entry in _list(content.get("principals")) for each in self._sequences(entry)]
+
+    @staticmethod
+    def _sequences(entry: Any) -> list[tuple[str, list[int]]]:
+        principal = entry.get("principal") if isinstance(entry, dict) else None
+        if not isinstance(principal, str) or not (principal == "" or is_principal(principal)):
+            raise ValueError("an entry has no principal")
+        sequences = _list(entry.get("sequences"))
+        for token_ids in sequences:
+            if not all(type(token) is int and token in TOKEN_IDS for token in _list(token_ids)):
+                raise ValueError("a token is not a token id")
+        return [(principal, token_ids) for token_ids in sequences]
 
 
 def _sum(principals: Any) -> str:
     return hashlib.sha256(json.dumps(principals).encode()).hexdigest()
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError("a list is missing")
+    return value
