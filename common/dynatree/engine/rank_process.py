@@ -32,7 +32,7 @@ def main() -> None:
     try:
         ranks = Ranks(rank, size, store)
         follow(load_engine(pickle.loads(words), ranks), ranks)
-    except RuntimeError as error:
+    except Exception as error:  # rank 0's end shows as errors of many types, depending on what this rank computes
         leader.join(_LEAVING)  # this process ends here if rank 0 has ended or failed too
         announce(f"dynatree: rank {rank} of the model: {first_line(error)}")
         _leave(store.parent, EX_SOFTWARE)

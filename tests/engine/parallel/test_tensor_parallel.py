@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -105,6 +106,43 @@ def test_followers_end_with_the_service(
     assert "Traceback" not in log.read_text()
     assert "rank 1" not in log.read_text()
     assert list(tmp_path.glob("dynatree-ranks-*")) == []
+
+
+FAILING_RANK = """
+import sys
+from dynatree.common.errors import StartupError
+from dynatree.engine import loading, rank_process
+from dynatree.engine.parallel import ranks
+
+def load_engine(words, ranks):
+    print("fails", flush=True)
+    raise {error}("the other end has closed the connection")
+
+loading.load_engine, ranks.Ranks = load_engine, lambda *arguments: None
+sys.argv[1:] = ["1", "2", "{store}"]
+rank_process.main()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("error", ["StartupError", "RuntimeError"])
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_failing_rank_prints_one_line_and_none_once_rank_0_has_ended(tmp_path: Path, error: str, leads: bool) -> None:
+    store = tmp_path / "folder" / "store"
+    store.parent.mkdir()
+    code = FAILING_RANK.format(error=error, store=store)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdin.write(pickle.dumps(pickle.dumps("settings")))
+        process.stdin.flush()
+        assert process.stdout.readline() == b"fails\n"
+        if not leads:
+            process.stdin.close()
+        printed = process.stderr.read().decode()
+    assert process.returncode == (EX_SOFTWARE if leads else 0)
+    assert printed == ("dynatree: rank 1 of the model: the other end has closed the connection\n" if leads else "")
+    assert not store.parent.exists()
 
 
 FORWARDS = """
