@@ -97,7 +97,7 @@ def check_equal_bits(engine, start):
     tokens = torch.randint(2, VOCAB_SIZE, (start + longest,), generator=torch.Generator().manual_seed(0)).tolist()
 
     def prefilled():
-        kv = engine.kv_cache.reserve(200)
+        kv = engine.kv_cache.reserve(start + longest)
         engine.forward([Segment(kv, 0, tokens[:start], range(start))])
         return kv
 

@@ -133,7 +133,9 @@ def test_a_failing_rank_prints_one_line_and_none_once_rank_0_has_ended(tmp_path:
     code = FAILING_RANK.format(error=error, store=store)
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe) as process:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         process.stdin.write(pickle.dumps(pickle.dumps("settings")))
         process.stdin.flush()
         assert process.stdout.readline() == b"fails\n"
