@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import shutil
@@ -92,6 +93,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, value in report.user_properties:
             if name == "figure":
                 terminalreporter.write_line(str(value))
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Records without those of asyncio and gRPC, which also come from objects that earlier tests have left."""
+
+    def ours(record: logging.LogRecord) -> bool:
+        return not record.name.startswith(("asyncio", "grpc"))
+
+    caplog.handler.addFilter(ours)
+    yield caplog
+    caplog.handler.removeFilter(ours)
 
 
 @dataclass(frozen=True)

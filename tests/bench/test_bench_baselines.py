@@ -100,6 +100,7 @@ def test_assisted_decoding_needs_the_targets_tokenizer(info: ServiceInfo) -> Non
         load_baselines([ASSISTED], target, LocalModel(str(embedded.draft_path()), info.draft))
 
 
+@pytest.mark.long
 def test_baselines_beside_policies(embedded_services: EmbeddedServices, tmp_path: Path) -> None:
     (tmp_path / "story.txt").write_text(PROMPT + ", as he had been told, came back. " * 20)
     out = tmp_path / "out.json"

@@ -114,6 +114,7 @@ def test_a_step_reads_no_input_embedding(engines: tuple[Engine, Engine]) -> None
     assert target.info.step_bytes == 4 * (target.info.parameters - 2048 * 320)
 
 
+@pytest.mark.long
 def test_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     options = ["--max-nodes", "16", "--repetitions", "2", "--threads", "1", "--out", str(out)]
@@ -133,6 +134,7 @@ def test_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == printed
 
 
+@pytest.mark.long
 def test_costs_of_rounded_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     options = ["--max-nodes", "1", "--repetitions", "1", "--threads", "1", "--out", str(out)]

@@ -183,6 +183,7 @@ def test_an_output_that_differs_is_a_failure(
     assert linear["agrees"] < 8
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("shared_pair")
 def test_what_only_the_machine_of_the_services_knows_is_measured(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"

@@ -168,6 +168,7 @@ PAIR = ["--target-model", "embedded", "--draft-model", "embedded"]
 DEMO = ["demo", "--max-new-tokens", "48", "--breakdown"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("shared_pair")
 def test_demo_ends_with_text_and_a_table(capsys):
     assert main(DEMO) == 0
@@ -188,6 +189,7 @@ def assert_a_demo(output):
     assert "NO" not in output
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("shared_pair")
 def test_audit_finds_no_divergence_in_the_pair(capsys):
     assert main(["audit", *PAIR, "--max-new-tokens", "32"]) == 0

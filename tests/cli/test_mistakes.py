@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.campaigns.mistakes import MOST_SECONDS, mistakes
 
 # Run each command line in its own fork of a process that has imported only the subcommands.
@@ -37,6 +39,7 @@ print(json.dumps(answers))
 """
 
 
+@pytest.mark.long
 def test_mistakes_that_need_no_model_are_told_in_one_line_before_torch_is_imported(tmp_path: Path) -> None:
     with mistakes(tmp_path) as all_of_them:
         lines = json.dumps([mistake.command for mistake in all_of_them])

@@ -157,6 +157,7 @@ def test_of_several_completions_the_first_has_them(pair: Pair) -> None:
     assert [each.token_ids for each in (plain, *plain.alternatives)] == [completion.token_ids, other.token_ids]
 
 
+@pytest.mark.long
 def test_beside_other_sessions_each_gets_what_it_gets_alone(pair: Pair) -> None:
     """Prompts of all lengths run in pieces beside trees and other prompts, with and without log-probabilities."""
     requests: list[tuple[list[int], dict[str, Any]]] = []

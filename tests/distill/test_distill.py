@@ -93,6 +93,7 @@ def few_labels(monkeypatch):
     monkeypatch.setattr(distillation, "LINE_SECONDS", 1)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few_labels")
 def test_training_lowers_the_loss_and_the_draft_is_an_ordinary_checkpoint(target, labels, tmp_path, capsys):
     distil(target, labels, tmp_path / "out", answers=0.5)
@@ -162,6 +163,7 @@ def test_the_learning_rate_rises_and_falls():
     assert rates[100:] == [rates[100]] * 20
 
 
+@pytest.mark.long
 def test_a_quantised_target_is_dequantised(tmp_path, monkeypatch, capsys):
     path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, context=512)
     monkeypatch.setattr(command, "outcome", lambda *_: ["done"])

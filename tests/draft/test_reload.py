@@ -88,6 +88,7 @@ def reload(services: Services, outcome: str) -> None:
     wait_until(lambda: reloads(services, outcome) > before)
 
 
+@pytest.mark.long
 def test_completions_across_reloads_are_those_of_plain_decoding(
     services: Services, client: Client, draft: Draft
 ) -> None:

@@ -167,6 +167,7 @@ def check_places(choice: dict[str, Any], prompt: str) -> None:
             assert text[place:].startswith(token), (token, place)
 
 
+@pytest.mark.long
 def test_offsets_point_into_the_text_that_is_sent(services: Services, tokenizer: PreTrainedTokenizerBase) -> None:
     texts = ["he said 🙂 the", " he", "a", "he the", "é🙂"]
     ids = [tokenizer(text)["input_ids"] for text in texts]

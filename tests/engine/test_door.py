@@ -171,6 +171,7 @@ def test_tensor_parallel_ranks_refuse_what_they_do_not_compute(tmp_path):
         examined(ModelSettings(str(tmp_path), tensor_parallel=2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama4_text", "deepseek_v3", "gemma4_text"])
 def test_forward_passes_of_fixed_rows_have_the_right_tokens(tmp_path, family):
     found = served(saved(tiny_model(tiny_config(family)), tmp_path / "model"), "float32", fixed_rows=(32,))

@@ -81,6 +81,7 @@ def test_in_16_bits_a_token_has_the_same_bits_however_many_are_read_at_once(tmp_
     check_equal_bits(load_engine(ModelSettings(str(path), dtype=dtype, sessions=1)), 50)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("attention")
 @equal_bits
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -63,6 +63,7 @@ def outcome(client, request):
     return [(each.token_ids, each.text, each.finish_reason) for each in every]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.long)])  # the kinds repeat after 60
 def test_each_gets_what_it_gets_alone(services, count):
     assert_each_gets_what_it_gets_alone(services, count)

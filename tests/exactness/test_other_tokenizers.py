@@ -47,6 +47,7 @@ def open_client(folder: Path, draft: Path, **options: Any) -> Iterator[Client]:
 INDEPENDENT = {**SAMPLED, "scheme": "independent", "repetition_penalty": 1.2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pair", "options"),
     [
@@ -69,6 +70,7 @@ def test_every_policy_gives_the_tokens_of_plain_decoding(
             assert drafted.token_ids == plain.token_ids, policy
 
 
+@pytest.mark.long
 def test_a_draft_with_other_ids_grows_the_same_trees(tmp_path: Path) -> None:
     """Also over many rounds, so its context and its KV cache hold the same text."""
     traces = []

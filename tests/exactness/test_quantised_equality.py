@@ -124,6 +124,7 @@ def test_a_gguf_file(tmp_path, family, kinds, tied, policies):
         check(client, policies)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("method", "bits"), [("awq", 4), pytest.param("packed", 8, marks=pytest.mark.long)])
 def test_a_packed_checkpoint(tmp_path, method, bits):
     target, draft = save_packed(tmp_path, method, bits)
@@ -136,6 +137,7 @@ def test_a_packed_checkpoint(tmp_path, method, bits):
         check(client, POLICIES if method == "packed" else POLICIES[:3])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("without_amx")
 @pytest.mark.parametrize("resident", [None, 1])
 def test_the_targets_own_copy_in_4_bits_drafts(tmp_path, resident):

@@ -107,6 +107,7 @@ def test_what_is_no_key_is_as_good_as_none(gateway: Gateway, shown: str) -> None
     assert answer.status_code == 200
 
 
+@pytest.mark.long
 def test_a_gateway_without_services_says_so_and_names_no_address(tmp_path: Path) -> None:
     with running_gateway(f"unix:{tmp_path}/nobody.sock", "--timeout", "0.3") as gateway:
         health = requests.get(f"{gateway.url}/health", timeout=60)
@@ -270,6 +271,7 @@ def test_a_file_that_is_no_socket_stays(embedded_services: EmbeddedServices, tmp
     assert precious.read_text() == "data"
 
 
+@pytest.mark.long
 def test_a_certificate_that_is_not_its_keys_changes_nothing(
     embedded_services: EmbeddedServices, tmp_path: Path
 ) -> None:

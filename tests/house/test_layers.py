@@ -70,6 +70,7 @@ def contract_ids():
     return [lines[i + 1].split('"')[1] for i, line in enumerate(lines) if line == "[[tool.importlinter.contracts]]"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("contract", "module", "line"), TURNED, ids=[f"{c}-{m.split('/')[-1]}" for c, m, _ in TURNED])
 def test_a_turned_arrow_breaks_its_contract(checkout, contract, module, line):
     file = checkout / module

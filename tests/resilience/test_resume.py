@@ -326,6 +326,7 @@ def test_a_connection_that_breaks(proxied: Proxied, name: str, is_request: bool,
     assert (completion.stats.resume_seconds > 0) == (resumes > 0)
 
 
+@pytest.mark.long
 def test_a_verify_service_that_hangs(proxied: Proxied) -> None:
     """The service answers neither the tree nor a health check, and its connection stays open."""
     expected = proxied.complete("greedy")
@@ -433,6 +434,7 @@ def test_the_draft_service_is_ready_while_a_verify_service_is(
         assert proxied.complete("greedy").token_ids
 
 
+@pytest.mark.long
 @compiled
 @pytest.mark.parametrize(
     ("others", "own", "numerics"),

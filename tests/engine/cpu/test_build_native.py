@@ -134,6 +134,7 @@ def test_a_tree_that_is_read_only_is_a_warning(project: Project, monkeypatch: py
     assert all("Permission denied" in warning for warning in project.warnings)
 
 
+@pytest.mark.long
 @compiled
 def test_the_real_compilers_build_loads(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = json.loads((project.folder / "builds.json").read_text())

@@ -227,6 +227,7 @@ def test_a_model_says_the_same_by_either_attention(tmp_path, dtype, monkeypatch)
     assert (native.float() - logits().float()).abs().max() < (1e-5 if dtype == "float32" else 0.05)
 
 
+@pytest.mark.long
 @compiled
 @pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -90,6 +90,7 @@ def assert_exact(query, keys, values, mask, block, scale=None, error=2e-6):
     torch.testing.assert_close(got.double(), exact(query, keys, values, mask, scale), rtol=0, atol=error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 64), (4, 2, 80), (3, 1, 128), (2, 1, 20)])
 def test_every_row_attends_to_its_ancestors_and_the_prefix(interpreted, order, heads, kv_heads, head_dim):

@@ -396,6 +396,7 @@ def test_a_draft_reads_all_levels_with_one_copy_each_way(drafts: list[Engine], m
     assert "aten.lift_fresh.default" not in names, "no tensor is made of numbers of the host"
 
 
+@pytest.mark.long
 @torch.inference_mode()
 def test_forwards_decisions_and_levels_run_without_numbers(folder: Path) -> None:
     """Meta tensors have no numbers, so an operation that made the host wait for the device would raise."""

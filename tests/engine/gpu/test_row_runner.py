@@ -32,6 +32,7 @@ def random_tree(generator, nodes):
     return TokenTree(tuple(tokens), parents)
 
 
+@pytest.mark.long
 @torch.inference_mode()
 def test_trees_of_every_size_give_the_same_logits_and_slots(engines):
     generator = random.Random(3)
@@ -70,6 +71,7 @@ def test_a_mask_may_reach_back_before_the_segment(engines):
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [{}, pytest.param({"temperature": 0.7, "seed": 3}, marks=pytest.mark.long)],

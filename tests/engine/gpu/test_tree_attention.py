@@ -110,6 +110,7 @@ def bushy(nodes: int, seed: int) -> list[int]:
     return [generator.randrange(-1, node) for node in range(nodes)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(2, 2, 64), (2, 2, 80), (2, 1, 128), (7, 1, 64), (6, 2, 80)], ids=str
 )
@@ -214,6 +215,7 @@ def test_numbers_that_are_none_are_stored_as_zeros(way: Way) -> None:
     assert layer[0, 0, 3, :4].tolist() == [0.0, 0.0, 0.0, key[0, 0, 3].item()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("locality", [GLOBAL, Locality(window=9), Locality(chunk=62)], ids=str)
 def test_a_token_has_equal_bits_in_a_tree_and_alone(locality: Locality) -> None:
     """Blocks that are contiguous in a plain step are gathered in a tree from other places, with the same sums.

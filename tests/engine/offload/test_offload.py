@@ -143,6 +143,7 @@ def quantised_cases() -> Iterator[Any]:
                 yield pytest.param(kernels, kind, dtype, marks=marks)
 
 
+@pytest.mark.long
 @torch.inference_mode()
 @pytest.mark.usefixtures("without_amx")
 @pytest.mark.parametrize(("with_kernels", "kind", "dtype"), [*quantised_cases()], indirect=["with_kernels"])
