@@ -89,7 +89,9 @@ def test_experts_of_other_forms_stay_as_they_are():
     experts.has_bias = True
     assert not is_fused(experts)
     model = torch.nn.ModuleList([experts])
-    with pytest.raises(StartupError, match="the experts of its layers have a form that is not rounded"):
+    with pytest.raises(
+        StartupError, match="the experts of its layers have a form that is not rounded; leave the option out"
+    ):
         check_groups(model, 8)
 
 

@@ -125,7 +125,9 @@ def _rounded(module: nn.Module, bits: int, output: nn.Module | None) -> Iterator
     """
     for parent in module.modules():
         if are_experts(parent) and not is_fused(parent):
-            raise StartupError("--weights: the experts of its layers have a form that is not rounded")
+            raise StartupError(
+                "--weights: the experts of its layers have a form that is not rounded; leave the option out"
+            )
         for name, layer in parent.named_children():
             if type(layer) not in (nn.Linear, Conv1D) or name in _ROUTERS:
                 continue
