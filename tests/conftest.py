@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from dynatree.cli import service_pair
 from dynatree.client import Client
 from dynatree.draft.settings import DraftSettings
 from dynatree.verify.settings import VerifySettings
-from tests.support.processes import service
+from tests.support.processes import EmbeddedServices, service
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -105,16 +104,6 @@ def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
     caplog.handler.addFilter(ours)
     yield caplog
     caplog.handler.removeFilter(ours)
-
-
-@dataclass(frozen=True)
-class EmbeddedServices:
-    """Addresses and process ids of the two services of the embedded pair."""
-
-    draft_address: str
-    verify_address: str
-    draft_process: int
-    verify_process: int
 
 
 @pytest.fixture(scope="session")

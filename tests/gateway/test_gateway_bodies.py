@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import requests
-from conftest import EmbeddedServices
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
@@ -29,6 +28,7 @@ from dynatree.gateway.open_requests import OpenRequests
 from dynatree.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.support.gateways import Gateway
 from tests.support.gateways import gateway_fixture as gateway_fixture
+from tests.support.processes import EmbeddedServices
 
 STEP_SECONDS = 0.05  # CPU seconds that the event loop may spend on a body at once
 BODY_SECONDS = 1.0  # CPU seconds that a body may take altogether

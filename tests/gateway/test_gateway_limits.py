@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import requests
-from conftest import EmbeddedServices
 
 from dynatree.gateway import connections
 from dynatree.gateway.errors import ApiError
@@ -28,6 +27,7 @@ from dynatree.serving.security import SecuritySettings
 from tests.support.certificates import Authority
 from tests.support.gateways import Gateway, served_here, wait_for
 from tests.support.gateways import gateway_fixture as gateway_fixture
+from tests.support.processes import EmbeddedServices
 
 SHORT = Limits(
     connections=64,

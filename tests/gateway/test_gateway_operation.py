@@ -18,7 +18,6 @@ from typing import Any
 import openai
 import pytest
 import requests
-from conftest import EmbeddedServices
 
 from dynatree.cli.main import main
 from dynatree.common.version import version
@@ -30,6 +29,7 @@ from tests.support.gateways import gateway_fixture as gateway_fixture
 from tests.support.gateways import grpc_client_fixture as grpc_client_fixture
 from tests.support.gateways import model_fixture as model_fixture
 from tests.support.model_zoo import save_noisy_copy, save_random_model
+from tests.support.processes import EmbeddedServices
 from tests.support.services import running_services
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import EmbeddedServices
 from playwright.sync_api import Browser, Page, expect
 
 from dynatree import embedded
@@ -18,6 +17,7 @@ from tests.pages.test_live_page import LIMIT, finish, generate, send
 from tests.pages.test_live_page import page as page  # a fixture
 from tests.support.gateways import Gateway, running_gateway
 from tests.support.paths import ROOT
+from tests.support.processes import EmbeddedServices
 from tests.support.rounds_page import texts
 from tests.support.services import running_services
 

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 
 import openai
 import pytest
-from conftest import EmbeddedServices
 
 from dynatree.client import Client
 from dynatree.gateway.limits import Limits
 from dynatree.gateway.serve_gateway import GatewaySettings, serve
 from dynatree.serving.security import LOCAL, SecuritySettings
+from tests.support.processes import EmbeddedServices
 
 _ADDRESS = re.compile(r"as HTTP on (\S+)")
 _STOP_SECONDS = 20.0

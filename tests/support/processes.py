@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from dynatree.serving import healthcheck
@@ -13,6 +14,16 @@ from tests.support.forked import Forked
 
 START_SECONDS = 120.0
 END_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class EmbeddedServices:
+    """Addresses and process ids of the two services of the embedded pair."""
+
+    draft_address: str
+    verify_address: str
+    draft_process: int
+    verify_process: int
 
 
 def first_process() -> list[str]:
