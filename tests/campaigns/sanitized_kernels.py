@@ -43,9 +43,12 @@ MUTANTS = (
     ("quantized.c", "for (int64_t i = 0; i < inputs; i += LANES)", "for (int64_t i = 0; i <= inputs; i += LANES)"),
     ("quantized.c", "first < inputs; first += unit", "first <= inputs; first += unit"),
     ("quantized.c", "return inputs / w->group * group_bytes(w)", "return (inputs / w->group + 1) * group_bytes(w)"),
-    ("experts.c", "starts = calloc(e->count + 1, sizeof *starts)", "starts = calloc(e->count, sizeof *starts)"),
-    ("experts.c", "char *middle = malloc(all * e->down.inputs", "char *middle = malloc((all - 1) * e->down.inputs"),
-    ("experts.c", "down_floats += linear_shared_floats(&e->down, g->rows);", "down_floats += g->rows;"),
+    ("experts.c", "malloc((s->experts + 1) * sizeof", "malloc(s->experts * sizeof"),
+    ("experts.c", "enlarge(&s->middle, all * e->down", "enlarge(&s->middle, (all - 1) * e->down"),
+    ("experts.c", "enlarge(&s->floats, linear_shared_floats(&e->gate, all) +", "enlarge(&s->floats, 0 *"),
+    ("experts.c", "m->chosen = malloc(s->all *", "m->chosen = malloc((s->all - 1) *"),
+    ("experts.c", "i < e->count; i++)\n        candidates", "i <= e->count; i++)\n        candidates"),
+    ("experts.c", "gate.bias += g->expert * 2 *", "gate.bias += (g->expert + 1) * 2 *"),
     ("forward.c", NORM.format("<"), NORM.format("<=")),
     ("forward.c", "c->tokens[row] * bytes;", "(c->tokens[row] + 1) * bytes;"),
     ("forward.c", "(o->last ? c->keep[row] : row) *", "(o->last ? c->keep[row] + 1 : row) *"),
@@ -164,7 +167,14 @@ def run(library: Path, cases: int, seed: int) -> None:
     # a forward's buffers lie side by side in one allocation
     native_runner.NativeRunner._lay_out = lay_out_apart  # type: ignore[method-assign]
     runners = {
-        key: runner_of(*key) for key in (("llama", "float32"), ("gpt_neox", "bfloat16"), ("gemma3_text", "float16"))
+        key: runner_of(*key)
+        for key in (
+            ("llama", "float32"),
+            ("gpt_neox", "bfloat16"),
+            ("gemma3_text", "float16"),
+            ("qwen2_moe", "float16"),
+            ("gpt_oss", "float32"),
+        )
     }
     kinds: Sequence[Callable[[random.Random], Any]] = (
         attend,
@@ -312,6 +322,11 @@ def runner_of(family: str, dtype: str) -> Any:
     heads, kv_heads, dim = (3, 3, 14) if family == "gpt_neox" else (4, 2, 10)
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
     changes: dict[str, Any] = {"rope_parameters": rope}
+    middle = 50
+    if family in ("qwen2_moe", "gpt_oss"):  # experts have whole panels
+        kv_heads, dim, middle = 2, 16, 64
+        changes |= {"num_local_experts" if family == "gpt_oss" else "num_experts": 5, "num_experts_per_tok": 2}
+        changes |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128}
     if family == "gemma3_text":
         kinds = ["sliding_attention", "full_attention"]
         changes = {"layer_types": kinds, "final_logit_softcapping": 5.0, "rope_parameters": dict.fromkeys(kinds, rope)}
@@ -319,13 +334,13 @@ def runner_of(family: str, dtype: str) -> Any:
         family,
         vocab_size=67,
         hidden_size=heads * dim,
-        intermediate_size=50,
+        intermediate_size=middle,
         num_hidden_layers=2,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=dim,
         max_position_embeddings=512,
-        hidden_act="silu" if family == "llama" else "gelu",
+        hidden_act="gelu" if family in ("gpt_neox", "gemma3_text") else "silu",
         tie_word_embeddings=False,
         **changes,
     )

@@ -13,10 +13,12 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MixtralConfig,
+    OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -62,10 +64,22 @@ def _configurations() -> dict[str, PretrainedConfig]:
             num_experts_per_tok=3,
             norm_topk_prob=True,
         ),
+        "olmoe": OlmoeConfig(
+            **common, **narrow, num_key_value_heads=2, pad_token_id=0, num_experts=8, num_experts_per_tok=3
+        ),
+        "qwen2_moe": Qwen2MoeConfig(
+            **common,
+            **narrow,
+            num_key_value_heads=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=192,
+            num_experts=12,
+            num_experts_per_tok=4,
+        ),
     }
 
 
-MIXTURES = ("mixtral", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "qwen2_moe")
 ARCHITECTURES = tuple(name for name in _configurations() if name not in MIXTURES)
 _SAVED: dict[str, dict[str, bytes]] = {}  # the files of each model, by name
 

@@ -16,10 +16,10 @@ from dynatree.engine.kv.locality import GLOBAL, Locality
 from dynatree.engine.loading import load_engine
 from dynatree.engine.settings import ModelSettings
 from tests.support.kernel_builds import compiled
-from tests.support.model_zoo import ARCHITECTURES, VOCAB_SIZE, save_random_model
+from tests.support.model_zoo import ARCHITECTURES, MIXTURES, VOCAB_SIZE, save_random_model
 
 pytestmark = [compiled, pytest.mark.usefixtures("without_amx")]
-FAMILIES = tuple(each for each in ARCHITECTURES if each != "gpt2")
+FAMILIES = tuple(each for each in (*ARCHITECTURES, *MIXTURES) if each != "gpt2")
 TOKENS = torch.randint(2, VOCAB_SIZE, (90,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
@@ -67,6 +67,10 @@ def test_every_activation(family, activation, tmp_path):
         ("gemma", {"hidden_size": 70, "tie_word_embeddings": True}),
         ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
         ("smollm3", {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [0, 0, 0]}),
+        ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [1], "num_experts": 100}),
+        ("olmoe", {"norm_topk_prob": True, "num_experts_per_tok": 8}),
+        ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2, "qkv_bias": False}),
+        ("mixtral", {"num_local_experts": 40, "num_experts_per_tok": 16}),
     ],
 )
 def test_variants_of_a_family(family, changes, tmp_path):
@@ -103,10 +107,13 @@ def model_with_windows(family, dtype="float32", **changes):
     )
     torch.manual_seed(2)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
-    for weight in model.parameters():
-        if weight.dim() == 1:
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1 or name.endswith("_bias"):
             weight.normal_(mean=0.0 if "gemma" in family else 1.0, std=0.3)
     return model
+
+
+GPT_OSS = {"head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 1.5}
 
 
 def runner_with_windows(model):
@@ -133,6 +140,7 @@ LATER_GEMMAS = [
         ("mistral", {"final_logit_softcapping": 0.1, "hidden_activation": "relu"}),  # keys that the family ignores
         ("phi3", {}),
         ("qwen2", KINDS | {"use_sliding_window": True}),
+        ("gpt_oss", KINDS | GPT_OSS),
         *LATER_GEMMAS,
     ],
 )
@@ -147,7 +155,7 @@ def test_windows_and_caps_are_those_of_transformers(family, changes):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("family", "changes"), LATER_GEMMAS[::2])
+@pytest.mark.parametrize(("family", "changes"), [*LATER_GEMMAS[::2], ("gpt_oss", KINDS | GPT_OSS)])
 def test_windows_and_caps_give_equal_bits(family, changes, dtype, on_each_build):
     """A prompt has the same bits in any pieces, and in all builds without pairs."""
     runner = runner_with_windows(model_with_windows(family, dtype, **changes))
@@ -174,7 +182,14 @@ def test_a_later_gemma_without_a_program(changes):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [("llama", {"hidden_act": "tanh"}), ("phi3", {"intermediate_size": 130})]
+    ("family", "changes"),
+    [
+        ("llama", {"hidden_act": "tanh"}),
+        ("phi3", {"intermediate_size": 130}),
+        ("qwen3_moe", {"hidden_act": "gelu"}),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 96}),
+        ("olmoe", {"clip_qkv": 1.0}),
+    ],
 )
 def test_what_has_no_program_goes_through_transformers_modules(family, changes, tmp_path):
     folder = save_random_model(tmp_path / "model", family, seed=4, **changes)
@@ -184,7 +199,7 @@ def test_what_has_no_program_goes_through_transformers_modules(family, changes, 
 
 def in_company():
     """Each family with each dtype and build; `make test` runs all pairs of two of the three."""
-    for place, family in enumerate(("gpt_neox", "llama", "qwen3", "gemma", "phi3", "smollm3")):
+    for place, family in enumerate(("gpt_neox", "llama", "qwen3", "gemma", "phi3", "smollm3", *MIXTURES)):
         for number, dtype in enumerate(("float32", "bfloat16", "float16")):
             for build, name in enumerate(("kernels_avx2.so", "kernels_avx512.so", "kernels_avx512_bf16.so")):
                 marks = pytest.mark.long if (place + number + build) % 3 else ()
@@ -223,6 +238,7 @@ def test_a_token_has_the_same_bits_in_any_company(build, family, dtype, tmp_path
         ("qwen2", {"hidden_size": 36, "num_attention_heads": 3, "hidden_act": "relu"}),
         ("qwen3", {"head_dim": 22}),
         ("gemma", {"hidden_size": 70}),
+        ("qwen2_moe", {"hidden_size": 192, "num_experts": 21}),
     ],
 )
 def test_builds_without_pairs_give_equal_bits(family, changes, dtype, tmp_path, monkeypatch):

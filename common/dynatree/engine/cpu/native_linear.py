@@ -44,6 +44,7 @@ class Linear(ctypes.Structure):
         ("combination", ctypes.c_int64),
         ("weights", Weights),
         ("cap", ctypes.c_float),
+        ("slope", ctypes.c_float),
     )
 
 

@@ -19,11 +19,16 @@ from transformers import PreTrainedModel
 
 from dynatree.engine.cpu.native import DTYPES, address
 from dynatree.engine.cpu.native_attention import Shape
-from dynatree.engine.cpu.native_linear import PANEL, Linear, NativeLinear
+from dynatree.engine.cpu.native_experts import Experts, NativeExperts
+from dynatree.engine.cpu.native_linear import PANEL, Linear, NativeLinear, fits
 
-_EMBED, _NORM, _LINEAR, _ATTEND = range(4)
+_EMBED, _NORM, _LINEAR, _ATTEND, _EXPERTS = range(5)
 _ALONE, _PLUS, _TIMES = range(3)
 _IDENTITY, _GELU, _GELU_TANH, _SILU, _RELU, _CAPPED = range(6)
+_SOFTMAX, _SOFTMAX_CHOSEN, _LOGISTIC = range(3)
+_MOST_EXPERTS = 4096  # the scores of a row's experts lie in a thread's working memory
+_MOST_CHOSEN = 17  # above, torch.topk sorts equal scores otherwise than `native/experts.c`
+_PARTIAL_SORT = 64  # torch.topk sorts partially from so many experts for each chosen one on
 # transformers' names of activation functions
 _ACTIVATIONS = {
     "gelu": _GELU,
@@ -69,6 +74,9 @@ class _Operation(ctypes.Structure):
         ("value", _Place),
         ("layer", ctypes.c_int64),
         ("rotary", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
+        ("logits", ctypes.c_int64),
+        ("experts", Experts),
     )
 
 
@@ -84,6 +92,7 @@ class _Writer:
     widths: list[int] = field(default_factory=list)
     operations: list[_Operation] = field(default_factory=list)
     layers: list[int] = field(default_factory=list)  # start of each layer in `operations`, and the end of the last one
+    kept: list[NativeLinear | torch.Tensor] = field(default_factory=list)  # what only the operations point at
 
     def layer(self) -> None:
         """Mark the start of a layer, or after the last layer, its end."""
@@ -163,8 +172,58 @@ class _Writer:
         linear.activation, linear.combination, linear.cap = activation, combination, cap
         self._add(kind=_LINEAR, source=source, target=target, other=other, linear=linear)
 
-    def attend(self, query: _Place, key: _Place, value: _Place, target: int, layer: int, rotary: int = 0) -> None:
-        self._add(kind=_ATTEND, target=target, query=query, key=key, value=value, layer=layer, rotary=rotary)
+    def attend(
+        self, query: _Place, key: _Place, value: _Place, target: int, layer: int, rotary: int = 0, sinks: Any = None
+    ) -> None:
+        where = None
+        if sinks is not None:
+            self.kept.append(sinks.detach().float())
+            where = address(self.kept[-1], torch.float32, self.widths[target] // query.head)  # one of each head
+        self._add(
+            kind=_ATTEND, target=target, query=query, key=key, value=value, layer=layer, rotary=rotary, sinks=where
+        )
+
+    def experts(self, module: Any, router: Any, normalized: bool, source: int, logits: int, target: int) -> None:
+        """Add the experts of each row, chosen by its logits, which the router writes into a buffer, to `target`."""
+        width = self.widths[source]
+        chosen, count = router.top_k, len(router.weight)
+        if (
+            not isinstance(module, NativeExperts)
+            or module.down.dtype != self.dtype
+            or router.weight.dtype != self.dtype
+        ):
+            raise _NoProgramError
+        if (module.hidden_dim, module.num_experts) != (width, count) or not fits(router.weight):
+            raise _NoProgramError
+        if not 0 < chosen <= min(count, _MOST_CHOSEN) or not _PARTIAL_SORT * chosen > count <= _MOST_EXPERTS:
+            raise _NoProgramError
+        layer = NativeLinear(router.weight.detach(), getattr(router, "bias", None))
+        self.kept.append(layer)
+        self.linear(layer, source, logits)
+        experts = Experts.from_buffer_copy(module.structure)
+        experts.chosen, experts.scoring = chosen, _SOFTMAX_CHOSEN if normalized else _SOFTMAX
+        self._add_experts(source, logits, target, experts)
+
+    def shared_expert(self, module: Any, gate: Any, activation: int, source: int, logits: int, target: int) -> None:
+        """Add an expert that every row has, weighed by the logistic function of its gate's output, to `target`."""
+        layers = (module.gate_proj, module.up_proj, module.down_proj)
+        if not all(isinstance(each, NativeLinear) and each.dtype == self.dtype for each in layers):
+            raise _NoProgramError
+        first, up, down = (Linear.from_buffer_copy(each.structure) for each in layers)
+        width, middle = self.widths[source], down.inputs
+        sizes = [(each.inputs, each.features) for each in (first, up, down)]
+        if sizes != [(width, middle), (width, middle), (middle, width)] or width % PANEL or middle % PANEL:
+            raise _NoProgramError
+        if bytes(first.weights) != bytes(up.weights):  # they share their prepared rows
+            raise _NoProgramError
+        first.activation, up.combination = activation, _TIMES
+        self.linear(gate, source, logits)
+        self._add_experts(source, logits, target, Experts(first, up, down, 0, 0, 1, 1, _LOGISTIC))
+
+    def _add_experts(self, source: int, logits: int, target: int, experts: Experts) -> None:
+        if self.widths[target] != self.widths[source] or self.widths[logits] != experts.count:
+            raise _NoProgramError
+        self._add(kind=_EXPERTS, source=source, logits=logits, target=target, other=target, experts=experts)
 
     def _add(self, **fields: Any) -> None:
         self.operations.append(_Operation(**{"other": -1, **fields}))
@@ -230,6 +289,21 @@ def _add(to: _Writer, linear: Any, norm: Any, source: int, x: int, normed: int) 
         to.norm(norm, normed, x, other=x)
 
 
+def _write_mixture(model: Any, mixture: Any, to: _Writer, normed: int, logits: tuple[int, int], x: int) -> None:
+    """Add the output of a mixture's experts to `x`; `logits` are buffers of one logit, and of one for each expert."""
+    if hasattr(mixture, "shared_expert"):  # Qwen2-MoE
+        to.shared_expert(mixture.shared_expert, mixture.shared_expert_gate, _activation(model), normed, logits[0], x)
+    normalized = getattr(model.config, "norm_topk_prob", True)  # Mixtral and gpt-oss have no such field
+    router = mixture.router if model.config.model_type == "gpt_oss" else mixture.gate
+    to.experts(mixture.experts, router, normalized, normed, logits[1], x)
+
+
+def _twice(rotary: Rotary, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines of both halves of a head from a rotary embedding that returns those of one half."""
+    cosines, sines = (torch.cat((each, each), -1) for each in rotary(like, positions))
+    return cosines, sines
+
+
 def _write_llama(model: Any, to: _Writer) -> _Parts:
     config, attention = model.config, model.model.layers[0].self_attn
     hidden, heads, kv_heads, dim = (
@@ -241,9 +315,11 @@ def _write_llama(model: Any, to: _Writer) -> _Parts:
     x, normed = to.buffer(hidden), to.buffer(hidden)
     if heads % kv_heads or not attention.is_causal:  # Gemma's encoders see later tokens
         raise _NoProgramError
+    if getattr(config, "clip_qkv", None) is not None:  # OLMoE
+        raise _NoProgramError
     attended, queries = to.buffer(heads * dim), to.buffer(heads * dim)
     keys, values = to.buffer(kv_heads * dim), to.buffer(kv_heads * dim)
-    middle = to.buffer(config.intermediate_size)
+    middle, logits = to.buffer(config.intermediate_size), (to.buffer(1), to.buffer(getattr(config, "num_experts", 0)))
     # kinds of layers that have a rotary embedding each
     kinds = sorted(set(config.layer_types)) if config.model_type == "gemma3_text" else []
     query, key, value = (_Place(each, 0, dim, to.widths[each]) for each in (queries, keys, values))
@@ -254,19 +330,22 @@ def _write_llama(model: Any, to: _Writer) -> _Parts:
         to.linear(layer.self_attn.q_proj, normed, queries)
         to.linear(layer.self_attn.k_proj, normed, keys)
         to.linear(layer.self_attn.v_proj, normed, values)
-        if hasattr(layer.self_attn, "q_norm"):  # Qwen3 and Gemma 3
+        if hasattr(layer.self_attn, "q_norm"):  # Qwen3, Gemma 3 and OLMoE
             to.norm(layer.self_attn.q_norm, queries, queries)
             to.norm(layer.self_attn.k_norm, keys, keys)
         rotary = kinds.index(config.layer_types[index]) if kinds else 0
         if not getattr(layer.self_attn, "use_rope", True):  # SmolLM3
             rotary = -1
-        to.attend(query, key, value, attended, index, rotary)
+        to.attend(query, key, value, attended, index, rotary, getattr(layer.self_attn, "sinks", None))
         before, middle_norm, after = None, layer.post_attention_layernorm, None
         if config.model_type in _LATER_GEMMA:
             before, middle_norm = layer.post_attention_layernorm, layer.pre_feedforward_layernorm
             after = layer.post_feedforward_layernorm
         _add(to, layer.self_attn.o_proj, before, attended, x, normed)
         to.norm(middle_norm, x, normed)
+        if hasattr(layer.mlp, "experts"):
+            _write_mixture(model, layer.mlp, to, normed, logits, x)
+            continue
         to.linear(layer.mlp.gate_proj, normed, middle, _activation(model))
         to.linear(layer.mlp.up_proj, normed, middle, combination=_TIMES, other=middle)
         _add(to, layer.mlp.down_proj, after, middle, x, normed)
@@ -275,6 +354,8 @@ def _write_llama(model: Any, to: _Writer) -> _Parts:
     cap = attention.attn_logit_softcapping if config.model_type == "gemma2" else None
     rotary_emb = model.model.rotary_emb
     rotaries = tuple(partial(rotary_emb, layer_type=kind) for kind in kinds) or (rotary_emb,)
+    if config.model_type == "gpt_oss":
+        rotaries = (partial(_twice, rotary_emb),)
     return _Parts(Shape(heads, kv_heads, dim, 0, attention.scaling, cap or 0.0), rotaries)
 
 
@@ -313,12 +394,17 @@ _WRITERS: dict[str, Callable[[Any, _Writer], _Parts]] = {
     "gemma2": _write_llama,
     "gemma3_text": _write_llama,
     "gpt_neox": _write_gpt_neox,
+    "gpt_oss": _write_llama,
     "llama": _write_llama,
     "ministral": _write_llama,
     "mistral": _write_llama,
+    "mixtral": _write_llama,
+    "olmoe": _write_llama,
     "phi3": _write_phi3,
     "qwen2": _write_llama,
+    "qwen2_moe": _write_llama,
     "qwen3": _write_llama,
+    "qwen3_moe": _write_llama,
     "smollm3": _write_llama,
 }
 
@@ -336,6 +422,7 @@ class Program:
         shape: Shape of the attention.
         rotaries: Rotary embeddings of the model, which map a tensor of the model's dtype, and positions, to cosines and
             sines.
+        kept: Further weights at which the operations point.
     """
 
     model: PreTrainedModel
@@ -345,6 +432,7 @@ class Program:
     layers: tuple[int, ...]
     shape: Shape
     rotaries: tuple[Rotary, ...]
+    kept: tuple[NativeLinear | torch.Tensor, ...] = ()
 
 
 def program_of(model: PreTrainedModel) -> Program | None:
@@ -361,7 +449,14 @@ def program_of(model: PreTrainedModel) -> Program | None:
     _check_places(writer, parts.shape)
     operations = (_Operation * len(writer.operations))(*writer.operations)
     return Program(
-        model, model.dtype, tuple(writer.widths), operations, tuple(writer.layers), parts.shape, parts.rotaries
+        model,
+        model.dtype,
+        tuple(writer.widths),
+        operations,
+        tuple(writer.layers),
+        parts.shape,
+        parts.rotaries,
+        tuple(writer.kept),
     )
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from dynatree.engine.cpu.native_experts import NativeExperts, fused_experts, matrix, weights_in
+from dynatree.engine.cpu.native_experts import fused_experts, native_experts
 from dynatree.engine.cpu.native_linear import NativeLinear, fits
 from dynatree.engine.forward.batch_invariance import MIN_ROWS, is_batch_invariant, is_x86
 
@@ -199,8 +199,7 @@ def weights_of(model: PreTrainedModel) -> Iterator[Tensor]:
 def _replace_experts(model: nn.Module, left: Collection[int]) -> None:
     for parent, name, experts in list(fused_experts(model)):
         if id(parent) not in left:
-            gate_up, down = (NativeLinear(matrix(each), None) for each in weights_in(experts))
-            setattr(parent, name, NativeExperts(gate_up, down, len(experts.down_proj)))
+            setattr(parent, name, native_experts(experts))
 
 
 def _replace_linear(

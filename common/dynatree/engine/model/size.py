@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dynatree.engine.cpu.native_experts import NativeExperts, fused_experts, weights_in
+from dynatree.engine.cpu.native_experts import NativeExperts, fused_experts
 from dynatree.engine.cpu.native_linear import PANEL, NativeLinear
 from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 
@@ -47,7 +47,7 @@ def _asleep(model: PreTrainedModel) -> int:
         if isinstance(each, NativeExperts)
     ]
     sizes += [
-        (len(each.down_proj), sum(part.nbytes for part in weights_in(each))) for _, _, each in fused_experts(model)
+        (len(each.down_proj), sum(part.nbytes for part in each.parameters())) for _, _, each in fused_experts(model)
     ]
     return sum(size * (count - woken) // count for count, size in sizes)
 

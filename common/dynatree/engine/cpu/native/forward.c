@@ -8,7 +8,7 @@
 
 #include "kernels.h"
 
-enum kind { EMBED, NORM, LINEAR, ATTEND };
+enum kind { EMBED, NORM, LINEAR, ATTEND, EXPERTS };
 
 /* Place of the heads' vectors in a buffer, in elements: head h of token t begins at offset + h * head + t * token. */
 struct place {
@@ -29,6 +29,10 @@ struct operation {
     /* ATTEND */
     struct place query, key, value;
     int64_t layer, rotary; /* rotary: which of the rotary embeddings the layer has; < 0: none */
+    const float *sinks;    /* see struct layer */
+    /* EXPERTS */
+    int64_t logits; /* buffer of the router's logits [n, experts] */
+    struct experts experts;
 };
 
 struct program {
@@ -51,6 +55,7 @@ struct call {
     uint8_t *faulty;                               /* [n], see struct layer */
 };
 
+#define COUNTERS (1 + EXPERTS_COUNTERS) /* counters of tasks of an operation */
 #define SUMS 16 /* partial sums of a norm; the same number in every build, so that all builds give the same bits */
 
 INLINE float total(const vec *sums) {
@@ -147,6 +152,7 @@ static void attend_tasks(const struct operation *o, const struct call *c, const 
         .values = keys + c->cache_values * size,
         .cache_head = c->cache_head,
         .output = c->buffers[o->to],
+        .sinks = o->sinks,
         .faulty = c->faulty,
     };
     const struct rotary *rotary = o->rotary < 0 ? NULL : &c->rotaries[o->rotary];
@@ -170,13 +176,17 @@ int dynatree_forward(const struct program *p, const struct call *c) {
     int64_t floats = attention_floats(&p->shape, c->segments, c->localities * c->segment_count), shared_floats = 0;
     int64_t most = c->n > c->kept ? c->n : c->kept;
     if (linear_floats() > floats) floats = linear_floats();
+    struct experts_sizes sizes = {0};
+    struct experts_memory experts;
     for (int64_t i = 0; i < p->count; i++) {
+        if (p->operations[i].kind == EXPERTS) experts_measure(&p->operations[i].experts, c->n, &sizes);
         int64_t needed = p->operations[i].kind == LINEAR ? linear_shared_floats(&p->operations[i].linear, most) : 0;
         if (needed > shared_floats) shared_floats = needed;
     }
-    int64_t *next = calloc(p->count, sizeof *next);
+    int64_t *counters = calloc(p->count * COUNTERS, sizeof *counters);
     float *shared = malloc(shared_floats * sizeof(float) + 1);
-    int failed = next && shared ? 0 : -1;
+    int failed = experts_allocate(&experts, &sizes);
+    if (!counters || !shared) failed = -1;
     if (!failed) {
 #pragma omp parallel
         {
@@ -189,20 +199,26 @@ int dynatree_forward(const struct program *p, const struct call *c) {
             int64_t rows = c->n;
             for (int64_t i = 0; i < p->count && !failed; i++) {
                 const struct operation *o = &p->operations[i];
+                const char *other = o->other < 0 ? NULL : c->buffers[o->other];
+                int64_t *next = &counters[i * COUNTERS];
                 if (o->kind == EMBED) {
-                    embed_tasks(o, c, p->shape.dtype, &next[i]);
+                    embed_tasks(o, c, p->shape.dtype, next);
                 } else if (o->kind == NORM) {
                     if (o->last) rows = c->kept;
-                    norm_tasks(o, c, rows, p->shape.dtype, &next[i]);
+                    norm_tasks(o, c, rows, p->shape.dtype, next);
                 } else if (o->kind == LINEAR) {
                     if (!prepared(p->operations, i) && linear_shared_floats(&o->linear, rows)) {
                         linear_prepare(&o->linear, c->buffers[o->from], rows, shared);
 #pragma omp barrier
                     }
-                    linear_tasks(&o->linear, c->buffers[o->from], rows, o->other < 0 ? NULL : c->buffers[o->other],
-                                 c->buffers[o->to], memory, shared, &next[i]);
+                    linear_tasks(&o->linear, c->buffers[o->from], rows, other, c->buffers[o->to], memory, shared, next);
+                } else if (o->kind == EXPERTS) {
+                    experts_route(&o->experts, c->buffers[o->logits], rows, &experts, memory, next);
+#pragma omp barrier
+                    experts_tasks(&o->experts, c->buffers[o->from], rows, experts.chosen, experts.weights, other,
+                                  c->buffers[o->to], &experts, memory, next + 1);
                 } else {
-                    attend_tasks(o, c, &p->shape, memory, &next[i]);
+                    attend_tasks(o, c, &p->shape, memory, next);
                 }
                 if (i + 1 < p->count && p->operations[i + 1].kind == LINEAR)
                     linear_prefetch(&p->operations[i + 1].linear);
@@ -211,7 +227,8 @@ int dynatree_forward(const struct program *p, const struct call *c) {
             free(memory);
         }
     }
-    free(next);
+    free(counters);
     free(shared);
+    experts_free(&experts);
     return failed;
 }

@@ -42,7 +42,8 @@ struct shape {
     float cap; /* a score s becomes cap * tanh(s / cap); 0: no cap */
 };
 
-enum activation { IDENTITY, GELU, GELU_TANH, SILU, RELU, CAPPED };
+/* Of gpt-oss: CLAMPED_SWISH and CLAMPED_PLUS_ONE are those of its experts' gate and up projections. */
+enum activation { IDENTITY, GELU, GELU_TANH, SILU, RELU, CAPPED, CLAMPED_SWISH, CLAMPED_PLUS_ONE };
 enum combination { ALONE, PLUS, TIMES };
 
 /* How the scale of a group of weights is stored: as float16, as float32, or as an 8-bit integer that is multiplied by a
@@ -71,7 +72,8 @@ struct linear {
     const char *bias;   /* [panels * PANEL] or NULL */
     int64_t inputs, features, dtype, activation, combination;
     struct weights weights;
-    float cap; /* CAPPED: x becomes cap * tanh(x / cap) */
+    float cap;   /* CAPPED: x becomes cap * tanh(x / cap); CLAMPED_...: x is at most this, or in [-cap, cap] */
+    float slope; /* CLAMPED_SWISH: x becomes x * logistic(slope * x) */
 };
 
 /* Loop over a thread's tasks: first the task of its own number, then tasks that no thread has taken yet. The counter
@@ -105,6 +107,53 @@ void linear_panel(const struct linear *linear, int64_t panel, const char *rows, 
 /* Compute a thread's tasks of a linear layer. */
 void linear_tasks(const struct linear *linear, const char *rows, int64_t count, const char *other, char *output,
                   float *memory, const float *shared, int64_t *next);
+
+/* How a row's logits become the weights of the experts that are chosen by them: a softmax over all experts, a softmax
+ * over those chosen, or the logistic function of the logit of a single expert. */
+enum scoring { SOFTMAX, SOFTMAX_CHOSEN, LOGISTIC };
+
+/* down(activation(gate(row)) * up(row)) of each expert. The layers are those of expert 0, and the weights of expert i
+ * lie i * `gate_up_bytes` and i * `down_bytes` behind them. Biases lie as far apart as the features. Features are
+ * multiples of PANEL. */
+struct experts {
+    struct linear gate, up, down;
+    int64_t gate_up_bytes, down_bytes;
+    int64_t count, chosen; /* experts of the layer, and experts of each row */
+    int64_t scoring;       /* enum scoring */
+};
+
+/* Sizes of the memory that all threads share for experts; all but the first two are in bytes and floats. */
+struct experts_sizes {
+    int64_t all, experts, gathered, middle, floats;
+};
+
+struct experts_memory {
+    int64_t found; /* number of groups */
+    struct group *groups;
+    int64_t *starts, *chosen, *places;
+    float *weights;
+    char *gathered; /* later the experts' outputs, which have the same size */
+    char *middle;
+    float *shared;
+};
+
+/* Raise sizes to what experts need for `count` rows. */
+void experts_measure(const struct experts *e, int64_t count, struct experts_sizes *sizes);
+
+/* Return 0, or -1 if memory cannot be allocated. In both cases `experts_free` frees it. */
+int experts_allocate(struct experts_memory *memory, const struct experts_sizes *sizes);
+void experts_free(struct experts_memory *memory);
+
+/* Choose and weigh a thread's part of the rows' experts, by logits [count, e->count]. */
+void experts_route(const struct experts *e, const char *logits, int64_t count, struct experts_memory *shared,
+                   float *memory, int64_t *next);
+
+#define EXPERTS_COUNTERS 4 /* counters of tasks of `experts_tasks` */
+
+/* Compute a thread's tasks of experts, with barriers in between. `other` [count, features] is added; NULL: none. */
+void experts_tasks(const struct experts *e, const char *rows, int64_t count, const int64_t *chosen,
+                   const float *weights, const char *other, char *output, struct experts_memory *shared, float *memory,
+                   int64_t *next);
 
 /* Bytes of rows that are quantised for a layer, and of one panel of the layer's weights. */
 int64_t quantized_bytes(const struct linear *linear, int64_t rows);

@@ -114,12 +114,17 @@ INLINE vec erfc_of(vec x) {
     return t * exponential(fused(-x, x, sum));
 }
 
-INLINE vec activated(vec x, int64_t activation, float cap) {
+/* x * logistic(slope * x) */
+INLINE vec swish(vec x, float slope) {
+    vec turned = slope * x, small = exponential(-magnitude(turned));
+    return x * choose(turned > 0.0f, splat(1.0f), small) / (1.0f + small);
+}
+
+INLINE vec activated(vec x, const struct linear *l) {
+    const int64_t activation = l->activation;
+    const float cap = l->cap;
     if (activation == RELU) return choose(x < 0.0f, splat(0.0f), x);
-    if (activation == SILU) {
-        vec small = exponential(-magnitude(x));
-        return x * choose(x > 0.0f, splat(1.0f), small) / (1.0f + small);
-    }
+    if (activation == SILU) return swish(x, 1.0f);
     if (activation == GELU) {
         vec rest = erfc_of(magnitude(x) * 0.70710678f);
         return 0.5f * x * choose(x > 0.0f, 2.0f - rest, rest);
@@ -129,6 +134,11 @@ INLINE vec activated(vec x, int64_t activation, float cap) {
         return x * choose(twice > 0.0f, splat(1.0f), small) / (1.0f + small);
     }
     if (activation == CAPPED) return cap * tanh_of(x / cap);
+    if (activation == CLAMPED_SWISH) return swish(choose(x > cap, splat(cap), x), l->slope);
+    if (activation == CLAMPED_PLUS_ONE) {
+        vec low = choose(x < -cap, splat(-cap), x);
+        return choose(low > cap, splat(cap), low) + 1.0f;
+    }
     return x;
 }
 
@@ -141,7 +151,7 @@ INLINE void finish(const struct linear *l, int64_t panel, const float *sums, con
         char buffer[4 * LANES] = {0}; /* used if a vector would extend beyond the row */
         vec x = *(const vec *)(sums + c);
         if (l->bias) x += load(l->bias + (first + c) * size, dtype);
-        x = activated(x, l->activation, l->cap);
+        x = activated(x, l);
         if (l->combination != ALONE) {
             const char *from = other + place + c * size;
             if (count < LANES) from = memcpy(buffer, from, count * size);
