@@ -24,14 +24,20 @@ HALVES |= {"Q6_K": [208]}
 SPREADS = {"Q8_0": 74, "Q4_0": 4.6, "Q4_1": 4.6, "Q5_0": 9.2, "Q5_1": 9.2, "Q4_K": 166, "Q5_K": 332, "Q6_K": 1367}
 SPREAD = 0.06  # of a model's weights
 MIDDLES = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}  # of a minimum in steps of the scale
-# Families by llama.cpp's names of architectures, which are also transformers' types, with sizes of their own.
+_GEMMA = {"head_dim": 128, "query_pre_attn_scalar": 128, "sliding_window": 24}
+_SCALED = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+# Families by llama.cpp's names of architectures, with sizes of their own.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 128},
     "gemma": {"head_dim": 128},
+    "gemma2": _GEMMA | {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0},
+    "gemma3": _GEMMA | {"num_hidden_layers": 6, "rope_parameters": {"full_attention": _SCALED}},  # the sixth is global
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "smollm3": {"num_hidden_layers": 4},  # the fourth has no rotary embedding
 }
+GEMMAS = {"gemma", "gemma2", "gemma3"}  # their tables are tied, and their norms are stored plus 1
+TYPES = {"gemma3": "gemma3_text"}  # transformers' types, where they are not the architectures
 
 
 def random_blocks(kind: str, features: int, inputs: int, generator: torch.Generator) -> Tensor:
@@ -77,7 +83,7 @@ def written_gguf(
         kinds: Types of the weights, which the layers take in turn.
         seed: Seed of the blocks.
         context: Context length in tokens.
-        tied: Whether the output layer reads the embedding table, so that the file has no output tensor. Gemma is tied.
+        tied: Whether the output layer reads the embedding table, so that the file has no output tensor. Gemmas are tied.
         family: A key of `FAMILIES`.
         values: More values of the file's header.
         words: Number of the tokenizer's first tokens that are kept; None means all.
@@ -87,13 +93,13 @@ def written_gguf(
     vocabulary = sorted(tokenizer["model"]["vocab"].items(), key=lambda pair: pair[1])[:words]
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"num_hidden_layers": 3, "vocab_size": len(vocabulary), "max_position_embeddings": context}
-    others = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": tied or family == "gemma"}
-    config = CONFIG_MAPPING[family](**sizes | others | FAMILIES[family] | changes)
+    others = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": tied or family in GEMMAS}
+    config = CONFIG_MAPPING[TYPES.get(family, family)](**sizes | others | FAMILIES[family] | changes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     writer = gguf.GGUFWriter(str(path), family)
     _add_sizes(writer, config)
     _add_tokenizer(writer, tokenizer, vocabulary)
-    if config.rope_parameters["rope_type"] == "llama3":
+    if config.rope_parameters.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _rope_factors(config).numpy())
     add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
     for key, value in (values or {}).items():
@@ -107,7 +113,7 @@ def written_gguf(
         if parameter.dim() == 1:
             norm = 1.0 + 0.1 * torch.randn(parameter.shape, generator=generator)
             writer.add_tensor(name, norm.numpy())
-            parameter.copy_(norm - 1.0 if family == "gemma" else norm)
+            parameter.copy_(norm - 1.0 if family in GEMMAS else norm)
             continue
         weight = _add_weight(writer, name, kinds[count % len(kinds)], *parameter.shape, generator)
         count += 1
@@ -133,15 +139,22 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    if config.model_type in ("qwen3", "gemma"):
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    if config.model_type == "qwen3" or writer.arch in GEMMAS:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     else:
-        writer.add_rope_dimension_count(int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)))
-    if config.model_type != "gemma":
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if config.model_type == "phi3":
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if writer.arch not in ("gemma", "gemma2"):
+        writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if writer.arch in ("gemma2", "gemma3", "phi3"):
         writer.add_sliding_window(config.sliding_window or 0)
+    if writer.arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
 def _rope_factors(config: Any) -> Tensor:

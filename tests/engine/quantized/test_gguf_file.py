@@ -23,7 +23,7 @@ from dynatree.engine.quantized.gguf_file import GGUFFile
 from dynatree.engine.served import served
 from dynatree.engine.settings import ModelSettings
 from tests.campaigns.fuzz_gguf import REFUSED, SERVED, outcomes
-from tests.support.gguf_files import FAMILIES, save_gguf, written_gguf
+from tests.support.gguf_files import FAMILIES, GEMMAS, save_gguf, written_gguf
 from tests.support.gguf_mutants import KINDS, Parts
 from tests.support.kernel_builds import compiled
 
@@ -31,7 +31,7 @@ MIXTURES = [(("Q4_K", "Q6_K", "Q8_0"), True), (("Q4_0", "Q4_1", "F16"), False), 
 MIXTURES += [(("F32",), True)]
 WORDS = 300  # enough of the vocabulary where no text is read: every word of it takes time
 CASES = [("llama", *mixture) for mixture in MIXTURES]
-CASES += [(family, ("Q4_K", "Q6_K", "Q8_0", "F16"), family == "gemma") for family in list(FAMILIES)[1:]]
+CASES += [(family, ("Q4_K", "Q6_K", "Q8_0", "F16"), family in GEMMAS) for family in list(FAMILIES)[1:]]
 
 
 def same_weights(path, theirs):
@@ -40,6 +40,12 @@ def same_weights(path, theirs):
     ours = model.state_dict()
     assert set(ours) == set(theirs.state_dict())
     return all(torch.equal(ours[name], tensor) for name, tensor in theirs.state_dict().items())
+
+
+def in_32_bits(value):
+    if isinstance(value, dict):
+        return {key: in_32_bits(each) for key, each in value.items()}
+    return float(np.float32(value)) if isinstance(value, float) else value
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]} of {' '.join(case[1])}{', tied' * case[2]}")
@@ -52,6 +58,68 @@ def written(request, tmp_path_factory):
 
 def test_the_weights_are_those_that_were_written(written):
     assert same_weights(*written)
+
+
+def test_the_configuration_is_that_which_was_written(written):
+    """As far as it concerns numbers; a file holds them in 32 bits."""
+    path, model = written
+    ours, theirs = config_of(str(path)).to_dict(), model.config.to_dict()
+    others = {"_name_or_path", "architectures", "dtype", "transformers_version"}
+    assert {key: in_32_bits(ours[key]) for key in theirs.keys() - others} == {
+        key: in_32_bits(theirs[key]) for key in theirs.keys() - others
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokens_are_those_of_transformers(tmp_path, family):
+    """Farther than the windows, with weights that the kernels do not round."""
+    path = tmp_path / "model.gguf"
+    model = written_gguf(path, ("F32",), seed=2, family=family)
+    engine = load_engine(ModelSettings(str(path), dtype="float32", sessions=1))
+    prompt = torch.arange(100, 140)[None]
+    exactly = {"min_new_tokens": 60, "max_new_tokens": 60, "do_sample": False}
+    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **exactly)[0].tolist()
+    kv = engine.kv_cache.reserve(len(tokens))
+    (logits,) = engine.forward([Segment(kv, 0, tokens, range(len(tokens)))])
+    ours = 1 + logits[:, 1:].argmax(1)  # `min_new_tokens` forbids the end of text, which is token 0
+    assert ours[39:-1].tolist() == tokens[40:]
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "values", "expected"),
+    [
+        ("gemma2", 46, {}, {"query_pre_attn_scalar": 16}),
+        ("gemma3", 62, {}, {"query_pre_attn_scalar": 16}),
+        ("gemma3", 2, {}, {"query_pre_attn_scalar": 32, "final_logit_softcapping": None}),
+        ("gemma3", 2, {"final_logit_softcapping": 30.0}, {"final_logit_softcapping": 30.0}),
+        (
+            "gemma3",
+            2,
+            {"attention.sliding_window_pattern": 2},
+            {"layer_types": ["sliding_attention", "full_attention"]},
+        ),
+        ("gemma3", 2, {"rope.freq_base_swa": 5e3}, {"rope_parameters": [5e3, 8.0]}),
+    ],
+)
+def test_what_gemmas_files_name_and_what_llama_cpp_knows(tmp_path, family, layers, values, expected):
+    path = tmp_path / "model.gguf"
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "num_hidden_layers": layers}
+    named = {f"{family}.{key}": value for key, value in values.items()}
+    written_gguf(path, ("F16",), seed=1, family=family, words=WORDS, values=named, **sizes)
+    config = config_of(str(path))
+    found = {name: getattr(config, name) for name in expected}
+    if "rope_parameters" in found:
+        rope = found["rope_parameters"]
+        found["rope_parameters"] = [rope["sliding_attention"]["rope_theta"], rope["full_attention"]["factor"]]
+    assert found == expected
+
+
+def test_gemma_3_without_a_window_sees_all_tokens_in_all_layers(tmp_path):
+    path = tmp_path / "model.gguf"
+    written_gguf(path, ("Q8_0",), seed=1, family="gemma3", sliding_window=0)
+    assert set(config_of(str(path)).layer_types) == {"full_attention"}
+    engine = load_engine(ModelSettings(str(path), sessions=1))
+    assert engine.kv_cache.shape.locality(0) == Locality()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
@@ -154,6 +222,16 @@ def test_the_tokenizer_is_that_of_the_file(tmp_path, family):
             "qwen3",
             {"values": {"qwen3.rope.scaling.type": "yarn"}},
             "rope.scaling.type is 'yarn', which is not read",
+        ),
+        (
+            "gemma3",
+            {"values": {"gemma3.attention.scale": 0.5}},
+            "attention.scale is 0.5, which is not read",
+        ),
+        (
+            "gemma2",
+            {"values": {"gemma2.rope.scaling.type": "linear"}},
+            "rope.scaling.type is 'linear', which is not read",
         ),
         ("smollm3", FAMILIES["phi3"], "its smollm3.rope.dimension_count is 32, expected 64"),
     ],

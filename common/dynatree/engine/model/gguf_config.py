@@ -1,7 +1,8 @@
 """Configurations of models, also of GGUF files that transformers reads in part, or not at all.
 
-transformers has no mapping for Gemma and SmolLM3. For Qwen3 it skips the size of a head, and for Phi-3 the sliding
-window and the number of rotated dimensions. In all files it passes over keys that it does not know.
+transformers has no mapping for Gemma and SmolLM3. For Qwen3 it skips the size of a head, for Phi-3 the sliding window
+and the number of rotated dimensions, and for Gemma 2 and 3 the caps and scales. In all files it passes over keys that
+it does not know.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.model.files import architecture_of, checkpoint_of
-from dynatree.engine.model.gguf_header import GGUFHeader, read_header
+from dynatree.engine.model.gguf_families import FAMILIES, THETA, Values
+from dynatree.engine.model.gguf_header import GGUFHeader, Length, read_header
 from dynatree.engine.model.rope_factors import add_factors
 from dynatree.engine.settings import is_gguf
 
-_FAMILIES = frozenset({"gemma", "phi3", "qwen3", "smollm3"})  # the architectures of llama.cpp, and transformers' types
 # Keys of a file, without the name of its architecture, and the fields of a configuration.
 _FIELDS = {
     "context_length": "max_position_embeddings",
@@ -30,7 +31,6 @@ _FIELDS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "tokenizer.ggml.tokens": "vocab_size",  # a header has the lengths of arrays
 }
-_THETA = 10000.0  # llama.cpp's base of the rotary embedding where a file names none
 # More keys that are read, compared with the configuration, or without effect on a model's numbers.
 _KNOWN = frozenset({"vocab_size", "rope.freq_base", "rope.dimension_count", "rope.scaling.original_context_length"})
 _KNOWN |= {"attention.key_length", "attention.value_length", "attention.causal", "attention.layer_norm_epsilon"}
@@ -43,7 +43,7 @@ def has_own_config(model: str) -> bool:
     Raises:
         StartupError: The file cannot be read.
     """
-    return architecture_of(model) in _FAMILIES
+    return architecture_of(model) in FAMILIES
 
 
 def config_of(model: str) -> PretrainedConfig:
@@ -55,23 +55,28 @@ def config_of(model: str) -> PretrainedConfig:
     """
     path = Path(model)
     header = read_header(path) if is_gguf(model) else None
-    if header and _family(header) in _FAMILIES:
-        config = _own_config(path.name, header)
+    if header and _family(header) in FAMILIES:
+        config, read = _own_config(path.name, header)
     else:
         config = AutoConfig.from_pretrained(**checkpoint_of(model), trust_remote_code=False)
+        mapping: Any = GGUF_CONFIG_MAPPING.get(_family(header), {}) if header else {}
+        read = {key for key, field in mapping.items() if field}
     if header:
-        _check_keys(path.name, header, config)
+        _check_keys(path.name, header, config, read)
         add_factors(path, header, config)
     return config
 
 
-def _check_keys(name: str, header: GGUFHeader, config: PretrainedConfig) -> None:
-    """Refuse a file with a key that changes the model's numbers, and that its configuration does not have."""
+def _check_keys(name: str, header: GGUFHeader, config: PretrainedConfig, read: set[str]) -> None:
+    """Refuse a file with a key that changes the model's numbers, and that its configuration does not have.
+
+    Args:
+        name: Name of the file.
+        header: Its header.
+        config: The configuration.
+        read: Keys, without the name of the architecture, whose values the configuration has.
+    """
     family = _family(header)
-    mapping: Any = GGUF_CONFIG_MAPPING.get(family, {})
-    read = {key for key, field in mapping.items() if field}
-    if family == "phi3":
-        read.add("attention.sliding_window")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
     same = dict.fromkeys(("attention.key_length", "attention.value_length"), head_dim)
@@ -82,6 +87,8 @@ def _check_keys(name: str, header: GGUFHeader, config: PretrainedConfig) -> None
             continue
         if value != same.get(key, value):
             reason = f"expected {same[key]}"
+        elif isinstance(value, Length) and value:
+            reason = "the length of an array, expected a number"
         elif key not in read and key not in _KNOWN and not _is_neutral(key, value):
             reason = "which is not read from GGUF files"
         else:
@@ -94,8 +101,8 @@ def _is_neutral(key: str, value: object) -> bool:
     return value in (0, "none", "") or (value == 1 and key.endswith(("scale", "factor")))
 
 
-def _own_config(name: str, header: GGUFHeader) -> PretrainedConfig:
-    """Read the configuration of a file of one of `_FAMILIES`.
+def _own_config(name: str, header: GGUFHeader) -> tuple[PretrainedConfig, set[str]]:
+    """Read the configuration of a file of one of `FAMILIES`, and return it with the keys that it has.
 
     SmolLM3's layers without rotary embedding are every fourth one, as llama.cpp has it: a file does not name them.
 
@@ -108,22 +115,20 @@ def _own_config(name: str, header: GGUFHeader) -> PretrainedConfig:
     if missing:
         raise StartupError(f"model {name} cannot be served: it has no {missing[0]}")
     fields: dict[str, Any] = {field: values[key] for key, field in _FIELDS.items()}
-    head_dim = values.get("attention.key_length", fields["hidden_size"] // fields["num_attention_heads"])
-    rotated = values.get("rope.dimension_count", head_dim)
-    rope = {"rope_type": "default", "rope_theta": values.get("rope.freq_base", _THETA)}
-    if family == "phi3":
-        rope["partial_rotary_factor"] = rotated / head_dim
     fields |= {
-        "head_dim": head_dim,
-        "rope_parameters": rope,
-        "sliding_window": values.get("attention.sliding_window") or None,
+        "head_dim": values.get("attention.key_length", fields["hidden_size"] // fields["num_attention_heads"]),
+        "rope_parameters": {"rope_type": "default", "rope_theta": values.get("rope.freq_base", THETA)},
+        "sliding_window": None,
         "tie_word_embeddings": all(each.name != "output.weight" for each in header.tensors),
         "bos_token_id": values.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": values.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": values.get("tokenizer.ggml.padding_token_id"),
     }
-    config: PretrainedConfig = CONFIG_MAPPING[family](**fields)
-    return config
+    kind, more = FAMILIES[family]
+    asked = Values(values)
+    fields |= more(fields, asked)
+    config: PretrainedConfig = CONFIG_MAPPING[kind](**fields)
+    return config, asked.read
 
 
 def _family(header: GGUFHeader) -> str:

@@ -82,7 +82,7 @@ class _MalformedError(ValueError):
     """A file is not as the format has it; the message says where."""
 
 
-class _Length(int):
+class Length(int):
     """The length of an array, in place of the array."""
 
 
@@ -135,7 +135,7 @@ class _Cursor:
                 self.text()
         else:
             raise _MalformedError(f"it has an array of the unsupported type {inner}")
-        return _Length(length)
+        return Length(length)
 
 
 def read_header(path: Path) -> GGUFHeader:
@@ -199,7 +199,7 @@ def _check_sizes(values: Mapping[str, Any], tensors: Sequence[GGUFTensor]) -> No
     largest = max((max(each.shape) for each in tensors), default=0)
     for name, most in (("block_count", len(tensors)), *((each, largest) for each in _SIZES)):
         size, least = values.get(f"{architecture}.{name}", 0), int(name in _REQUIRED)
-        if isinstance(size, _Length) and size == 1:  # transformers would take the one number in it, whatever it is
+        if isinstance(size, Length) and size == 1:  # transformers would take the one number in it, whatever it is
             raise _MalformedError(f"its {architecture}.{name} is an array of one number, expected a number")
         if not isinstance(size, int) or not least <= size <= most:
             expected = f"{least} to {most} by its tensors"

@@ -103,7 +103,7 @@ class GGUFFile:
         self._processor: Any = processor(config=model.config.to_dict())  # type: ignore[no-untyped-call]
         inner = _Outline(model.config, model.base_model.state_dict(), {})
         outer = _Outline(model.config, model.state_dict(), {model.base_model_prefix: inner})
-        self._names: dict[str, str] = get_gguf_hf_weights_map(outer, self._processor)  # by names of the file
+        self._names: dict[str, str] = get_gguf_hf_weights_map(outer, self._processor, architecture)
         elsewhere = {_OUTPUT} if self._tied else set()
         if has_factors(model.config):
             elsewhere.add(FACTORS)

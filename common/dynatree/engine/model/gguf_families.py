@@ -1,0 +1,97 @@
+"""The families whose configurations are read from GGUF files here, and what each has beyond the others.
+
+A value that a file does not name is llama.cpp's own for the family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+THETA = 10000.0  # base of the rotary embedding
+
+
+class Values:
+    """The values of a file by their keys without the name of the architecture.
+
+    Attributes:
+        read: The keys that were asked for.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self.read: set[str] = set()
+
+    def __call__(self, key: str, default: Any = None) -> Any:
+        """Return a value, or the default where the file does not name it."""
+        self.read.add(key)
+        return self._values.get(key, default)
+
+    def has(self, key: str, value: object) -> bool:
+        """Whether the file has this value; the key counts as read only then."""
+        return key in self._values and self._values[key] == value and self(key) == value
+
+
+Fields = dict[str, Any]  # of a configuration
+
+
+def _none(fields: Fields, values: Values) -> Fields:
+    return {}
+
+
+def _phi3(fields: Fields, values: Values) -> Fields:
+    rotated = values("rope.dimension_count", fields["head_dim"])
+    return {
+        "rope_parameters": fields["rope_parameters"] | {"partial_rotary_factor": rotated / fields["head_dim"]},
+        "sliding_window": values("attention.sliding_window") or None,
+    }
+
+
+def _gemma2(fields: Fields, values: Values) -> Fields:
+    return {
+        "sliding_window": values("attention.sliding_window", 4096),
+        "attn_logit_softcapping": values("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": values("final_logit_softcapping", 30.0) or None,
+        "query_pre_attn_scalar": _query_scale(fields, layers=46),
+    }
+
+
+def _gemma3(fields: Fields, values: Values) -> Fields:
+    """Every sixth layer sees all tokens, and only there is the rotary embedding scaled."""
+    window = values("attention.sliding_window")
+    period = max(values("attention.sliding_window_pattern", 6), 1) if window else 1
+    layers = range(1, fields["num_hidden_layers"] + 1)
+    full, near = dict(fields["rope_parameters"]), {"rope_type": "default"}
+    if values.has("rope.scaling.type", "linear"):
+        full |= {"rope_type": "linear", "factor": values("rope.scaling.factor", 1.0)}
+    return {
+        "sliding_window": window or fields["max_position_embeddings"],  # transformers makes its mask in any case
+        "layer_types": ["sliding_attention" if each % period else "full_attention" for each in layers],
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": near | {"rope_theta": values("rope.freq_base_swa", THETA)},
+        },
+        "final_logit_softcapping": values("final_logit_softcapping") or None,
+        "query_pre_attn_scalar": _query_scale(fields, layers=62),
+    }
+
+
+def _query_scale(fields: Fields, layers: int) -> int:
+    """Return the number by whose root Gemma 2 and 3 divide scores, which no file names.
+
+    It is the size of a head, except in the models of 27 billion parameters. As llama.cpp does, these are recognised by
+    their number of layers.
+    """
+    whole: int = fields["hidden_size"] // fields["num_attention_heads"]
+    return whole if fields["num_hidden_layers"] == layers else fields["head_dim"]
+
+
+# For each of llama.cpp's architectures, transformers' type and the function of its further fields.
+FAMILIES: dict[str, tuple[str, Callable[[Fields, Values], Fields]]] = {
+    "gemma": ("gemma", _none),
+    "gemma2": ("gemma2", _gemma2),
+    "gemma3": ("gemma3_text", _gemma3),
+    "phi3": ("phi3", _phi3),
+    "qwen3": ("qwen3", _none),
+    "smollm3": ("smollm3", _none),
+}
