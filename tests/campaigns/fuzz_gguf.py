@@ -34,6 +34,7 @@ from dynatree.engine.examined import examined
 from dynatree.engine.forward.not_finite import check_weights
 from dynatree.engine.loading import load_engine
 from dynatree.engine.model.files import check_model
+from dynatree.engine.model.gguf_config import config_of, has_own_config
 from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.tokenizer import load_tokenizer
 from dynatree.engine.quantized.gguf_file import GGUFFile
@@ -137,7 +138,8 @@ def opened(path: Path, whole: bool) -> tuple[str, str]:
     except BaseException as error:  # a panic of the tokenizers library is no Exception
         return "exception", "".join(traceback.format_exception(error))
     try:
-        read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        own = {"config": config_of(str(path))} if has_own_config(str(path)) else {}
+        read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32, **own)
     except Exception as error:
         return "served but unreadable for transformers", "".join(traceback.format_exception(error))
     theirs = read.state_dict()

@@ -26,7 +26,8 @@ SPREAD = 0.06  # of a model's weights
 MIDDLES = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}  # of a minimum in steps of the scale
 _GEMMA = {"head_dim": 128, "query_pre_attn_scalar": 128, "sliding_window": 24}
 _SCALED = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
-# Families by llama.cpp's names of architectures, with sizes of their own.
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+# Families by llama.cpp's names of architectures, with sizes of their own. Mixtral's architecture is llama.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 128},
@@ -35,9 +36,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": _GEMMA | {"num_hidden_layers": 6, "rope_parameters": {"full_attention": _SCALED}},  # the sixth is global
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "smollm3": {"num_hidden_layers": 4},  # the fourth has no rotary embedding
+    "mixtral": {"head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2moe": _EXPERTS | {"shared_expert_intermediate_size": 512},
+    "qwen3moe": _EXPERTS | {"head_dim": 128, "norm_topk_prob": True},
 }
 GEMMAS = {"gemma", "gemma2", "gemma3"}  # their tables are tied, and their norms are stored plus 1
-TYPES = {"gemma3": "gemma3_text"}  # transformers' types, where they are not the architectures
+TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}  # of transformers
 
 
 def random_blocks(kind: str, features: int, inputs: int, generator: torch.Generator) -> Tensor:
@@ -83,7 +87,7 @@ def written_gguf(
         kinds: Types of the weights, which the layers take in turn.
         seed: Seed of the blocks.
         context: Context length in tokens.
-        tied: Whether the output layer reads the embedding table, so that the file has no output tensor. Gemmas are tied.
+        tied: Whether the output layer reads the embedding table, so that the file has no output tensor, as Gemma's.
         family: A key of `FAMILIES`.
         values: More values of the file's header.
         words: Number of the tokenizer's first tokens that are kept; None means all.
@@ -96,7 +100,7 @@ def written_gguf(
     others = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": tied or family in GEMMAS}
     config = CONFIG_MAPPING[TYPES.get(family, family)](**sizes | others | FAMILIES[family] | changes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    writer = gguf.GGUFWriter(str(path), family)
+    writer = gguf.GGUFWriter(str(path), "llama" if family == "mixtral" else family)
     _add_sizes(writer, config)
     _add_tokenizer(writer, tokenizer, vocabulary)
     if config.rope_parameters.get("rope_type") == "llama3":
@@ -104,20 +108,31 @@ def written_gguf(
     add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
     for key, value in (values or {}).items():
         add[type(value)](key, value)
-    [architecture] = [each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == family]
+    [architecture] = [each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == writer.arch]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     generator = torch.Generator().manual_seed(seed)
     count = 0
     for full, parameter in model.named_parameters():
-        name = names.get_name(full, try_suffixes=(".weight",))
+        name = names.get_name(full, try_suffixes=(".weight", ".bias"))
         if parameter.dim() == 1:
             norm = 1.0 + 0.1 * torch.randn(parameter.shape, generator=generator)
             writer.add_tensor(name, norm.numpy())
             parameter.copy_(norm - 1.0 if family in GEMMAS else norm)
             continue
-        weight = _add_weight(writer, name, kinds[count % len(kinds)], *parameter.shape, generator)
-        count += 1
-        if family in ("llama", "smollm3") and (".q_proj." in full or ".k_proj." in full):
+        kind, count = kinds[count % len(kinds)], count + 1
+        if full.endswith((".mlp.gate.weight", ".shared_expert_gate.weight")):  # in float32, and without a side of 1
+            parameter.copy_(_add_weight(writer, name, "F32", [each for each in parameter.shape if each > 1], generator))
+            continue
+        if ".experts." in full:
+            names_of = ("ffn_gate_exps", "ffn_up_exps") if full.endswith("gate_up_proj") else ("ffn_down_exps",)
+            experts, features, inputs = parameter.shape
+            shape = (experts, features // len(names_of), inputs)
+            layer = f"blk.{full.split('.')[2]}"
+            parts = [_add_weight(writer, f"{layer}.{each}.weight", kind, shape, generator) for each in names_of]
+            parameter.copy_(torch.cat(parts, 1))
+            continue
+        weight = _add_weight(writer, name, kind, parameter.shape, generator)
+        if family in ("llama", "mixtral", "smollm3") and (".q_proj." in full or ".k_proj." in full):
             heads = config.num_attention_heads if ".q_proj." in full else config.num_key_value_heads
             # the two halves of a head's dimensions alternate in the file
             weight = weight.view(heads, -1, 2, parameter.shape[1]).transpose(1, 2).reshape(parameter.shape)
@@ -140,7 +155,7 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    if config.model_type == "qwen3" or writer.arch in GEMMAS:
+    if writer.arch in {"qwen3", "qwen3moe"} | GEMMAS:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     else:
@@ -152,6 +167,13 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if writer.arch in ("gemma2", "gemma3", "phi3"):
         writer.add_sliding_window(config.sliding_window or 0)
+    if writer.arch.endswith("moe"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if writer.arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if hasattr(config, "num_experts"):  # also Mixtral's, by another name
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
     if writer.arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
@@ -190,14 +212,14 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], vocabular
 
 
 def _add_weight(
-    writer: gguf.GGUFWriter, name: str, kind: str, features: int, inputs: int, generator: torch.Generator
+    writer: gguf.GGUFWriter, name: str, kind: str, shape: Sequence[int], generator: torch.Generator
 ) -> Tensor:
     """Add a random weight; return it as float32 in the file's order of rows."""
     kept = gguf.GGMLQuantizationType[kind]
     if kind in FLOATS:
-        weight = (torch.randn(features, inputs, generator=generator) * SPREAD).to(FLOATS[kind])
+        weight = (torch.randn(shape, generator=generator) * SPREAD).to(FLOATS[kind])
         writer.add_tensor(name, weight.view(torch.uint8).numpy(), raw_dtype=kept)
         return weight.float()
-    raw = random_blocks(kind, features, inputs, generator).flatten(1).numpy()
+    raw = random_blocks(kind, math.prod(shape[:-1]), shape[-1], generator).view(*shape[:-1], -1).numpy()
     writer.add_tensor(name, raw, raw_dtype=kept)
     return torch.from_numpy(gguf.quants.dequantize(raw, kept))

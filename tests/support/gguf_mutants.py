@@ -9,16 +9,22 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import gguf
 
 from dynatree.engine.model.gguf_header import BLOCKS
 from tests.support.gguf_files import FLOATS, HALVES, written_gguf
 
-FAMILIES = (  # types of the weights, whether the output layer is tied, sizes, and words
-    (("Q8_0", "Q4_0", "Q4_1", "F16", "Q5_0"), False, (64, 96, 2), 300),
-    (("Q5_1", "BF16", "F32", "Q8_0"), True, (64, 96, 1), 280),
-    (("Q4_K", "Q5_K", "Q6_K"), False, (256, 256, 1), 270),
+_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16}
+_EXPERTS = {"head_dim": 16, "moe_intermediate_size": 32}
+FAMILIES: tuple[tuple[str, tuple[str, ...], bool, tuple[int, int, int], int, dict[str, Any]], ...] = (
+    # the family, types of the weights, whether the output layer is tied, sizes, words, and more of the configuration
+    ("llama", ("Q8_0", "Q4_0", "Q4_1", "F16", "Q5_0"), False, (64, 96, 2), 300, {}),
+    ("llama", ("Q5_1", "BF16", "F32", "Q8_0"), True, (64, 96, 1), 280, {}),
+    ("llama", ("Q4_K", "Q5_K", "Q6_K"), False, (256, 256, 1), 270, {}),
+    ("gemma3", ("Q8_0", "Q4_0", "F16", "Q5_1"), True, (64, 96, 6), 290, _GEMMA),
+    ("qwen3moe", ("Q8_0", "Q4_1", "Q5_0", "Q4_0", "F16"), False, (64, 96, 2), 260, _EXPERTS),
 )
 _EXTREMES = (0, 1, 2, 3, 5, 127, 255, 2**15, 2**16, 2**20, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**60, 2**63, 2**64 - 1)
 _STRING, _ARRAY, _U32 = 8, 9, 4
@@ -315,10 +321,10 @@ KINDS = (*HARMS, *_FLIPPED, "cut short", "bytes moved", "two harms")
 def families(folder: Path) -> list[Parts]:
     """Make the valid files that are harmed."""
     valid = []
-    for number, (kinds, tied, (hidden, middle, layers), words) in enumerate(FAMILIES):
+    for number, (family, kinds, tied, (hidden, middle, layers), words, more) in enumerate(FAMILIES):
         path = folder / f"{number}.gguf"
         sizes = {"hidden_size": hidden, "intermediate_size": middle, "num_hidden_layers": layers}
-        written_gguf(path, kinds, number, 64, tied, words=words, **sizes)
+        written_gguf(path, kinds, number, 64, tied, family, words=words, **sizes, **more)
         valid.append(Parts.of(path))
     return valid
 

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dynatree import embedded
 from dynatree.common.errors import StartupError
 from dynatree.engine import loading
+from dynatree.engine.cpu.native_experts import NativeExperts
 from dynatree.engine.cpu.native_runner import NativeRunner
 from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.forward.segment import Segment
@@ -24,6 +25,7 @@ from dynatree.engine.served import served
 from dynatree.engine.settings import ModelSettings
 from tests.campaigns.fuzz_gguf import REFUSED, SERVED, outcomes
 from tests.support.gguf_files import FAMILIES, GEMMAS, save_gguf, written_gguf
+from tests.support.gguf_mutants import FAMILIES as HARMED
 from tests.support.gguf_mutants import KINDS, Parts
 from tests.support.kernel_builds import compiled
 
@@ -114,6 +116,49 @@ def test_what_gemmas_files_name_and_what_llama_cpp_knows(tmp_path, family, layer
     assert found == expected
 
 
+@compiled
+def test_the_blocks_of_experts_are_repacked_if_gate_and_up_are_of_one_type(tmp_path):
+    """And dequantised if not; the kinds of a file's weights go to its tensors in turn."""
+    path = tmp_path / "model.gguf"
+    written = written_gguf(path, ("Q4_K", "Q6_K"), seed=1, family="qwen3moe", words=WORDS)
+    settings = ModelSettings(str(path), dtype="float32", sessions=1)
+    for each in load_engine(settings).model.model.layers:
+        assert isinstance(each.mlp.experts, NativeExperts)
+        assert {each.mlp.experts.gate_up.kind, each.mlp.experts.down.kind} == {"Q4_K", "Q6_K"}
+    parts = Parts.of(path)
+    name = next(each for each in parts.infos if each.name == b"blk.1.ffn_up_exps.weight")
+    other = next(each for each in parts.infos if each.name == b"blk.1.ffn_down_exps.weight")
+    assert name.code != other.code
+    assert name.sizes == other.sizes
+    name.code, other.code, name.offset, other.offset = other.code, name.code, other.offset, name.offset
+    path.write_bytes(parts.written()[0])
+    model = skeleton(config_of(str(path)), torch.float32)
+    files = GGUFFile(path, model, native=True)
+    files.fill(model)
+    first, second, third = (each.mlp.experts for each in model.model.layers)
+    assert [type(first), type(third)] == [NativeExperts] * 2
+    assert torch.equal(second.gate_up_proj[:, :256], written.model.layers[1].mlp.experts.gate_up_proj[:, :256])
+
+
+@compiled
+def test_layers_with_quantised_experts_are_not_offloaded(tmp_path):
+    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, family="qwen3moe", words=WORDS)
+    settings = ModelSettings(str(path), sessions=1, resident_layers=0, layer_cache=tmp_path / "layers")
+    with pytest.raises(StartupError, match="its layers cannot be offloaded, because they have quantised experts"):
+        load_engine(settings)
+
+
+@pytest.mark.parametrize("part", ["gate", "up", "down"])
+def test_a_file_without_a_part_of_the_experts_is_refused(tmp_path, part):
+    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, family="qwen3moe", words=WORDS)
+    parts = Parts.of(path)
+    parts.infos = [each for each in parts.infos if each.name != f"blk.2.ffn_{part}_exps.weight".encode()]
+    path.write_bytes(parts.written()[0])
+    name = "down_proj" if part == "down" else "gate_up_proj"
+    with pytest.raises(StartupError, match=rf"it lacks the tensor of model\.layers\.2\.mlp\.experts\.{name}"):
+        served(ModelSettings(str(path)))
+
+
 def test_gemma_3_without_a_window_sees_all_tokens_in_all_layers(tmp_path):
     path = tmp_path / "model.gguf"
     written_gguf(path, ("Q8_0",), seed=1, family="gemma3", sliding_window=0)
@@ -137,7 +182,8 @@ def test_the_memory_of_the_weights_is_known_from_the_header(written):
     told = files.bytes_of(model), files.bytes_of(model.model.layers[1], "model.layers.1.")
     files.fill(model)
     for module, size in zip((model, model.model.layers[1]), told, strict=True):
-        panels = (each.weight for each in module.modules() if isinstance(each, QuantizedLinear))
+        layers = [each for each in module.modules() if isinstance(each, QuantizedLinear)]
+        panels = [part for each in layers for part in (each.weight, each.bias) if part is not None]
         assert size == sum(each.nbytes for each in (*module.parameters(), *panels))
 
 
@@ -145,13 +191,17 @@ def test_the_memory_of_the_weights_is_known_from_the_header(written):
 def test_quantised_logits_are_close_to_those_of_the_weights_in_float32(written):
     path, model = written
     engine = load_engine(ModelSettings(str(path), dtype="float32", sessions=1))
-    assert isinstance(engine.runner, NativeRunner)
+    mixture = any(isinstance(each, NativeExperts) for each in engine.model.modules())  # without a native program
+    assert mixture or isinstance(engine.runner, NativeRunner)
     tokens = list(range(100, 160))
     kv = engine.kv_cache.reserve(len(tokens))
     with torch.inference_mode():
         (ours,) = engine.forward([Segment(kv, 0, tokens, range(len(tokens)))])
         theirs = model(torch.tensor([tokens])).logits[0]
-    error = (ours - theirs).square().mean().sqrt() / theirs.std()
+    errors = (ours - theirs).square().mean(1)
+    if mixture:  # near-ties of a router wake other experts for a few rows
+        errors = errors.median()
+    error = errors.mean().sqrt() / theirs.std()
     assert error < 0.03, "rows are rounded to 8 bits, by half a percent of their largest number"
     assert (ours.argmax(1) == theirs.argmax(1)).float().mean() > 0.9
 
@@ -228,6 +278,13 @@ def test_the_tokenizer_is_that_of_the_file(tmp_path, family):
             {"values": {"gemma3.attention.scale": 0.5}},
             "attention.scale is 0.5, which is not read",
         ),
+        (
+            "qwen3moe",
+            {"values": {"qwen3moe.expert_gating_func": 2}},
+            "expert_gating_func is 2, which is not read",
+        ),
+        ("qwen2moe", {"values": {"qwen2moe.expert_weights_scale": 2.5}}, "expert_weights_scale is 2.5, which is not"),
+        ("mixtral", {"values": {"llama.expert_group_count": 2}}, "expert_group_count is 2, which is not read"),
         (
             "gemma2",
             {"values": {"gemma2.rope.scaling.type": "linear"}},
@@ -376,7 +433,7 @@ def test_metadata_of_a_wrong_type_are_refused_with_the_cause(tmp_path):
 
 def test_harmed_files_are_refused_in_a_line_or_served_as_transformers_reads_them():
     """The short form of `python -m tests.campaigns.fuzz_gguf`."""
-    found = list(outcomes(first=0, count=3 * len(KINDS)))
+    found = list(outcomes(first=0, count=len(HARMED) * len(KINDS)))
     assert [each for each in found if each.end not in (SERVED, REFUSED)] == []
     assert {each.end for each in found} == {SERVED, REFUSED}
     assert {each.kind for each in found} == set(KINDS)

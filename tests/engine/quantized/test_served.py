@@ -21,6 +21,11 @@ def gguf(folder):
     return save_gguf(folder / "model.gguf", ("Q4_K", "Q6_K", "Q8_0"), seed=1, tied=True, words=300)
 
 
+def mixture(folder):
+    every = {"num_experts": 4, "num_experts_per_tok": 4}  # a step then reads all weights
+    return save_gguf(folder / "mixture.gguf", ("Q8_0", "Q4_K"), seed=1, family="qwen3moe", words=300, **every)
+
+
 def packed(folder):
     return save_packed(folder, "gptq", 4)[0]
 
@@ -36,12 +41,13 @@ def plain(family):
     [
         (gguf, {}, "Q4_K and Q6_K and Q8_0", PROGRAM),
         (gguf, {"dtype": "float32"}, "Q4_K and Q6_K and Q8_0", PROGRAM),
+        (mixture, {}, "Q4_K and Q8_0", "native kernels in transformers' modules"),
         (packed, {}, "gptq of 4 bits", PROGRAM),
         (plain("llama"), {"dtype": "bfloat16"}, "bfloat16", PROGRAM),
         (plain("gpt_neox"), {"dtype": "bfloat16", "weights": "int8"}, "int8", PROGRAM),
         (plain("gpt2"), {"weights": "int4"}, "int4 and int8", "native kernels in transformers' modules"),
     ],
-    ids=["gguf", "gguf-float32", "gptq", "bfloat16", "int8", "int4"],
+    ids=["gguf", "gguf-float32", "mixture", "gptq", "bfloat16", "int8", "int4"],
 )
 def test_it_is_what_loading_finds(tmp_path, caplog, save, settings, weights, computed_by):
     caplog.set_level("INFO")

@@ -1,8 +1,8 @@
 """Configurations of models, also of GGUF files that transformers reads in part, or not at all.
 
-transformers has no mapping for Gemma and SmolLM3. For Qwen3 it skips the size of a head, for Phi-3 the sliding window
-and the number of rotated dimensions, and for Gemma 2 and 3 the caps and scales. In all files it passes over keys that
-it does not know.
+transformers has no mapping for Gemma, Mixtral and SmolLM3. For Qwen3 it skips the size of a head, for mixtures that of
+an expert, for Phi-3 the sliding window and the number of rotated dimensions, and for Gemma 2 and 3 the caps and scales.
+In all files it passes over keys that it does not know.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from dynatree.common.errors import StartupError
-from dynatree.engine.model.files import architecture_of, checkpoint_of
-from dynatree.engine.model.gguf_families import FAMILIES, THETA, Values
+from dynatree.engine.model.files import checkpoint_of
+from dynatree.engine.model.gguf_families import FAMILIES, THETA, Values, family_of
 from dynatree.engine.model.gguf_header import GGUFHeader, Length, read_header
 from dynatree.engine.model.rope_factors import add_factors
 from dynatree.engine.settings import is_gguf
@@ -43,7 +43,7 @@ def has_own_config(model: str) -> bool:
     Raises:
         StartupError: The file cannot be read.
     """
-    return architecture_of(model) in FAMILIES
+    return is_gguf(model) and family_of(read_header(Path(model)).values) is not None
 
 
 def config_of(model: str) -> PretrainedConfig:
@@ -55,11 +55,12 @@ def config_of(model: str) -> PretrainedConfig:
     """
     path = Path(model)
     header = read_header(path) if is_gguf(model) else None
-    if header and _family(header) in FAMILIES:
-        config, read = _own_config(path.name, header)
+    family = family_of(header.values) if header else None
+    if header and family:
+        config, read = _own_config(path.name, header, family)
     else:
         config = AutoConfig.from_pretrained(**checkpoint_of(model), trust_remote_code=False)
-        mapping: Any = GGUF_CONFIG_MAPPING.get(_family(header), {}) if header else {}
+        mapping: Any = GGUF_CONFIG_MAPPING.get(_architecture(header), {}) if header else {}
         read = {key for key, field in mapping.items() if field}
     if header:
         _check_keys(path.name, header, config, read)
@@ -76,13 +77,13 @@ def _check_keys(name: str, header: GGUFHeader, config: PretrainedConfig, read: s
         config: The configuration.
         read: Keys, without the name of the architecture, whose values the configuration has.
     """
-    family = _family(header)
+    architecture = _architecture(header)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
     same = dict.fromkeys(("attention.key_length", "attention.value_length"), head_dim)
     same["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     for full, value in header.values.items():
-        key = full.removeprefix(f"{family}.")
+        key = full.removeprefix(f"{architecture}.")
         if key == full:  # about the file or its tokenizer
             continue
         if value != same.get(key, value):
@@ -101,7 +102,7 @@ def _is_neutral(key: str, value: object) -> bool:
     return value in (0, "none", "") or (value == 1 and key.endswith(("scale", "factor")))
 
 
-def _own_config(name: str, header: GGUFHeader) -> tuple[PretrainedConfig, set[str]]:
+def _own_config(name: str, header: GGUFHeader, family: str) -> tuple[PretrainedConfig, set[str]]:
     """Read the configuration of a file of one of `FAMILIES`, and return it with the keys that it has.
 
     SmolLM3's layers without rotary embedding are every fourth one, as llama.cpp has it: a file does not name them.
@@ -109,8 +110,8 @@ def _own_config(name: str, header: GGUFHeader) -> tuple[PretrainedConfig, set[st
     Raises:
         StartupError: The file lacks a value.
     """
-    family = _family(header)
-    values = {key.removeprefix(f"{family}."): value for key, value in header.values.items()}
+    prefix = f"{_architecture(header)}."
+    values = {key.removeprefix(prefix): value for key, value in header.values.items()}
     missing = [key for key in _FIELDS if key not in values]
     if missing:
         raise StartupError(f"model {name} cannot be served: it has no {missing[0]}")
@@ -126,11 +127,14 @@ def _own_config(name: str, header: GGUFHeader) -> tuple[PretrainedConfig, set[st
     }
     kind, more = FAMILIES[family]
     asked = Values(values)
-    fields |= more(fields, asked)
+    try:
+        fields |= more(fields, asked)
+    except LookupError as error:
+        raise StartupError(f"model {name} cannot be served: it has no {prefix}{error}") from None
     config: PretrainedConfig = CONFIG_MAPPING[kind](**fields)
     return config, asked.read
 
 
-def _family(header: GGUFHeader) -> str:
-    family: str = header.values["general.architecture"]
-    return family
+def _architecture(header: GGUFHeader) -> str:
+    architecture: str = header.values["general.architecture"]
+    return architecture

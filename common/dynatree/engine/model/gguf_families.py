@@ -27,6 +27,16 @@ class Values:
         self.read.add(key)
         return self._values.get(key, default)
 
+    def needed(self, key: str) -> Any:
+        """Return a value that every file of the family has.
+
+        Raises:
+            LookupError: This one does not; the error names the key.
+        """
+        if key not in self._values:
+            raise LookupError(key)
+        return self(key)
+
     def has(self, key: str, value: object) -> bool:
         """Whether the file has this value; the key counts as read only then."""
         return key in self._values and self._values[key] == value and self(key) == value
@@ -76,6 +86,26 @@ def _gemma3(fields: Fields, values: Values) -> Fields:
     }
 
 
+def _mixtral(fields: Fields, values: Values) -> Fields:
+    return {
+        "num_local_experts": values.needed("expert_count"),
+        "num_experts_per_tok": values.needed("expert_used_count"),
+    }
+
+
+def _qwen3_moe(fields: Fields, values: Values) -> Fields:
+    woken = values.needed("expert_used_count")
+    width = values("expert_feed_forward_length") or fields["intermediate_size"] // max(woken, 1)
+    experts = {"num_experts": values.needed("expert_count"), "num_experts_per_tok": woken}
+    return experts | {"moe_intermediate_size": width, "norm_topk_prob": True}
+
+
+def _qwen2_moe(fields: Fields, values: Values) -> Fields:
+    shared = values("expert_shared_feed_forward_length") or fields["intermediate_size"]
+    own = {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
+    return _qwen3_moe(fields, values) | own
+
+
 def _query_scale(fields: Fields, layers: int) -> int:
     """Return the number by whose root Gemma 2 and 3 divide scores, which no file names.
 
@@ -86,12 +116,25 @@ def _query_scale(fields: Fields, layers: int) -> int:
     return whole if fields["num_hidden_layers"] == layers else fields["head_dim"]
 
 
+def family_of(values: Mapping[str, Any]) -> str | None:
+    """Return the key of `FAMILIES` of a file with these values, or None if transformers reads its configuration.
+
+    Mixtral's architecture is Llama's, with experts.
+    """
+    architecture: str = values["general.architecture"]
+    family = "mixtral" if architecture == "llama" and values.get("llama.expert_count") else architecture
+    return family if family in FAMILIES else None
+
+
 # For each of llama.cpp's architectures, transformers' type and the function of its further fields.
 FAMILIES: dict[str, tuple[str, Callable[[Fields, Values], Fields]]] = {
     "gemma": ("gemma", _none),
     "gemma2": ("gemma2", _gemma2),
     "gemma3": ("gemma3_text", _gemma3),
+    "mixtral": ("mixtral", _mixtral),
     "phi3": ("phi3", _phi3),
+    "qwen2moe": ("qwen2_moe", _qwen2_moe),
     "qwen3": ("qwen3", _none),
+    "qwen3moe": ("qwen3_moe", _qwen3_moe),
     "smollm3": ("smollm3", _none),
 }

@@ -45,6 +45,7 @@ _TABLE = "token_embd.weight"
 # Sizes of a model; none is larger than every side of its tensors. transformers makes modules of these sizes.
 _SIZES = (
     *("embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv", "expert_count"),
+    *("expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
     *("attention.key_length", "attention.value_length", "rope.dimension_count", "vocab_size"),
 )
 _REQUIRED = ("block_count", "embedding_length", "attention.head_count")  # transformers has defaults of other models

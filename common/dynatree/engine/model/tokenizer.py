@@ -16,7 +16,7 @@ from dynatree.engine.model.files import architecture_of, check_path, checkpoint_
 
 # Architectures of GGUF files for which AutoTokenizer has no other class. It would read the file once more, for seconds,
 # or refuse it.
-_GENERAL = frozenset({"gemma", "gemma2", "gemma3", "llama", "phi3", "qwen3", "smollm3"})
+_GENERAL = frozenset({"gemma", "gemma2", "gemma3", "llama", "phi3", "qwen2moe", "qwen3", "qwen3moe", "smollm3"})
 # Texts whose ids distinguish tokenizers. They are part of the fingerprint, so a change here changes every fingerprint.
 PROBES = (
     "",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from dynatree.common.errors import StartupError
+from dynatree.engine.cpu.native_experts import NativeExperts, is_fused
+from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.forward.not_finite import check_weights
 from dynatree.engine.model.checkpoint import samples_of
 from dynatree.engine.model.gguf_header import BLOCKS, GGUFTensor, read_header
@@ -35,6 +38,9 @@ _OUTPUT, _TABLE = "output.weight", "token_embd.weight"
 # Architectures that transformers cannot convert, and others that llama.cpp stores in the same way: Gemma's norms plus
 # 1, and SmolLM3's queries and keys in another order.
 _STORED_AS = {"gemma": "gemma2", "smollm3": "llama"}
+# Weights of a layer's experts in a model, and their parts in a file.
+_EXPERTS = re.compile(r"(?:.+\.)?layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
+_PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class _Placed:
     Attributes:
         tensor: The tensor.
         name: Name of its weight in the model.
-        kept: Whether a linear layer takes it, whose weight stays quantised.
+        kept: Whether a linear layer or experts take it, whose weight stays quantised.
     """
 
     tensor: GGUFTensor
@@ -104,11 +110,20 @@ class GGUFFile:
         inner = _Outline(model.config, model.base_model.state_dict(), {})
         outer = _Outline(model.config, model.state_dict(), {model.base_model_prefix: inner})
         self._names: dict[str, str] = get_gguf_hf_weights_map(outer, self._processor, architecture)
+        self._experts = {  # names in the file of the parts of each of the experts' weights
+            name: [f"blk.{found[1]}.ffn_{part}_exps.weight" for part in _PARTS[found[2]]]
+            for name, _ in model.named_parameters()
+            if (found := _EXPERTS.fullmatch(name))
+        }
+        self._names |= {part: name for name, parts in self._experts.items() for part in parts}
         elsewhere = {_OUTPUT} if self._tied else set()
         if has_factors(model.config):
             elsewhere.add(FACTORS)
+        self._tensors = {each.name: each for each in header.tensors}
+        self._quantised_experts = self._find_quantised_experts(model)
         self._placed = [self._place(each, model) for each in header.tensors if each.name not in elsewhere]
         there = {each.name for each in self._placed}
+        there -= {name for name, parts in self._experts.items() if not set(parts) <= self._tensors.keys()}
         missing = [name for name, _ in model.named_parameters() if name not in there]
         if missing:
             raise self._refusal(f"it lacks the tensor of {missing[0]}")
@@ -142,12 +157,16 @@ class GGUFFile:
         linear = []
         for each in self._placed:
             path, _, last = each.name.removeprefix(prefix).rpartition(".")
-            if not each.name.startswith(prefix) or not getattr(module.get_submodule(path), last).is_meta:
+            if not each.name.startswith(prefix) or each.name in self._experts:
+                continue
+            if not getattr(module.get_submodule(path), last).is_meta:
                 continue
             if each.kept:
                 linear.append((path, each.tensor))
             else:
                 setattr(module.get_submodule(path), last, nn.Parameter(self._floats(each), requires_grad=False))
+        for path in {name.rpartition(".")[0] for name in self._experts if name.startswith(prefix)}:
+            self._fill_experts(module, path, path.removeprefix(prefix))
         for path, tensor in linear:  # once the biases are loaded
             self._replace(module, path, self._quantised(tensor, self._order(tensor)))
         if isinstance(module, PreTrainedModel) and self._tied:
@@ -159,30 +178,71 @@ class GGUFFile:
             raise self._refusal(f"{self._model_type} models have no place for its tensor {tensor.name}")
         path, _, last = name.rpartition(".")
         module = model.get_submodule(path)
+        if name in self._experts:
+            experts, features, inputs = getattr(module, last).shape
+            self._check_shape(tensor, tensor.shape, (experts, features // len(self._experts[name]), inputs))
+            return _Placed(tensor, name, path in self._quantised_experts)
         in_order = len(tensor.shape) == 2 and self._order(tensor) is not None
-        shape = list(tensor.shape if in_order else self._processed(tensor, np.zeros(tensor.shape, np.float32)).shape)
-        expected = list(getattr(module, last).shape)
-        if shape != expected:
-            raise self._refusal(f"its tensor {tensor.name} is {shape}, expected {expected}")
+        shape = tensor.shape if in_order else self._processed(tensor, np.zeros(tensor.shape, np.float32)).shape
+        self._check_shape(tensor, shape, getattr(module, last).shape)
         kept = in_order and tensor.kind not in _FLOATS and last == "weight" and type(module) is nn.Linear
         return _Placed(tensor, name, kept)
 
+    def _check_shape(self, tensor: GGUFTensor, shape: Sequence[int], expected: Sequence[int]) -> None:
+        if list(shape) != list(expected):
+            raise self._refusal(f"its tensor {tensor.name} is {list(shape)}, expected {list(expected)}")
+
+    def _find_quantised_experts(self, model: PreTrainedModel) -> set[str]:
+        """Return the paths of the experts that stay quantised: their gate and up projections are of one type."""
+        found: dict[str, bool] = {}
+        for name, parts in self._experts.items():
+            path = name.rpartition(".")[0]
+            kinds = {self._tensors[part].kind if part in self._tensors else "F32" for part in parts}
+            kept = len(kinds) == 1 and not kinds & _FLOATS.keys() and is_fused(model.get_submodule(path))
+            found[path] = kept and found.get(path, True)
+        return {path for path, kept in found.items() if kept}
+
+    def _fill_experts(self, module: nn.Module, path: str, own: str) -> None:
+        """Load the experts of a layer, which are at `path` in the model and at `own` in the module."""
+        experts: Any = module.get_submodule(own)
+        if isinstance(experts, NativeExperts) or not experts.down_proj.is_meta:
+            return
+        parts = {name: [self._tensors[part] for part in self._experts[f"{path}.{name}"]] for name in _PARTS}
+        if self._native and path in self._quantised_experts:
+            if own != path:
+                raise self._refusal("its layers cannot be offloaded, because they have quantised experts")
+            count = len(experts.down_proj)
+            layers = [self._expert_layer(each, count) for each in parts.values()]
+            module.set_submodule(own, NativeExperts(*layers, count))
+            return
+        for name, each in parts.items():
+            loaded = torch.cat([self._values(part).to(self._dtype) for part in each], 1)
+            check_weights(self.name, [(f"{path}.{name}", loaded)])
+            setattr(experts, name, nn.Parameter(loaded, requires_grad=False))
+
+    def _expert_layer(self, parts: Sequence[GGUFTensor], count: int) -> QuantizedLinear:
+        """Return one layer of the parts of `count` experts: all parts of the first expert, then those of the next."""
+        blocks = torch.cat([self._blocks(part).unflatten(0, (count, -1)) for part in parts], 1).flatten(0, 1)
+        return QuantizedLinear(self._repacked(blocks, parts[0]), None, self._dtype)
+
     def _floats(self, placed: _Placed) -> Tensor:
-        """Read a tensor as floating-point numbers."""
-        tensor = placed.tensor
-        if tensor.kind in _FLOATS:
-            values = self._raw(tensor).view(_FLOATS[tensor.kind]).view(tensor.shape).float()
-        else:
-            values = self._quantised(tensor, None).dequantized().view(tensor.shape)
-        loaded = torch.from_numpy(np.ascontiguousarray(self._processed(tensor, values.numpy()))).to(self._dtype)
+        """Read a tensor as transformers keeps it, in the model's dtype."""
+        processed = self._processed(placed.tensor, self._values(placed.tensor).numpy())
+        loaded = torch.from_numpy(np.ascontiguousarray(processed)).to(self._dtype)
         check_weights(self.name, [(placed.name, loaded)])
         return loaded
+
+    def _values(self, tensor: GGUFTensor) -> Tensor:
+        """Return a tensor in float32, as it is in the file."""
+        if tensor.kind in _FLOATS:
+            return self._raw(tensor).view(_FLOATS[tensor.kind]).view(tensor.shape).float()
+        return self._quantised(tensor, None).dequantized().view(tensor.shape)
 
     def _processed(self, tensor: GGUFTensor, values: NDArray[Any]) -> NDArray[Any]:
         """Return values of a tensor as transformers keeps them."""
         processed = self._process(tensor, values)
         if processed.name is None:
-            raise self._refusal(f"its tensor {tensor.name} holds several experts, which are not read from GGUF files")
+            raise self._refusal(f"its tensor {tensor.name} is in a layout that is not read from GGUF files")
         return np.asarray(processed.weights)
 
     def _process(self, tensor: GGUFTensor, values: NDArray[Any]) -> Any:
@@ -203,13 +263,19 @@ class GGUFFile:
         return torch.from_numpy(order[:, 0].copy()) if same and np.array_equal(np.sort(order, 0), rows) else None
 
     def _quantised(self, tensor: GGUFTensor, order: Tensor | None) -> QuantizedWeight:
-        values, size = BLOCKS[tensor.kind]
-        inputs = tensor.shape[-1]
-        raw = self._raw(tensor).view(-1, inputs // values, size)
+        blocks = self._blocks(tensor)
+        return self._repacked(blocks if order is None else blocks[order], tensor)
+
+    def _repacked(self, blocks: Tensor, tensor: GGUFTensor) -> QuantizedWeight:
         try:
-            return repacked(raw if order is None else raw[order], tensor.kind)
+            return repacked(blocks, tensor.kind)
         except ValueError as error:
             raise self._refusal(f"its tensor {tensor.name}: {error}") from None
+
+    def _blocks(self, tensor: GGUFTensor) -> Tensor:
+        """Return the blocks of a quantised tensor, uint8 `[features, blocks, bytes]`."""
+        values, size = BLOCKS[tensor.kind]
+        return self._raw(tensor).view(-1, tensor.shape[-1] // values, size)
 
     def _raw(self, tensor: GGUFTensor) -> Tensor:
         return torch.from_numpy(self._data[tensor.start : tensor.start + tensor.bytes].copy())
