@@ -105,6 +105,8 @@ def written_gguf(
     _add_tokenizer(writer, tokenizer, vocabulary)
     if config.rope_parameters.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _rope_factors(config).numpy())
+    if config.rope_parameters.get("rope_type") == "longrope":
+        _add_longrope(writer, config)
     add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
     for key, value in (values or {}).items():
         add[type(value)](key, value)
@@ -174,9 +176,20 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     if hasattr(config, "num_experts"):  # also Mixtral's, by another name
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if writer.arch == "phi3":
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
     if writer.arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def _add_longrope(writer: gguf.GGUFWriter, config: Any) -> None:
+    rope, original = config.rope_parameters, config.original_max_position_embeddings
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+    scale = config.max_position_embeddings / original
+    writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+    for name in ("long", "short"):
+        writer.add_tensor(f"rope_factors_{name}.weight", torch.tensor(rope[f"{name}_factor"]).numpy())
 
 
 def _rope_factors(config: Any) -> Tensor:

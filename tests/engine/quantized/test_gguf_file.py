@@ -229,6 +229,55 @@ def test_rotary_factors_give_the_scaling_of_llama3(tmp_path):
     assert (plain - theirs).abs().max() > 0.01, "or the test tests nothing"
 
 
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+LONGROPE |= {"long_factor": [1.0 + each for each in range(16)], "short_factor": [1.0 + each / 8 for each in range(16)]}
+LONG = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 100, "family": "phi3"}
+
+
+def test_the_short_factors_of_phi_3_are_served_up_to_its_original_context(tmp_path):
+    path = tmp_path / "model.gguf"
+    written = written_gguf(path, ("F32",), seed=1, **LONG)
+    ours, theirs = config_of(str(path)), written.config
+    scale = ours.rope_parameters.pop("attention_factor")
+    assert scale == pytest.approx(written.model.rotary_emb.attention_scaling, rel=1e-7)
+    assert scale > 1.01, "or the test tests nothing"
+    assert ours.rope_parameters == theirs.rope_parameters
+    assert ours.original_max_position_embeddings == theirs.original_max_position_embeddings
+    engine = load_engine(ModelSettings(str(path), dtype="float32", sessions=1, max_context=100))
+    tokens = list(range(100, 200))
+    kv = engine.kv_cache.reserve(len(tokens))
+    with torch.inference_mode():
+        (logits,) = engine.forward([Segment(kv, 0, tokens, range(len(tokens)))])
+        torch.testing.assert_close(logits, written(torch.tensor([tokens])).logits[0], rtol=1e-4, atol=1e-4)
+    with pytest.raises(StartupError, match="changes with the sequence length beyond 100 tokens"):
+        load_engine(ModelSettings(str(path), sessions=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("none positive", r"rope_factors_short\.weight has a number that is not positive"),
+        ("only one", r"its phi3\.rope\.scaling\.type is 'longrope', which is not read"),
+        ("another type", r"its phi3\.rope\.scaling\.type is 'dynamic', which is not read"),
+    ],
+)
+def test_factors_of_phi_3_that_are_not_computed_are_refused(tmp_path, change, reason):
+    path = tmp_path / "model.gguf"
+    written_gguf(path, ("Q8_0",), seed=1, words=WORDS, **LONG)
+    parts = Parts.of(path)
+    short = next(each for each in parts.infos if each.name == b"rope_factors_short.weight")
+    if change == "none positive":
+        parts.data[short.offset : short.offset + 4] = np.float32(-1).tobytes()
+    elif change == "only one":
+        parts.infos.remove(short)
+    else:
+        kind = next(each for each in parts.pairs if each.key == b"phi3.rope.scaling.type")
+        kind.value = (7).to_bytes(8, "little") + b"dynamic"
+    path.write_bytes(parts.written()[0])
+    with pytest.raises(StartupError, match=reason):
+        config_of(str(path))
+
+
 @pytest.mark.parametrize(
     ("family", "factor", "reason"),
     [

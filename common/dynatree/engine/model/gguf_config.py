@@ -1,8 +1,8 @@
 """Configurations of models, also of GGUF files that transformers reads in part, or not at all.
 
 transformers has no mapping for Gemma, Mixtral and SmolLM3. For Qwen3 it skips the size of a head, for mixtures that of
-an expert, for Phi-3 the sliding window and the number of rotated dimensions, and for Gemma 2 and 3 the caps and scales.
-In all files it passes over keys that it does not know.
+an expert, for Phi-3 the sliding window and the rotated dimensions with their factors, and for Gemma 2 and 3 the caps
+and scales. In all files it passes over keys that it does not know.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def config_of(model: str) -> PretrainedConfig:
         mapping: Any = GGUF_CONFIG_MAPPING.get(_architecture(header), {}) if header else {}
         read = {key for key, field in mapping.items() if field}
     if header:
+        read |= add_factors(path, header, config)
         _check_keys(path.name, header, config, read)
-        add_factors(path, header, config)
     return config
 
 

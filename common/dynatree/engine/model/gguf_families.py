@@ -54,6 +54,9 @@ def _phi3(fields: Fields, values: Values) -> Fields:
     return {
         "rope_parameters": fields["rope_parameters"] | {"partial_rotary_factor": rotated / fields["head_dim"]},
         "sliding_window": values("attention.sliding_window") or None,
+        "original_max_position_embeddings": values(
+            "rope.scaling.original_context_length", fields["max_position_embeddings"]
+        ),
     }
 
 

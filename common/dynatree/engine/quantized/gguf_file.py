@@ -28,7 +28,7 @@ from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.forward.not_finite import check_weights
 from dynatree.engine.model.checkpoint import samples_of
 from dynatree.engine.model.gguf_header import BLOCKS, GGUFTensor, read_header
-from dynatree.engine.model.rope_factors import FACTORS, has_factors
+from dynatree.engine.model.rope_factors import tensors_of_factors
 from dynatree.engine.quantized.layers import layer_of
 from dynatree.engine.weights.gguf_blocks import repacked
 from dynatree.engine.weights.quantized_weight import QuantizedWeight, format_names
@@ -116,9 +116,7 @@ class GGUFFile:
             if (found := _EXPERTS.fullmatch(name))
         }
         self._names |= {part: name for name, parts in self._experts.items() for part in parts}
-        elsewhere = {_OUTPUT} if self._tied else set()
-        if has_factors(model.config):
-            elsewhere.add(FACTORS)
+        elsewhere = tensors_of_factors(model.config) | ({_OUTPUT} if self._tied else set())
         self._tensors = {each.name: each for each in header.tensors}
         self._quantised_experts = self._find_quantised_experts(model)
         self._placed = [self._place(each, model) for each in header.tensors if each.name not in elsewhere]
