@@ -191,15 +191,16 @@ def test_the_memory_of_the_weights_is_known_from_the_header(written):
 def test_quantised_logits_are_close_to_those_of_the_weights_in_float32(written):
     path, model = written
     engine = load_engine(ModelSettings(str(path), dtype="float32", sessions=1))
-    mixture = any(isinstance(each, NativeExperts) for each in engine.model.modules())  # without a native program
-    assert mixture or isinstance(engine.runner, NativeRunner)
+    # the layers of Qwen2-MoE's shared expert take turns in their types, which a program does not compute
+    assert isinstance(engine.runner, NativeRunner) or model.config.model_type == "qwen2_moe"
     tokens = list(range(100, 160))
     kv = engine.kv_cache.reserve(len(tokens))
     with torch.inference_mode():
         (ours,) = engine.forward([Segment(kv, 0, tokens, range(len(tokens)))])
         theirs = model(torch.tensor([tokens])).logits[0]
     errors = (ours - theirs).square().mean(1)
-    if mixture:  # near-ties of a router wake other experts for a few rows
+    if any(isinstance(each, NativeExperts) for each in engine.model.modules()):
+        # near-ties of a router wake other experts for a few rows
         errors = errors.median()
     error = errors.mean().sqrt() / theirs.std()
     assert error < 0.03, "rows are rounded to 8 bits, by half a percent of their largest number"

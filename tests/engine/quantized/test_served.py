@@ -41,7 +41,7 @@ def plain(family):
     [
         (gguf, {}, "Q4_K and Q6_K and Q8_0", PROGRAM),
         (gguf, {"dtype": "float32"}, "Q4_K and Q6_K and Q8_0", PROGRAM),
-        (mixture, {}, "Q4_K and Q8_0", "native kernels in transformers' modules"),
+        (mixture, {}, "Q4_K and Q8_0", "a native program"),
         (packed, {}, "gptq of 4 bits", PROGRAM),
         (plain("llama"), {"dtype": "bfloat16"}, "bfloat16", PROGRAM),
         (plain("gpt_neox"), {"dtype": "bfloat16", "weights": "int8"}, "int8", PROGRAM),
