@@ -177,8 +177,9 @@ class _Writer:
     ) -> None:
         where = None
         if sinks is not None:
-            self.kept.append(sinks.detach().float())
-            where = address(self.kept[-1], torch.float32, self.widths[target] // query.head)  # one of each head
+            numbers = sinks.detach().float()
+            self.kept.append(numbers)
+            where = address(numbers, torch.float32, self.widths[target] // query.head)  # one of each head
         self._add(
             kind=_ATTEND, target=target, query=query, key=key, value=value, layer=layer, rotary=rotary, sinks=where
         )

@@ -28,8 +28,8 @@ _TENSORS = {_TYPE: {_DIVISORS}, "longrope": {_LONG, _SHORT}}
 
 def tensors_of_factors(config: PretrainedConfig) -> set[str]:
     """Return the names of a GGUF file's tensors that its configuration has in place of the model."""
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    return _TENSORS.get(kind, set())
+    rope = getattr(config, "rope_parameters", None) or {}
+    return _TENSORS.get(rope.get("rope_type", ""), set())
 
 
 def add_factors(path: Path, header: GGUFHeader, config: PretrainedConfig) -> set[str]:

@@ -210,8 +210,8 @@ class GGUFFile:
             if own != path:
                 raise self._refusal("its layers cannot be offloaded, because they have quantised experts")
             count = len(experts.down_proj)
-            layers = [self._expert_layer(each, count) for each in parts.values()]
-            module.set_submodule(own, NativeExperts(*layers, count))
+            gate_up, down = (self._expert_layer(each, count) for each in parts.values())
+            module.set_submodule(own, NativeExperts(gate_up, down, count))
             return
         for name, each in parts.items():
             loaded = torch.cat([self._values(part).to(self._dtype) for part in each], 1)
@@ -220,7 +220,8 @@ class GGUFFile:
 
     def _expert_layer(self, parts: Sequence[GGUFTensor], count: int) -> QuantizedLinear:
         """Return one layer of the parts of `count` experts: all parts of the first expert, then those of the next."""
-        blocks = torch.cat([self._blocks(part).unflatten(0, (count, -1)) for part in parts], 1).flatten(0, 1)
+        tensors = (self._blocks(part) for part in parts)
+        blocks = torch.cat([each.view(count, -1, *each.shape[1:]) for each in tensors], 1).flatten(0, 1)
         return QuantizedLinear(self._repacked(blocks, parts[0]), None, self._dtype)
 
     def _floats(self, placed: _Placed) -> Tensor:
