@@ -96,7 +96,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """Records without those of calls that earlier tests have left, which asyncio and gRPC log when they are destroyed."""
+    """Records without those that asyncio and gRPC log when calls of earlier tests are destroyed."""
 
     def ours(record: logging.LogRecord) -> bool:
         return record.name != "asyncio" and not record.getMessage().startswith("Exception not handled by ")
