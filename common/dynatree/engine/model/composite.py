@@ -46,7 +46,7 @@ def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
     Raises:
         StartupError: The composite model may compute more than its language model.
     """
-    if config.get_text_config() is config or config.is_encoder_decoder:
+    if config.is_encoder_decoder or config.get_text_config() is config:
         return config
     text = copy.deepcopy(config.get_text_config())
     if config.model_type not in COMPOSITES or (config.model_type in _WITH_ANY and text.model_type not in _PLAIN):

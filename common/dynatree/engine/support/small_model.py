@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dynatree.engine.model.skeleton import skeleton
+from dynatree.engine.model.tokenizer import first_line
 
 VOCAB_SIZE = 512
 CONTEXT_LENGTH = 512
@@ -50,7 +51,7 @@ def small_model(config: PretrainedConfig, context_length: int, seed: int) -> Pre
                 return _with_weights(model, seed)
         except Exception as error:  # configurations and models raise various types here
             failure = error
-    raise ValueError(f"no small model could be made of its configuration: {failure}")
+    raise ValueError(f"no small model could be made of its configuration: {first_line(failure)}")
 
 
 def spans(config: PretrainedConfig) -> list[int]:
