@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 _SERVICES = "services"  # unit of the tests that use the session's services
+_APART = "test_census.py"  # its tests take minutes and share nothing, so that any worker runs any of them
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,10 +68,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Scheduling(LoadFileScheduling):
-    """Keeps the tests of a file, which share fixtures, on one worker, and all files that use the session's services."""
+    """Keeps the tests of a file that share fixtures on one worker, and all files that use the session's services."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
+        if file.endswith(_APART):
+            return nodeid
         return _SERVICES if _uses_services(self.config.rootpath / file) else file
 
 

@@ -12,3 +12,4 @@ def test_all_files_that_use_the_sessions_services_are_one_unit_of_work(pytestcon
     files = ("bench/test_embedded.py", "bench/test_bench_runs.py", "gateway/test_gateway.py")
     assert len({scheduling._split_scope(f"tests/{file}::test") for file in files}) == 1
     assert scheduling._split_scope("tests/common/test_tree.py::test") == "tests/common/test_tree.py"
+    assert scheduling._split_scope("tests/engine/test_census.py::test[a]") == "tests/engine/test_census.py::test[a]"

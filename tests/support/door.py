@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from dynatree import embedded
 from dynatree.common.errors import StartupError
+from dynatree.engine.cpu.native_runner import NativeRunner
 from dynatree.engine.engine import Engine
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.loading import load_engine
@@ -30,11 +31,13 @@ class Served:
         refusal: Reason why the model is not served; None if it is served.
         wrong: Number of compared tokens that differ from the model's own.
         compared: Number of next tokens compared, near-ties left out.
+        native: Whether a native program computes it.
     """
 
     refusal: str | None
     wrong: int = 0
     compared: int = 0
+    native: bool = False
 
 
 def saved(model: PreTrainedModel, folder: Path) -> Path:
@@ -68,7 +71,7 @@ def served(folder: Path, dtype: str, **settings: object) -> Served:
         differs = got.argmax(-1) != expected.argmax(-1)
         wrong += int((differs & ~ties).sum())
         compared += int((~ties).sum())
-    return Served(None, wrong, compared)
+    return Served(None, wrong, compared, isinstance(engine.runner, NativeRunner))
 
 
 def _decoded(engine: Engine, tokens: list[int], prompt: int, neighbour: list[int] | None) -> torch.Tensor:

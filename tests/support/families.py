@@ -13,17 +13,35 @@ from dynatree.engine.model.composite import COMPOSITES, loader_of
 
 CONTEXT = 256
 VOCAB_SIZE = 2048
-# No tiny model of these families can be built from a configuration alone: parts cannot be made small, values depend on
-# each other, or packages are not installed.
+FAMILIES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | COMPOSITES)
+# No tiny checkpoint of these families can be built from a configuration alone: parts cannot be made small, values
+# depend on each other, packages are not installed, or transformers builds a part of the model only.
 # fmt: off
-_NOT_TINY = {
-    "blt", "cohere_compass_text", "dbrx", "dots1", "dots3_note", "dots3_note_text", "gemma3n",
-    "gemma4_assistant", "gemma4_unified_assistant", "git", "gpt_neo", "lfm2_moe", "mamba2",
-    "moss_transcribe_diarize", "musicgen", "musicgen_melody", "phi4_multimodal", "qwen4_exp",
+NOT_TINY = {
+    "blt", "dots3_note", "dots3_note_text", "emu3", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "git",
+    "mamba2", "mllama", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "phi4_multimodal", "qwen4_exp",
     "qwen4_exp_text", "reformer", "zamba", "zamba2",
 }
 # fmt: on
-FAMILIES = sorted((set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | COMPOSITES) - _NOT_TINY)
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
+_ROTARY = {"rope_type": "default", "rope_theta": 1e4}
+# What the default configuration leaves out: values of the families' checkpoints, and those that a tiny model needs.
+_VALUES: dict[str, dict[str, object]] = {
+    "cohere_compass_text": _WINDOWS | {"rope_parameters": {"sliding_attention": _ROTARY, "full_attention": None}},
+    "dbrx": {
+        "n_heads": 4,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 128, "moe_num_experts": 2, "moe_top_k": 2},
+    },
+    "dots1": {"n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 2, "max_window_layers": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "laguna": _WINDOWS,
+    "lfm2": _CONVOLUTIONS,
+    "lfm2_moe": _CONVOLUTIONS,
+    "mellum": _WINDOWS,
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+}
 _SIZES = {
     "vocab_size": VOCAB_SIZE,
     "vocab_size_per_layer_input": VOCAB_SIZE,
@@ -90,6 +108,13 @@ _TOWER = {
 _SPAN = re.compile(r"^(?!.*(dim|heads|expert|layer|group)).*(window|chunk|top_?k$|local|block|span|stride|sparse)")
 
 
+def default_config(family: str) -> PretrainedConfig:
+    """Return the family's default configuration."""
+    text = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 30}
+    needed = {"text_config": {"model_type": "gemma4_text"} | text} if family == "gemma4_assistant" else {}
+    return CONFIG_MAPPING[family](**needed)
+
+
 def tiny_config(family: str, **changes: object) -> PretrainedConfig:
     """A configuration with four narrow layers that is otherwise as close as possible to the family's default.
 
@@ -99,7 +124,7 @@ def tiny_config(family: str, **changes: object) -> PretrainedConfig:
     default = CONFIG_MAPPING[family]()
     text = default.get_text_config()
     if text is default:
-        return CONFIG_MAPPING[family](**(_fields(default) | changes))
+        return CONFIG_MAPPING[family](**(_fields(default) | _VALUES.get(family, {}) | changes))
     parts = {name: part for name, part in vars(default).items() if isinstance(part, PretrainedConfig)}
     given = {name: {"model_type": part.model_type} | _fields(part) for name, part in parts.items()}
     (name,) = [name for name, part in parts.items() if part is text]

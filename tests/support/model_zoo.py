@@ -16,6 +16,7 @@ from transformers import (
     OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -108,16 +109,21 @@ def save_noisy_copy(folder: Path, model: Path, seed: int, noise: float = 0.1) ->
 
     def save(folder: Path) -> None:
         copy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for weight in copy.parameters():
-                spread = weight.std(correction=0)  # 0 for norms and biases, which stay unchanged
-                weight += noise * spread * torch.randn(weight.shape, generator=generator)
+        add_noise(copy, seed, noise)
         copy.save_pretrained(folder)
         PreTrainedTokenizerFast.from_pretrained(model).save_pretrained(folder)
 
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(model.iterdir())))
     return _saved(folder, f"{digest.hexdigest()} {seed} {noise}", save)
+
+
+def add_noise(model: PreTrainedModel, seed: int, noise: float = 0.1) -> None:
+    """Add noise of `noise` times the spread of each weight."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            spread = weight.std(correction=0)  # 0 for norms and biases, which stay unchanged
+            weight += noise * spread * torch.randn(weight.shape, generator=generator)
 
 
 def _saved(folder: Path, key: str, save: Callable[[Path], None]) -> Path:
