@@ -215,6 +215,41 @@ def test_falcon_has_the_right_tokens(tmp_path, changes):
         assert found.compared > 20, dtype
 
 
+DEEP = {"num_hidden_layers": 12, "layer_types": ["sliding_attention", "full_attention"] * 6}
+DEEP |= {"num_local_experts": 32, "num_experts_per_tok": 4}
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_near_ties_of_routers_in_16_bits_are_no_reason(tmp_path, seed):
+    path = saved(tiny_model(tiny_config("gpt_oss", **DEEP), seed), tmp_path / "model")
+    assert load_engine(ModelSettings(str(path), dtype="bfloat16", sessions=1)).model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("chosen", "experts"), [(17, 17), (17, 32), (20, 40)])
+def test_more_chosen_experts_than_a_small_model_has_are_no_reason(tmp_path, chosen, experts):
+    changes = {"num_local_experts": experts, "num_experts_per_tok": chosen}
+    found = served(saved(tiny_model(tiny_config("mixtral", **changes)), tmp_path / "model"), "float32")
+    assert (found.refusal, found.wrong) == (None, 0)
+
+
+class Mistaken:
+    """An engine whose nodes see all nodes of the tree before them."""
+
+    def __init__(self, engine):
+        self.model, self.kv_cache, self._engine = engine.model, engine.kv_cache, engine
+
+    def forward(self, segments):
+        return self._engine.forward([replace(each, mask=None) for each in segments])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "qwen3_moe", "gpt_oss"])
+def test_a_wrong_mask_fails_the_probe_in_16_bits(tmp_path, family):
+    path = saved(tiny_model(tiny_config(family)), tmp_path / "model")
+    engine = load_engine(ModelSettings(str(path), dtype="bfloat16", sessions=1))
+    with torch.inference_mode(), pytest.raises(StartupError, match="gives different logits under tree attention"):
+        probe.check_outputs(Mistaken(engine), 256)
+
+
 def test_a_masked_token_of_the_output_layer_is_no_reason(tmp_path):
     model = tiny_model(tiny_config("phi"))
     with torch.no_grad():

@@ -159,9 +159,27 @@ def test_a_file_without_a_part_of_the_experts_is_refused(tmp_path, part):
         served(ModelSettings(str(path)))
 
 
-def test_gemma_3_without_a_window_sees_all_tokens_in_all_layers(tmp_path):
+@pytest.mark.parametrize("family", ["mixtral", "qwen2moe", "qwen3moe"])
+@pytest.mark.parametrize("used", [0, 5, 9])
+def test_a_number_of_chosen_experts_that_no_row_can_have_is_refused(tmp_path, family, used):
     path = tmp_path / "model.gguf"
-    written_gguf(path, ("Q8_0",), seed=1, family="gemma3", sliding_window=0)
+    name = "llama" if family == "mixtral" else family
+    written_gguf(path, ("Q8_0",), seed=1, family=family, words=WORDS, values={f"{name}.expert_used_count": used})
+    with pytest.raises(StartupError, match=f"its {name}.expert_used_count is {used}, expected 1 to 4"):
+        served(ModelSettings(str(path)))
+
+
+def test_gemma_2_without_a_cap_has_none(tmp_path):
+    path = tmp_path / "model.gguf"
+    written_gguf(path, ("Q8_0",), seed=1, family="gemma2", words=WORDS, values={"gemma2.attn_logit_softcapping": 0.0})
+    assert config_of(str(path)).attn_logit_softcapping is None
+    assert "capped scores" not in load_engine(ModelSettings(str(path), sessions=1)).kv_cache.shape.features
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_gemmas_without_a_window_see_all_tokens_in_all_layers(tmp_path, family):
+    path = tmp_path / "model.gguf"
+    written_gguf(path, ("Q8_0",), seed=1, family=family, sliding_window=0)
     assert set(config_of(str(path)).layer_types) == {"full_attention"}
     engine = load_engine(ModelSettings(str(path), sessions=1))
     assert engine.kv_cache.shape.locality(0) == Locality()

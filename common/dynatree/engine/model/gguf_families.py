@@ -61,9 +61,11 @@ def _phi3(fields: Fields, values: Values) -> Fields:
 
 
 def _gemma2(fields: Fields, values: Values) -> Fields:
+    window = values("attention.sliding_window", 4096)
     return {
-        "sliding_window": values("attention.sliding_window", 4096),
-        "attn_logit_softcapping": values("attn_logit_softcapping", 50.0),
+        "sliding_window": window or fields["max_position_embeddings"],  # transformers makes its mask in any case
+        "layer_types": None if window else ["full_attention"] * fields["num_hidden_layers"],
+        "attn_logit_softcapping": values("attn_logit_softcapping", 50.0) or None,
         "final_logit_softcapping": values("final_logit_softcapping", 30.0) or None,
         "query_pre_attn_scalar": _query_scale(fields, layers=46),
     }

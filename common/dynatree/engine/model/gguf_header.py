@@ -205,6 +205,9 @@ def _check_sizes(values: Mapping[str, Any], tensors: Sequence[GGUFTensor]) -> No
         if not isinstance(size, int) or not least <= size <= most:
             expected = f"{least} to {most} by its tensors"
             raise _MalformedError(f"its {architecture}.{name} is {size!r:.40}, expected {expected}")
+    experts, used = values.get(f"{architecture}.expert_count", 0), values.get(f"{architecture}.expert_used_count")
+    if experts and used is not None and not 1 <= used <= experts:
+        raise _MalformedError(f"its {architecture}.expert_used_count is {used}, expected 1 to {experts}")
 
 
 def _check_tokens(values: Mapping[str, Any], tensors: Sequence[GGUFTensor]) -> None:

@@ -23,7 +23,7 @@ _SPANS = re.compile(
     r"^(?!.*(dim|heads|experts|layers?)).*(window|chunk|top_?k|local|block|span|stride|sparse|original_max)"
 )
 _WIDTHS = re.compile(r"intermediate|inner|ffn|lora_rank")
-_EXPERTS = re.compile(r"experts$")
+_EXPERTS = re.compile(r"experts(_per_tok(en)?)?$")  # of a layer, and of a row
 
 
 def small_model(config: PretrainedConfig, context_length: int, seed: int) -> PreTrainedModel:
