@@ -260,7 +260,7 @@ def _sensitivity(probed: Probed, prefixes: Prefixes, theirs: Sequence[Tensor], p
             signs = torch.randint(-1, 2, output.shape, generator=generator).to(output.device)
             return output * (1.0 + signs * torch.finfo(output.dtype).eps).to(output.dtype)
 
-        embeddings: Any = probed.model.get_input_embeddings()  # type: ignore[no-untyped-call]
+        embeddings: Any = probed.model.get_input_embeddings()
         hook = embeddings.register_forward_hook(nudged)
         try:
             largest = max(largest, _difference(plain(probed.model, prefixes, "eager"), theirs))
