@@ -27,8 +27,9 @@ _ALONE, _PLUS, _TIMES = range(3)
 _IDENTITY, _GELU, _GELU_TANH, _SILU, _RELU, _CAPPED = range(6)
 _SOFTMAX, _SOFTMAX_CHOSEN, _LOGISTIC = range(3)
 _MOST_EXPERTS = 4096  # the scores of a row's experts lie in a thread's working memory
-_MOST_CHOSEN = 17  # above, torch.topk sorts equal scores otherwise than `native/experts.c`
-_PARTIAL_SORT = 64  # torch.topk sorts partially from so many experts for each chosen one on
+# torch.topk orders equal scores by other steps than `native/experts.c` if a row chooses more experts than this, or if
+# there are at least this many experts for each chosen one.
+_MOST_CHOSEN, _PARTIAL_SORT = 17, 64
 # transformers' names of activation functions
 _ACTIVATIONS = {
     "gelu": _GELU,
