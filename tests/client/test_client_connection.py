@@ -4,6 +4,7 @@ import asyncio
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from dynatree.client import AsyncClient, Client, Completion, DeadlineExceededError, ServerError, ServerUnavailableError
 from dynatree.client._base import BaseClient, Deadline
 from tests.support.fake_draft_service import (  # noqa: F401 - fixtures
+    Fail,
     FakeDraftService,
     Hang,
     client_fixture,
@@ -152,3 +154,44 @@ def test_a_proxy_of_the_web_is_not_for_us(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_port_beyond_the_last_is_no_address() -> None:
     with pytest.raises(ValueError, match="host:port"):
         Client("localhost:99999")
+
+
+def _told_async(address: str, calls: int) -> list[str]:
+    async def run() -> list[str]:
+        async with AsyncClient(address) as client:
+            return [each.target.name for each in await asyncio.gather(*(client.model_info() for _ in range(calls)))]
+
+    return asyncio.run(run())
+
+
+def _told(address: str, calls: int) -> list[str]:
+    with Client(address) as client, ThreadPoolExecutor(8) as pool:
+        return [each.target.name for each in pool.map(lambda _: client.model_info(), range(calls))]
+
+
+@pytest.mark.parametrize("told", [_told, _told_async])
+def test_each_of_many_calls_tries_every_server(
+    tmp_path: Path, service: FakeDraftService, told: Callable[[str, int], list[str]]
+) -> None:
+    """The calls take turns at the servers, and none tries the dead server twice in place of the other."""
+    assert told(f"unix:{tmp_path}/nobody.sock,{service.address}", 200) == ["large"] * 200
+
+
+def test_a_request_that_one_server_refuses_goes_to_the_other_beside_many(tmp_path: Path) -> None:
+    with serving(tmp_path, "busy.sock") as busy, serving(tmp_path) as free:
+        busy.script = [Fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")]
+        with Client(f"{busy.address},{free.address}") as client, ThreadPoolExecutor(8) as pool:
+            texts = list(pool.map(lambda _: client.generate("Once").text, range(100)))
+    assert texts == ["Héllo"] * 100
+
+
+def test_a_question_waits_for_a_server_that_restarts(tmp_path: Path) -> None:
+    """Questions about models and tokens wait as long as a completion of which nothing has come."""
+    with Client(f"unix:{tmp_path}/draft.sock") as client, ThreadPoolExecutor(1) as pool:
+        with serving(tmp_path):
+            client.model_info()
+        asked = pool.submit(client.model_info)
+        with pytest.raises(ServerUnavailableError):
+            client.model_info(timeout=0.5)
+        with serving(tmp_path):
+            assert asked.result(10.0).target.name == "large"

@@ -23,7 +23,6 @@ from dynatree.client._base import (
     is_serving,
 )
 from dynatree.client._completion import Chunk, Completion
-from dynatree.client._errors import error_from_rpc
 from dynatree.client._grpc_loop import FromGrpcLoop, on_grpc_loop
 from dynatree.client._request import (
     GenerateOptions,
@@ -200,19 +199,20 @@ class AsyncClient(BaseClient):
         request = build_request(prompt, **options)
         sent = self._with(metadata)
         deadline: Deadline | None = None
+        servers = self._servers_in_turn()
 
         async def start(request: draft_pb2.GenerateRequest, traced: Metadata) -> _Call:
             nonlocal deadline
             if deadline is None:
                 deadline = await self._connect(timeout)
-            return FromGrpcLoop(partial(self._responses, request, deadline.remaining(), sent + traced))
+            return FromGrpcLoop(partial(self._responses, next(servers), request, deadline.remaining(), sent + traced))
 
         return AsyncCompletionStream(start, self._address, request, self._attempts())
 
     async def _responses(
-        self, request: draft_pb2.GenerateRequest, timeout: float | None, metadata: Metadata
+        self, server: int, request: draft_pb2.GenerateRequest, timeout: float | None, metadata: Metadata
     ) -> AsyncGenerator[draft_pb2.GenerateResponse]:
-        call = self._stubs()[self._next_server()].Generate(request, timeout=timeout, metadata=metadata)
+        call = self._stubs()[server].Generate(request, timeout=timeout, metadata=metadata)
         try:
             async for response in call:
                 yield response
@@ -345,14 +345,14 @@ class AsyncClient(BaseClient):
     async def _first_answer(
         self, ask: Callable[[draft_pb2_grpc.DraftServiceStub, float | None], Awaitable[T]], deadline: Deadline
     ) -> T:
-        stubs = self._stubs()
-        for left in reversed(range(len(stubs))):
+        attempts = self._attempts_at_question()
+        for server in self._servers_in_turn():
             try:
-                return await ask(stubs[self._next_server()], deadline.remaining())
+                return await ask(self._stubs()[server], deadline.remaining())
             except grpc.RpcError as error:
-                if not left or error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise error_from_rpc(error, self._address) from error
-        raise AssertionError("there is a server")
+                pause = self._pause(attempts, error, deadline)
+            await asyncio.sleep(pause)
+        raise AssertionError("the last attempt raises")
 
     async def close(self) -> None:
         """Close the connection, and cancel requests in progress. Further calls have no effect."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict
 import grpc
 
 from dynatree.client._attempts import Attempts
-from dynatree.client._errors import ServerUnavailableError, error_from_rpc
+from dynatree.client._errors import ServerUnavailableError, code_of, error_from_rpc, is_quota, retry_after
 from dynatree.client._security import check_local, tls_credentials, token_metadata
 from dynatree.client._tracing import Metadata
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
@@ -157,16 +157,34 @@ class BaseClient:
             check_local(self._addresses)
         return (*((key, value) for key, value in self._metadata if key not in own), *metadata)
 
-    def _next_server(self) -> int:
-        """Return the index of the server of the next attempt; servers take turns."""
-        return next(self._turns) % len(self._addresses)
+    def _servers_in_turn(self) -> Iterator[int]:
+        """Yield the indices of the servers for the attempts of one call. Each call begins at the next server."""
+        return (turn % len(self._addresses) for turn in count(next(self._turns)))
 
     def _attempts(self) -> Attempts:
         """Return the retry state of a new request."""
-        several = [_BEHIND_A_NAME if address.startswith("dns:///") else 1 for address in self._addresses]
         if not self._resume:
             return Attempts(1, connect_seconds=-1.0, resume_seconds=-1.0)
-        return Attempts(sum(several), self._connect_timeout, self._resume_timeout)
+        return Attempts(self._tries(), self._connect_timeout, self._resume_timeout)
+
+    def _attempts_at_question(self) -> Attempts:
+        """Return the retry state of a new call with a single answer; it is also retried if `resume` is False."""
+        return Attempts(self._tries(), self._connect_timeout, resume_seconds=-1.0)
+
+    def _tries(self) -> int:
+        return sum(_BEHIND_A_NAME if address.startswith("dns:///") else 1 for address in self._addresses)
+
+    def _pause(self, attempts: Attempts, error: grpc.RpcError, deadline: "Deadline") -> float:
+        """Return the seconds until a call's next attempt.
+
+        Raises:
+            DynaTreeError: `error` ends the call.
+        """
+        pause = attempts.after(code_of(error), retry_after(error), quota=is_quota(error))
+        left = deadline.remaining()
+        if self._closed or pause is None or (left is not None and pause >= left):
+            raise error_from_rpc(error, self._address) from error
+        return pause
 
     def _deadline(self, timeout: float | None) -> "Deadline":
         """Return the deadline of a call that starts now; a `timeout` of None means the client's."""

@@ -1,6 +1,7 @@
 """The client for synchronous code."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -24,7 +25,6 @@ from dynatree.client._base import (
     is_serving,
 )
 from dynatree.client._completion import Chunk, Completion
-from dynatree.client._errors import error_from_rpc
 from dynatree.client._request import (
     GenerateOptions,
     Message,
@@ -226,10 +226,10 @@ class Client(BaseClient):
         """Start to complete `prompt`, and return an iterator of chunks. Arguments and errors as in `generate`."""
         request = build_request(prompt, **options)
         sent = self._with(metadata)
-        deadline = self._connect(timeout)
+        deadline, servers = self._connect(timeout), self._servers_in_turn()
 
         def start(request: draft_pb2.GenerateRequest, traced: Metadata) -> _Call:
-            stub = self._stubs[self._next_server()]
+            stub = self._stubs[next(servers)]
             call: _Call = stub.Generate(request, timeout=deadline.remaining(), metadata=sent + traced)
             return call
 
@@ -348,13 +348,13 @@ class Client(BaseClient):
 
     def _ask(self, ask: Callable[[draft_pb2_grpc.DraftServiceStub, float | None], T], deadline: Deadline) -> T:
         """Ask the servers in turn, and return the first answer."""
-        for left in reversed(range(len(self._stubs))):
+        attempts = self._attempts_at_question()
+        for server in self._servers_in_turn():
             try:
-                return ask(self._stubs[self._next_server()], deadline.remaining())
+                return ask(self._stubs[server], deadline.remaining())
             except grpc.RpcError as error:
-                if not left or error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise error_from_rpc(error, self._address) from error
-        raise AssertionError("there is a server")
+                time.sleep(self._pause(attempts, error, deadline))
+        raise AssertionError("the last attempt raises")
 
     def close(self) -> None:
         """Close the connection, and cancel requests in progress. Further calls have no effect."""
