@@ -117,11 +117,10 @@ def headline_conditions() -> str:
     lengths = [label.rpartition(" ")[2] for label in labels if "drafting" in label]
     again = " and ".join(f"{rate(f'llama-cpp-{name}', 'throughput').median:.1f}" for name in (first, second))
     return (
-        f"tokens/s is the median over {prompts.prompts} prompts of a text, and over {beside.prompts} for llama.cpp, of "
-        "new tokens / wall-clock seconds of a completion; x plain the median of the ratio on the same prompt, with the "
-        "range. "
-        f"llama.cpp ran in 16 bits, in a separate run, in which DynaTree generated {again} tokens/s. The table has the "
-        f"best of its draft lengths, which were {', '.join(lengths)} tokens."
+        f"tokens/s is new tokens / wall-clock seconds of a completion, the median over {prompts.prompts} prompts of a "
+        f"text ({beside.prompts} for llama.cpp). x plain is the median over prompts of the ratio to plain decoding, "
+        f"with the range. llama.cpp ran separately, in 16 bits; in that run DynaTree generated {again} tokens/s. The "
+        f"table has the best of llama.cpp's draft lengths, which were {', '.join(lengths)} tokens."
     )
 
 
@@ -129,10 +128,10 @@ def headline_summary() -> str:
     """The range of the texts' median ratios of the default policy: to its own plain decoding, and to the others'."""
     beside = [f"llama-cpp-{name}" for name in llama_cpp_texts()]
     return (
-        f"By these medians DynaTree gives {span(PLAIN.label, texts())} times the tokens/s of its own plain decoding "
-        f"over {len(texts())} texts, and {span('transformers', texts())} times those of transformers' `generate()`; "
-        f"over {len(beside)} texts {span(LLAMA_CPP, beside)} times those of llama.cpp without a draft, and "
-        f"{span(best_drafting(), beside)} times those of llama.cpp with the same draft."
+        f"By these medians, DynaTree is {span(PLAIN.label, texts())} times as fast as its own plain decoding and "
+        f"{span('transformers', texts())} times as fast as transformers' `generate()` ({len(texts())} texts). It is "
+        f"{span(LLAMA_CPP, beside)} times as fast as llama.cpp without a draft and "
+        f"{span(best_drafting(), beside)} times as fast as llama.cpp with the same draft ({len(beside)} texts)."
     )
 
 

@@ -27,7 +27,7 @@ def plain_greedy(context: Context) -> Measured:
 
 
 def plain_sampled(context: Context) -> Measured:
-    """Plain decoding at temperature 0.7, by a seed."""
+    """Plain decoding at temperature 0.7, with a fixed seed."""
     return _plain(context, SAMPLED)
 
 

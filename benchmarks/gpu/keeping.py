@@ -59,14 +59,14 @@ class Bound:
 
 
 def shown(value: float) -> str:
-    """A number to read: whole ones as they are, others with three digits or more."""
+    """Format a number for people: integers in full, others with at least three significant digits."""
     if isinstance(value, int) or (abs(value) < 1e15 and float(value).is_integer()):
         return str(int(value))
     return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def speed_bounds(device: str, what: str, measured: float) -> list[Bound]:
-    """The bound of a speed, `plain` or `default`, on the cards that have one."""
+    """Return the lowest expected speed of `plain` or `default` decoding on this card; empty for unknown cards."""
     known = next((speeds for name, speeds in SPEEDS.items() if name in device), None)
     if known is None:
         return []

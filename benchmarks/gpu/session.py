@@ -199,7 +199,11 @@ def works(device: str) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a part; 0 if all of it was measured or cannot be, 1 if a step failed, 3 if the time was over before."""
+    """Run a part.
+
+    Returns:
+        0 if every step was measured or cannot be measured here, 1 if a step failed, 3 if time ran out before the last.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", type=int, choices=PARTS)
     parser.add_argument("output", type=Path, help="folder of the steps' files")
@@ -251,7 +255,7 @@ def drive(options: argparse.Namespace, store: Store) -> int:
 
 
 def missing() -> list[str]:
-    """What is not installed, and what is left out for it."""
+    """Return a line for each missing dependency, with the steps that are skipped without it."""
 
     def absent(names: Sequence[str]) -> str:
         return ", ".join(name for name in names if not _found(name))

@@ -33,14 +33,14 @@ def plain(context: Context) -> Measured:
 
 
 def default(context: Context) -> Measured:
-    """The default policy."""
+    """Measure the default policy."""
     measured, _ = _measured(context, DEFAULT)
     rate = measured.figures["tokens a second"]["median"]
     return Measured(measured.figures, measured.says, speed_bounds(_card(context), "default", rate))
 
 
 def linear(context: Context) -> Measured:
-    """A chain of five."""
+    """Measure the policy `linear` with chains of five nodes."""
     return _measured(context, LINEAR)[0]
 
 

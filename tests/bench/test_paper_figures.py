@@ -120,7 +120,7 @@ def test_without_plain_decoding_there_is_no_speedup() -> None:
 
 
 def test_an_interval_of_a_ratio_is_paired_over_prompts() -> None:
-    """Rates vary tenfold between prompts, and the method is twice as fast on each."""
+    """Rates vary tenfold between prompts, and one method is twice as fast as plain decoding on each."""
     rates = [10.0, 20.0, 40.0, 100.0]
     runs = frame(
         new_report(
@@ -146,7 +146,7 @@ def test_an_interval_needs_two_prompts_and_has_a_seed() -> None:
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
-    """There are 300 samples of 20 prompts each, whose median is 1 and whose paired ratio of means is 2."""
+    """Draws 300 samples of 20 prompts; the true median is 1, and the true paired ratio of means is 2."""
     random = np.random.default_rng(1)
     held = np.zeros(2)
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""Targets of hostile traffic, and its answers; the attacks (hostile_frames, _http, _calls) are built from these."""
+"""The services that hostile traffic is sent to, and their answers; hostile_frames, _http and _calls use both."""
 
 from __future__ import annotations
 

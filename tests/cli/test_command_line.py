@@ -24,7 +24,7 @@ def with_command(monkeypatch: pytest.MonkeyPatch, run: object) -> None:
 def test_a_shell_gets_the_options_of_the_command_that_it_completes(
     monkeypatch: pytest.MonkeyPatch, line: str, known: str
 ) -> None:
-    """Argcomplete, which is not installed here, reads the parser and ends the process."""
+    """A stand-in for argcomplete, which is not installed here, reads the parser and ends the process."""
 
     def autocomplete(parser: argparse.ArgumentParser) -> None:
         options = {option for each in with_commands(parser) for option in each._option_string_actions}

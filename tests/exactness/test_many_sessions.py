@@ -71,7 +71,7 @@ def test_each_gets_what_it_gets_alone(services, count):
 
 @pytest.mark.long
 def test_each_gets_what_it_gets_alone_in_fixed_rows(tmp_path):
-    """As on a GPU, passes have 32 rows and the device decides; several drafts' levels are read in one call."""
+    """Passes have 32 fixed rows and the device chooses the tokens, as on a GPU; a call reads several drafts' levels."""
     target = save_random_model(tmp_path / "target", "gpt_neox", seed=3)
     draft = save_noisy_copy(tmp_path / "draft", target, seed=4)
     with running_services(tmp_path, target, draft, sessions=SESSIONS, fixed_rows=(32,)) as running:

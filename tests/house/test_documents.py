@@ -156,7 +156,7 @@ def test_every_script_is_one() -> None:
 
 
 def wrong_extra(words: list[str]) -> str | None:
-    """Return extras that the project lacks, and installations from an index, which has no release."""
+    """Return the mistake of an installation: an extra that the project lacks, or an index, which has no release."""
     extras = {extra for word in words for found in re.findall(r"\[([\w,]+)\]$", word) for extra in found.split(",")}
     if unknown := extras - set(PROJECT["project"]["optional-dependencies"]):
         return f"no such extra: {unknown}"

@@ -24,7 +24,7 @@ class Letters:
 
     @staticmethod
     def translation(target: str, draft: str) -> Translation:
-        """The translation of two such tokenizers."""
+        """Return the translation between a target's and a draft's tokenizer, each given by its letters."""
         return Translation(
             draft_ids=[draft.find(letter) for letter in target],
             target_bytes=[letter.encode() for letter in target],

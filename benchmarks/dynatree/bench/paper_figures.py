@@ -74,7 +74,10 @@ def path_length(runs: DataFrame) -> float:
 
 
 def acceptance(runs: DataFrame) -> float | None:
-    """Accept.: l-bar / K, or l-bar / (D + 2); None for other policies, and if nothing was drafted."""
+    """Accept.: l-bar / K of a chain of K nodes, l-bar / (D + 2) of a tree of depth D.
+
+    It is None for other policies, and if nothing was drafted.
+    """
     first = runs.iloc[0]
     most = most_tokens(first["policy"], first["settings"], defaults=bool(first["defaults"]))
     return path_length(runs) / most if most is not None and _drafts(runs) else None

@@ -109,7 +109,7 @@ class Result:
 
     @property
     def stood_in(self) -> float | None:
-        """Share of expanded nodes that were not recorded; None if no node was expanded."""
+        """Share of expanded nodes for which a recorded one stood in; None if no node was expanded."""
         return self._share("stood_in", "expanded")
 
     def _share(self, part: str, whole: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Memory of answers: an upper bound before the work begins, and estimates of the parts received."""
+"""Estimates the memory of an answer: an upper bound before the work begins, then the size of the parts received."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def _engine_of(
             use_huge_pages(weights_of(model), name)
         shape = record_kv_shape(model, context_length)
     if model.device.type == "cpu" and is_x86() and not native:
-        log.warning("using torch's kernels, because none were compiled at installation, which requires a C compiler")
+        log.warning("using torch's kernels: DynaTree's own were not compiled at installation, which needs a C compiler")
     padded = model.device.type == "cpu" and not native and is_batch_invariant(model.dtype)
     budget = KVBudget(
         settings.sessions,
@@ -187,8 +187,8 @@ def _engine_of(
             check_outputs(engine, context_length)
     numerics = numerics_of(engine, ranks.size if ranks else 1, settings.weights)
     log.info("%s: numerics: %s", name, numerics)
-    told = replace(engine.info, numerics=numerics, fingerprint=identity and with_numerics(identity, numerics))
-    return with_forward_costs(replace(engine, info=told), settings.measured_rows)
+    info = replace(engine.info, numerics=numerics, fingerprint=identity and with_numerics(identity, numerics))
+    return with_forward_costs(replace(engine, info=info), settings.measured_rows)
 
 
 def _with_rows(engine: Engine, settings: ModelSettings, longest: int) -> Engine:

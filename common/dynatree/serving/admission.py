@@ -136,7 +136,7 @@ class Admission:
         return self._slots_held / self._slots
 
     def check(self, principal: str, tokens: int, seconds: float | None = None) -> None:
-        """Refuse early, before the request's size is known, a request that `queued` would refuse anyway.
+        """Refuse a request that `queued` would refuse anyway, before its size is known.
 
         Args:
             principal: The request's principal.

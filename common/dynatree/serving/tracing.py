@@ -126,7 +126,7 @@ def send_traces(url: str, service: str) -> Tracing:
 
 
 def traces_to(processor: Any, service: str) -> Tracing:
-    """Send the spans of `service` to an OpenTelemetry span processor."""
+    """Return a `Tracing` that sends the spans of `service` to an OpenTelemetry span processor."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
 

@@ -1,4 +1,7 @@
-"""The kernel of quantised linear layers: whole-number arithmetic, with equal bits beside any rows and on any build."""
+"""Tests the kernel of quantised linear layers.
+
+It computes in integers, and a row's output has the same bits in every batch and on every build.
+"""
 
 import pytest
 import torch

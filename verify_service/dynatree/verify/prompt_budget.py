@@ -47,7 +47,10 @@ class PromptBudget:
         return max(self.costs.most_rows(share, self.max_rows, sessions), sessions)
 
     def prompt_rows(self, longest: float, rows: int, sessions: int) -> int:
-        """Prompt tokens in a pass of `longest` seconds, beside `rows` rows of the trees of `sessions` sessions."""
+        """Return the most prompt tokens that a pass of `longest` seconds may read; at least `LEAST_ROWS`.
+
+        The pass also verifies `rows` tree rows of `sessions` sessions.
+        """
         room = self.costs.most_rows(longest / self._factor, self.max_rows, sessions + 1) - rows
         return max(room, LEAST_ROWS)
 

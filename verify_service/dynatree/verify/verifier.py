@@ -38,7 +38,7 @@ Result = Verdict | Exception | None
 class Part:
     """One session's part of a pass: a tree below its last token, or the next `prompt_tokens` tokens of its prompt.
 
-    The pass verifies the nodes `kept` of the tree, ascending indices with those of their parents; None means all.
+    `kept` lists the nodes that the pass verifies: ascending indices that include every node's parent; None means all.
     """
 
     session: VerifySession

@@ -69,7 +69,7 @@ FILES = {
 
 
 def cell(column: str, runs: DataFrame, plain: DataFrame) -> Cell | None:
-    """The cell of a column to plot; the range of tokens/s is the mean ± one standard deviation over prompts."""
+    """Return the value of a column and its error bar; that of tokens/s is ± one standard deviation over prompts."""
     if column == "tokens/s":
         rates = by_prompt(runs, "rate")
         mean, deviation = float(rates.mean()), float(rates.std(ddof=0))

@@ -184,8 +184,8 @@ def pack(model: PreTrainedModel, native: bool, apart: Collection[nn.Module] = ()
 def multiplies_natively(dtype: torch.dtype, quantised: bool) -> bool:
     """Whether linear layers take the project's own kernels where they are available.
 
-    In 16 bits, oneDNN's kernels are faster if the CPU has AMX, except beside quantised layers, which a native program
-    needs.
+    On a CPU with AMX, oneDNN's kernels are faster in 16 bits. A model with quantised layers still takes the project's,
+    because its native program can call no others.
     """
     return quantised or not (dtype in _SUPPORTED and torch.cpu._is_amx_tile_supported())
 

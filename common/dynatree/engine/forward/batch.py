@@ -39,8 +39,8 @@ class Batch:
 
     The attention biases are built once for all layers of a locality. If `batch_invariant`, the segments' queries and
     keys are padded to batch-invariant sizes. Padded keys are masked, and a padded query repeats the segment's last one.
-    Capped scores and sinks are not batch-invariant: torch's attention has neither, so they are computed by products of
-    matrices in float32, whose order of summation depends on their sizes.
+    Layers with capped scores or sinks are not batch-invariant: torch's attention supports neither, so float32 matrix
+    products compute these layers, and the order of their sums depends on the sizes.
     """
 
     def __init__(

@@ -1,14 +1,14 @@
 """Tree attention in Triton: two launches for each layer, over the rows of any number of sessions.
 
-A row's keys are summed in a fixed order, regardless of the other rows in the forward pass. They form blocks of `BLOCK`
-keys in the order of their positions, and splits of a few blocks at fixed positions. A block gives the same bits whether
-its keys are contiguous in the cache or gathered: both launches call `_block` with tiles of the same shape, and a row of
-a matrix product depends on no other row.
+A row's keys are summed in a fixed order, regardless of the other rows in the forward pass. The keys form blocks of
+`BLOCK` keys in the order of their positions, and splits of a few blocks at fixed positions. A block gives the same bits
+whether its keys are contiguous in the cache or gathered: both launches call `_block` with tiles of the same shape, and
+a row of a matrix product depends on no other row.
 
 The first launch stores the new keys and values of the rows, and sums the blocks that all rows of a session share. The
-second launch continues over each row's own path, and merges the splits in order. (Split keys as in Flash-Decoding, Dao
-et al. 2023; paths in place of DySpec's mask, appendix C.) Blocks that no row of a program sees are skipped, as below a
-sliding window; a block that another row sees adds exact zeros.
+second launch continues over each row's own path, and merges the splits in order. Keys are split as in Flash-Decoding
+(Dao et al. 2023). Paths replace the mask of DySpec (appendix C). A program skips the blocks that none of its rows sees,
+such as those before a sliding window. In a block that only some rows see, the others add exact zeros.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -129,7 +129,7 @@ def shared_blocks(
     cap: tl.constexpr,
     wide: tl.constexpr,
 ):
-    """Sum one split for one tile of rows and one key head; the last split instead stores the tile's new keys."""
+    """Sum one split for one tile of rows and one key head; program `splits` instead stores the new keys and values."""
     number, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(tiles + number * 4)
     rows = tl.load(tiles + number * 4 + 1)
@@ -247,7 +247,7 @@ def own_paths(
     lowest = places * 0 + _lowest(blocks * block + length - 1, window, chunk)
     highest = tl.full([tile], float("-inf"), tl.float32)
     sums = tl.zeros([tile], tl.float32)
-    if sinks is not None:  # a sink's weight is in the sum, and it has no value
+    if sinks is not None:  # a sink adds its weight to the sum, but no value to the output
         highest = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E
         sums += 1.0
     out = tl.zeros([tile, padded_dim], tl.float32)
@@ -284,10 +284,10 @@ def own_paths(
                 local,
                 wide,
             )
-        m = tl.where(real, m, 0.0)  # unused rows have no sums, and -inf - -inf is NaN
+        m = tl.where(real, m, 0.0)  # the maximum of a padding row is -inf, and -inf - -inf is NaN
         new = tl.maximum(highest, m)
         base = new
-        if local:  # no key of the splits so far is seen
+        if local:  # where no key of the splits so far is seen, the maximum is -inf
             base = tl.where(new == float("-inf"), 0.0, new)
         fade, weight = tl.exp2(highest - base), tl.exp2(m - base)
         sums = sums * fade + total * weight

@@ -1,4 +1,6 @@
-"""Gumbel noise drawn on the device: the numbers of `gumbel`, from parameters that a captured graph reads at replay.
+"""Gumbel noise drawn on the device, with the same numbers as `gumbel`.
+
+The kernel reads seeds and positions from tensors, so that a captured graph draws new noise at each replay.
 
 The random bits are those of numpy's Philox4x64-10 (Salmon et al. 2011, section 3.3). The logarithms are computed in
 float64, where a GPU and numpy sometimes differ in the last bit. Rounding to float32 hides the difference, except for

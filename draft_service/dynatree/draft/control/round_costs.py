@@ -70,7 +70,7 @@ class Costs:
         self._rounds = 0
 
     def observe(self, cost: RoundCost) -> None:
-        """Take in one round."""
+        """Update the costs with one round."""
         self._rounds += 1
         now = self._rounds
         if not cost.shared:

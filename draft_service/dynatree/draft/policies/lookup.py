@@ -86,10 +86,10 @@ class Lookup:
         self._known = 0
 
     def add_to(self, tree: GrowingTree, *, budget: int = MOST_TREE_NODES, earlier: SuffixIndex | None = None) -> int:
-        """Add guesses to an empty tree, and return how many of its first nodes are one path, the likeliest guess's.
+        """Add guesses to an empty tree; return the length of the likeliest guess's path, whose nodes come first.
 
-        The tree's context extends that of the last call; its new tokens are learnt from first. Siblings have different
-        tokens.
+        The tree's context must extend the last call's. The index first learns the tokens added since then. Siblings
+        have different tokens.
 
         Args:
             tree: The tree; its depth limit holds.
