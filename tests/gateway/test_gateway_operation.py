@@ -225,6 +225,7 @@ def test_a_stop_tells_the_requests_that_it_cuts(embedded_services: EmbeddedServi
             with requests.post(url, json=body | {"stream": True}, stream=True, timeout=60) as answer:
                 lines = answer.iter_lines()
                 next(lines)
+                assert wait_for(lambda: "dynatree_gateway_num_requests_running 2.0" in figures_of(gateway))
                 gateway.process.terminate()
                 *_, last = [line for line in lines if line]
             assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "service_unavailable"

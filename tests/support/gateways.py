@@ -43,7 +43,7 @@ class Gateway:
         return "".join(self.lines)
 
 
-def wait_for(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
+def wait_for(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
     until = time.monotonic() + seconds
     while not (held := holds()) and time.monotonic() < until:
         time.sleep(0.02)
