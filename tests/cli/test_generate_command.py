@@ -46,9 +46,9 @@ def test_text_is_printed_as_it_arrives(service: FakeDraftService) -> None:
         assert process.stdout
         assert process.stdout.read(2) == "Hé"
         process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=10)
+        rest, errors = process.communicate(timeout=60)
     assert (process.returncode, rest, errors) == (130, "\n", "")
-    assert service.abandoned.wait(5)
+    assert service.abandoned.wait(60)
 
 
 def test_text_ends_with_one_newline(service: FakeDraftService, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +159,7 @@ def test_a_trace_is_written_as_it_arrives(service: FakeDraftService, tmp_path: P
         assert process.stdout.read(2) == "Hé"
         assert json.loads(path.read_text(encoding="utf-8"))["round"] == 0
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=10) == ("\n", "")
+        assert process.communicate(timeout=60) == ("\n", "")
     assert process.returncode == 130
 
 
@@ -201,7 +201,7 @@ def test_a_trace_that_cannot_be_written_is_one_line(
     service.script = [message("Hé", 1), traced(0), Hang()]
     assert main(["generate", "Once", "--server", service.address, "--trace", "/dev/full"]) == 1
     assert capsys.readouterr() == ("Hé\n", "dynatree: error: cannot write /dev/full: No space left on device\n")
-    assert service.abandoned.wait(5)
+    assert service.abandoned.wait(60)
 
 
 def test_the_prompt_is_read_whole_from_standard_input(
@@ -278,9 +278,9 @@ def test_an_interrupt_with_json_prints_nothing(service: FakeDraftService) -> Non
         while not service.requests:
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=10)
+        output = process.communicate(timeout=60)
     assert (process.returncode, *output) == (130, "", "")
-    assert service.abandoned.wait(5)
+    assert service.abandoned.wait(60)
 
 
 def test_a_reader_that_goes_away_is_no_traceback(service: FakeDraftService) -> None:

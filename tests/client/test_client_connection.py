@@ -27,13 +27,20 @@ from tests.support.fake_draft_service import (  # noqa: F401 - fixtures
 
 
 def test_the_deadline_keeps_what_was_received(client: Client, service: FakeDraftService) -> None:
+    calls: list[Callable[[float], Completion]] = [
+        lambda seconds: client.generate("Once", timeout=seconds),
+        lambda seconds: generate_async(service, timeout=seconds),
+    ]
     service.script = [message("Hé", 1), Hang()]
-    for call in (lambda: client.generate("Once", timeout=1), lambda: generate_async(service, timeout=1)):
-        with pytest.raises(DeadlineExceededError) as caught:
-            call()
+    for call in calls:
+        for seconds in (1.0, 30.0):  # on a busy machine the message may take more than a second
+            with pytest.raises(DeadlineExceededError) as caught:
+                call(seconds)
+            assert service.abandoned.wait(60)
+            service.abandoned.clear()
+            if caught.value.text:
+                break
         assert caught.value.text == "Hé"
-        assert service.abandoned.wait(5)
-        service.abandoned.clear()
 
 
 def test_the_client_has_a_timeout_for_all_calls(service: FakeDraftService) -> None:

@@ -118,13 +118,13 @@ def test_errors_of_model_info(client: Client, service: FakeDraftService) -> None
 def test_messages_before_a_failure_reach_a_slow_reader(client: Client, service: FakeDraftService) -> None:
     def read(stream: CompletionStream) -> None:
         next(stream)
-        assert service.ended.wait(20)
+        assert service.ended.wait(60)
         for _ in stream:
             pass
 
     async def read_async(stream: AsyncCompletionStream) -> None:
         await anext(stream)
-        assert await asyncio.to_thread(service.ended.wait, 20)
+        assert await asyncio.to_thread(service.ended.wait, 60)
         async for _ in stream:
             pass
 
@@ -181,7 +181,7 @@ def test_a_completion_that_was_not_asked_for_ends_the_stream(client: Client, ser
         next(stream)
     assert list(stream) == []
     stream.close()
-    assert service.abandoned.wait(5)
+    assert service.abandoned.wait(60)
 
 
 def test_an_error_carries_what_came_of_all_completions(client: Client, service: FakeDraftService) -> None:

@@ -71,4 +71,4 @@ def test_what_nobody_can_read_any_more_ends() -> None:
     loop.run_until_complete(begin())
     loop.close()
     numbers.go.set()
-    assert numbers.ended.wait(5)
+    assert numbers.ended.wait(60)

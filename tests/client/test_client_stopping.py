@@ -32,7 +32,7 @@ def test_close_cancels_on_the_server(client: Client, service: FakeDraftService) 
     stream = client.stream("Once")
     assert next(stream).text == "Hé"
     stream.close()
-    assert service.abandoned.wait(5)
+    assert service.abandoned.wait(60)
     assert list(stream) == []
     assert stream.text == "Hé"
 
@@ -46,7 +46,7 @@ def test_leaving_the_loop_cancels_on_the_server(client: Client, service: FakeDra
     else:
         for _ in client.stream("Once"):
             break
-    assert service.abandoned.wait(5)
+    assert service.abandoned.wait(60)
 
 
 @pytest.mark.parametrize("how", ["closed", "dropped"])
@@ -73,14 +73,14 @@ def test_a_client_that_is_closed_has_no_connection_whatever_was_lost(tmp_path: P
     before = _sockets()
     with ThreadPoolExecutor(4) as pool, Client(f"unix:{path}", resume=False) as client:
         with silent_service(path) as output:
-            client.model_info(timeout=30.0)
+            client.model_info(timeout=60.0)
             waiting = [pool.submit(client.generate, "Once") for _ in range(4)]
             assert [output.readline() for _ in waiting] == ["called\n"] * 4
-        assert {type(each.exception(30.0)) for each in waiting} == {ServerUnavailableError}
+        assert {type(each.exception(60.0)) for each in waiting} == {ServerUnavailableError}
         with silent_service(path):
             wait_until(lambda: _is_known(client))
             client.close()
-            wait_until(lambda: _sockets() <= before, 10.0)
+            wait_until(lambda: _sockets() <= before)
 
 
 @contextmanager
@@ -115,9 +115,10 @@ def _sockets() -> int:
 def test_close_from_another_thread_ends_the_loop(client: Client, service: FakeDraftService) -> None:
     service.script = [message("Hé", 1), Hang()]
     stream = client.stream("Once")
+    assert next(stream).text == "Hé"
     timer = threading.Timer(0.2, stream.close)
     timer.start()
-    assert [chunk.text for chunk in stream] == ["Hé"]
+    assert list(stream) == []
     timer.join()
 
 
@@ -164,7 +165,7 @@ def test_leaving_the_async_loop_cancels_on_the_server(service: FakeDraftService,
             async with stream if managed else aclosing(stream):
                 async for _ in stream:
                     break
-            assert await asyncio.to_thread(service.abandoned.wait, 5)
+            assert await asyncio.to_thread(service.abandoned.wait, 60)
             assert [chunk async for chunk in stream] == []
             assert stream.text == "Hé"
 
@@ -194,7 +195,7 @@ def test_cancelling_the_task_cancels_on_the_server(service: FakeDraftService) ->
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert await asyncio.to_thread(service.abandoned.wait, 5)
+            assert await asyncio.to_thread(service.abandoned.wait, 60)
 
     service.script = [message("Hé", 1), Hang()]
     asyncio.run(run())
@@ -223,7 +224,7 @@ def test_asyncio_timeout_is_a_timeout(service: FakeDraftService) -> None:
 
     service.script = [Hang()]
     asyncio.run(run())
-    assert service.abandoned.wait(5)
+    assert service.abandoned.wait(60)
 
 
 def test_a_closed_client_says_so(service: FakeDraftService) -> None:

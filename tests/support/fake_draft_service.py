@@ -32,7 +32,9 @@ class Fail:
 
 
 class Hang:
-    """A step that waits until the client or the deadline ends the RPC."""
+    """A step that waits until the client or the deadline ends the RPC, longer than a test waits for that."""
+
+    seconds = 200.0
 
 
 def message(text: str, *token_ids: int, index: int = 0, log_probs: Sequence[float] = ()) -> draft_pb2.GenerateResponse:
@@ -143,7 +145,7 @@ class FakeDraftService(draft_pb2_grpc.DraftServiceServicer):
                 context.set_trailing_metadata(step.trailing)
                 context.abort(step.code, step.details)
             elif isinstance(step, Hang):
-                ended.wait(10)
+                ended.wait(Hang.seconds)
             else:
                 yield step
 
