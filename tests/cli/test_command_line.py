@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -92,6 +93,14 @@ def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     with_command(monkeypatch, run)
     assert main(["demo"]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+def test_an_interrupt_of_source_that_is_executed_is_status_130() -> None:
+    """Python itself would end by SIGINT; dataclasses and named tuples execute source while they are imported."""
+    work = "lambda: exec('raise KeyboardInterrupt')"
+    code = f"import sys; from dynatree.cli.main import finished; sys.exit(finished(None, {work}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_long_import_that_fails_leaves_garbage_collection_on() -> None:

@@ -43,6 +43,15 @@ def raise_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def forget() -> None:
+    """Let Python end with the command's own exit status after an interrupt that was caught.
+
+    An interrupt in source that is being executed, as dataclasses and named tuples do on import, makes CPython end by
+    SIGINT, whoever catches it, unless more source is executed later (`run_eval_code_obj` in its pythonrun.c).
+    """
+    exec("")
+
+
 def finish() -> None:
     """Make signals end the process at once again, now that its work is done; only if this is the program."""
     if signal.getsignal(signal.SIGTERM) is _end:

@@ -113,6 +113,7 @@ def finished(name: str | None, work: Callable[[], int]) -> int:
         _drop_output()
         status = _fail(f"cannot write the output: {error.strerror}")
     finally:
+        interrupts.forget()
         interrupts.finish()
     return status
 
