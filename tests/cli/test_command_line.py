@@ -4,6 +4,7 @@ import argparse
 import gc
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -95,11 +96,12 @@ def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_interrupt_of_source_that_is_executed_is_status_130() -> None:
-    """Python itself would end by SIGINT; dataclasses and named tuples execute source while they are imported."""
+def test_an_interrupt_of_source_that_is_executed_is_status_130(tmp_path: Path) -> None:
+    """`python -m` itself would end by SIGINT; dataclasses and named tuples execute source while they are imported."""
     work = "lambda: exec('raise KeyboardInterrupt')"
     code = f"import sys; from dynatree.cli.main import finished; sys.exit(finished(None, {work}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    (tmp_path / "program.py").write_text(code)
+    done = subprocess.run([sys.executable, "-m", "program"], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 

@@ -46,8 +46,8 @@ def raise_interrupts() -> None:
 def forget() -> None:
     """Let Python end with the command's own exit status after an interrupt that was caught.
 
-    An interrupt in source that is being executed, as dataclasses and named tuples do on import, makes CPython end by
-    SIGINT, whoever catches it, unless more source is executed later (`run_eval_code_obj` in its pythonrun.c).
+    An interrupt in source that is being executed, as dataclasses and named tuples do on import, makes `python -m` end
+    by SIGINT, whoever catches it, unless more source is executed later (`run_eval_code_obj` in its pythonrun.c).
     """
     exec("")
 
