@@ -26,6 +26,7 @@ from dynatree.verify.log_probs import log_probs_of
 from dynatree.verify.scheduler import PROMPT_ROWS
 from dynatree.verify.session import SessionRequest
 from tests.support.model_zoo import VOCAB_SIZE, save_noisy_copy, save_random_model
+from tests.support.processes import wait_until
 from tests.support.services import Services, running_services
 
 LONG = 2 * PROMPT_ROWS + 90  # three pieces of a prompt
@@ -46,7 +47,9 @@ class Pair:
     tokenizer: Any
 
     def generate(self, prompt: str | list[int], **options: Any) -> Completion:
-        return self.client.generate(prompt, **({"max_new_tokens": 12, "ignore_eos": True} | options))
+        completion = self.client.generate(prompt, **({"max_new_tokens": 12, "ignore_eos": True} | options))
+        wait_until(lambda: self.services.sessions == 0)  # its tokens are in the prefix cache
+        return completion
 
     def rows(self, token_ids: Sequence[int]) -> Tensor:
         """Return the log-probabilities of the token after each token, `[tokens, vocabulary]`, from one forward pass."""

@@ -13,7 +13,8 @@ from dynatree.client import Client
 from dynatree.draft.policies import DEFAULT_POLICY
 from tests.support.kernel_builds import CAN_COMPILE
 from tests.support.model_zoo import ARCHITECTURES, CONTEXT, save_random_model
-from tests.support.services import running_services
+from tests.support.processes import wait_until
+from tests.support.services import Services, running_services
 
 pytestmark = pytest.mark.early
 
@@ -62,8 +63,12 @@ def encode(text):
 @dataclass(eq=False)
 class Pair:
     client: Client
-    address: str
+    services: Services
     reference: object
+
+    @property
+    def address(self):
+        return self.services.draft_address
 
     def expected(self, prompt, count, **options):
         return self._generated(tuple(prompt), count, tuple(options.items()))
@@ -98,7 +103,7 @@ class Pair:
 def open_pair(folder, target, draft, **options):
     with running_services(folder, target, draft, **options) as services, Client(services.draft_address) as client:
         reference = AutoModelForCausalLM.from_pretrained(target, dtype=options.get("dtype", "auto")).eval()
-        yield Pair(client, services.draft_address, reference)
+        yield Pair(client, services, reference)
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +259,7 @@ def test_in_bfloat16_a_conversation_goes_on_from_what_its_answer_left(pair_in_16
     with Client(address, principal="one") as client, Client(address, principal="another") as other:
         answer = client.generate(prompt, max_new_tokens=40, policy="fixed").token_ids
         longer = [*prompt, *answer, *encode(" And then")]
+        wait_until(lambda: pair_in_16_bits.services.sessions == 0)  # what the answer left is in the cache
         again = client.generate(longer, max_new_tokens=40)
         afresh = other.generate(longer, max_new_tokens=40)
     assert again.stats.cached_tokens > len(prompt) + 30

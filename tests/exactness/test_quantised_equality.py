@@ -26,6 +26,7 @@ from tests.support.gguf_files import save_gguf
 from tests.support.kernel_builds import compiled
 from tests.support.model_zoo import save_noisy_copy, save_random_model
 from tests.support.packed_checkpoints import save_packed
+from tests.support.processes import wait_until
 from tests.support.services import running_services
 
 pytestmark = [compiled, pytest.mark.early]
@@ -203,11 +204,17 @@ def test_the_copy_of_a_trained_target_guesses_nearly_every_token(tmp_path):
         assert after.costs.draft_forward_seconds == max(each.seconds for each in source.info.forward_costs)
 
 
+def _closed(services, completion):
+    """Return the completion once its session has left its tokens in the prefix cache."""
+    wait_until(lambda: services.sessions == 0)
+    return completion
+
+
 def test_a_cached_prefix_changes_no_token(tmp_path):
     target = save_gguf(tmp_path / "target.gguf", ("Q4_K", "Q6_K"), seed=1)
     prompt = (encode(4 * TEXT) * 2)[:60]
     with running_services(tmp_path, target, target) as services, Client(services.draft_address) as client:
-        first, again = (client.generate(prompt, max_new_tokens=30) for _ in range(2))
+        first, again = (_closed(services, client.generate(prompt, max_new_tokens=30)) for _ in range(2))
         longer = client.generate([*prompt, *first.token_ids[:20]], max_new_tokens=10)
         assert (first.stats.cached_tokens, again.stats.cached_tokens) == (0, len(prompt) - 1)
         assert longer.stats.cached_tokens > len(prompt), "committed tokens are cached, since their bits are a prompt's"

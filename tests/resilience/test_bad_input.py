@@ -60,7 +60,7 @@ def bystander_fixture(services):
 def nothing_leaks(services, bystander):
     """Check that every slot is free again on both sides soon after each test."""
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not services.idle:
         assert time.monotonic() < deadline, "a session was not closed"
         time.sleep(0.01)
@@ -85,10 +85,10 @@ def refusal(stub, *requests):
 
     def send():
         for request in requests:
-            assert answered.acquire(timeout=10)
+            assert answered.acquire(timeout=60)
             yield request
 
-    call = stub.Verify(send(), timeout=20)
+    call = stub.Verify(send(), timeout=60)
     try:
         for _ in call:
             answered.release()
@@ -184,7 +184,7 @@ def test_a_finished_session_takes_no_more_trees(services, stub):
 
 def test_two_rounds_at_once_are_aborted(services, stub):
     empty = tree((), ())
-    call = stub.Verify(iter([opening(services), *[empty] * 50]), timeout=20)
+    call = stub.Verify(iter([opening(services), *[empty] * 50]), timeout=60)
     with pytest.raises(grpc.RpcError) as error:
         list(call)
     # the second tree is refused because the first is in flight, or because it has the first one's round
@@ -195,7 +195,7 @@ def test_two_rounds_at_once_are_aborted_while_the_target_works(services, stub, m
     forward, refused = services.target.forward, threading.Event()
 
     def until_refused(segments):
-        assert refused.wait(20)
+        assert refused.wait(60)
         return forward(segments)
 
     def refusing(message):
@@ -206,13 +206,13 @@ def test_two_rounds_at_once_are_aborted_while_the_target_works(services, stub, m
 
     def send():
         yield opening(services)
-        assert opened.wait(10)
+        assert opened.wait(60)
         monkeypatch.setattr(services.target, "forward", until_refused)
         monkeypatch.setattr(verify_service, "RoundInFlightError", refusing)
         yield tree()
         yield tree()
 
-    call = stub.Verify(send(), timeout=20)
+    call = stub.Verify(send(), timeout=60)
     next(call)
     opened.set()
     with pytest.raises(grpc.RpcError) as error:
@@ -228,7 +228,7 @@ def test_a_message_beyond_the_limit_is_refused(services, stub):
 
 
 def test_more_sessions_than_there_are_wait_for_their_turn(services, client):
-    streams = [client.stream(PROMPT) for _ in range(2)]
+    streams = [client.stream(PROMPT, n=64) for _ in range(2)]  # for longer than the third takes to come
     for stream in streams:
         next(stream)
     with client.stream(PROMPT, max_new_tokens=3, queue_position=True) as waiting:
@@ -291,7 +291,7 @@ def test_sessions_that_end_at_once_are_all_closed(services, count):
 
 
 def test_a_client_that_leaves_frees_both_sides(services, client):
-    stream = client.stream(PROMPT)
+    stream = client.stream(PROMPT, n=64)
     next(stream)
     assert not services.idle
     stream.close()  # nothing_leaks waits for the slots
@@ -302,13 +302,18 @@ def test_a_deadline_in_the_middle_frees_both_sides(services, client, monkeypatch
 
     def slower(segments):
         forwards.append(segments)
-        assert len(forwards) < 4 or passed.wait(20)
+        assert len(forwards) < 4 or passed.wait(60)
         return forward(segments)
 
     monkeypatch.setattr(services.target, "forward", slower)
-    with pytest.raises(Exception, match=r"(?i)deadline|time") as error:
-        client.generate(PROMPT, timeout=1.5)
-    passed.set()
+    for seconds in (1.5, 30.0):  # on a busy machine the first commit may take more than a second
+        forwards.clear()
+        passed.clear()
+        with pytest.raises(Exception, match=r"(?i)deadline|time") as error:
+            client.generate(PROMPT, timeout=seconds)
+        passed.set()
+        if error.value.token_ids:
+            break
     assert len(error.value.token_ids) > 0
 
 
@@ -382,14 +387,14 @@ def test_a_long_prompt_stalls_nobody_else(services, client, monkeypatch):
 
     def slowly(encoder, text, **options):
         begun.set()
-        assert others_served.wait(20)
+        assert others_served.wait(60)
         return encode(encoder, text, **options)
 
     monkeypatch.setattr(PromptEncoder, "text", slowly)
     other = threading.Thread(target=lambda: client.generate("some text", max_new_tokens=2))
     other.start()
-    assert begun.wait(20)
-    with Client(services.draft_address, timeout=20) as quick:
+    assert begun.wait(60)
+    with Client(services.draft_address, timeout=60) as quick:
         quick.generate(PROMPT, max_new_tokens=2)
     assert other.is_alive(), "the other request was still being tokenized"
     others_served.set()
@@ -405,4 +410,4 @@ def test_an_async_stream_that_is_dropped_frees_both_sides(services):
                 while not services.idle:
                     await asyncio.sleep(0.01)
 
-    asyncio.run(asyncio.wait_for(leave(), 20))
+    asyncio.run(asyncio.wait_for(leave(), 60))

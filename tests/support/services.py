@@ -54,6 +54,11 @@ class Services:
     reload: Callable[[], object]
 
     @property
+    def sessions(self) -> float:
+        """Number of sessions that are open at the verify service; a session that has ended is in its prefix cache."""
+        return self.verify_registry.get_sample_value("dynatree_num_requests_running") or 0.0
+
+    @property
     def idle(self) -> bool:
         """Whether no session is open on either side; valid only without a prefix cache."""
         kv_caches = [engine.kv_cache for engine in (self.target, self.draft) if engine is not None]
@@ -76,9 +81,19 @@ class _Loop:
         self._loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
+        """End what is left of gRPC's tasks, which would print tracebacks when they are garbage."""
+        self.run(_end_others())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _end_others() -> None:
+    """Cancel all other tasks of this loop, and wait until they have ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 @contextmanager
