@@ -14,6 +14,8 @@ from typing import Any
 
 import grpc
 
+from tests.support.loops import end_other_tasks
+
 VERIFY = "/dynatree.v1.VerifyService/Verify"
 GENERATE = "/dynatree.v1.DraftService/Generate"
 
@@ -128,7 +130,8 @@ class ProxyLoop:
             self.run(proxy.stop())
 
     def close(self) -> None:
-        """Stop the loop and its thread."""
+        """End what is left of gRPC's tasks, which would print tracebacks when they are garbage; stop the thread."""
+        self.run(end_other_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -33,6 +33,7 @@ from dynatree.serving.server import Server
 from dynatree.serving.tracing import OFF, Tracing
 from dynatree.verify.serve_verify import start_verify
 from dynatree.verify.settings import AUTO_ROWS, VerifyLimits
+from tests.support.loops import end_other_tasks
 
 T = TypeVar("T")
 
@@ -82,18 +83,10 @@ class _Loop:
 
     def close(self) -> None:
         """End what is left of gRPC's tasks, which would print tracebacks when they are garbage."""
-        self.run(_end_others())
+        self.run(end_other_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-async def _end_others() -> None:
-    """Cancel all other tasks of this loop, and wait until they have ended."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
 
 
 @contextmanager
