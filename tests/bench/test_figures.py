@@ -87,10 +87,10 @@ def test_the_headline(figures: ModuleType) -> None:
         "plain decoding": ["10.0", "1.0"],
         "**DynaTree** (`throughput`)": ["30.0", "3.0 (2.0-4.0)"],
     }
-    assert "the median over 2 prompts of a text, and over 2 for llama.cpp, of " in figures.headline_conditions()
-    assert "best of its draft lengths, which were 3, 5 tokens." in figures.headline_conditions()
-    assert "3.0 to 3.0 times the tokens/s of its own plain decoding" in figures.headline_summary()
-    assert "1.9 to 1.9 times those of llama.cpp with the same draft" in figures.headline_summary()
+    assert "the median over 2 prompts of a text (2 for llama.cpp). " in figures.headline_conditions()
+    assert "best of llama.cpp's draft lengths, which were 3, 5 tokens." in figures.headline_conditions()
+    assert "3.0 to 3.0 times as fast as its own plain decoding" in figures.headline_summary()
+    assert "1.9 to 1.9 times as fast as llama.cpp with the same draft" in figures.headline_summary()
 
 
 def test_tuned_methods_have_one_row_over_all_texts(figures: ModuleType) -> None:

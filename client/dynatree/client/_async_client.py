@@ -327,7 +327,15 @@ class AsyncClient(BaseClient):
 
     async def _any_serves(self, timeout: float) -> bool:
         self._stubs()
-        return any(await asyncio.gather(*(self._serves(channel, timeout) for channel in self._channels)))
+        asked = [asyncio.ensure_future(self._serves(channel, timeout)) for channel in self._channels]
+        try:
+            for answer in asyncio.as_completed(asked):
+                if await answer:
+                    return True
+            return False
+        finally:
+            for each in asked:
+                each.cancel()
 
     async def _serves(self, channel: grpc.aio.Channel, timeout: float) -> bool:
         check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH_METHOD)
