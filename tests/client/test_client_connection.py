@@ -12,7 +12,15 @@ from typing import Any
 import grpc
 import pytest
 
-from dynatree.client import AsyncClient, Client, Completion, DeadlineExceededError, ServerError, ServerUnavailableError
+from dynatree.client import (
+    AsyncClient,
+    Client,
+    Completion,
+    DeadlineExceededError,
+    DynaTreeError,
+    ServerError,
+    ServerUnavailableError,
+)
 from dynatree.client._base import BaseClient, Deadline
 from tests.support.fake_draft_service import (  # noqa: F401 - fixtures
     Fail,
@@ -202,3 +210,26 @@ def test_a_question_waits_for_a_server_that_restarts(tmp_path: Path) -> None:
             client.model_info(timeout=0.5)
         with serving(tmp_path):
             assert asked.result(10.0).target.name == "large"
+
+
+def test_a_client_that_is_closed_while_a_question_waits_says_so(tmp_path: Path) -> None:
+    async def ask() -> None:
+        async with AsyncClient(address) as other:
+            with serving(tmp_path):
+                await other.model_info()
+            asked = asyncio.ensure_future(other.model_info())
+            await asyncio.sleep(0.5)
+            await other.close()
+            await asked
+
+    address = f"unix:{tmp_path}/draft.sock"
+    with Client(address) as client, ThreadPoolExecutor(1) as pool:
+        with serving(tmp_path):
+            client.model_info()
+        asked = pool.submit(client.model_info)
+        time.sleep(0.5)
+        client.close()
+        with pytest.raises(DynaTreeError):
+            asked.result(10.0)
+    with pytest.raises(DynaTreeError):
+        asyncio.run(ask())

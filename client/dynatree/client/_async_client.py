@@ -360,6 +360,7 @@ class AsyncClient(BaseClient):
             except grpc.RpcError as error:
                 pause = self._pause(attempts, error, deadline)
             await asyncio.sleep(pause)
+            self._check_open()
         raise AssertionError("the last attempt raises")
 
     async def close(self) -> None:

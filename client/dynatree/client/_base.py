@@ -14,7 +14,14 @@ from typing import Any, Literal, TypedDict
 import grpc
 
 from dynatree.client._attempts import Attempts
-from dynatree.client._errors import ServerUnavailableError, code_of, error_from_rpc, is_quota, retry_after
+from dynatree.client._errors import (
+    RequestCancelledError,
+    ServerUnavailableError,
+    code_of,
+    error_from_rpc,
+    is_quota,
+    retry_after,
+)
 from dynatree.client._security import check_local, tls_credentials, token_metadata
 from dynatree.client._tracing import Metadata
 from dynatree.v1 import draft_pb2, draft_pb2_grpc
@@ -182,9 +189,18 @@ class BaseClient:
         """
         pause = attempts.after(code_of(error), retry_after(error), quota=is_quota(error))
         left = deadline.remaining()
-        if self._closed or pause is None or (left is not None and pause >= left):
+        if pause is None or (left is not None and pause >= left):
             raise error_from_rpc(error, self._address) from error
         return pause
+
+    def _check_open(self) -> None:
+        """Check that the client was not closed while a call waited for its next attempt.
+
+        Raises:
+            RequestCancelledError: It was.
+        """
+        if self._closed:
+            raise RequestCancelledError(grpc.StatusCode.CANCELLED, "the client was closed")
 
     def _deadline(self, timeout: float | None) -> "Deadline":
         """Return the deadline of a call that starts now; a `timeout` of None means the client's."""

@@ -353,7 +353,9 @@ class Client(BaseClient):
             try:
                 return ask(self._stubs[server], deadline.remaining())
             except grpc.RpcError as error:
-                time.sleep(self._pause(attempts, error, deadline))
+                pause = self._pause(attempts, error, deadline)
+            time.sleep(pause)
+            self._check_open()
         raise AssertionError("the last attempt raises")
 
     def close(self) -> None:
