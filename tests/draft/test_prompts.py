@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from dynatree import embedded
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.draft.text.prompts import Message, PromptEncoder
-from dynatree.draft.text.vocabulary import token_bytes
+from dynatree.engine.model.vocabulary import token_bytes
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'nobody' %}{{ raise_exception('nobody speaks') }}{% endif %}"

@@ -10,7 +10,7 @@ from dynatree import embedded
 from dynatree.draft.completion.generation import TextStream
 from dynatree.draft.text.detokenizer import Detokenizer, SpaceCleaner
 from dynatree.draft.text.stop_strings import StopStrings
-from dynatree.draft.text.vocabulary import REPLACEMENT
+from dynatree.engine.model.vocabulary import REPLACEMENT
 
 TOKENIZER = AutoTokenizer.from_pretrained(embedded.target_path())
 

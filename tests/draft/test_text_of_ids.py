@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dynatree.draft.text.detokenizer import Detokenizer
 from dynatree.draft.text.prompt_text import PromptText, decoded, written
-from dynatree.draft.text.vocabulary import REPLACEMENT, token_bytes
+from dynatree.engine.model.vocabulary import REPLACEMENT, token_bytes
 from tests.support.tokenizer_zoo import TEXTS, TOKENIZERS, bytes_of
 
 BYTE_FALLBACK = ("llama 2", "phi 3", "gemma", "unigram")

@@ -18,9 +18,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a field that is not here": ({"prompt": "a", "suffix": "b"}, "suffix", "suffix is not supported"),
     "a deep field that is not here": ({"prompt": "a", "stream_options": {"x": 1}}, "stream_options.x", "not supported"),
     "another format": (
-        {"prompt": "a", "response_format": {"type": "json_object"}},
+        {"prompt": "a", "response_format": {"type": "xml"}},
         "response_format.type",
-        "response_format.type json_object is not supported",
+        "response_format.type xml is not supported",
     ),
     "a frequency": ({"prompt": "a", "frequency_penalty": 2.1}, "frequency_penalty", "less than or equal to 2"),
     "a presence": ({"prompt": "a", "presence_penalty": -3}, "presence_penalty", "greater than or equal to -2"),
@@ -34,6 +34,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a seed of more than 64 bits": ({"prompt": "a", "seed": 2**64}, "seed", "less than"),
     "best of more": ({"prompt": "a", "best_of": 3}, "", "best_of differs from n"),
     "a token outside the vocabulary": ({"prompt": [99999]}, "", "vocabulary"),
+    "two constraints": ({"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]}, "", "several fields limit"),
     "an unknown policy": ({"prompt": "a", "policy": "magic"}, "", "magic"),
 }
 
@@ -120,23 +121,18 @@ CALL: Any = {"id": "1", "type": "function", "function": {"name": "f", "arguments
 IMAGE: Any = {"type": "image_url", "image_url": {"url": "data:,"}}
 
 CHATS_REFUSED: dict[str, tuple[list[Any], dict[str, Any], str, str]] = {
-    "a tool": ([USER], {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "is not supported"),
+    "a tool of another type": ([USER], {"tools": [{"type": "web_search"}]}, "tools.0.type", "is not supported"),
+    "a tool's name": ([USER], {"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name", ""),
     "an effort": ([USER], {"reasoning_effort": "high"}, "reasoning_effort", "is not supported"),
     "a sound": ([USER], {"modalities": ["text", "audio"]}, "modalities", "is not supported"),
     "the prompt's log-probabilities": ([USER], {"prompt_logprobs": 0}, "prompt_logprobs", "is not supported"),
     "special tokens": ([USER], {"skip_special_tokens": False}, "skip_special_tokens", "is not supported"),
     "a template's switch": ([USER], {"chat_template_kwargs": {"a": False}}, "chat_template_kwargs", "not supported"),
     "a call": (
-        [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}],
+        [USER, {"role": "assistant", "content": None, "tool_calls": [{**CALL, "type": "custom"}]}],
         {},
-        "messages.1.tool_calls",
-        "not",
-    ),
-    "a tool's answer": (
-        [USER, {"role": "tool", "content": "", "tool_call_id": "1"}],
-        {},
-        "messages.1.tool_call_id",
-        "",
+        "messages.1.tool_calls.0.type",
+        "is not supported",
     ),
     "an image": (
         [USER, {"role": "user", "content": [IMAGE]}],

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dynatree.cli.arguments import SCHEMES, Keyed, add_policy_settings
@@ -100,6 +101,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="STR", help="end the completion before this string; repeatable"
     )
+    constraint = parser.add_mutually_exclusive_group()
+    constraint.add_argument(
+        "--json-schema", metavar="FILE", help="complete with JSON that follows this file's JSON schema"
+    )
+    constraint.add_argument("--regex", metavar="RE", help="complete with a text that matches this regular expression")
+    constraint.add_argument("--grammar", metavar="FILE", help="complete with a text of this file's Lark grammar")
     parser.add_argument(
         "--stop-token-id",
         dest="stop_token_ids",
@@ -193,6 +200,9 @@ def _request(options: argparse.Namespace) -> GenerateOptions:
         log_probs=options.log_probs,
         top_log_probs=options.top_log_probs,
         prompt_log_probs=options.prompt_log_probs,
+        json_schema=_text_of(options.json_schema),
+        regex=options.regex,
+        grammar=_text_of(options.grammar),
         trace=options.trace is not None,
         queue_position=options.queue_position,
         policy=options.policy,
@@ -279,6 +289,15 @@ def _read_stdin() -> str:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise SystemExit(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def _text_of(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"cannot read {path}: {error}") from None
 
 
 def _bias(text: str) -> tuple[int, float]:

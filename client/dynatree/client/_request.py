@@ -3,10 +3,11 @@
 It refuses only values that protobuf cannot carry. The server checks all other limits, in one place for all clients.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from operator import index
-from typing import Literal, NoReturn, NotRequired, TypedDict, TypeGuard, TypeVar
+from typing import Any, Literal, NoReturn, NotRequired, TypedDict, TypeGuard, TypeVar
 
 import grpc
 
@@ -16,6 +17,7 @@ from dynatree.v1 import draft_pb2, tree_pb2
 _UINT32_MAX = 2**32 - 1
 _MAX_REQUEST_BYTES = 4 * 2**20  # the servers' limit, and gRPC's own
 _UINT64_MAX = 2**64 - 1
+_OPTIONAL = ("name", "tool_calls", "tool_call_id")  # fields of a message
 _Request = TypeVar("_Request", draft_pb2.GenerateRequest, draft_pb2.TokenizeRequest, draft_pb2.DetokenizeRequest)
 
 
@@ -26,11 +28,15 @@ class Message(TypedDict):
         role: the speaker's role, as the target's chat template names it: "system", "user", "assistant".
         content: the message's text.
         name: the speaker's name, for templates that distinguish speakers of the same role; optional.
+        tool_calls: the calls of an assistant's message in OpenAI's form, with arguments as mappings; optional.
+        tool_call_id: the id of the call that a message of the role "tool" answers; optional.
     """
 
     role: str
     content: str
     name: NotRequired[str]
+    tool_calls: NotRequired[Sequence[Mapping[str, Any]]]
+    tool_call_id: NotRequired[str]
 
 
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -77,12 +83,18 @@ class GenerateOptions(TypedDict, total=False):
             "<|endoftext|>". False by default: their names are then plain text.
         continue_final_message: whether the completion continues the last message of a chat, instead of beginning the
             assistant's next turn; False by default.
+        tools: the functions that the assistant may call in a chat, each a mapping in OpenAI's form. Its calls are part
+            of the text, in the form that `ServiceInfo.tool_format` names.
         log_probs: whether to return the tokens' log-probabilities.
         top_log_probs: the number of likeliest tokens to return at the position of each token, with their
             log-probabilities: 0 (the default) to 20. A number above 0 implies `log_probs`.
         prompt_log_probs: whether to return the log-probabilities of the prompt's tokens, with `top_log_probs` likeliest
             tokens at each position. The whole prompt is then prefilled, even if a part of it is cached.
         prompt_text: whether to return the prompt's text, and the offset of each of its tokens in it.
+        json_schema: a JSON schema, as a mapping or as text, which the completion follows; None (the default) allows any
+            text. At most one of `json_schema`, `regex` and `grammar` may be set.
+        regex: a regular expression that the whole completion matches, in the syntax of Rust's regex crate.
+        grammar: a Lark grammar in llguidance's dialect; the completion is a text of its rule "start".
         trace: whether to return a `RoundTrace` for each round.
         queue_position: whether `stream` returns chunks with the number of requests ahead while this one waits.
         policy: the policy that grows the trees, one of `ServiceInfo.policies`; None (the default) is the service's
@@ -110,10 +122,14 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     special_tokens: bool
     continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]]
     log_probs: bool
     top_log_probs: int
     prompt_log_probs: bool
     prompt_text: bool
+    json_schema: Mapping[str, Any] | str | None
+    regex: str | None
+    grammar: str | None
     trace: bool
     queue_position: bool
     policy: str | None
@@ -141,10 +157,14 @@ def build_request(
     ignore_eos: bool = False,
     special_tokens: bool = False,
     continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
     log_probs: bool = False,
     top_log_probs: int = 0,
     prompt_log_probs: bool = False,
     prompt_text: bool = False,
+    json_schema: Mapping[str, Any] | str | None = None,
+    regex: str | None = None,
+    grammar: str | None = None,
     trace: bool = False,
     queue_position: bool = False,
     policy: str | None = None,
@@ -199,14 +219,15 @@ def build_request(
         trace=_flag("trace", trace),
         queue_position=_flag("queue_position", queue_position),
         policy=_policy(policy, policy_settings),
+        grammar=_grammar(json_schema, regex, grammar),
     )
     if not _flag("store", store):
         request.store = False
     continues = _flag("continue_final_message", continue_final_message)
     if _is_chat(prompt):
-        request.chat.CopyFrom(_chat(prompt, continues))
-    elif continues:
-        _refuse("continue_final_message is for chats")
+        request.chat.CopyFrom(_chat(prompt, continues, tools))
+    elif continues or tools:
+        _refuse(f"{'continue_final_message is' if continues else 'tools are'} for chats")
     elif isinstance(prompt, str):
         request.text = _string("prompt", prompt)
     else:
@@ -297,16 +318,54 @@ def _policy(name: str | None, settings: PolicySettings | None) -> draft_pb2.Poli
     return message
 
 
+def _grammar(schema: Mapping[str, Any] | str | None, regex: str | None, lark: str | None) -> tree_pb2.Grammar | None:
+    given = {"json_schema": schema, "regex": regex, "grammar": lark}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        _refuse(f"{' and '.join(named)} are set; expected at most one of them")
+    if schema is not None:
+        text = schema if isinstance(schema, str) else _json("json_schema", schema, " or a str")
+        return tree_pb2.Grammar(kind=tree_pb2.GRAMMAR_KIND_JSON_SCHEMA, text=_string("json_schema", text))
+    if regex is not None:
+        return tree_pb2.Grammar(kind=tree_pb2.GRAMMAR_KIND_REGEX, text=_string("regex", regex))
+    if lark is not None:
+        return tree_pb2.Grammar(kind=tree_pb2.GRAMMAR_KIND_LARK, text=_string("grammar", lark))
+    return None
+
+
+def _json(name: str, value: object, or_text: str = "") -> str:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping{or_text}, not {type(value).__name__}")
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"{name} cannot be written as JSON: {error}") from None
+
+
+def _json_array(name: str, values: object) -> str:
+    if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} must be a sequence of mappings, not {type(values).__name__}")
+    texts = [_json(f"{name}[{place}]", value) for place, value in enumerate(values)]
+    return f"[{', '.join(texts)}]" if texts else ""
+
+
 def _is_chat(prompt: object) -> TypeGuard[Sequence[Message]]:
     return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
-def _chat(messages: Sequence[object], continue_final_message: bool) -> draft_pb2.Chat:
-    chat = draft_pb2.Chat(continue_final_message=continue_final_message)
+def _chat(messages: Sequence[object], continue_final_message: bool, tools: Sequence[object] = ()) -> draft_pb2.Chat:
+    chat = draft_pb2.Chat(continue_final_message=continue_final_message, tools=_json_array("tools", tools))
     for place, message in enumerate(messages):
-        if not isinstance(message, Mapping) or message.keys() - {"name"} != {"role", "content"}:
-            raise TypeError(f"prompt[{place}] must be a mapping with role, content and name, which may be left out")
-        fields = {name: _string(f"prompt[{place}]: {name}", message[name]) for name in message}
+        if not isinstance(message, Mapping) or message.keys() - {*_OPTIONAL} != {"role", "content"}:
+            raise TypeError(
+                f"prompt[{place}] must be a mapping with role and content, and optionally {', '.join(_OPTIONAL)}"
+            )
+        fields = {
+            name: _json_array(f"prompt[{place}]: {name}", value)
+            if name == "tool_calls"
+            else _string(f"prompt[{place}]: {name}", value)
+            for name, value in message.items()
+        }
         chat.messages.add(**fields)
     return chat
 

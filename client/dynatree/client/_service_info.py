@@ -68,12 +68,14 @@ class ServiceInfo:
         target: the large model, whose output every completion is.
         policies: the names that a request's `policy` may have; the first is the default.
         chat_template: whether the tokenizer has a chat template, so that prompts may be chats.
+        tool_format: how the template writes calls of functions: "hermes", "llama3" or "mistral".
     """
 
     draft: ModelInfo
     target: ModelInfo
     policies: tuple[str, ...]
     chat_template: bool
+    tool_format: str
 
     @classmethod
     def from_pb(cls, response: draft_pb2.DraftServiceGetModelInfoResponse) -> Self:
@@ -83,4 +85,5 @@ class ServiceInfo:
             target=ModelInfo.from_pb(response.target),
             policies=tuple(response.policies),
             chat_template=response.chat_template,
+            tool_format=response.tool_format,
         )

@@ -10,6 +10,7 @@ from typing import Protocol
 from dynatree.client import Chunk, Completion, FinishReason
 from dynatree.gateway.encoding import Items, Json
 from dynatree.gateway.token_texts import TokenTexts
+from dynatree.gateway.tools import CallReader
 
 # For each token, the likeliest tokens at its position as (id, log-probability), likeliest first.
 TopLogProbs = Sequence[Sequence[tuple[int, float]]]
@@ -110,15 +111,22 @@ class TextAnswer(_Named):
 
 
 class ChatAnswer(_Named):
-    """The answer to `POST /v1/chat/completions`; `choices` is the number of choices."""
+    """The answer to `POST /v1/chat/completions`; `choices` is the number of choices.
+
+    `functions` are the names of the functions that the answer may call.
+    """
 
     prefix = "chatcmpl"
     chunk_object = "chat.completion.chunk"
     object = "chat.completion"
 
-    def __init__(self, model: str, texts: TokenTexts | None, choices: int) -> None:
+    def __init__(
+        self, model: str, texts: TokenTexts | None, choices: int, functions: frozenset[str] = frozenset()
+    ) -> None:
         super().__init__(model, texts)
         self._choices = choices
+        self._functions = functions
+        self._readers: dict[int, CallReader] = {}  # by choice, of a stream
 
     def begin(self) -> list[Json]:
         """Return one choice with the assistant's role for each completion."""
@@ -126,16 +134,30 @@ class ChatAnswer(_Named):
 
     def delta(self, index: int, text: str, log_probs: Json | None = None, reason: FinishReason | None = None) -> Json:
         """Return the choice of a stream's chunk."""
-        return self._delta(index, {"content": text} if text or reason is None else {}, log_probs, reason)
+        if not self._functions:
+            return self._delta(index, {"content": text} if text or reason is None else {}, log_probs, reason)
+        reader = self._readers.setdefault(index, CallReader(self._functions))
+        before = reader.calls
+        text, calls = reader.push(text) if reason is None else reader.end()
+        delta: Json = {"content": text} if text or reason is None else {}
+        if calls:
+            delta["tool_calls"] = [{"index": before + place, **each.json} for place, each in enumerate(calls)]
+        return self._delta(index, delta, log_probs, reason_with_calls(reason, reader.calls))
 
-    def _delta(
-        self, index: int, delta: Json, log_probs: Json | None = None, reason: FinishReason | None = None
-    ) -> Json:
+    def _delta(self, index: int, delta: Json, log_probs: Json | None = None, reason: str | None = None) -> Json:
         return {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": reason}
 
     def choice(self, index: int, text: str, log_probs: Json | None, reason: FinishReason) -> Json:
         """Return the choice of a whole answer."""
-        message = {"role": "assistant", "content": text, "refusal": None}
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if self._functions:
+            reader = CallReader(self._functions)
+            parts = [reader.push(text), reader.end()]
+            if reader.calls:
+                message["content"] = "".join(content for content, _ in parts) or None
+                message["tool_calls"] = [call.json for _, calls in parts for call in calls]
+                told = reason_with_calls(reason, reader.calls)
+                return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": told}
         return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": reason}
 
     def log_probs(
@@ -156,6 +178,11 @@ class ChatAnswer(_Named):
         token = self._texts.bytes(token_id)
         value = LOWEST_LOG_PROB if log_prob is None else _finite(log_prob)
         return {"token": token.decode(errors="replace"), "logprob": value, "bytes": list(token)}
+
+
+def reason_with_calls(reason: str | None, calls: int) -> str | None:
+    """Return the finish reason of a choice that has `calls` calls of functions."""
+    return "tool_calls" if calls and reason == "stop" else reason
 
 
 def _finite(log_prob: float) -> float:

@@ -145,7 +145,8 @@ class Gateway:
             running_usage=body.running_usage,
             cached_tokens=await self._models.tells_callers_apart(),
         )
-        answer = ChatAnswer(self._names_of(info)[0], texts, body.completions)
+        functions = frozenset(each.function.name for each in body.callable)
+        answer = ChatAnswer(self._names_of(info)[0], texts, body.completions, functions)
         return self._answer(request, body, [body.chat], answer, wanted, metadata, info)
 
     async def tokenize(self, request: Request) -> Response:
@@ -245,7 +246,7 @@ class Gateway:
         """
         check_answer(body, prompts, info.target.context_length, self._limits.held_bytes)
         principal = (("dynatree-principal", body.principal),) if body.principal else ()
-        options = body.options()
+        options = body.options(info.tool_format)
         streams = [self._client.stream(prompt, metadata=metadata + principal, **options) for prompt in prompts]
         work = Work(streams, answer, wanted, request.state.open_request.hold)
         return as_events(work.events(), body.fields) if body.stream else whole(work.whole, body.fields)

@@ -96,6 +96,10 @@ class ApiError(Exception):
             quoted = f"{name} {value[:LONGEST_PARAM]}" if isinstance(value, str) else name
             message = f"{quoted} is not supported; expected {first['ctx']['expected']}"
             return cls(400, message, param=name, code="unsupported_value")
+        if first["type"] == "union_tag_invalid":
+            name = f"{name}.{first['ctx']['discriminator'].strip(chr(39))}"
+            message = f"{name} {first['ctx']['tag'][:LONGEST_PARAM]} is not supported; expected one of "
+            return cls(400, message + first["ctx"]["expected_tags"], param=name, code="unsupported_value")
         reasons = [_reason(each) for where, each in found if where == path]
         reason = ", or ".join(dict.fromkeys(reasons))
         return cls(400, f"{name}: {reason}" if path else reason, param=name or None, code="invalid_value")

@@ -18,7 +18,7 @@ LABELS = frozenset(
         *("metadata", "request_id", "safety_identifier", "service_tier"),
         *("cache_control", "prompt_cache_breakpoint", "prompt_cache_key", "prompt_cache_options"),
         *("prompt_cache_retention", "prediction", "include_obfuscation", "spaces_between_special_tokens"),
-        "parallel_tool_calls",
+        *("parallel_tool_calls", "guided_decoding_backend"),
     )
 )
 # Values without effect in a field that this server does not support, besides null and empty values.
@@ -42,6 +42,7 @@ _OWN: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "stop": ("",),
     "think": (),
+    "tool_choice": ({},),
     "truncate_prompt_tokens": (-1,),
     "typical_p": (1,),
     "verbosity": ("medium",),  # OpenAI's default
@@ -58,7 +59,7 @@ class Body(BaseModel):
     def _what_has_effect(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        fields = cls.model_fields
+        fields = {field.alias or name for name, field in cls.model_fields.items()}
         kept = {}
         refused = False
         for name, value in body.items():

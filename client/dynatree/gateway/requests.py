@@ -13,7 +13,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from dynatree.client import GenerateOptions, Message
 from dynatree.common.limits import MAX_STOP_TOKENS
 from dynatree.gateway.errors import LengthFields
+from dynatree.gateway.formats import Structured
 from dynatree.gateway.no_effect import Body
+from dynatree.gateway.tools import NamedTool, ToolCalls, Tools, call_grammar
 
 MAX_PROMPTS = 128
 MAX_STOP_STRINGS = 16
@@ -57,13 +59,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class TextFormat(Body):
-    """The only supported response format."""
-
-    type: Literal["text"] = "text"
-
-
-class CompletionOptions(Body):
+class CompletionOptions(Structured):
     """The fields that completions and chats share.
 
     Attributes:
@@ -73,7 +69,6 @@ class CompletionOptions(Body):
         repetition_penalty: The default is the value of the target's generation_config.
         user: The principal of the request if the draft service does not authenticate callers; principals are served in
             turn.
-        response_format: Only text is supported.
         policy: The policy that grows the trees; the default is the draft service's.
         trace: Whether a stream reports each round.
         return_token_ids: Whether each choice has `token_ids`, and the first choice of a prompt `prompt_token_ids`.
@@ -104,7 +99,6 @@ class CompletionOptions(Body):
     scheme: Literal["gumbel", "independent", "residual"] | None = None
     trace: bool | None = None
     return_token_ids: bool | None = None
-    response_format: TextFormat | None = None
     store: bool | None = None
 
     @property
@@ -132,7 +126,7 @@ class CompletionOptions(Body):
 
     def common_options(self) -> GenerateOptions:
         """Return the client library's options that completions and chats share."""
-        return GenerateOptions(
+        options = GenerateOptions(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=self.top_p,
             top_k=max(self.top_k or 0, 0),
@@ -152,6 +146,8 @@ class CompletionOptions(Body):
             trace=bool(self.trace),
             store=self.store is not False,
         )
+        options.update(self.constraint)
+        return options
 
 
 class CompletionRequest(CompletionOptions):
@@ -222,8 +218,8 @@ class CompletionRequest(CompletionOptions):
         """Whether a choice begins with its prompt."""
         return bool(self.echo)
 
-    def options(self) -> GenerateOptions:
-        """Return the client library's options for this request."""
+    def options(self, tool_format: str = "") -> GenerateOptions:
+        """Return the client library's options for this request; `tool_format` is for chats."""
         return GenerateOptions(
             **self.common_options(),
             max_new_tokens=max(self.new_tokens, 1),
@@ -243,11 +239,17 @@ class TextPart(Body):
 
 
 class ChatMessage(Body):
-    """One message of a chat; a message of the assistant may lack content."""
+    """One message of a chat; a message of the assistant may lack content, and may have calls of functions.
+
+    Attributes:
+        tool_call_id: The id of the call that a message of the role "tool" answers.
+    """
 
     role: _Text
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: str | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> ChatMessage:
@@ -263,6 +265,10 @@ class ChatMessage(Body):
         message = Message(role=self.role, content=text)
         if self.name:
             message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [each.described for each in self.tool_calls]
+        if self.tool_call_id:
+            message["tool_call_id"] = self.tool_call_id
         return message
 
 
@@ -306,6 +312,10 @@ class ChatRequest(CompletionOptions, Template):
             or at the context limit.
         logprobs: Whether choices have log-probabilities.
         top_logprobs: Number of likeliest tokens to return at each position.
+        tools: The functions that the answer may call.
+        tool_choice: Whether it may ("auto", the default), must ("required") or must not ("none") call one, or the one
+            that it must call.
+        parallel_tool_calls: Whether a required answer may have several calls; true by default.
     """
 
     messages: _Messages
@@ -314,9 +324,16 @@ class ChatRequest(CompletionOptions, Template):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**32)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
+        if self.tool_choice not in (None, "none", "auto") and not self.callable:
+            raise ValueError("tool_choice asks for a call of a function that tools does not have")
+        if self.tool_choice not in (None, "none", "auto") and self.constraint:
+            raise ValueError("tool_choice asks for a call, and another field limits the answer; expected one of them")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs requires logprobs")
         return self
@@ -326,6 +343,14 @@ class ChatRequest(CompletionOptions, Template):
         """The names of the fields with the prompt and with the number of new tokens."""
         named = [name for name in ("max_completion_tokens", "max_tokens") if getattr(self, name) is not None]
         return LengthFields("messages", next(iter(named), None))
+
+    @property
+    def callable(self) -> Tools:
+        """The functions that the answer may call."""
+        if self.tool_choice == "none":
+            return []
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        return [each for each in self.tools or () if named in (None, each.function.name)]
 
     @property
     def chat(self) -> list[Message]:
@@ -348,15 +373,20 @@ class ChatRequest(CompletionOptions, Template):
         """Whether a choice begins with its prompt: never in a chat."""
         return False
 
-    def options(self) -> GenerateOptions:
-        """Return the client library's options for this request."""
-        return GenerateOptions(
+    def options(self, tool_format: str = "") -> GenerateOptions:
+        """Return the client library's options for this request; `tool_format` is that of the service."""
+        options = GenerateOptions(
             **self.common_options(),
+            tools=[each.described for each in self.tools or ()] if self.tool_choice != "none" else (),
             max_new_tokens=self.new_tokens,
             continue_final_message=self.continues,
             log_probs=bool(self.logprobs),
             top_log_probs=self.top_logprobs or 0,
         )
+        if self.tool_choice not in (None, "none", "auto"):
+            several = self.tool_choice == "required" and self.parallel_tool_calls is not False
+            options["grammar"] = call_grammar(self.callable, tool_format, several=several)
+        return options
 
 
 class TokenizeRequest(Template):

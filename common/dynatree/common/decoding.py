@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.grammar import Grammar
 from dynatree.common.limits import MAX_STOP_TOKENS
 from dynatree.common.sampling import Sampling
 
@@ -21,6 +22,7 @@ class Decoding:
         max_new_tokens: Maximum number of new tokens; None means up to the context limit.
         ignore_eos: Whether decoding continues past end-of-sequence tokens.
         stop_token_ids: Additional tokens that end the completion.
+        grammar: The texts that the completion may be; None allows any.
         log_probs: Whether each token's log-probability is reported; `top_log_probs` implies it.
         top_log_probs: Number of the likeliest tokens reported at each position.
         prompt_log_probs: Whether the same is reported for the prompt's tokens.
@@ -30,6 +32,7 @@ class Decoding:
     max_new_tokens: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
     log_probs: bool = False
     top_log_probs: int = 0
     prompt_log_probs: bool = False

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from dynatree.common.decoding import Decoding
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.grammar import Grammar, GrammarKind
 from dynatree.common.log_probs import TopLogProbs
 from dynatree.common.messages import Commit, FinishReason, OpenSession, SessionOpened, VerifyTimings
 from dynatree.common.model_info import ForwardCost, ModelInfo
@@ -71,17 +72,36 @@ def sampling_from_pb(message: tree_pb2.SamplingOptions, *, default_seed: int, de
     return Sampling(**{**values, "logit_bias": bias, "scheme": schemes[message.scheme]})
 
 
+def grammar_to_pb(grammar: Grammar | None) -> tree_pb2.Grammar | None:
+    """The message for a grammar; None if there is none."""
+    return None if grammar is None else tree_pb2.Grammar(kind=f"GRAMMAR_KIND_{grammar.kind.name}", text=grammar.text)
+
+
+def grammar_from_pb(message: tree_pb2.Grammar) -> Grammar:
+    """A grammar from its message.
+
+    Raises:
+        InvalidArgumentError: The kind is unknown, or the text is empty or too long.
+    """
+    kinds = {kind.value: kind for kind in GrammarKind}  # proto3 enums are open: any number may arrive
+    if message.kind not in kinds:
+        known = ", ".join(f"{kind.value} ({kind.name.lower()})" for kind in GrammarKind)
+        raise InvalidArgumentError(f"the grammar's kind is {message.kind}, expected one of {known}")
+    return Grammar(kinds[message.kind], message.text)
+
+
 def decoding_from_pb(
     message: verify_pb2.OpenSession | draft_pb2.GenerateRequest, *, default_seed: int, default_penalty: float = 1.0
 ) -> Decoding:
     """Decoding options from either message; the defaults replace a missing seed or repetition penalty.
 
     Raises:
-        InvalidArgumentError: A sampling option is out of range.
+        InvalidArgumentError: A sampling option is out of range, or the grammar's kind or length is wrong.
     """
     sampling = sampling_from_pb(message.sampling, default_seed=default_seed, default_penalty=default_penalty)
     stop = tuple(message.stop_token_ids)
-    return Decoding(**{**_values(message, Decoding), "sampling": sampling, "stop_token_ids": stop})
+    grammar = grammar_from_pb(message.grammar) if message.HasField("grammar") else None
+    return Decoding(**{**_values(message, Decoding), "sampling": sampling, "stop_token_ids": stop, "grammar": grammar})
 
 
 def _values(message: Message, record: type[Any]) -> dict[str, Any]:
@@ -103,7 +123,11 @@ def open_session_to_pb(request: OpenSession) -> verify_pb2.OpenSession:
         principal=request.principal,
         generated=request.generated,
         round=request.round,
-        **{**decoding, "sampling": sampling_to_pb(request.decoding.sampling)},
+        **{
+            **decoding,
+            "sampling": sampling_to_pb(request.decoding.sampling),
+            "grammar": grammar_to_pb(request.decoding.grammar),
+        },
     )
 
 

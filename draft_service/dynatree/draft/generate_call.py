@@ -20,6 +20,7 @@ from dynatree.draft.policies import Policy, create_policy, default_policy, resid
 from dynatree.draft.settings import DefaultPolicy
 from dynatree.draft.target.target import Target
 from dynatree.draft.wire import policy_settings_from_pb
+from dynatree.engine.grammar.state import GrammarState
 from dynatree.serving.token_quota import TokenNeed
 from dynatree.serving.tracing import NO_SPAN, Span
 from dynatree.v1 import draft_pb2
@@ -36,6 +37,7 @@ class GenerateCall:
     Attributes:
         message: The call's message.
         prompt_ids: The prompt.
+        grammar: State of the grammar before the first token; None allows any text.
         special_ids: The ids of the special tokens among the stop strings.
         default_policy: The policy of requests that name none.
         has_model: Whether the service has a draft model.
@@ -49,6 +51,7 @@ class GenerateCall:
 
     message: draft_pb2.GenerateRequest
     prompt_ids: tuple[int, ...]
+    grammar: GrammarState | None
     special_ids: tuple[int, ...]
     default_policy: DefaultPolicy
     has_model: bool
@@ -65,6 +68,7 @@ class GenerateCall:
         message: draft_pb2.GenerateRequest,
         prompt_ids: tuple[int, ...],
         *,
+        grammar: GrammarState | None,
         special_ids: tuple[int, ...],
         default_policy: DefaultPolicy,
         has_model: bool,
@@ -84,6 +88,7 @@ class GenerateCall:
         return cls(
             message,
             prompt_ids,
+            grammar,
             special_ids,
             default_policy,
             has_model,
@@ -125,6 +130,9 @@ class GenerateCall:
         check_token_ids(received.token_ids, info.vocab_size, "resume.token_ids")
         prompt_log_probs = decoding.prompt_log_probs and self.begins and index == self.first
         check_log_probs(decoding.top_log_probs, len(prompt_ids) if prompt_log_probs else 0)
+        grammar = self.grammar and self.grammar.after_all(received.token_ids)
+        if self.grammar is not None and grammar is None:
+            raise InvalidArgumentError("resume.token_ids do not follow the grammar")
         policy = self._policy(decoding.sampling, target)
         # what such a policy has learnt may depend on the noise of this seed
         learnt = decoding.sampling.residual and policy.learns_from_others
@@ -145,6 +153,7 @@ class GenerateCall:
             recalls=self.recalls,
             keeps=self.keeps,
             received=received,
+            grammar=grammar,
             request_id=self.request_id,
             span=span,
         )

@@ -10,10 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.model_info import ModelInfo, token_limit
+from dynatree.common.wire import grammar_from_pb
 from dynatree.draft.text.prompt_text import PromptText, decoded, written
 from dynatree.draft.text.prompts import Message, PromptEncoder
 from dynatree.draft.text.tokenizer_thread import TokenizerThread
-from dynatree.draft.text.vocabulary import token_bytes
+from dynatree.engine.grammar.compiler import GrammarCompiler
+from dynatree.engine.grammar.state import GrammarState
+from dynatree.engine.model.vocabulary import token_bytes
 from dynatree.v1 import draft_pb2
 
 ID_BYTES = 4  # size of a token id
@@ -31,6 +34,8 @@ class PromptReader:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._encoder = PromptEncoder(tokenizer)
+        end_token = tokenizer.eos_token_id
+        self._grammars = GrammarCompiler(tokenizer, () if end_token is None else (end_token,))
         self._thread = TokenizerThread()
         self._longest_token = max(map(len, tokenizer.get_vocab()))  # characters
         self._vocabulary: list[bytes] = []  # built at the first use
@@ -39,6 +44,11 @@ class PromptReader:
     def has_chat_template(self) -> bool:
         """Whether prompts may be chats."""
         return self._encoder.has_chat_template
+
+    @property
+    def tool_format(self) -> str:
+        """How the chat template writes calls of functions."""
+        return self._encoder.tool_format
 
     def special_ids(self, texts: Iterable[str]) -> tuple[int, ...]:
         """The ids of the special tokens among these names."""
@@ -87,13 +97,27 @@ class PromptReader:
         """
         token_limit(self.least_tokens(message), None, target, at_least=True)
         if message.HasField("chat"):
-            messages = [Message(each.role, each.content, each.name) for each in message.chat.messages]
-            continues = message.chat.continue_final_message
-            encode = partial(self._encoder.chat, messages, continue_final_message=continues)
+            messages = [
+                Message(each.role, each.content, each.name, each.tool_calls, each.tool_call_id)
+                for each in message.chat.messages
+            ]
+            continues, tools = message.chat.continue_final_message, message.chat.tools
+            encode = partial(self._encoder.chat, messages, continue_final_message=continues, tools=tools)
         else:
             encode = partial(self._encoder.text, message.text, add_special_tokens=add_special_tokens)
-        size = sum(len(text.encode()) for text in _texts(message))
+        size = sum(len(text.encode()) for text in _all_texts(message))
         return await self._thread.run(principal, size, partial(encode, special_tokens=message.special_tokens))
+
+    async def grammar(self, message: draft_pb2.GenerateRequest, principal: str) -> GrammarState | None:
+        """Compile the message's grammar; None if it has none.
+
+        Raises:
+            InvalidArgumentError: The grammar is wrong, too long, too complex or not supported.
+        """
+        if not message.HasField("grammar"):
+            return None
+        grammar = grammar_from_pb(message.grammar)
+        return await self._thread.run(principal, len(grammar.text.encode()), partial(self._grammars.state, grammar))
 
     async def prompt_text(
         self, message: draft_pb2.GenerateRequest, prompt_ids: tuple[int, ...], principal: str
@@ -126,6 +150,13 @@ def _texts(message: draft_pb2.GenerateRequest | draft_pb2.TokenizeRequest) -> It
     yield message.text
     for each in message.chat.messages:
         yield from (each.role, each.content, each.name)
+
+
+def _all_texts(message: draft_pb2.GenerateRequest | draft_pb2.TokenizeRequest) -> Iterator[str]:
+    """Yield the texts of a prompt, those of tools and their calls included."""
+    yield from (*_texts(message), message.chat.tools)
+    for each in message.chat.messages:
+        yield from (each.tool_calls, each.tool_call_id)
 
 
 def _new_tokens(message: draft_pb2.GenerateRequest) -> int | None:

@@ -87,6 +87,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             target=model_info_to_pb(backend.replicas.target.info),
             policies=[default, *others],
             chat_template=self._prompts.has_chat_template,
+            tool_format=self._prompts.tool_format,
         )
 
     async def GetVocabulary(  # noqa: N802
@@ -147,6 +148,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         call = GenerateCall.from_pb(
             request,
             prompt_ids,
+            grammar=await self._prompts.grammar(request, principal),
             special_ids=self._prompts.special_ids(request.stop),
             default_policy=self._default_policy,
             has_model=backend.source.has_model,

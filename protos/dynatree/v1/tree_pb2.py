@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64ynatree/v1/tree.proto\x12\x0b\x64ynatree.v1\"\xd4\x01\n\tTokenTree\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07parents\x18\x04 \x03(\x05\x12\x11\n\tlog_probs\x18\x05 \x03(\x02\x12\x18\n\x10\x63\x61ndidate_counts\x18\x06 \x03(\r\x12\x15\n\rcandidate_ids\x18\x07 \x03(\r\x12\x17\n\x0f\x63\x61ndidate_probs\x18\x08 \x03(\x02\x12\x13\n\x0b\x64raw_counts\x18\t \x03(\r\x12\r\n\x05\x64raws\x18\n \x03(\r\"\x8b\x03\n\x0fSamplingOptions\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12?\n\nlogit_bias\x18\x07 \x03(\x0b\x32+.dynatree.v1.SamplingOptions.LogitBiasEntry\x12+\n\x06scheme\x18\x08 \x01(\x0e\x32\x1b.dynatree.v1.SamplingScheme\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12\x18\n\x10presence_penalty\x18\n \x01(\x02\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penalty\"3\n\x0bTopLogProbs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x11\n\tlog_probs\x18\x02 \x03(\x02\"\x8d\x03\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\x04\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\x12\x11\n\tdevice_id\x18\n \x01(\t\x12\x12\n\nstep_bytes\x18\x0b \x01(\x04\x12/\n\rforward_costs\x18\x0c \x03(\x0b\x32\x18.dynatree.v1.ForwardCost\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\x00\x88\x01\x01\x12\x13\n\x0b\x66ingerprint\x18\x0e \x01(\t\x12\x16\n\x0estreamed_bytes\x18\x0f \x01(\x04\x12\x10\n\x08numerics\x18\x10 \x01(\tB\x15\n\x13_repetition_penalty\",\n\x0b\x46orwardCost\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x02*\x8c\x01\n\x0eSamplingScheme\x12\x1f\n\x1bSAMPLING_SCHEME_UNSPECIFIED\x10\x00\x12\x1a\n\x16SAMPLING_SCHEME_GUMBEL\x10\x01\x12\x1f\n\x1bSAMPLING_SCHEME_INDEPENDENT\x10\x02\x12\x1c\n\x18SAMPLING_SCHEME_RESIDUAL\x10\x03*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64ynatree/v1/tree.proto\x12\x0b\x64ynatree.v1\"\xd4\x01\n\tTokenTree\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07parents\x18\x04 \x03(\x05\x12\x11\n\tlog_probs\x18\x05 \x03(\x02\x12\x18\n\x10\x63\x61ndidate_counts\x18\x06 \x03(\r\x12\x15\n\rcandidate_ids\x18\x07 \x03(\r\x12\x17\n\x0f\x63\x61ndidate_probs\x18\x08 \x03(\x02\x12\x13\n\x0b\x64raw_counts\x18\t \x03(\r\x12\r\n\x05\x64raws\x18\n \x03(\r\"\x8b\x03\n\x0fSamplingOptions\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12?\n\nlogit_bias\x18\x07 \x03(\x0b\x32+.dynatree.v1.SamplingOptions.LogitBiasEntry\x12+\n\x06scheme\x18\x08 \x01(\x0e\x32\x1b.dynatree.v1.SamplingScheme\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12\x18\n\x10presence_penalty\x18\n \x01(\x02\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penalty\"?\n\x07Grammar\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.dynatree.v1.GrammarKind\x12\x0c\n\x04text\x18\x02 \x01(\t\"3\n\x0bTopLogProbs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x11\n\tlog_probs\x18\x02 \x03(\x02\"\x8d\x03\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\x04\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\x12\x11\n\tdevice_id\x18\n \x01(\t\x12\x12\n\nstep_bytes\x18\x0b \x01(\x04\x12/\n\rforward_costs\x18\x0c \x03(\x0b\x32\x18.dynatree.v1.ForwardCost\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\x00\x88\x01\x01\x12\x13\n\x0b\x66ingerprint\x18\x0e \x01(\t\x12\x16\n\x0estreamed_bytes\x18\x0f \x01(\x04\x12\x10\n\x08numerics\x18\x10 \x01(\tB\x15\n\x13_repetition_penalty\",\n\x0b\x46orwardCost\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x02*\x8c\x01\n\x0eSamplingScheme\x12\x1f\n\x1bSAMPLING_SCHEME_UNSPECIFIED\x10\x00\x12\x1a\n\x16SAMPLING_SCHEME_GUMBEL\x10\x01\x12\x1f\n\x1bSAMPLING_SCHEME_INDEPENDENT\x10\x02\x12\x1c\n\x18SAMPLING_SCHEME_RESIDUAL\x10\x03*x\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_KIND_JSON_SCHEMA\x10\x01\x12\x16\n\x12GRAMMAR_KIND_REGEX\x10\x02\x12\x15\n\x11GRAMMAR_KIND_LARK\x10\x03*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,20 +33,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_SAMPLINGSCHEME']._serialized_start=1152
-  _globals['_SAMPLINGSCHEME']._serialized_end=1292
-  _globals['_FINISHREASON']._serialized_start=1294
-  _globals['_FINISHREASON']._serialized_end=1418
+  _globals['_SAMPLINGSCHEME']._serialized_start=1217
+  _globals['_SAMPLINGSCHEME']._serialized_end=1357
+  _globals['_GRAMMARKIND']._serialized_start=1359
+  _globals['_GRAMMARKIND']._serialized_end=1479
+  _globals['_FINISHREASON']._serialized_start=1481
+  _globals['_FINISHREASON']._serialized_end=1605
   _globals['_TOKENTREE']._serialized_start=40
   _globals['_TOKENTREE']._serialized_end=252
   _globals['_SAMPLINGOPTIONS']._serialized_start=255
   _globals['_SAMPLINGOPTIONS']._serialized_end=650
   _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=560
   _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=608
-  _globals['_TOPLOGPROBS']._serialized_start=652
-  _globals['_TOPLOGPROBS']._serialized_end=703
-  _globals['_MODELINFO']._serialized_start=706
-  _globals['_MODELINFO']._serialized_end=1103
-  _globals['_FORWARDCOST']._serialized_start=1105
-  _globals['_FORWARDCOST']._serialized_end=1149
+  _globals['_GRAMMAR']._serialized_start=652
+  _globals['_GRAMMAR']._serialized_end=715
+  _globals['_TOPLOGPROBS']._serialized_start=717
+  _globals['_TOPLOGPROBS']._serialized_end=768
+  _globals['_MODELINFO']._serialized_start=771
+  _globals['_MODELINFO']._serialized_end=1168
+  _globals['_FORWARDCOST']._serialized_start=1170
+  _globals['_FORWARDCOST']._serialized_end=1214
 # @@protoc_insertion_point(module_scope)

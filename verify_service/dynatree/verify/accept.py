@@ -6,7 +6,7 @@ chose the root's token, always holds, and the target's choice at the root replac
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from dynatree.common.log_probs import TopLogProbs
@@ -41,11 +41,16 @@ class Verdict:
 
 
 def accept(tree: TokenTree, choices: Sequence[int]) -> Verdict:
+    """Do `follow` with all choices known: after the root (`choices[0]`) and after node `i` (`choices[i + 1]`)."""
+    return follow(tree, lambda node: choices[node + 1])
+
+
+def follow(tree: TokenTree, choice: Callable[[int], int]) -> Verdict:
     """Walk from the root along the target's choices as long as the tree contains them.
 
     Args:
         tree: The drafted tree.
-        choices: Token that the target chooses after the root (`choices[0]`) and after node `i` (`choices[i + 1]`).
+        choice: Function from a node (`ROOT` for the root) to the token that the target chooses after it.
 
     Returns:
         The path and the bonus token. These are exactly the tokens of plain decoding, since each choice depended on the
@@ -53,10 +58,11 @@ def accept(tree: TokenTree, choices: Sequence[int]) -> Verdict:
     """
     node = ROOT
     path: list[int] = []
-    while (child := tree.children.get((node, choices[node + 1]))) is not None:
+    token = choice(node)
+    while (child := tree.children.get((node, token))) is not None:
         path.append(child)
-        node = child
-    return Verdict(tuple(path), (*(tree.token_ids[n] for n in path), choices[node + 1]))
+        node, token = child, choice(child)
+    return Verdict(tuple(path), (*(tree.token_ids[n] for n in path), token))
 
 
 def cut(verdict: Verdict, remaining: int, end_tokens: Set[int]) -> Verdict:

@@ -1,4 +1,4 @@
-"""Log-probabilities under the target's softmax, before any sampling option is applied."""
+"""Log-probabilities under the target's softmax, masked by the grammar, before any sampling option is applied."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dynatree.common.log_probs import TopLogProbs
 
+LEAST_LOG_PROB = -9999.0  # of a token that the grammar forbids, as in OpenAI's API
 _ROWS = 64  # rows per chunk: a float32 copy of a whole prompt's logits would take hundreds of megabytes
 
 
@@ -30,7 +31,7 @@ def log_probs_of(logits: Tensor, token_ids: Sequence[int], top: int) -> tuple[tu
     tokens = torch.tensor(token_ids, dtype=torch.long, device=logits.device)
     for start in range(0, len(token_ids), _ROWS):
         rows, chosen = logits[start : start + _ROWS].float(), tokens[start : start + _ROWS]
-        log_probs = rows.log_softmax(-1)  # [rows, vocabulary]
+        log_probs = rows.log_softmax(-1).clamp(min=LEAST_LOG_PROB)  # [rows, vocabulary]; NaN stays
         values += log_probs.gather(-1, chosen[:, None])[:, 0].tolist()
         if top:
             ids = _likeliest(rows, min(top, rows.shape[-1]))
@@ -45,6 +46,8 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
     `topk` determines the smallest of these logits, but chooses arbitrarily among logits that equal it.
     """
     least = logits.topk(count, dim=-1).values[:, -1:]  # [rows, 1]
+    if bool(least.isneginf().any()):  # a grammar allows fewer tokens, and all others are equal
+        return logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     row, ids = (logits >= least).nonzero().unbind(1)  # at least `count` per row, sorted by row and id
     order = logits[row, ids].sort(descending=True, stable=True).indices
     order = order[row[order].sort(stable=True).indices]  # sorted by row, then by descending logit, then by id

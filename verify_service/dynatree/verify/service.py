@@ -26,6 +26,7 @@ from dynatree.common.wire import (
     session_opened_to_pb,
     tree_from_pb,
 )
+from dynatree.engine.grammar.compiler import GrammarCompiler
 from dynatree.engine.model.tokenizer import files_of
 from dynatree.engine.model_thread import ModelThread
 from dynatree.engine.shared_cores import SharedCores, ShortWaits
@@ -77,6 +78,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         self._tracing = tracing
         self._idle_seconds = idle_seconds
         self._cores = SharedCores(ShortWaits())
+        self._grammars = GrammarCompiler(verifier.engine.tokenizer, verifier.engine.eos_token_ids)
         self._tokenizer: dict[str, bytes] = {}  # its files by name, made at the first use
 
     async def GetModelInfo(  # noqa: N802
@@ -107,6 +109,10 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         if request.finish_reason is not None:
             await context.write(verify_pb2.VerifyResponse(opened=session_opened_to_pb(self._over(request, arrival))))
             return
+        if (grammar := request.decoding.grammar) is not None:
+            generated = request.prompt_ids[len(request.prompt_ids) - request.generated :]
+            state = await asyncio.to_thread(self._grammars.state, grammar, generated)
+            request = replace(request, grammar=state)
         one_device = first.open.draft.device_id == self._verifier.target.device_id
         slots = self._verifier.slots(request)
         async with self._admission.queued(request.principal, slots, context.time_remaining()) as turn:

@@ -11,6 +11,7 @@ from dynatree.common.log_probs import TopLogProbs, check_log_probs
 from dynatree.common.messages import FinishReason, OpenSession
 from dynatree.common.model_info import ModelInfo, check_same_tokenizer, token_limit
 from dynatree.common.tree import TokenTree, check_token_ids
+from dynatree.engine.grammar.state import GrammarState
 from dynatree.engine.kv.kv_range import KVRange
 
 
@@ -26,6 +27,7 @@ class SessionRequest:
         principal: Principal of the request.
         generated: Number of trailing `prompt_ids` that a lost session generated.
         round: Number of trees that the lost session sent.
+        grammar: State of the grammar at the end of `prompt_ids`; None allows any text.
     """
 
     prompt_ids: tuple[int, ...]
@@ -35,6 +37,7 @@ class SessionRequest:
     principal: str = ""
     generated: int = 0
     round: int = 0
+    grammar: GrammarState | None = None
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -49,7 +52,8 @@ class SessionRequest:
 
         Raises:
             FailedPreconditionError: The draft's tokenizer is not the target's.
-            InvalidArgumentError: No prompt, a token outside the vocabulary, or too many log-probabilities.
+            InvalidArgumentError: No prompt, a token outside the vocabulary, too many log-probabilities, or a grammar
+                for a completion that does not end with it.
             OutOfRangeError: The prompt with its new tokens does not fit the target's context, or the generated tokens
                 exceed the requested number of new tokens.
         """
@@ -72,6 +76,8 @@ class SessionRequest:
             raise OutOfRangeError(
                 f"generated is {request.generated}, past the limit of {limit - prompt_tokens} new tokens"
             )
+        if decoding.grammar is not None and decoding.ignore_eos:
+            raise InvalidArgumentError("ignore_eos is set, but a completion with a grammar ends when its text does")
         check_token_ids(request.prompt_ids, target.vocab_size, "prompt_ids")
         check_token_ids(decoding.stop_token_ids, target.vocab_size, "stop_token_ids")
         decoding.sampling.check_tokens(target.vocab_size)
@@ -96,6 +102,7 @@ class VerifySession:
 
     Attributes:
         cached: Number of prompt tokens whose slots were copied from an earlier session instead of computed.
+        grammar: State of the grammar after the committed tokens; None allows any text.
         prompt_log_probs: Log-probabilities of the prompt's tokens from the second on, if requested, as far as the
             prompt has been read.
         prompt_top_log_probs: The likeliest tokens at each of these positions, if requested.
@@ -108,11 +115,13 @@ class VerifySession:
     cached: int = 0
     round: int = field(init=False)
     finished: bool = False
+    grammar: GrammarState | None = field(init=False)
     prompt_log_probs: tuple[float, ...] = ()
     prompt_top_log_probs: TopLogProbs = ()
 
     def __post_init__(self) -> None:
         self.round = self.request.round
+        self.grammar = self.request.grammar
 
     @property
     def length(self) -> int:
@@ -169,3 +178,5 @@ class VerifySession:
         """Append committed tokens; the last becomes the next root."""
         self.committed.extend(token_ids)
         self.finished = finished
+        if self.grammar is not None and not finished:
+            self.grammar = self.grammar.after_all(token_ids)

@@ -15,16 +15,17 @@ from dynatree.common.errors import NotFiniteError, ServiceBusyError
 from dynatree.common.messages import VerifyTimings
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.sampling import NOT_CHOSEN, Sampling
-from dynatree.common.tree import TokenTree
+from dynatree.common.tree import ROOT, TokenTree
 from dynatree.engine.engine import Engine
 from dynatree.engine.forward.runner import Choosing
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.prefix_cache import PrefixCache
 from dynatree.engine.sampling.choosing import TokenHistories, adjusted, choose, warped
 from dynatree.engine.sampling.gumbel import NoiseStream, random_generator
-from dynatree.verify.accept import Verdict, accept, cut
+from dynatree.verify.accept import Verdict, accept, cut, follow
 from dynatree.verify.layout import depth_first, prompt_segment, tree_segment
 from dynatree.verify.log_probs import log_probs_of
+from dynatree.verify.masked_logits import MaskedLogits
 from dynatree.verify.residual import Distribution, accept_residual
 from dynatree.verify.session import SessionRequest, VerifySession
 
@@ -209,7 +210,7 @@ def _result(work: Callable[[], Verdict | None]) -> Result:
 def choosing(part: Part) -> Choosing | None:
     """Options for choosing tokens on the device after a part's tokens; None if the host chooses from the logits."""
     sampling = part.session.request.decoding.sampling
-    if not sampling.is_plain:
+    if not sampling.is_plain or part.session.grammar is not None:
         return None
     # -1 marks tokens that were not drafted: the root, or the tokens of a prompt
     parents = [-1] * max(part.prompt_tokens, 1) + [1 + parent for parent in part.tree.parents]
@@ -224,6 +225,7 @@ def _judge(part: Part, logits: Tensor, chosen: Sequence[int] | None) -> Verdict 
 
     Raises:
         NotFiniteError: A choice depends on numbers that are not finite, or on values that replaced such numbers.
+        InvalidArgumentError: The grammar cannot be followed further.
     """
     if part.session.kv.broken:
         raise NotFiniteError
@@ -232,8 +234,11 @@ def _judge(part: Part, logits: Tensor, chosen: Sequence[int] | None) -> Verdict 
             return None
         logits, chosen = logits[-1:], chosen and chosen[-1:]
     session, tree, request = part.session, part.tree, part.session.request
+    masked = MaskedLogits(logits, tree, session.grammar)
     if request.decoding.sampling.residual:
-        verdict = _accept_residual(session, tree, logits)
+        verdict = _accept_residual(session, tree, masked)
+    elif session.grammar is not None:
+        verdict = follow(tree, partial(_choice, session, tree, masked))
     else:
         if chosen is None:
             positions = [session.length, *(session.length + depth for depth in tree.depths)]
@@ -245,16 +250,23 @@ def _judge(part: Part, logits: Tensor, chosen: Sequence[int] | None) -> Verdict 
         raise NotFiniteError
     if not request.decoding.log_probs:
         return verdict
-    rows = [0, *(node + 1 for node in verdict.accepted)][: len(verdict.token_ids)]
-    values, likeliest = log_probs_of(logits[rows], verdict.token_ids, request.decoding.top_log_probs)
+    rows = masked.rows((ROOT, *verdict.accepted)[: len(verdict.token_ids)])
+    values, likeliest = log_probs_of(rows, verdict.token_ids, request.decoding.top_log_probs)
     return replace(verdict, log_probs=values, top_log_probs=likeliest)
 
 
-def _accept_residual(session: VerifySession, tree: TokenTree, logits: Tensor) -> Verdict:
+def _choice(session: VerifySession, tree: TokenTree, masked: MaskedLogits, node: int) -> int:
+    """The target's choice after a node under the session's grammar."""
+    position = session.length + (0 if node == ROOT else tree.depths[node])
+    sampling = session.request.decoding.sampling
+    return choose(masked.after(node), [position], sampling, _histories(session, tree, [node]))[0]
+
+
+def _accept_residual(session: VerifySession, tree: TokenTree, masked: MaskedLogits) -> Verdict:
     sampling = session.request.decoding.sampling
 
     def target(node: int) -> Distribution:
-        rows = adjusted(logits[node + 1 : node + 2], sampling, _histories(session, tree, [node]))
+        rows = adjusted(masked.after(node), sampling, _histories(session, tree, [node]))
         distribution: Distribution = warped(rows, sampling)[0].double().softmax(-1).cpu().numpy()
         return distribution
 

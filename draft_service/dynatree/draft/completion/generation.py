@@ -32,7 +32,8 @@ from dynatree.draft.target.target import Target
 from dynatree.draft.text.detokenizer import Detokenizer
 from dynatree.draft.text.stop_strings import StopStrings
 from dynatree.draft.text.text_stream import TextStream
-from dynatree.draft.text.vocabulary import vocabulary_of
+from dynatree.engine.grammar.state import GrammarState
+from dynatree.engine.model.vocabulary import vocabulary_of
 from dynatree.engine.model_thread import ModelThread
 from dynatree.serving.grpc_options import REQUEST_ID
 from dynatree.serving.tracing import NO_SPAN, Span
@@ -91,6 +92,7 @@ class GenerationRequest:
         recalls: Whether trees may have candidates from the principal's earlier completions.
         keeps: Whether later completions of the principal may have candidates from this one.
         received: The part that the client already has from a lost draft service.
+        grammar: State of the grammar behind that part; None allows any text.
         request_id: The request's id in logs.
         span: The tracing span of the completion.
     """
@@ -106,6 +108,7 @@ class GenerationRequest:
     recalls: bool = True
     keeps: bool = True
     received: Received = NOTHING_RECEIVED
+    grammar: GrammarState | None = None
     request_id: str = ""
     span: Span = NO_SPAN
 
@@ -228,6 +231,7 @@ class Generation:
             request.policy.drawing,
             recalls=request.recalls,
             keeps=request.keeps,
+            grammar=request.grammar,
         )
         open_session = OpenSession(
             prompt_ids=request.begun_ids,

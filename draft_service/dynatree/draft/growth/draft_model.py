@@ -19,7 +19,7 @@ from dynatree.draft.growth.draft_session import DraftSession
 from dynatree.draft.growth.drafter import Expansion
 from dynatree.draft.growth.shared_tokens import SharedTokens
 from dynatree.draft.policies.drawing import Drawing
-from dynatree.draft.policies.growing_tree import GrowingTree, Proposal, TrieNode
+from dynatree.draft.policies.growing_tree import Allowed, GrowingTree, Proposal, TrieNode
 from dynatree.draft.text.translated_context import aligned
 from dynatree.draft.text.translation import NONE, Translation
 from dynatree.engine.engine import Engine
@@ -124,7 +124,9 @@ class EngineDraftModel:
 
     def _watch(self, tree: GrowingTree, nodes: Sequence[int]) -> None:
         """Warn once if the draft model proposes nothing, since the completions stay correct but become slow."""
-        if not self._warned and any(not tree.node(node).proposals for node in nodes):
+        if not self._warned and any(
+            not tree.node(node).proposals and tree.node(node).grammar is None for node in nodes
+        ):
             self._warned = True
             log.warning("the draft model's logits are not finite (NaN or infinity); no tokens are drafted from them")
 
@@ -138,6 +140,7 @@ class EngineDraftModel:
             and expansion.breadth <= level_runner.breadth
             and not session.draws
             and session.translated is None
+            and session.root.grammar is None
             and session.sampling.is_plain
             and (session.sampling.greedy or session.sampling.scheme is Scheme.GUMBEL)
             and len(session.committed) + level_runner.most(session.levels - 1) <= self.context_length
@@ -260,6 +263,8 @@ def _propose(
     sampling = session.drafting
     logits, known = (logits, None) if shared is None else shared.logits(logits.float(), sampling)
     logits = logits[:, : session.vocab_size].float()
+    grammars = [tree.node(node).grammar for node in nodes]
+    logits = _masked(logits, grammars)
     paths: list[list[int]] = []
     if sampling.needs_history or session.draws:
         paths = [[above.token for above in reversed(tree.path(node))] for node in nodes]
@@ -276,8 +281,20 @@ def _propose(
         for node, (distribution, draws) in zip(nodes, drawn, strict=True):
             tree.node(node).candidates, tree.node(node).proposals = distribution, draws
     else:
-        for node, ranked in zip(nodes, _rank(logits, positions, sampling, histories, breadth, known), strict=True):
+        every = _rank(logits, positions, sampling, histories, breadth, known)
+        for node, grammar, ranked in zip(nodes, grammars, every, strict=True):
+            if grammar is not None:  # fewer tokens than `breadth` may be allowed
+                ranked = tuple(each for each in ranked if each.log_prob > LEAST_LOG_PROB)
             tree.node(node).proposals = ranked
+
+
+def _masked(logits: Tensor, grammars: Sequence[Allowed | None]) -> Tensor:
+    """Return logits `[rows, vocabulary]` with -inf for the tokens that each row's grammar forbids."""
+    if not any(grammars):
+        return logits
+    everything = np.ones(logits.shape[-1], dtype=np.bool_)
+    rows = [everything if each is None else each.allowed(logits.shape[-1]) for each in grammars]
+    return logits.masked_fill(torch.from_numpy(~np.stack(rows)).to(logits.device), -math.inf)
 
 
 def _rank(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 
 from dynatree.common.sampling import Sampling
 from dynatree.draft.policies.drawing import DEFAULT_DRAWING, Drawing
 from dynatree.draft.policies.growing_tree import TrieNode
 from dynatree.draft.text.translated_context import TranslatedContext
+from dynatree.engine.grammar.state import GrammarState
 from dynatree.engine.kv.kv_range import KVRange
 
 
@@ -35,6 +36,7 @@ class DraftSession:
         recalls: Whether trees may have candidates from the principal's earlier completions.
         keeps: Whether later completions of the principal may have candidates from this one.
         translated: The committed text in the draft's tokens, if its tokenizer is not the target's.
+        grammar: State of the request's grammar after `committed`; None allows any text.
         root: The trie's node of the last committed token.
     """
 
@@ -52,10 +54,11 @@ class DraftSession:
     recalls: bool = True
     keeps: bool = True
     translated: TranslatedContext | None = None
+    grammar: InitVar[GrammarState | None] = None
     root: TrieNode = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.root = TrieNode(self.committed[-1])
+    def __post_init__(self, grammar: GrammarState | None) -> None:
+        self.root = TrieNode(self.committed[-1], grammar=grammar)
 
     @property
     def context(self) -> Sequence[int]:
@@ -94,6 +97,9 @@ class DraftSession:
         """
         start, behind = self.num_cached, len(self.context) + len(token_ids)
         path, node = self._follow(token_ids)
+        grammar = self.root.grammar
+        for token in token_ids:
+            grammar = grammar and grammar.after(token)
         self.committed.extend(token_ids)
         self.generated += len(token_ids)
         self.rounds += 1
@@ -115,7 +121,7 @@ class DraftSession:
             survivor.slot = slot
         self.num_cached = start + len(path)
         self.num_used = start + len(survivors)
-        self.root = node if node is not None else TrieNode(self.committed[-1])
+        self.root = node if node is not None else TrieNode(self.committed[-1], grammar=grammar)
         return moved
 
     def forget_all_but(self, kept: Set[int]) -> list[int]:

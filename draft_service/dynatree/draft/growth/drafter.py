@@ -18,6 +18,7 @@ from dynatree.draft.policies.drawing import DEFAULT_DRAWING, Drawing
 from dynatree.draft.policies.growing_tree import GrowingTree
 from dynatree.draft.text.translated_context import TranslatedContext
 from dynatree.draft.text.translation import Translation
+from dynatree.engine.grammar.state import GrammarState
 from dynatree.engine.kv.kv_range import KVRange
 
 DRAFT_TOKENS_PER_TOKEN = 2  # for each token of a target with another tokenizer; a longer context is not drafted for
@@ -137,6 +138,7 @@ class Drafter:
         *,
         recalls: bool = True,
         keeps: bool = True,
+        grammar: GrammarState | None = None,
     ) -> DraftSession:
         """Reserve a KV range for a session; nothing is read yet.
 
@@ -150,6 +152,7 @@ class Drafter:
             drawing: Settings of the draft's distribution.
             recalls: Whether trees may have candidates from the principal's earlier completions.
             keeps: Whether later completions of the principal may have candidates from this one.
+            grammar: State of the request's grammar after `prompt_ids`; None allows any text.
 
         Raises:
             ServiceBusyError: Too few slots are free.
@@ -174,6 +177,7 @@ class Drafter:
             recalls=recalls,
             keeps=keeps,
             translated=translated,
+            grammar=grammar,
         )
 
     def close(self, session: DraftSession) -> None:
@@ -282,7 +286,7 @@ class Drafter:
 
     def has_room(self, session: DraftSession, tree: GrowingTree, level: Sequence[int]) -> bool:
         """Whether the session's range has slots for a level's unread nodes."""
-        unread = sum(not tree.is_expanded(node) for node in level if node != ROOT)
+        unread = sum(node != ROOT for node in self._unread(session, tree, level))
         return session.speculative_slots + unread <= 2 * self._max_tree_nodes
 
     def _makes_room(self, session: DraftSession, tree: GrowingTree, level: Sequence[int], policy: Policy) -> bool:
@@ -306,6 +310,22 @@ class Drafter:
         """Read the nodes of a level that have no proposals yet, in one forward pass."""
         self.alone(self._expanding(session, tree, level, breadth))
 
+    def _unread(self, session: DraftSession, tree: GrowingTree, level: Sequence[int]) -> list[int]:
+        """The nodes to read before all nodes of a level have proposals, parents first.
+
+        Nodes that a grammar gave their only proposal are read together with the first node below them that needs it.
+        """
+        unread = [node for node in level if not tree.is_expanded(node)]
+        if tree.node(ROOT).grammar is None:
+            return unread
+        wanted = set(unread)
+        for node in unread:
+            while node != ROOT:
+                node = tree.parent(node)
+                if tree.node(node).slot is None and (node != ROOT or session.num_cached < len(session.context)):
+                    wanted.add(node)
+        return sorted(wanted)
+
     def _expanding(
         self, session: DraftSession, tree: GrowingTree, level: Sequence[int], breadth: int
     ) -> Growing[list[Spent]]:
@@ -313,7 +333,7 @@ class Drafter:
 
         A long prompt is read in pieces, so that other sessions do not wait for the whole prefill.
         """
-        unread = [node for node in level if not tree.is_expanded(node)]
+        unread = self._unread(session, tree, level)
         if not unread:
             return []
         spent = []

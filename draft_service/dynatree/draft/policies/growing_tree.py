@@ -7,10 +7,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import TYPE_CHECKING, Protocol, Self
 
 from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
 from dynatree.draft.policies.suffix_index import SuffixIndex
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,23 @@ class Proposal:
     draft_log_prob: float | None = None
 
 
+class Allowed(Protocol):
+    """Which tokens a request's grammar allows next; `dynatree.engine.grammar.state.GrammarState` implements it."""
+
+    @property
+    def forced(self) -> int | None:
+        """The only token that may follow; None if there are several."""
+
+    def allows(self, token: int) -> bool:
+        """Whether a token may follow."""
+
+    def allowed(self, vocab_size: int) -> NDArray[np.bool_]:
+        """Whether each token may follow, `[vocab_size]`."""
+
+    def after(self, token: int) -> Self | None:
+        """Return what is allowed after one more token; None if the grammar forbids the token."""
+
+
 @dataclass(eq=False)
 class TrieNode:
     """The draft model's knowledge of one token in its context, kept across rounds while the context is valid.
@@ -37,6 +59,7 @@ class TrieNode:
         proposals: The likeliest continuations, best first, or the draws in their order; None before they are known.
         candidates: The distribution that the proposals were drawn from, if they are draws.
         children: The continuations that a tree has used, by token.
+        grammar: What the request's grammar allows after the token; None if it allows anything.
     """
 
     token: int
@@ -44,10 +67,15 @@ class TrieNode:
     proposals: tuple[Proposal, ...] | None = None
     candidates: DraftDistribution | None = None
     children: dict[int, TrieNode] = field(default_factory=dict)
+    grammar: Allowed | None = None
 
     def child(self, token: int) -> TrieNode:
         """Return the node of a continuation, created if it is new."""
-        return self.children.setdefault(token, TrieNode(token))
+        child = self.children.get(token)
+        if child is None:
+            child = TrieNode(token, grammar=self.grammar and self.grammar.after(token))
+            self.children[token] = child
+        return child
 
     def descendants(self) -> Iterator[TrieNode]:
         """Yield every node below this one that has a slot, parents first."""
@@ -166,13 +194,29 @@ class GrowingTree:
         """The continuations of an expanded node: the draft's likeliest first, or the draws in their order."""
         proposals = self.node(index).proposals
         assert proposals is not None, "the growth loop expands a node before a policy sees it"
-        if self._calibrated is None:
+        if self._calibrated is None or self.forced(index) is not None:
             return proposals
         return [Proposal(each.token, self._calibrated(each.log_prob), each.log_prob) for each in proposals]
 
     def is_expanded(self, index: int) -> bool:
-        """Whether a node already has proposals, so that its expansion takes no forward pass."""
-        return self.node(index).proposals is not None
+        """Whether a node already has proposals, so that its expansion takes no forward pass.
+
+        A node has one certain proposal without a forward pass if the grammar allows only one token after it.
+        """
+        node = self.node(index)
+        if node.proposals is None and (token := self.forced(index)) is not None:
+            node.proposals = (Proposal(token, 0.0),)
+        return node.proposals is not None
+
+    def allows(self, index: int, token: int) -> bool:
+        """Whether the grammar allows a token after a node."""
+        grammar = self.node(index).grammar
+        return grammar is None or grammar.allows(token)
+
+    def forced(self, index: int) -> int | None:
+        """The only token that the grammar allows after a node; None if there are several, or if nodes are drawn."""
+        grammar = self.node(index).grammar
+        return None if grammar is None or self.sampled else grammar.forced
 
     def confidence(self, index: int) -> float:
         """The highest next-token probability after an expanded node, c(u) in DynaTree section 3.3; 0 if none."""

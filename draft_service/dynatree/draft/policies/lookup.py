@@ -107,8 +107,11 @@ class Lookup:
             parent = nodes.get(guess.parent)
             if parent is None or tree.depth(parent) >= tree.max_depth or len(tree) >= budget:
                 continue
+            if not tree.allows(parent, guess.token):
+                continue
             nodes[index] = tree.add(parent, Proposal(guess.token, math.log(guess.prob)))
             along += nodes[index] == along == parent + 1
+        _add_forced(tree, budget)
         return along
 
     def learn(self, tokens: Sequence[int]) -> None:
@@ -184,3 +187,13 @@ class Lookup:
             guess.prob = max(min(guess.prob, left[guess.parent]), LEAST_PROB)
             left[guess.parent] -= guess.prob
         return guesses
+
+
+def _add_forced(tree: GrowingTree, budget: int) -> None:
+    """Add each token that the grammar alone allows after the root or after a node, and those that follow it."""
+    node = ROOT
+    while node < len(tree) < budget:
+        token = tree.forced(node)
+        if token is not None and tree.depth(node) < tree.max_depth and not tree.has_child(node, token):
+            tree.add(node, Proposal(token, 0.0))
+        node += 1

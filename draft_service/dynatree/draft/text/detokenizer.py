@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from dynatree.draft.text.vocabulary import cleans_up, vocabulary_of
+from dynatree.engine.model.vocabulary import cleans_up, vocabulary_of
 
 # All characters, except the last, of the strings that `clean_up_tokenization` replaces.
 _MAY_GO_ON = " 'nvr"

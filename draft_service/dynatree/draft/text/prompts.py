@@ -6,27 +6,45 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.draft.text.prompt_text import decoded
+from dynatree.draft.text.tools import Fields, parsed, replaced, without_tools, written_format
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a chat; `name` tells speakers with the same role apart, "" for none."""
+    """One message of a chat.
+
+    Attributes:
+        role: The role of the speaker.
+        content: The text.
+        name: Tells speakers with the same role apart; "" for none.
+        tool_calls: The calls of functions as a JSON array; "" for none.
+        tool_call_id: The id of the call that the message answers; "" for none.
+    """
 
     role: str
     content: str
     name: str = ""
+    tool_calls: str = ""
+    tool_call_id: str = ""
 
     @property
-    def fields(self) -> dict[str, str]:
-        """The message in the form that chat templates expect."""
-        fields = {"role": self.role, "content": self.content}
-        return {**fields, "name": self.name} if self.name else fields
+    def fields(self) -> Fields:
+        """The message in the form that chat templates expect.
+
+        Raises:
+            InvalidArgumentError: The calls are not a JSON array of objects.
+        """
+        fields: Fields = {"role": self.role, "content": self.content}
+        optional = {"name": self.name, "tool_calls": parsed("tool_calls", self.tool_calls)}
+        optional["tool_call_id"] = self.tool_call_id
+        return fields | {name: value for name, value in optional.items() if value}
 
 
 class PromptEncoder:
@@ -39,12 +57,18 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._ids = {token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
         longest_first = sorted(self._ids, key=len, reverse=True)
+        self._writes_tools = written_format(tokenizer.chat_template)
         self._special = re.compile("|".join(map(re.escape, longest_first))) if self._ids else None
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the tokenizer can encode chats."""
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def tool_format(self) -> str:
+        """How chats write calls of functions."""
+        return self._writes_tools or "hermes"
 
     def special_ids(self, texts: Iterable[str]) -> list[int]:
         """The ids of the special tokens among these names."""
@@ -66,25 +90,36 @@ class PromptEncoder:
         return decoded(self._tokenizer, token_ids).text
 
     def chat(
-        self, messages: Sequence[Message], *, special_tokens: bool, continue_final_message: bool = False
+        self,
+        messages: Sequence[Message],
+        *,
+        special_tokens: bool,
+        continue_final_message: bool = False,
+        tools: str = "",
     ) -> tuple[int, ...]:
         """Encode a chat by the template; it ends with the open turn of the assistant, or with the open last message.
 
+        `tools` describes the functions that the assistant may call, as a JSON array.
+
         Raises:
-            InvalidArgumentError: There is no message, the tokenizer has no template, or the template refuses the
-                messages.
+            InvalidArgumentError: There is no message, the tokenizer has no template, the template refuses the messages,
+                or the functions or calls are not JSON arrays of objects.
         """
         if not messages:
             raise InvalidArgumentError("the chat has no messages; expected at least one")
         if not self.has_chat_template:
             raise InvalidArgumentError("the tokenizer has no chat template: expected a prompt of text or token ids")
         hidden: dict[str, str] = {}  # texts that look like special tokens, by their marks in the rendered chat
-        said = [each.fields for each in messages]
+        said, described = [each.fields for each in messages], parsed("tools", tools)
         if not special_tokens:
-            said = [{name: self._hide(text, hidden) for name, text in each.items()} for each in said]
+            hide = partial(self._hide, hidden=hidden)
+            said, described = replaced(said, hide), replaced(described, hide)
+        if self._writes_tools is None:
+            said, described = without_tools(said, described), []
         try:
             rendered = self._tokenizer.apply_chat_template(
                 said,
+                tools=described or None,
                 tokenize=False,
                 add_generation_prompt=not continue_final_message,
                 continue_final_message=continue_final_message,

@@ -11,8 +11,8 @@ from typing import Self
 from transformers import PreTrainedTokenizerBase
 
 from dynatree.common.errors import StartupError
-from dynatree.draft.text.vocabulary import special_ids, token_bytes, vocabulary_of
 from dynatree.engine.model.tokenizer import fingerprint
+from dynatree.engine.model.vocabulary import special_ids, token_bytes, vocabulary_of
 
 NONE = -1  # in place of the draft's token, for a token of the target that has none
 LEAST_SHARE = 0.5  # share of the target's vocabulary below which the pair is doubtful

@@ -1,0 +1,1 @@
+"""Grammars: what they allow after each token."""

@@ -1,0 +1,84 @@
+"""Functions in chats: how a chat template writes them, and a form for templates that do not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dynatree.common.errors import InvalidArgumentError
+
+# What a template has that writes calls in a known form; the first that fits counts.
+_SIGNS = {"mistral": "[TOOL_CALLS]", "hermes": "<tool_call>", "llama3": '"parameters"'}
+_TOOLS = re.compile(r"\btools\b")
+_INSTRUCTIONS = """You may call functions. Each of these lines describes one, with a JSON schema of its parameters:
+{tools}
+To call a function, answer with its name and its arguments, and with nothing else, in this form:
+<tool_call>
+{{"name": NAME, "arguments": {{PARAMETER: VALUE}}}}
+</tool_call>"""
+
+Fields = dict[str, Any]  # a message as templates read it
+
+
+def written_format(template: object) -> str | None:
+    """How a chat template writes calls of functions; None if it does not, or in an unknown form."""
+    texts = template.values() if isinstance(template, dict) else [template]
+    for text in map(str, texts):
+        if _TOOLS.search(text):
+            return next((name for name, sign in _SIGNS.items() if sign in text), None)
+    return None
+
+
+def parsed(name: str, text: str) -> list[Any]:
+    """Return the objects of a JSON array; none if the text is empty.
+
+    Raises:
+        InvalidArgumentError: The text is not a JSON array of objects.
+    """
+    if not text:
+        return []
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise InvalidArgumentError(f"{name} is not a JSON array of objects")
+    return values
+
+
+def replaced(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with each of its strings, keys included, replaced."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [replaced(each, change) for each in value]
+    if isinstance(value, dict):
+        return {change(name): replaced(each, change) for name, each in value.items()}
+    return value
+
+
+def without_tools(messages: Sequence[Fields], tools: Sequence[Any]) -> list[Fields]:
+    """Return a chat for a template that knows no functions: the system's message describes them, calls are text.
+
+    The results of calls become messages of the user.
+    """
+    chat = [_as_text(message) for message in messages]
+    if not tools:
+        return chat
+    told = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if chat[0].get("role") == "system":
+        return [{**chat[0], "content": f"{chat[0]['content']}\n\n{told}"}, *chat[1:]]
+    return [{"role": "system", "content": told}, *chat]
+
+
+def _as_text(message: Fields) -> Fields:
+    calls = [
+        f"<tool_call>\n{json.dumps(call.get('function', call), ensure_ascii=False)}\n</tool_call>"
+        for call in message.get("tool_calls", ())
+    ]
+    kept = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
+    if message.get("role") == "tool":
+        return {**kept, "role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    return {**kept, "content": "\n".join(filter(None, [message["content"], *calls]))}
