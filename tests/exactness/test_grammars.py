@@ -1,14 +1,26 @@
 """Completions under a grammar through both services: valid, and the tokens of masked plain decoding."""
 
 import json
+import math
 import random
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 
+import grpc
 import jsonschema_rs
+import numpy as np
 import pytest
+import torch
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
 
-from dynatree.client import Client
-from dynatree.draft.policies import policy_names
+from dynatree.client import Client, InvalidRequestError
+from dynatree.client._request import build_request
+from dynatree.common.grammar import Grammar, GrammarKind
+from dynatree.draft.policies import policy_names, residual_policies
+from dynatree.engine.grammar.compiler import _source
+from dynatree.v1 import draft_pb2_grpc
 from tests.support.model_zoo import save_noisy_copy, save_random_model
 from tests.support.services import running_services
 
@@ -89,3 +101,129 @@ def test_trees_change_no_token_under_a_grammar(pair, policy):
         assert tree.finish_reason == "length" or is_valid(tree, case)
         accepted += tree.stats.draft_n_accepted
     assert accepted > 0
+
+
+@pytest.mark.parametrize("policy", residual_policies())
+def test_residual_sampling_under_a_grammar_gives_valid_texts(pair, policy):
+    client, _, _ = pair
+    ended = 0
+    for seed, grammar in enumerate(GRAMMARS):
+        case = {"prompt": [seed + 5] * 4, **grammar, "temperature": 1.0, "seed": seed, "scheme": "residual"}
+        completion = client.generate(**case, max_new_tokens=TOKENS, policy=policy)
+        ended += completion.finish_reason == "stop" and is_valid(completion, case)
+    assert ended > len(GRAMMARS) / 2
+
+
+class Masks(LogitsProcessor):
+    """Masks by llguidance's own reading of a tokenizer, apart from everything of this project."""
+
+    def __init__(self, grammar, tokenizer, start):
+        self._matcher, self._read = LLMatcher(from_tokenizer(tokenizer), grammar), start
+
+    def __call__(self, token_ids, scores):
+        for token in token_ids[0, self._read :].tolist():
+            assert self._matcher.consume_token(token)
+        self._read = token_ids.shape[1]
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(bits, count=scores.shape[1], bitorder="little").astype(bool)
+        return scores.masked_fill(torch.from_numpy(~allowed), -torch.inf)
+
+
+def test_greedy_tokens_are_those_of_generate_with_masks(pair):
+    client, target, _ = pair
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
+    for place, schema in enumerate(SCHEMAS):
+        prompt = [place + 7, 11, 13]
+        masks = Masks(_source(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))), tokenizer, len(prompt))
+        found = model.generate(
+            torch.tensor([prompt]), max_new_tokens=40, do_sample=False, logits_processor=LogitsProcessorList([masks])
+        )
+        completion = client.generate(prompt, max_new_tokens=40, json_schema=schema)
+        assert list(completion.token_ids) == found[0, len(prompt) :].tolist()
+
+
+def test_without_a_draft_model_forced_tokens_are_drafted(pair, tmp_path):
+    client, target, _ = pair
+    with (
+        running_services(tmp_path, target, None, dtype="float32") as services,
+        Client(services.draft_address) as alone,
+    ):
+        for case in cases(6):
+            plain = client.generate(**case, max_new_tokens=TOKENS, policy=PLAIN)
+            for policy in ("throughput", "ngram"):
+                completion = alone.generate(**case, max_new_tokens=TOKENS, policy=policy)
+                assert completion.token_ids == plain.token_ids
+        completion = alone.generate([5], json_schema=DEEP, max_new_tokens=TOKENS)
+        assert completion.stats.draft_n_accepted >= 10  # the keys and brackets around one boolean
+
+
+def test_a_forced_run_takes_no_draft_forward(pair, monkeypatch):
+    client, _, services = pair
+    forwards, forward = [], services.draft.forward
+    monkeypatch.setattr(services.draft, "forward", lambda segments: forwards.append(segments) or forward(segments))
+    for policy in ("linear", "fixed", "dynatree", "throughput"):
+        forwards.clear()
+        completion = client.generate([5], json_schema={"const": "x" * 40}, max_new_tokens=TOKENS, policy=policy)
+        assert completion.text == json.dumps("x" * 40)
+        assert completion.stats.draft_n_accepted > 0
+        assert len(forwards) <= 1, policy  # the prompt's
+
+
+def test_a_resumed_completion_continues_its_grammar(pair):
+    client, _, services = pair
+    for case in ({"json_schema": TOWN}, {"json_schema": LIST, "temperature": 0.9, "seed": 4}):
+        whole = client.generate([9, 8], **case, max_new_tokens=TOKENS)
+        assert whole.finish_reason == "stop"
+        request = build_request([9, 8], **case, max_new_tokens=TOKENS)
+        with grpc.insecure_channel(services.draft_address) as channel:
+            generate = draft_pb2_grpc.DraftServiceStub(channel).Generate
+            for known in (1, len(whole.token_ids) // 2, len(whole.token_ids) - 1):
+                request.resume.token_ids[:] = whole.token_ids[:known]
+                rest = [token for answer in generate(request) for token in answer.token_ids]
+                assert rest == list(whole.token_ids[known:])
+            request.resume.token_ids[:] = [*whole.token_ids[:2], whole.token_ids[0]]
+            with pytest.raises(grpc.RpcError) as refused:
+                list(generate(request))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_completions_and_sessions_side_by_side_keep_their_grammars(pair):
+    client, _, _ = pair
+    asked = [{**case, "n": 2} for case in cases(8)]
+    alone = [client.generate(**each, max_new_tokens=TOKENS, policy=PLAIN) for each in asked]
+    with ThreadPoolExecutor(8) as pool:
+        beside = list(pool.map(lambda each: client.generate(**each, max_new_tokens=TOKENS), asked))
+    for one, other in zip(alone, beside, strict=True):
+        assert [each.token_ids for each in (one, *one.alternatives)] == [
+            each.token_ids for each in (other, *other.alternatives)
+        ]
+
+
+def test_log_probs_are_those_of_the_masked_distribution(pair):
+    client, _, _ = pair
+    completion = client.generate([5, 6], regex="(a|b)c{3}", max_new_tokens=TOKENS, top_log_probs=5)
+    first = dict(completion.top_log_probs[0])
+    assert math.isclose(sum(math.exp(value) for value in first.values()), 1.0, abs_tol=1e-4)
+    assert min(first.values()) == -9999.0 or len(first) == 5
+    assert all(value <= 0.0 for value in completion.log_probs)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"regex": "("}, "unclosed group"),
+        ({"json_schema": {"not": {}}}, "not"),
+        ({"json_schema": "{"}, "JSON"),
+        ({"json_schema": "3"}, "not an object"),
+        ({"grammar": "start: nobody"}, "nobody"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"json_schema": {"description": "x" * 2**17, "type": "null"}}, "bytes"),
+        ({"regex": "a", "grammar": 'start: "a"'}, "at most one"),
+    ],
+)
+def test_what_is_wrong_with_a_grammar_is_refused(pair, options, words):
+    client, _, services = pair
+    with pytest.raises(InvalidRequestError, match=words):
+        client.generate([5], **options, max_new_tokens=4)
+    assert services.sessions == 0
