@@ -60,8 +60,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results as JSON")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="run only every Nth combination")
+    parser.add_argument("--only", choices=OPTIONS, metavar="NAME", help="run only the combinations with these options")
     options = parser.parse_args()
-    some = combinations()[:: options.every]
+    some = [each for each in combinations() if options.only in (None, each[3])][:: options.every]
     queued = [each for each in some if each[1] == "queue"]
     records = list(run([each for each in some if each[1] != "queue"]))
     records += run(queued, ("--max-sessions", "1", "--idle-timeout", "5"))

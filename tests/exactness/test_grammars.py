@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 
@@ -198,6 +199,18 @@ def test_completions_and_sessions_side_by_side_keep_their_grammars(pair):
         assert [each.token_ids for each in (one, *one.alternatives)] == [
             each.token_ids for each in (other, *other.alternatives)
         ]
+
+
+def test_sixteen_clients_have_sixteen_grammars_at_once(pair):
+    client, _, services = pair
+    letters = "abcdefghijklmnop"
+    asked = [{"prompt": [place + 5], "regex": f"{letter}[{letter}-z]{{9,20}}"} for place, letter in enumerate(letters)]
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda each: client.generate(**each, temperature=1.0, max_new_tokens=TOKENS), asked))
+    for each, letter in zip(found, letters, strict=True):
+        assert each.finish_reason == "stop"
+        assert re.fullmatch(f"{letter}[{letter}-z]{{9,20}}", each.text)
+    assert services.sessions == 0
 
 
 def test_log_probs_are_those_of_the_masked_distribution(pair):

@@ -40,6 +40,7 @@ HOW = {
 }
 # Places at which the fault also loses the message.
 LOSES = ("open", "answer lost", "last token")
+SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}, "minItems": 20, "maxItems": 30}
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "gumbel": {"temperature": 0.8, "seed": 11},
@@ -48,6 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stop strings": {"stop": ["the", "qqq"], "max_new_tokens": 80},
     "n = 2": {"temperature": 0.9, "seed": 13, "n": 2},
     "log-probabilities": {"top_log_probs": 3, "prompt_log_probs": True, "temperature": 0.6, "seed": 14},
+    "grammar": {"json_schema": SCHEMA, "ignore_eos": False, "temperature": 0.8, "seed": 15, "top_log_probs": 2},
 }
 PROMPT = "It was a bright cold morning, and the captain"
 
