@@ -3,7 +3,7 @@
 The requests are made here, from a fixed seed: each asks for one call of one of three tools, whose arguments follow a
 JSON schema. Each is completed in four ways in turns: plain decoding and the policy, free and under the grammar of the
 call. Free completions have the length of the one under the grammar. No prompt is cached, and each way has a principal
-of its own, so that no way drafts from another's tokens. The cost of masks is measured apart, on the completions' tokens.
+of its own, so that no way drafts from another's tokens. The cost of masks is measured apart, on the same tokens.
 """
 
 from __future__ import annotations
