@@ -9,6 +9,7 @@ MAX_SESSIONS = 16  # default number of concurrent completions; further requests 
 MAX_QUEUED = 256
 MAX_STOP_TOKENS = 1024  # per request
 MAX_GRAMMAR_BYTES = 2**17  # text of a request's grammar
+MAX_GRAMMARS = 64  # compiled grammars that a service keeps
 MAX_TOP_LOG_PROBS = 20  # likeliest tokens reported at each position
 MAX_PROMPT_LOG_PROBS = 2**18  # per request, so that one message of at most 4 MiB carries them
 HISTORY_TOKENS = 1_000_000  # default number of tokens of finished completions that a draft service keeps

@@ -15,19 +15,19 @@ from transformers import PreTrainedTokenizerBase
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.grammar import Grammar, GrammarKind
+from dynatree.common.limits import MAX_GRAMMARS
 from dynatree.engine.grammar.state import GrammarState
 from dynatree.engine.model.vocabulary import special_ids, token_bytes
 
 log = logging.getLogger(__name__)
 
-GRAMMARS = 64  # compiled grammars that are kept
 LONGEST_REASON = 500  # characters
 # Before any byte of a text, some tokenizers insert a space; none does so behind an ordinary character.
 _ANCHOR = "\n"
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, and keeps the last `GRAMMARS` of them. Thread-safe.
+    """Compiles grammars for one tokenizer, and keeps the last `MAX_GRAMMARS` of them. Thread-safe.
 
     Args:
         tokenizer: The target's tokenizer.
@@ -59,7 +59,7 @@ class GrammarCompiler:
             matcher = _compiled(grammar, self._tokens)
             with self._lock:
                 self._compiled[grammar] = matcher
-                while len(self._compiled) > GRAMMARS:
+                while len(self._compiled) > MAX_GRAMMARS:
                     self._compiled.popitem(last=False)
         state = GrammarState(matcher).after_all(token_ids)
         if state is None:
