@@ -193,7 +193,8 @@ class Drafter:
         """Read the committed tokens that are not cached yet: the prefill of the draft model."""
         readable = self._readable(session.kv.size, session.translated)
         if policy.breadth and session.num_cached < len(session.context) < readable:
-            yield from self._expanding(session, self.new_tree(session, 0, 0), [ROOT], policy.breadth)
+            tree = self.new_tree(session, 0, 0)
+            yield from self._reading(session, tree, [ROOT], policy.breadth)  # even if a grammar forces the next token
 
     def growing(self, session: DraftSession, policy: Policy, max_depth: int, max_nodes: int) -> Growing[Growth]:
         """Grow a tree below the last committed token, at most `max_depth` deep and with at most `max_nodes` nodes.
@@ -329,13 +330,17 @@ class Drafter:
     def _expanding(
         self, session: DraftSession, tree: GrowingTree, level: Sequence[int], breadth: int
     ) -> Growing[list[Spent]]:
-        """Read the nodes of a level that have no proposals yet, if any, and return the seconds of each expansion.
+        """Read the nodes of a level that have no proposals yet, if any, and return the seconds of each expansion."""
+        unread = self._unread(session, tree, level)
+        return (yield from self._reading(session, tree, unread, breadth)) if unread else []
+
+    def _reading(
+        self, session: DraftSession, tree: GrowingTree, unread: Sequence[int], breadth: int
+    ) -> Growing[list[Spent]]:
+        """Read nodes, and return the seconds of each expansion.
 
         A long prompt is read in pieces, so that other sessions do not wait for the whole prefill.
         """
-        unread = self._unread(session, tree, level)
-        if not unread:
-            return []
         spent = []
         while ROOT in unread and len(session.context) - session.num_cached > PIECE and not session.speculative_slots:
             spent.append((yield Expansion(session, tree, (), breadth)))
