@@ -90,7 +90,12 @@ def is_valid(completion, case):
     return True
 
 
-@pytest.mark.parametrize("policy", [name for name in policy_names() if name != PLAIN])
+def some(names, short):
+    """Parameters for all of these policies; `make test` runs the `short` ones."""
+    return [pytest.param(name, marks=() if name in short else pytest.mark.long) for name in names if name != PLAIN]
+
+
+@pytest.mark.parametrize("policy", some(policy_names(), ("throughput", "dynatree", "ngram", "sequoia")))
 def test_trees_change_no_token_under_a_grammar(pair, policy):
     client, _, _ = pair
     accepted = 0
@@ -104,7 +109,7 @@ def test_trees_change_no_token_under_a_grammar(pair, policy):
     assert accepted > 0
 
 
-@pytest.mark.parametrize("policy", residual_policies())
+@pytest.mark.parametrize("policy", some(residual_policies(), ("dyspec",)))
 def test_residual_sampling_under_a_grammar_gives_valid_texts(pair, policy):
     client, _, _ = pair
     ended = 0
