@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -327,6 +327,7 @@ def test_log_probabilities_of_a_prompt_are_numbers(folder: Path) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from(["commits", "reads", "fails"]), min_size=1, max_size=4), max_size=20))
+@example([["fails", "fails"], ["reads", "fails"], ["fails", "commits"], *[["fails"]] * 6])
 def test_a_device_is_tried_after_a_few_faults_with_no_commit_between(passes: list[list[str]]) -> None:
     for sound in (False, True):
         counted: list[int] = []
