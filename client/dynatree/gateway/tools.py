@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 import string
@@ -19,6 +20,10 @@ MAX_TOOLS = 128
 MAX_CALLS = 128  # of a message
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"  # Hermes, Qwen and SmolLM write a call between them
 _MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")  # Mistral and Llama 3 may write one before the calls
+_NOT_SPACE = re.compile(r"\S")
+_OUTSIDE = re.compile(f'"|{CALL_BEGIN}|{CALL_END}')
+_IN_STRING = re.compile(r'["\n]|\\[\s\S]')  # JSON's strings have no line breaks
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # Mistral's templates accept no other length
 
@@ -129,8 +134,9 @@ class Call:
 class CallReader:
     """Finds the calls in the text of an answer as it arrives. Text that is no call of a known function stays text.
 
-    Calls are JSON objects with `name` and `arguments` or `parameters`: between `<tool_call>` and `</tool_call>`, or,
-    one or more of them or a list, as the whole answer.
+    A call is a JSON object with `name` and `arguments` or `parameters`: between `<tool_call>` and `</tool_call>`, or,
+    one or more of them or a list, as the whole answer. White space beside calls is dropped. How the text is cut changes
+    neither the content nor the calls, and a text without calls is the content.
 
     Args:
         names: The names of the functions.
@@ -138,72 +144,95 @@ class CallReader:
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._pending = ""
-        self._begun = False  # whether the answer has shown something that is not white space
-        self._whole = False  # whether the whole answer may be calls
+        firsts = [*(f'"name":"{name}"' for name in names), '"arguments"', '"parameters"', '"type"', '"id"']
+        self._starts = (*_MARKERS, *(begin + first for begin in ("{", "[{") for first in firsts))
+        self._whole: bool | None = None  # whether the whole answer may be calls; None: too early to tell
+        self._pending = ""  # text that is neither told as content nor part of a complete call
+        self._place = 0  # where the search for the end of an open call goes on in it
+        self._in_string = False  # whether that is in a string of the call's JSON
+        self._behind_call = False  # whether the content so far ends with a call
         self.calls = 0
 
     def push(self, text: str) -> tuple[str, list[Call]]:
         """Add text; return the next text of the content, and the calls that are complete."""
         self._pending += text
-        if not self._begun and not self._begins():
-            return "", []
-        if self._whole:
-            return "", []
-        return self._parts(final=False)
+        if self._whole is None:
+            self._whole = self._may_be_calls()
+        return self._parts(final=False) if self._whole is False else ("", [])
 
     def end(self) -> tuple[str, list[Call]]:
         """Return the rest of the content and of the calls."""
-        if self._whole or not self._begun:
-            calls = self._calls_in(_without_marker(self._pending))
-            if calls:
-                self._pending = ""
-                return "", calls
+        if self._whole is not False and (calls := self._calls_in(_without_marker(self._pending))):
+            return "", calls
         return self._parts(final=True)
 
-    def _begins(self) -> bool:
-        """Whether enough text has come to tell whether the whole answer may be calls."""
-        text = self._pending.lstrip()
-        if not text or any(marker.startswith(text) for marker in _MARKERS):
-            return False
-        self._begun = True
-        self._whole = text.startswith(("{", "[{", *_MARKERS)) or text.rstrip() == "["
-        return True
+    def _may_be_calls(self) -> bool | None:
+        """Whether the whole answer may be calls, by its first characters; None if they are too few to tell."""
+        begun = "".join(self._pending.split())
+        if begun.startswith(self._starts):
+            return True
+        return None if any(start.startswith(begun) for start in self._starts) else False
 
     def _parts(self, *, final: bool) -> tuple[str, list[Call]]:
         content: list[str] = []
         calls: list[Call] = []
-        while True:
-            before, begin, inside = self._pending.partition(CALL_BEGIN)
-            if not begin:
+        text, done = self._pending, 0
+        while (begin := text.find(CALL_BEGIN, done)) >= 0:
+            inside = begin + len(CALL_BEGIN)
+            end = self._end(text, inside, final)
+            if end is None:
                 break
-            inside, end, behind = inside.partition(CALL_END)
-            if not end and not final:
-                break
-            found = self._calls_in(inside)
-            raw = before if found else before + begin + inside + end
-            content.append(raw)
+            found = self._calls_in(text[inside:end])
+            ended = text.startswith(CALL_END, end)
+            behind = end + len(CALL_END) if ended else inside + len(text[inside:end].rstrip())
+            content.append(self._beside_calls(text[done:begin].rstrip() if found else text[done:behind]))
             calls += found
-            self._pending = behind.lstrip("\n") if found else behind
-        if final or not begin:
-            kept = 0 if final else _open_end(self._pending)
-            content.append(self._pending[: len(self._pending) - kept])
-            self._pending = self._pending[len(self._pending) - kept :]
-        else:
-            content.append(before)
-            self._pending = self._pending[len(before) :]
-        text = "".join(content)
-        return (text.rstrip() if calls or self.calls else text), calls
+            self._behind_call |= bool(found)
+            done = behind
+        if final:
+            told = len(text)
+        else:  # white space is dropped if a call follows
+            told = done + len(text[done : begin if begin >= 0 else len(text) - _open_end(text)].rstrip())
+        content.append(self._beside_calls(text[done:told]))
+        self._pending, self._place = text[told:], max(self._place - told, 0)
+        return "".join(content), calls
+
+    def _end(self, text: str, inside: int, final: bool) -> int | None:
+        """Return where the JSON at `inside` ends: at a tag that is not in a string; None if more text must tell."""
+        first = _NOT_SPACE.search(text, inside)
+        if first is not None and first[0] not in "{[":
+            return inside
+        place = max(self._place, inside)
+        while match := (_IN_STRING if self._in_string else _OUTSIDE).search(text, place):
+            if match[0] in (CALL_BEGIN, CALL_END):
+                self._place = 0
+                return match.start()
+            self._in_string ^= match[0][0] != "\\"
+            place = match.end()
+        unsure = text.endswith("\\") if self._in_string else len(CALL_END) - 1
+        self._place = max(place, len(text) - unsure)
+        return len(text) if final else None
+
+    def _beside_calls(self, text: str) -> str:
+        """Return the next text of the content, without white space behind a call."""
+        if self._behind_call:
+            text = text.lstrip()
+            self._behind_call = not text
+        return text
 
     def _calls_in(self, text: str) -> list[Call]:
         """Return the calls of a text; none if it is anything else."""
         calls = []
         for found in _objects(text):
-            arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
-            if not isinstance(arguments, dict) or found.get("name") not in self._names:
+            name = found.get("name") if isinstance(found, dict) else None
+            arguments = found.get("arguments", found.get("parameters", {})) if isinstance(name, str) else None
+            if name not in self._names or not isinstance(arguments, dict):
                 return []
             id_ = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
-            calls.append(Call(id_, found["name"], json.dumps(arguments, ensure_ascii=False)))
+            try:
+                calls.append(Call(id_, name, _written(arguments)))
+            except RecursionError:
+                return []
         self.calls += len(calls)
         return calls
 
@@ -217,7 +246,7 @@ def _without_marker(text: str) -> str:
 
 def _objects(text: str) -> Iterator[Any]:
     """Yield the JSON values of a text, and the elements of lists among them; None for anything else."""
-    decoder, place = json.JSONDecoder(), 0
+    decoder, place = json.JSONDecoder(parse_float=_finite, parse_constant=_finite), 0
     text = text.strip()
     while place < len(text):
         try:
@@ -228,6 +257,19 @@ def _objects(text: str) -> Iterator[Any]:
         yield from value if isinstance(value, list) else [value]
         if between := re.compile(r"[\s;,]*").match(text, place):
             place = between.end()
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} cannot be written as JSON")
+    return value
+
+
+def _written(arguments: dict[str, Any]) -> str:
+    """Return arguments as JSON; other characters than ASCII stay as they are unless UTF-8 has no form for one."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    return json.dumps(arguments) if _SURROGATE.search(text) else text
 
 
 def _open_end(text: str) -> int:

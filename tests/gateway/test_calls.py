@@ -1,0 +1,203 @@
+"""Tests how calls of functions are found in the text of an answer, however the text is cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynatree.gateway.tools import CALL_BEGIN, CALL_END, CallReader
+
+NAMES = frozenset(("weather", "add", "f.g-h_1"))
+Read = tuple[str, list[tuple[str, Any]]]  # the content, and the name and the arguments of each call
+
+
+def read(pieces: Sequence[str]) -> Read:
+    reader = CallReader(NAMES)
+    parts = [*map(reader.push, pieces), reader.end()]
+    calls = [call for _, found in parts for call in found]
+    assert reader.calls == len(calls)
+    return "".join(content for content, _ in parts), [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def call(name: str, arguments: Any, key: str = "arguments") -> str:
+    return json.dumps({"name": name, key: arguments}, ensure_ascii=False)
+
+
+def tagged(text: str) -> str:
+    return f"{CALL_BEGIN}\n{text}\n{CALL_END}"
+
+
+WORDS = st.sampled_from(
+    [
+        *("Hello", " ", "\n", "\n\n", "<", "<tool", "<tool_call", "</tool_call>", "<tool_call>", "{", "}", "[", "]"),
+        *(
+            '"',
+            "\\",
+            "é",
+            "雨",
+            "🙂",
+            '{"name"',
+            "[TOOL_CALLS]",
+            "[TOOL",
+            "<|python_tag|>",
+            ";",
+            ",",
+            '"weather"',
+            "null",
+        ),
+    ]
+)
+STRINGS = st.lists(WORDS | st.text(max_size=4), max_size=4).map("".join)
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | STRINGS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(STRINGS, inner, max_size=2),
+    max_leaves=4,
+)
+ARGUMENTS = st.dictionaries(STRINGS, VALUES, max_size=2)
+CALLS = st.builds(call, st.sampled_from(sorted(NAMES)), ARGUMENTS, st.sampled_from(["arguments", "parameters"]))
+ODD = st.builds(call, st.sampled_from(["unknown", ""]), VALUES) | VALUES.map(json.dumps)
+BARE = CALLS | ODD | st.lists(CALLS | ODD, max_size=2).map(lambda some: f"[{', '.join(some)}]")
+CUT = st.tuples(BARE, st.integers(0, 60)).map(lambda pair: pair[0][: pair[1]])
+PIECES = STRINGS | BARE | CUT | CALLS.map(tagged) | CUT.map(tagged) | BARE.map(lambda text: CALL_BEGIN + text)
+TEXTS = st.lists(PIECES, max_size=5).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS, st.lists(st.integers(0, 400), max_size=12))
+def test_how_a_text_is_cut_changes_nothing(text: str, cuts: list[int]) -> None:
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+
+    content, calls = read([text])
+
+    assert read([text[begin:end] for begin, end in pairwise(places)]) == (content, calls)
+    assert read(list(text)) == (content, calls)
+    if not calls:
+        assert content == text
+
+
+PROSE = STRINGS.map(lambda text: text.replace("<", "").strip()).filter(bool).map(lambda text: f"I {text}.")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(PROSE, CALLS), max_size=3), st.sampled_from(["", "\n", " \n\n"]), st.sampled_from(["", "Done."])
+)
+def test_each_call_between_the_tags_is_found_and_the_rest_is_the_content(
+    parts: list[tuple[str, str]], space: str, last: str
+) -> None:
+    text = "".join(f"{prose}{space}{tagged(called)}{space}" for prose, called in parts) + last
+
+    content, calls = read([text])
+
+    assert content == "".join(prose for prose, _ in parts) + last
+    assert [(name, {"name": name, "arguments": arguments}) for name, arguments in calls] == [
+        (found["name"], {"name": found["name"], "arguments": found.get("arguments", found.get("parameters"))})
+        for found in (json.loads(called) for _, called in parts)
+    ]
+
+
+F = call("weather", {"city": "Łódź"})
+G = call("add", {"a": {"b": [1, {"c": "}"}]}}, "parameters")
+BOTH = [("weather", {"city": "Łódź"}), ("add", {"a": {"b": [1, {"c": "}"}]}})]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (F, "", BOTH[:1]),
+        (f" \n{G}\n", "", BOTH[1:]),
+        (f"{F}; {G}", "", BOTH),
+        (f"{F}\n{G}", "", BOTH),
+        (f"[{F}, {G}]", "", BOTH),
+        (f"[ {F},{G} ]", "", BOTH),
+        (f"[\n  {F}\n]", "", BOTH[:1]),
+        (f"[TOOL_CALLS] [{F}, {G}]", "", BOTH),
+        (f"<|python_tag|>{G}", "", BOTH[1:]),
+        ('{"type": "function", "name": "add", "parameters": {}}', "", [("add", {})]),
+        ('{ "arguments": {"a": 1},\n"name": "add"}', "", [("add", {"a": 1})]),
+        (tagged(F) + tagged(G), "", BOTH),
+        (f"{CALL_BEGIN}{F}{CALL_BEGIN}{G}", "", BOTH),  # without ends
+        (f"{CALL_BEGIN}\n{tagged(F)}", CALL_BEGIN, BOTH[:1]),
+        (f"So:\n{CALL_BEGIN}{F}", "So:", BOTH[:1]),
+        (f"{CALL_BEGIN}{F[:-1]}", f"{CALL_BEGIN}{F[:-1]}", []),
+        (f"{tagged('{}')}\n{tagged(F)}", tagged("{}"), BOTH[:1]),
+        (
+            tagged(call("add", {"a": CALL_END, "b": f'"{CALL_BEGIN}\\"'})),
+            "",
+            [("add", {"a": CALL_END, "b": f'"{CALL_BEGIN}\\"'})],
+        ),
+        (tagged(call("add", {"a": tagged(F)})), "", [("add", {"a": tagged(F)})]),
+        (f'{CALL_BEGIN}{{"name": "add{CALL_END}\n{tagged(F)}', f'{CALL_BEGIN}{{"name": "add{CALL_END}', BOTH[:1]),
+        (f"The tag {CALL_BEGIN} begins a call.", f"The tag {CALL_BEGIN} begins a call.", []),
+        (f"{F} is a call", f"{F} is a call", []),
+        ('{"name": ["add"], "arguments": {}}', '{"name": ["add"], "arguments": {}}', []),
+        ('{"name": {}, "arguments": {}}', '{"name": {}, "arguments": {}}', []),
+        (tagged('{"name": null, "arguments": {}}'), tagged('{"name": null, "arguments": {}}'), []),
+        ('{"name": "add", "arguments": {"a": 1e999}}', '{"name": "add", "arguments": {"a": 1e999}}', []),
+        ('{"name": "add", "arguments": {"a": NaN}}', '{"name": "add", "arguments": {"a": NaN}}', []),
+        ('{"name": "add", "arguments": "{}"}', '{"name": "add", "arguments": "{}"}', []),
+        ('{"name": "Oslo", "harbour": true}', '{"name": "Oslo", "harbour": true}', []),
+        ("[]", "[]", []),
+        ("[1, 2]", "[1, 2]", []),
+        ("", "", []),
+        (" \n", " \n", []),
+    ],
+)
+def test_the_forms_of_calls(text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+    assert read([text]) == (content, calls)
+    assert read(list(text)) == (content, calls)
+
+
+def test_arguments_are_text_that_can_be_sent() -> None:
+    """JSON can spell halves of surrogate pairs, which UTF-8 cannot."""
+    reader = CallReader(NAMES)
+    reader.push(r'{"name": "add", "arguments": {"a": "\ud800", "ł": "\u0142"}}')
+    [found] = reader.end()[1]
+    assert found.arguments.encode()
+    assert json.loads(found.arguments) == {"a": "\ud800", "ł": "ł"}
+
+
+def test_nesting_without_end_is_content() -> None:
+    for text in ('{"name": "add", "arguments": {"a": ' + "[" * 100_000, tagged("[" * 100_000)):
+        assert read([text]) == (text, [])
+    for depth in range(850, 1000):  # near Python's own limit
+        CallReader(NAMES).push(tagged(f'{{"name": "add", "arguments": {{"a": {"[" * depth}{"]" * depth}}}}}'))
+
+
+STARTS = (CALL_BEGIN, '{"name":"', '{"arguments', '{"type', '[{"type')
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The sea is blue, 1 < 2, and <b>Łódź</b> is a town {here} [there]: <tool> <tool_callers>.",
+        '{"answer": "Oslo", "name": "add"}',
+        '{ "name" : "Oslo", "harbour": true}',
+        '[{"town": 1}, 2]',
+        "[1, 2, 3]",
+        f"The tag {CALL_BEGIN} begins a call, and {CALL_END} ends it.",
+    ],
+)
+def test_a_stream_keeps_back_only_what_may_begin_a_call(text: str) -> None:
+    reader = CallReader(NAMES)
+    told = ""
+    for place, character in enumerate(text, 1):
+        told += reader.push(character)[0]
+        held = text[len(told) : place].strip()
+        assert any(each.startswith("".join(held.split())) for each in STARTS), held
+    assert told + reader.end()[0] == text
+
+
+def test_each_call_is_told_as_soon_as_it_ends() -> None:
+    reader = CallReader(NAMES)
+    assert reader.push(f"So:\n{CALL_BEGIN}\n{F}\n{CALL_END[:-1]}") == ("So:", [])
+    text, [found] = reader.push(CALL_END[-1])
+    assert (text, found.name, reader.calls) == ("", "weather", 1)
+    assert reader.push("\nAnd") == ("And", [])
+    assert reader.push(" so on") == (" so on", [])
