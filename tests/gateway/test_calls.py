@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import pairwise
+from random import Random
 from typing import Any
 
+import jsonschema_rs
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
-from dynatree.gateway.tools import CALL_BEGIN, CALL_END, CallReader
+from dynatree import embedded
+from dynatree.common.grammar import Grammar, GrammarKind
+from dynatree.engine.grammar.compiler import GrammarCompiler
+from dynatree.engine.model.vocabulary import token_bytes
+from dynatree.gateway.tools import CALL_BEGIN, CALL_END, CallReader, Tool, call_grammar
 
 NAMES = frozenset(("weather", "add", "f.g-h_1"))
 Read = tuple[str, list[tuple[str, Any]]]  # the content, and the name and the arguments of each call
@@ -152,6 +160,48 @@ BOTH = [("weather", {"city": "Łódź"}), ("add", {"a": {"b": [1, {"c": "}"}]}})
 def test_the_forms_of_calls(text: str, content: str, calls: list[tuple[str, Any]]) -> None:
     assert read([text]) == (content, calls)
     assert read(list(text)) == (content, calls)
+
+
+TOOLS = [
+    Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
+    for name, parameters in {
+        "weather": {"properties": {"city": {"enum": ["Łódź", f"{CALL_END}\n"]}}, "required": ["city"]},
+        "add": {"$defs": {"one": {"enum": [1, "}"]}}, "properties": {"a": {"$ref": "#/$defs/one"}}, "required": ["a"]},
+        "f.g-h_1": {"properties": {"to": {"$ref": "#"}}},
+    }.items()
+]
+for each in TOOLS:
+    assert each.function.parameters
+    each.function.parameters["additionalProperties"] = False
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("tool_format", ["hermes", "llama3", "mistral"])
+def test_what_the_grammar_of_calls_allows_is_read_as_calls(tool_format: str, several: bool) -> None:
+    """The texts are random walks through the grammar, which end as soon as they may."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded.target_path())
+    compiler = GrammarCompiler(tokenizer, [tokenizer.eos_token_id])
+    start = compiler.state(Grammar(GrammarKind.LARK, call_grammar(TOOLS, tool_format, several=several)))
+    vocabulary, random, found = token_bytes(tokenizer), Random(5), []
+    for _ in range(12):
+        state, data = start, b""
+        while not state.allows(tokenizer.eos_token_id) or (several and random.random() < 0.5):
+            allowed = np.flatnonzero(state.allowed(len(vocabulary)))
+            token = random.choice([id_ for id_ in allowed.tolist() if id_ != tokenizer.eos_token_id] or [-1])
+            if token < 0:
+                break
+            state, data = (
+                state.after(token) or pytest.fail("an allowed token does not follow"),
+                data + vocabulary[token],
+            )
+        content, calls = read([data.decode()])
+        assert content == ""
+        found.append(len(calls))
+        for name, arguments in calls:
+            [schema] = [tool.function.parameters for tool in TOOLS if tool.function.name == name]
+            jsonschema_rs.validate(schema, arguments)
+    assert min(found) == 1
+    assert (max(found) > 1) == several
 
 
 def test_arguments_are_text_that_can_be_sent() -> None:

@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import from_json
 
 from dynatree.gateway.no_effect import Body
 
@@ -37,6 +38,13 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _of_an_object(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+        if parameters and parameters.get("type", "object") != "object":
+            raise ValueError('expected the schema of an object, with the type "object"')
+        return parameters
 
 
 class Tool(Body):
@@ -74,18 +82,22 @@ class CalledFunction(Body):
 
 
 class ToolCall(Body):
-    """A call in a message of the assistant."""
+    """A call in a message of the assistant; `index`, which streams have, changes nothing."""
 
     id: str
     type: Literal["function"]
     function: CalledFunction
+    index: int | None = None
 
     @property
     def described(self) -> dict[str, Any]:
-        """The call as chat templates read it: with its arguments as an object, if they are JSON."""
+        """The call as chat templates read it: with its arguments as an object, if they are JSON or nothing.
+
+        JSON that is deeply nested, or that UTF-8 cannot spell, stays text.
+        """
         arguments: Any = self.function.arguments
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+        with suppress(ValueError):
+            arguments = from_json(arguments or "{}")
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
@@ -96,18 +108,14 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 def call_grammar(tools: Sequence[Tool], tool_format: str, *, several: bool) -> str:
     """Return the Lark grammar of one call, or of `several`, of some functions in the format of a chat template."""
     key = "parameters" if tool_format == "llama3" else "arguments"
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.function.name}, key: tool.function.parameters or {"type": "object"}},
-            "required": ["name", key],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
     layout = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    rules = [f"call_{place}: %json {json.dumps({**call, 'x-guidance': layout})}" for place, call in enumerate(calls)]
-    rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(calls))))
+    rules = []
+    for place, tool in enumerate(tools):
+        opening = f'{{"name": "{tool.function.name}", "{key}": '
+        # the schema is a whole of its own, since it may have references to its own parts
+        schema = json.dumps({"type": "object", "x-guidance": layout, **(tool.function.parameters or {})})
+        rules.append(f'call_{place}: {json.dumps(opening)} arguments_{place} "}}"\narguments_{place}: %json {schema}')
+    rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
     begin, end, between = {
         "llama3": ("", "", "; "),
         "mistral": ("[", "]", ", "),
