@@ -335,9 +335,11 @@ def test_streamed_calls_are_those_of_the_whole_answer(served: Served) -> None:
 def test_a_stream_of_openais_client_ends_each_call(served: Served) -> None:
     options: Any = {"model": "target", "messages": CHAT, "seed": 5, **FORCED}
     with served.openai.chat.completions.stream(**options) as stream:
-        events = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        told = [event for event in stream if event.type != "chunk"]
         final = stream.get_final_completion().choices[0]
     [(name, arguments)] = calls_of(final.message)
+    events = [event for event in told if event.type == "tool_calls.function.arguments.done"]
+    assert len([event for event in told if event.type == "content.delta"]) <= 1  # the empty one that begins the message
     assert [(event.name, json.loads(event.arguments)) for event in events] == [(name, arguments)]
     assert final.finish_reason == "tool_calls"
 
@@ -371,6 +373,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "look-around": ({"guided_regex": "(?=a)b"}, None, "look"),
     "a keyword": ({"guided_json": {"type": "object", "not": {}}}, None, "not"),
     "another keyword": ({"guided_json": {"type": "array", "uniqueItems": True}}, None, "uniqueItems"),
+    "a condition": ({"guided_json": {"type": "object", "if": {}, "then": {}}}, None, "if"),
+    "another document": ({"guided_json": {"$ref": "https://example.org/a.json"}}, None, "example.org"),
     "a schema that is no schema": ({"guided_json": {"type": "thing"}}, None, "thing"),
     "a schema that is no JSON": ({"guided_json": "{"}, None, "JSON schema"),
     "a grammar": ({"guided_grammar": "start: other"}, None, "other"),
@@ -390,6 +394,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "a call of nothing": ({"tool_choice": "required"}, None, "tools does not have"),
     "a call of another": ({"tools": TOOLS, "tool_choice": NAMED}, None, "tools does not have"),
     "a choice of calls": ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "supported"),
+    "a choice among some": (
+        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
+        "tool_choice.type",
+        "supported",
+    ),
+    "functions of a completion's kind": ({"functions": [{"name": "f"}]}, "functions", "supported"),
     "a call and a constraint": ({**FORCED, **CONSTRAINT}, None, "expected one of them"),
     "parameters": (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
