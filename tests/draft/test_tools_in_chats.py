@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from dynatree import embedded
 from dynatree.common.errors import InvalidArgumentError
@@ -103,23 +103,23 @@ def chat(text: str, id_: str = "a1b2c3d4e") -> list[Message]:
 
 
 @pytest.fixture(scope="module", name="loaded")
-def loaded_fixture() -> PreTrainedTokenizerBase:
+def loaded_fixture() -> Any:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded.target_path())
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     return tokenizer
 
 
 @pytest.fixture(name="tokenizer", params=STYLES)
-def tokenizer_fixture(request: pytest.FixtureRequest, loaded: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+def tokenizer_fixture(request: pytest.FixtureRequest, loaded: Any) -> Any:
     loaded.chat_template = STYLES[request.param]
     return loaded
 
 
-def decoded(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: str, **options: Any) -> str:
+def decoded(tokenizer: Any, messages: list[Message], tools: str, **options: Any) -> str:
     return str(tokenizer.decode(PromptEncoder(tokenizer).chat(messages, special_tokens=False, tools=tools, **options)))
 
 
-def test_a_template_tells_how_it_writes_calls(loaded: PreTrainedTokenizerBase) -> None:
+def test_a_template_tells_how_it_writes_calls(loaded: Any) -> None:
     for style, template in STYLES.items():
         loaded.chat_template = template
         assert PromptEncoder(loaded).tool_format == ("hermes" if style == "none" else style)
@@ -130,9 +130,7 @@ def test_a_template_tells_how_it_writes_calls(loaded: PreTrainedTokenizerBase) -
 
 
 @pytest.mark.parametrize("style", ["hermes", "llama3", "mistral"])
-def test_functions_calls_and_results_are_what_the_template_makes_of_them(
-    loaded: PreTrainedTokenizerBase, style: str
-) -> None:
+def test_functions_calls_and_results_are_what_the_template_makes_of_them(loaded: Any, style: str) -> None:
     loaded.chat_template = STYLES[style]
     messages, tools = chat("☂"), described("☂")
     expected = loaded.apply_chat_template(
@@ -145,7 +143,7 @@ def test_functions_calls_and_results_are_what_the_template_makes_of_them(
     assert '"sun": "☂"' in expected.replace("\\", "")
 
 
-def test_a_template_without_functions_gets_them_as_text(loaded: PreTrainedTokenizerBase) -> None:
+def test_a_template_without_functions_gets_them_as_text(loaded: Any) -> None:
     loaded.chat_template = SMOLLM
     tools = described("☂")
     told = decoded(loaded, chat("☂"), tools)
@@ -168,7 +166,7 @@ def test_a_template_without_functions_gets_them_as_text(loaded: PreTrainedTokeni
     assert 'Well.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><' in decoded(loaded, [spoken], tools)
 
 
-def test_special_tokens_in_functions_calls_and_results_are_text(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_special_tokens_in_functions_calls_and_results_are_text(tokenizer: Any) -> None:
     """A description, an argument or a result cannot end its turn or speak for another role."""
     encoder = PromptEncoder(tokenizer)
     ids = tokenizer.convert_tokens_to_ids([*SPECIAL, tokenizer.eos_token])
@@ -184,7 +182,7 @@ def test_special_tokens_in_functions_calls_and_results_are_text(tokenizer: PreTr
     assert len([id_ for id_ in asked if id_ in ids]) == len(special("plain")) + 7 * len(ids)
 
 
-def test_what_a_template_refuses_is_an_invalid_argument(loaded: PreTrainedTokenizerBase) -> None:
+def test_what_a_template_refuses_is_an_invalid_argument(loaded: Any) -> None:
     loaded.chat_template = MISTRAL
     encoder = PromptEncoder(loaded)
     with pytest.raises(InvalidArgumentError, match="length 9"):
@@ -203,7 +201,7 @@ def test_what_a_template_refuses_is_an_invalid_argument(loaded: PreTrainedTokeni
     "text",
     ["{", "{}", '"a"', "[1]", "[null]", f"[{'1' * 5000}]", "[" * 100_000, "null", f'[{{"a": {"[" * 600}{"]" * 600}}}]'],
 )
-def test_what_are_no_functions_or_calls_is_an_invalid_argument(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+def test_what_are_no_functions_or_calls_is_an_invalid_argument(tokenizer: Any, text: str) -> None:
     encoder = PromptEncoder(tokenizer)
     with pytest.raises(InvalidArgumentError):
         encoder.chat([Message("user", "Hi")], special_tokens=False, tools=text)
@@ -222,11 +220,11 @@ def test_what_are_no_functions_or_calls_is_an_invalid_argument(tokenizer: PreTra
         {"function": "f"},
     ],
 )
-def test_a_call_of_another_form_is_text_or_an_invalid_argument(tokenizer: PreTrainedTokenizerBase, call: Any) -> None:
+def test_a_call_of_another_form_is_text_or_an_invalid_argument(tokenizer: Any, call: Any) -> None:
     with suppress(InvalidArgumentError):
         decoded(tokenizer, [Message("user", "Hi"), Message("assistant", "", "", json.dumps([call])), *chat("")], "")
 
 
-def test_the_last_message_may_go_on_behind_a_call(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_last_message_may_go_on_behind_a_call(tokenizer: Any) -> None:
     messages = [*chat("☂")[:3], Message("assistant", "It is")]
     assert decoded(tokenizer, messages, described("☂"), continue_final_message=True).endswith("It is")

@@ -134,7 +134,7 @@ def test_each_format_gives_valid_answers_whole_and_streamed(served: Served, name
 
     whole = served.chat(n=3, extra_body=fields).choices
     texts = dict.fromkeys(range(3), "")
-    reasons = {}
+    reasons: dict[int, Any] = {}
     for chunk in served.chat(n=3, extra_body=fields, stream=True):
         [choice] = chunk.choices
         texts[choice.index] += choice.delta.content or ""
@@ -318,7 +318,7 @@ def test_streamed_calls_are_those_of_the_whole_answer(served: Served) -> None:
     options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "n": 2, "max_tokens": 200}
     whole = served.chat(**options).choices
     found: dict[int, list[tuple[str, str]]] = {0: [], 1: []}
-    reasons = {}
+    reasons: dict[int, Any] = {}
     for chunk in served.chat(**options, stream=True):
         [choice] = chunk.choices
         assert not choice.delta.content

@@ -233,8 +233,10 @@ class CallReader:
         calls = []
         for found in _objects(text):
             name = found.get("name") if isinstance(found, dict) else None
-            arguments = found.get("arguments", found.get("parameters", {})) if isinstance(name, str) else None
-            if name not in self._names or not isinstance(arguments, dict):
+            if not isinstance(name, str) or name not in self._names:
+                return []
+            arguments = found.get("arguments", found.get("parameters", {}))
+            if not isinstance(arguments, dict):
                 return []
             id_ = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
             try:
