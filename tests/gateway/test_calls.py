@@ -170,9 +170,6 @@ TOOLS = [
         "f.g-h_1": {"properties": {"to": {"$ref": "#"}}},
     }.items()
 ]
-for each in TOOLS:
-    assert each.function.parameters
-    each.function.parameters["additionalProperties"] = False
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -202,6 +199,45 @@ def test_what_the_grammar_of_calls_allows_is_read_as_calls(tool_format: str, sev
             jsonschema_rs.validate(schema, arguments)
     assert min(found) == 1
     assert (max(found) > 1) == several
+
+
+ONE = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+OTHERS = '{"a": 1, "b": 2}'
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "allowed"),
+    [
+        (ONE, '{"a": 1}', True),
+        (ONE, OTHERS, False),
+        ({name: value for name, value in ONE.items() if name != "type"}, OTHERS, False),
+        ({**ONE, "additionalProperties": True}, OTHERS, True),
+        ({**ONE, "additionalProperties": {"const": 2}}, OTHERS, True),
+        ({"type": "object"}, OTHERS, True),
+        ({"type": "object", "properties": {}}, "{}", True),
+        ({**ONE, "required": ["a", "b"]}, OTHERS, True),
+        ({**ONE, "required": ["a", "b"]}, '{"a": 1}', False),
+        ({**ONE, "minProperties": 2}, OTHERS, True),
+        ({"allOf": [ONE, {"type": "object", "properties": {"b": {"const": 2}}, "required": ["b"]}]}, OTHERS, True),
+        ({"$defs": {"x": ONE}, "properties": {"x": {"$ref": "#/$defs/x"}}}, '{"x": {"a": 1}}', True),
+        ({"$defs": {"x": ONE}, "properties": {"x": {"$ref": "#/$defs/x"}}}, f'{{"x": {OTHERS}}}', False),
+        ({"properties": {"type": {"const": "object"}, "properties": ONE}}, f'{{"properties": {OTHERS}}}', False),
+        ({"properties": {"x": {"const": ONE}}}, f'{{"x": {json.dumps(ONE)}}}', True),
+    ],
+)
+def test_a_forced_call_has_no_arguments_that_the_function_does_not_name(
+    parameters: dict[str, Any], arguments: str, allowed: bool
+) -> None:
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded.target_path())
+    compiler = GrammarCompiler(tokenizer, [tokenizer.eos_token_id])
+    start = compiler.state(Grammar(GrammarKind.LARK, call_grammar([tool], "llama3", several=False)))
+    state, rest = start, f'{{"name": "f", "parameters": {arguments}}}'.encode()
+    ids = {data: id_ for id_, data in enumerate(token_bytes(tokenizer)) if data}
+    while state is not None and rest:  # the grammar may allow one spelling alone
+        fits = [rest[:end] for end in range(len(rest), 0, -1) if rest[:end] in ids and state.allows(ids[rest[:end]])]
+        state, rest = (state.after(ids[fits[0]]), rest[len(fits[0]) :]) if fits else (None, rest)
+    assert (state is not None and state.allows(tokenizer.eos_token_id)) == allowed
 
 
 def test_arguments_are_text_that_can_be_sent() -> None:

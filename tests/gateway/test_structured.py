@@ -363,6 +363,7 @@ def test_a_function_may_be_a_model_with_models_in_it(served: Served) -> None:
 
 # Refusals
 
+ODD: Any = {"properties": {"a": {}}, "required": [[], {}, 5]}
 DEEP: Any = {}
 for _ in range(400):
     DEEP = {"not": DEEP}
@@ -408,6 +409,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     ),
     "a call's keyword": ({**FORCED, "tools": [a_tool("f", a={"not": {}})]}, None, "not"),
     "deep parameters": ({"tools": [a_tool("f", a=DEEP)]}, None, "recursion limit"),
+    "required arguments of no kind": (
+        {**FORCED, "tools": [{"type": "function", "function": {"name": "f", "parameters": ODD}}]},
+        None,
+        "the grammar is refused",
+    ),
     "a call's reference": ({**FORCED, "tools": [a_tool("f", a={"$ref": "#/$defs/none"})]}, None, "none"),
 }
 

@@ -21,6 +21,9 @@ MAX_TOOLS = 128
 MAX_CALLS = 128  # of a message
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"  # Hermes, Qwen and SmolLM write a call between them
 _MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")  # Mistral and Llama 3 may write one before the calls
+# Keywords of JSON schemas: beside `properties`, they say more of the same object; the others' values are no schemas.
+_COMBINING = frozenset(("anyOf", "oneOf", "$ref", "if", "dependentSchemas", "patternProperties", "minProperties"))
+_DATA = frozenset(("const", "enum", "default", "examples"))
 _NOT_SPACE = re.compile(r"\S")
 _OUTSIDE = re.compile(f'"|{CALL_BEGIN}|{CALL_END}')
 _IN_STRING = re.compile(r'["\n]|\\[\s\S]')  # JSON's strings have no line breaks
@@ -113,7 +116,8 @@ def call_grammar(tools: Sequence[Tool], tool_format: str, *, several: bool) -> s
     for place, tool in enumerate(tools):
         opening = f'{{"name": "{tool.function.name}", "{key}": '
         # the schema is a whole of its own, since it may have references to its own parts
-        schema = json.dumps({"type": "object", "x-guidance": layout, **(tool.function.parameters or {})})
+        parameters = _closed({"type": "object", **(tool.function.parameters or {})})
+        schema = json.dumps({"x-guidance": layout, **parameters})
         rules.append(f'call_{place}: {json.dumps(opening)} arguments_{place} "}}"\narguments_{place}: %json {schema}')
     rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
     begin, end, between = {
@@ -123,6 +127,36 @@ def call_grammar(tools: Sequence[Tool], tool_format: str, *, several: bool) -> s
     more = f" ({json.dumps(between)} call)*" if several else ""
     start = " ".join([json.dumps(begin)] * bool(begin) + ["call" + more] + [json.dumps(end)] * bool(end))
     return "\n".join([f"start: {start}", *rules])
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose objects have no properties that it does not name, where it says nothing of others.
+
+    Clients leave `additionalProperties` out, and a small model invents properties without end. A schema that combines
+    others for one object stays as it is.
+    """
+
+    def combines(value: Any) -> bool:
+        if isinstance(value, list):
+            return any(map(combines, value))
+        if not isinstance(value, dict):
+            return False
+        together = "allOf" in value or ("properties" in value and not _COMBINING.isdisjoint(value))
+        return together or any(map(combines, value.values()))
+
+    def closed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [closed(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        changed = {name: each if name in _DATA else closed(each) for name, each in value.items()}
+        properties, required = value.get("properties"), value.get("required", [])
+        if value.get("type") == "object" and isinstance(properties, dict) and isinstance(required, list):
+            named = all(isinstance(name, str) and name in properties for name in required)
+            return {"additionalProperties": False, **changed} if named else changed
+        return changed
+
+    return schema if combines(schema) else dict(closed(schema))
 
 
 @dataclass(frozen=True)
