@@ -91,7 +91,7 @@ def served_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]
 
 SCHEMA = an_object(town={"enum": ["Oslo", "Rome"]}, size={"type": "integer", "minimum": 0, "maximum": 500})
 REGEX = r"[A-Z]{3}-[0-9]{2,4}( é)?"
-CHOICE = ["yes", 'no "way"', "é\n\\", "{}", "yes, sir"]
+CHOICE = ["yes", 'no "way"', "é\n\\\x7f", "{}", "yes, sir"]
 LARK = 'start: "if " NAME ("!" | "?")\nNAME: /[a-z]{1,8}/'
 FORMATS: dict[str, tuple[dict[str, Any], str]] = {
     "response_format": ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "json"),
