@@ -19,7 +19,7 @@ from dynatree import embedded
 from dynatree.common.grammar import Grammar, GrammarKind
 from dynatree.engine.grammar.compiler import GrammarCompiler
 from dynatree.engine.model.vocabulary import token_bytes
-from dynatree.gateway.tools import CALL_BEGIN, CALL_END, CallReader, Tool, call_grammar
+from dynatree.gateway.tools import CALL_BEGIN, CALL_END, MAX_CALLS, CallReader, Tool, call_grammar
 
 NAMES = frozenset(("weather", "add", "f.g-h_1"))
 Read = tuple[str, list[tuple[str, Any]]]  # the content, and the name and the arguments of each call
@@ -201,6 +201,22 @@ def test_what_the_grammar_of_calls_allows_is_read_as_calls(tool_format: str, sev
     assert (max(found) > 1) == several
 
 
+def allows(grammar: str, text: str) -> bool:
+    """Whether a grammar allows a text, in some spelling: the grammar may allow one alone."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded.target_path())
+    ids = {data: id_ for id_, data in enumerate(token_bytes(tokenizer)) if data}
+    compiler = GrammarCompiler(tokenizer, [tokenizer.eos_token_id])
+    state: Any = compiler.state(Grammar(GrammarKind.LARK, grammar))
+    rest = text.encode()
+    while rest:
+        ends = range(min(len(rest), 16), 0, -1)
+        token = next((rest[:end] for end in ends if rest[:end] in ids and state.allows(ids[rest[:end]])), None)
+        if token is None:
+            return False
+        state, rest = state.after(ids[token]), rest[len(token) :]
+    return bool(state.allows(tokenizer.eos_token_id))
+
+
 ONE = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
 OTHERS = '{"a": 1, "b": 2}'
 
@@ -229,15 +245,15 @@ def test_a_forced_call_has_no_arguments_that_the_function_does_not_name(
     parameters: dict[str, Any], arguments: str, allowed: bool
 ) -> None:
     tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded.target_path())
-    compiler = GrammarCompiler(tokenizer, [tokenizer.eos_token_id])
-    start = compiler.state(Grammar(GrammarKind.LARK, call_grammar([tool], "llama3", several=False)))
-    state, rest = start, f'{{"name": "f", "parameters": {arguments}}}'.encode()
-    ids = {data: id_ for id_, data in enumerate(token_bytes(tokenizer)) if data}
-    while state is not None and rest:  # the grammar may allow one spelling alone
-        fits = [rest[:end] for end in range(len(rest), 0, -1) if rest[:end] in ids and state.allows(ids[rest[:end]])]
-        state, rest = (state.after(ids[fits[0]]), rest[len(fits[0]) :]) if fits else (None, rest)
-    assert (state is not None and state.allows(tokenizer.eos_token_id)) == allowed
+    grammar = call_grammar([tool], "llama3", several=False)
+    assert allows(grammar, f'{{"name": "f", "parameters": {arguments}}}') == allowed
+
+
+def test_a_forced_answer_has_as_many_calls_as_a_message_may_have() -> None:
+    grammar = call_grammar(TOOLS, "mistral", several=True)
+    most = [G.replace("parameters", "arguments").replace('{"b": [1, {"c": "}"}]}', "1")] * MAX_CALLS
+    assert allows(grammar, f"[{', '.join(most)}]")
+    assert not allows(grammar, f"[{', '.join([*most, most[0]])}]")
 
 
 def test_arguments_are_text_that_can_be_sent() -> None:

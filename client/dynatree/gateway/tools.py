@@ -124,7 +124,7 @@ def call_grammar(tools: Sequence[Tool], tool_format: str, *, several: bool) -> s
         "llama3": ("", "", "; "),
         "mistral": ("[", "]", ", "),
     }.get(tool_format, (f"{CALL_BEGIN}\n", f"\n{CALL_END}", f"\n{CALL_END}\n{CALL_BEGIN}\n"))
-    more = f" ({json.dumps(between)} call)*" if several else ""
+    more = f" ({json.dumps(between)} call){{0,{MAX_CALLS - 1}}}" if several else ""
     start = " ".join([json.dumps(begin)] * bool(begin) + ["call" + more] + [json.dumps(end)] * bool(end))
     return "\n".join([f"start: {start}", *rules])
 
