@@ -1,7 +1,7 @@
 """Run popular clients of OpenAI's API, unmodified, against `dynatree serve`, and count requests and errors of each.
 
     python -m venv ENV && ENV/bin/pip install openai langchain-openai litellm 'lm-eval[api]' transformers guidellm
-    (cd FOLDER && npm install openai)
+    (cd FOLDER && npm install openai zod)
     python -m tests.campaigns.popular_clients --env ENV --node FOLDER
 
 It installs nothing. A client that no environment has is reported as not installed; `--env` may be repeated. The model

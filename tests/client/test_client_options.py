@@ -1,5 +1,6 @@
 """Tests how the client's options appear in the request, and which values are refused."""
 
+import json
 from typing import Any, get_args
 
 import grpc
@@ -150,6 +151,72 @@ def test_values_that_cannot_be_sent(client: Client, prompt: Any, options: dict[s
     with pytest.raises(InvalidRequestError, match=f"invalid request: {said}") as caught:
         client.generate(prompt, **options)
     assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_constraints_and_functions_reach_the_server(client: Client, service: FakeDraftService) -> None:
+    schema, tool, call = {"const": "Łódź"}, {"type": "function", "function": {"name": "f"}}, {"function": {"name": "f"}}
+    answered = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    result = {"role": "tool", "content": "3", "tool_call_id": "a1", "name": "f"}
+    client.generate([answered, result], tools=[tool], json_schema=schema)
+    client.generate("Once", json_schema='{"const": 1}')
+    client.generate("Once", regex="a+")
+    client.generate("Once", grammar='start: "a"')
+
+    chat = service.requests[0].chat
+    assert json.loads(chat.tools) == [tool]
+    assert json.loads(chat.messages[0].tool_calls) == [call, call]
+    assert (chat.messages[1].tool_call_id, chat.messages[1].name, chat.messages[1].tool_calls) == ("a1", "f", "")
+    assert [(each.grammar.kind, each.grammar.text) for each in service.requests] == [
+        (tree_pb2.GRAMMAR_KIND_JSON_SCHEMA, '{"const": "Łódź"}'),
+        (tree_pb2.GRAMMAR_KIND_JSON_SCHEMA, '{"const": 1}'),
+        (tree_pb2.GRAMMAR_KIND_REGEX, "a+"),
+        (tree_pb2.GRAMMAR_KIND_LARK, 'start: "a"'),
+    ]
+
+
+CHAT: Any = [{"role": "user", "content": "Hi"}]
+HALF: Any = [{"role": "assistant", "content": "", "tool_calls": [{"name": "\ud800"}]}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "said"),
+    [
+        ("Once", {"regex": "a", "grammar": "b"}, "regex and grammar are set"),
+        ("Once", {"json_schema": {}, "regex": ""}, "json_schema and regex are set"),
+        ("Once", {"tools": [{}]}, "tools are for chats"),
+        ("Once", {"regex": "\ud800"}, "regex is not valid Unicode"),
+        ("Once", {"json_schema": {"const": "\ud800"}}, "json_schema is not valid Unicode"),
+        (CHAT, {"tools": [{"name": "\ud800"}]}, "tools is not valid Unicode"),
+        (HALF, {}, r"prompt\[0\]: tool_calls is not valid Unicode"),
+    ],
+)
+def test_constraints_and_functions_that_cannot_be_sent(
+    client: Client, prompt: Any, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=f"invalid request: {said}"):
+        client.generate(prompt, **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "said"),
+    [
+        ("Once", {"json_schema": 5}, "json_schema must be a mapping or a str, not int"),
+        ("Once", {"json_schema": {"const": {5}}}, "json_schema cannot be written as JSON"),
+        ("Once", {"regex": b"a"}, "regex must be a str"),
+        ("Once", {"grammar": ["a"]}, "grammar must be a str"),
+        (CHAT, {"tools": {"name": "f"}}, "tools must be a sequence of mappings, not dict"),
+        (CHAT, {"tools": "f"}, "tools must be a sequence of mappings, not str"),
+        (CHAT, {"tools": [{}, "f"]}, r"tools\[1\] must be a mapping, not str"),
+        ([{**CHAT[0], "tool_calls": None}], {}, r"prompt\[0\]: tool_calls must be a sequence"),
+        ([{**CHAT[0], "tool_call_id": 5}], {}, r"prompt\[0\]: tool_call_id must be a str"),
+        ([{**CHAT[0], "id": "a"}], {}, "must be a mapping with role and content, and optionally name, tool_calls"),
+    ],
+)
+def test_constraints_and_functions_of_wrong_types(
+    client: Client, prompt: Any, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(TypeError, match=said):
+        client.generate(prompt, **options)
 
 
 @pytest.mark.parametrize(

@@ -346,7 +346,7 @@ def _json_array(name: str, values: object) -> str:
     if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence):
         raise TypeError(f"{name} must be a sequence of mappings, not {type(values).__name__}")
     texts = [_json(f"{name}[{place}]", value) for place, value in enumerate(values)]
-    return f"[{', '.join(texts)}]" if texts else ""
+    return _string(name, f"[{', '.join(texts)}]") if texts else ""
 
 
 def _is_chat(prompt: object) -> TypeGuard[Sequence[Message]]:

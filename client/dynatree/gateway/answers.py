@@ -139,7 +139,7 @@ class ChatAnswer(_Named):
         reader = self._readers.setdefault(index, CallReader(self._functions))
         before = reader.calls
         text, calls = reader.push(text) if reason is None else reader.end()
-        delta: Json = {"content": text} if text or reason is None else {}
+        delta: Json = {"content": text} if text else {}
         if calls:
             delta["tool_calls"] = [{"index": before + place, **each.json} for place, each in enumerate(calls)]
         return self._delta(index, delta, log_probs, reason_with_calls(reason, reader.calls))

@@ -134,6 +134,7 @@ def _all(
         found.append(GenerateOptions(regex=regex))
     if choice is not None:
         answers = " | ".join(json.dumps(each, ensure_ascii=False) for each in choice)
+        answers = answers.replace("\x7f", "\\u007f")  # which Lark's strings cannot have, other than JSON's
         found.append(GenerateOptions(grammar=f"start: {answers}"))
     if grammar is not None:
         found.append(GenerateOptions(grammar=grammar))

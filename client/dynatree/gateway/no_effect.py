@@ -19,6 +19,7 @@ LABELS = frozenset(
         *("cache_control", "prompt_cache_breakpoint", "prompt_cache_key", "prompt_cache_options"),
         *("prompt_cache_retention", "prediction", "include_obfuscation", "spaces_between_special_tokens"),
         *("parallel_tool_calls", "guided_decoding_backend"),
+        *("parsed", "parsed_arguments"),  # OpenAI's client adds them to answers
     )
 )
 # Values without effect in a field that this server does not support, besides null and empty values.

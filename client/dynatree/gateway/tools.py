@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 import string
@@ -11,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import from_json
 
 from dynatree.gateway.no_effect import Body
 
@@ -19,6 +21,13 @@ MAX_TOOLS = 128
 MAX_CALLS = 128  # of a message
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"  # Hermes, Qwen and SmolLM write a call between them
 _MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")  # Mistral and Llama 3 may write one before the calls
+# Keywords of JSON schemas: beside `properties`, they say more of the same object; the others' values are no schemas.
+_COMBINING = frozenset(("anyOf", "oneOf", "$ref", "if", "dependentSchemas", "patternProperties", "minProperties"))
+_DATA = frozenset(("const", "enum", "default", "examples"))
+_NOT_SPACE = re.compile(r"\S")
+_OUTSIDE = re.compile(f'"|{CALL_BEGIN}|{CALL_END}')
+_IN_STRING = re.compile(r'["\n]|\\[\s\S]')  # JSON's strings have no line breaks
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # Mistral's templates accept no other length
 
@@ -32,6 +41,13 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _of_an_object(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+        if parameters and parameters.get("type", "object") != "object":
+            raise ValueError('expected the schema of an object, with the type "object"')
+        return parameters
 
 
 class Tool(Body):
@@ -69,18 +85,22 @@ class CalledFunction(Body):
 
 
 class ToolCall(Body):
-    """A call in a message of the assistant."""
+    """A call in a message of the assistant; `index`, which streams have, changes nothing."""
 
     id: str
     type: Literal["function"]
     function: CalledFunction
+    index: int | None = None
 
     @property
     def described(self) -> dict[str, Any]:
-        """The call as chat templates read it: with its arguments as an object, if they are JSON."""
+        """The call as chat templates read it: with its arguments as an object, if they are JSON or nothing.
+
+        JSON that is deeply nested, or that UTF-8 cannot spell, stays text.
+        """
         arguments: Any = self.function.arguments
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+        with suppress(ValueError):
+            arguments = from_json(arguments or "{}")
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
@@ -91,25 +111,52 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 def call_grammar(tools: Sequence[Tool], tool_format: str, *, several: bool) -> str:
     """Return the Lark grammar of one call, or of `several`, of some functions in the format of a chat template."""
     key = "parameters" if tool_format == "llama3" else "arguments"
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.function.name}, key: tool.function.parameters or {"type": "object"}},
-            "required": ["name", key],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
     layout = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    rules = [f"call_{place}: %json {json.dumps({**call, 'x-guidance': layout})}" for place, call in enumerate(calls)]
-    rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(calls))))
+    rules = []
+    for place, tool in enumerate(tools):
+        opening = f'{{"name": "{tool.function.name}", "{key}": '
+        # the schema is a whole of its own, since it may have references to its own parts
+        parameters = _closed({"type": "object", **(tool.function.parameters or {})})
+        schema = json.dumps({"x-guidance": layout, **parameters})
+        rules.append(f'call_{place}: {json.dumps(opening)} arguments_{place} "}}"\narguments_{place}: %json {schema}')
+    rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
     begin, end, between = {
         "llama3": ("", "", "; "),
         "mistral": ("[", "]", ", "),
     }.get(tool_format, (f"{CALL_BEGIN}\n", f"\n{CALL_END}", f"\n{CALL_END}\n{CALL_BEGIN}\n"))
-    more = f" ({json.dumps(between)} call)*" if several else ""
+    more = f" ({json.dumps(between)} call){{0,{MAX_CALLS - 1}}}" if several else ""
     start = " ".join([json.dumps(begin)] * bool(begin) + ["call" + more] + [json.dumps(end)] * bool(end))
     return "\n".join([f"start: {start}", *rules])
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose objects have no properties that it does not name, where it says nothing of others.
+
+    Clients leave `additionalProperties` out, and a small model invents properties without end. A schema that combines
+    others for one object stays as it is.
+    """
+
+    def combines(value: Any) -> bool:
+        if isinstance(value, list):
+            return any(map(combines, value))
+        if not isinstance(value, dict):
+            return False
+        together = "allOf" in value or ("properties" in value and not _COMBINING.isdisjoint(value))
+        return together or any(map(combines, value.values()))
+
+    def closed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [closed(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        changed = {name: each if name in _DATA else closed(each) for name, each in value.items()}
+        properties, required = value.get("properties"), value.get("required", [])
+        if value.get("type") == "object" and isinstance(properties, dict) and isinstance(required, list):
+            named = all(isinstance(name, str) and name in properties for name in required)
+            return {"additionalProperties": False, **changed} if named else changed
+        return changed
+
+    return schema if combines(schema) else dict(closed(schema))
 
 
 @dataclass(frozen=True)
@@ -129,8 +176,9 @@ class Call:
 class CallReader:
     """Finds the calls in the text of an answer as it arrives. Text that is no call of a known function stays text.
 
-    Calls are JSON objects with `name` and `arguments` or `parameters`: between `<tool_call>` and `</tool_call>`, or,
-    one or more of them or a list, as the whole answer.
+    A call is a JSON object with `name` and `arguments` or `parameters`: between `<tool_call>` and `</tool_call>`, or,
+    one or more of them or a list, as the whole answer. White space beside calls is dropped. How the text is cut changes
+    neither the content nor the calls, and a text without calls is the content.
 
     Args:
         names: The names of the functions.
@@ -138,72 +186,97 @@ class CallReader:
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._pending = ""
-        self._begun = False  # whether the answer has shown something that is not white space
-        self._whole = False  # whether the whole answer may be calls
+        firsts = [*(f'"name":"{name}"' for name in names), '"arguments"', '"parameters"', '"type"', '"id"']
+        self._starts = (*_MARKERS, *(begin + first for begin in ("{", "[{") for first in firsts))
+        self._whole: bool | None = None  # whether the whole answer may be calls; None: too early to tell
+        self._pending = ""  # text that is neither told as content nor part of a complete call
+        self._place = 0  # where the search for the end of an open call goes on in it
+        self._in_string = False  # whether that is in a string of the call's JSON
+        self._behind_call = False  # whether the content so far ends with a call
         self.calls = 0
 
     def push(self, text: str) -> tuple[str, list[Call]]:
         """Add text; return the next text of the content, and the calls that are complete."""
         self._pending += text
-        if not self._begun and not self._begins():
-            return "", []
-        if self._whole:
-            return "", []
-        return self._parts(final=False)
+        if self._whole is None:
+            self._whole = self._may_be_calls()
+        return self._parts(final=False) if self._whole is False else ("", [])
 
     def end(self) -> tuple[str, list[Call]]:
         """Return the rest of the content and of the calls."""
-        if self._whole or not self._begun:
-            calls = self._calls_in(_without_marker(self._pending))
-            if calls:
-                self._pending = ""
-                return "", calls
+        if self._whole is not False and (calls := self._calls_in(_without_marker(self._pending))):
+            return "", calls
         return self._parts(final=True)
 
-    def _begins(self) -> bool:
-        """Whether enough text has come to tell whether the whole answer may be calls."""
-        text = self._pending.lstrip()
-        if not text or any(marker.startswith(text) for marker in _MARKERS):
-            return False
-        self._begun = True
-        self._whole = text.startswith(("{", "[{", *_MARKERS)) or text.rstrip() == "["
-        return True
+    def _may_be_calls(self) -> bool | None:
+        """Whether the whole answer may be calls, by its first characters; None if they are too few to tell."""
+        begun = "".join(self._pending.split())
+        if begun.startswith(self._starts):
+            return True
+        return None if any(start.startswith(begun) for start in self._starts) else False
 
     def _parts(self, *, final: bool) -> tuple[str, list[Call]]:
         content: list[str] = []
         calls: list[Call] = []
-        while True:
-            before, begin, inside = self._pending.partition(CALL_BEGIN)
-            if not begin:
+        text, done = self._pending, 0
+        while (begin := text.find(CALL_BEGIN, done)) >= 0:
+            inside = begin + len(CALL_BEGIN)
+            end = self._end(text, inside, final)
+            if end is None:
                 break
-            inside, end, behind = inside.partition(CALL_END)
-            if not end and not final:
-                break
-            found = self._calls_in(inside)
-            raw = before if found else before + begin + inside + end
-            content.append(raw)
+            found = self._calls_in(text[inside:end])
+            ended = text.startswith(CALL_END, end)
+            behind = end + len(CALL_END) if ended else inside + len(text[inside:end].rstrip())
+            content.append(self._beside_calls(text[done:begin].rstrip() if found else text[done:behind]))
             calls += found
-            self._pending = behind.lstrip("\n") if found else behind
-        if final or not begin:
-            kept = 0 if final else _open_end(self._pending)
-            content.append(self._pending[: len(self._pending) - kept])
-            self._pending = self._pending[len(self._pending) - kept :]
-        else:
-            content.append(before)
-            self._pending = self._pending[len(before) :]
-        text = "".join(content)
-        return (text.rstrip() if calls or self.calls else text), calls
+            self._behind_call |= bool(found)
+            done = behind
+        if final:
+            told = len(text)
+        else:  # white space is dropped if a call follows
+            told = done + len(text[done : begin if begin >= 0 else len(text) - _open_end(text)].rstrip())
+        content.append(self._beside_calls(text[done:told]))
+        self._pending, self._place = text[told:], max(self._place - told, 0)
+        return "".join(content), calls
+
+    def _end(self, text: str, inside: int, final: bool) -> int | None:
+        """Return where the JSON at `inside` ends: at a tag that is not in a string; None if more text must tell."""
+        first = _NOT_SPACE.search(text, inside)
+        if first is not None and first[0] not in "{[":
+            return inside
+        place = max(self._place, inside)
+        while match := (_IN_STRING if self._in_string else _OUTSIDE).search(text, place):
+            if match[0] in (CALL_BEGIN, CALL_END):
+                self._place = 0
+                return match.start()
+            self._in_string ^= match[0][0] != "\\"
+            place = match.end()
+        unsure = text.endswith("\\") if self._in_string else len(CALL_END) - 1
+        self._place = max(place, len(text) - unsure)
+        return len(text) if final else None
+
+    def _beside_calls(self, text: str) -> str:
+        """Return the next text of the content, without white space behind a call."""
+        if self._behind_call:
+            text = text.lstrip()
+            self._behind_call = not text
+        return text
 
     def _calls_in(self, text: str) -> list[Call]:
         """Return the calls of a text; none if it is anything else."""
         calls = []
         for found in _objects(text):
-            arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
-            if not isinstance(arguments, dict) or found.get("name") not in self._names:
+            name = found.get("name") if isinstance(found, dict) else None
+            if not isinstance(name, str) or name not in self._names:
+                return []
+            arguments = found.get("arguments", found.get("parameters", {}))
+            if not isinstance(arguments, dict):
                 return []
             id_ = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
-            calls.append(Call(id_, found["name"], json.dumps(arguments, ensure_ascii=False)))
+            try:
+                calls.append(Call(id_, name, _written(arguments)))
+            except RecursionError:
+                return []
         self.calls += len(calls)
         return calls
 
@@ -217,7 +290,7 @@ def _without_marker(text: str) -> str:
 
 def _objects(text: str) -> Iterator[Any]:
     """Yield the JSON values of a text, and the elements of lists among them; None for anything else."""
-    decoder, place = json.JSONDecoder(), 0
+    decoder, place = json.JSONDecoder(parse_float=_finite, parse_constant=_finite), 0
     text = text.strip()
     while place < len(text):
         try:
@@ -228,6 +301,19 @@ def _objects(text: str) -> Iterator[Any]:
         yield from value if isinstance(value, list) else [value]
         if between := re.compile(r"[\s;,]*").match(text, place):
             place = between.end()
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} cannot be written as JSON")
+    return value
+
+
+def _written(arguments: dict[str, Any]) -> str:
+    """Return arguments as JSON; other characters than ASCII stay as they are unless UTF-8 has no form for one."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    return json.dumps(arguments) if _SURROGATE.search(text) else text
 
 
 def _open_end(text: str) -> int:

@@ -1,9 +1,12 @@
-"""litellm: two-turn chats, streams assembled by its own builder, and text completions."""
+"""litellm: chats, streams assembled by its own builder, text completions, JSON that follows a schema, tools."""
 
 import asyncio
+import json
 import os
+from typing import Literal
 
 import litellm
+from pydantic import BaseModel
 
 litellm.telemetry = False
 MODEL = f"openai/{os.environ['MODEL']}"
@@ -36,3 +39,31 @@ async def several() -> None:
 
 
 asyncio.run(several())
+
+
+class Town(BaseModel):
+    name: Literal["Oslo", "Rome"]
+    harbour: bool
+
+
+described = litellm.completion(model=MODEL, messages=messages[:1], response_format=Town, max_tokens=200, **WHERE)
+assert Town.model_validate_json(described.choices[0].message.content)
+parameters = Town.model_json_schema() | {"additionalProperties": False}
+TOOLS = {
+    "tools": [{"type": "function", "function": {"name": "visit", "description": "", "parameters": parameters}}],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "max_tokens": 200,
+}
+history = messages[:1]
+for stream in (False, True, False):
+    answer = litellm.completion(model=MODEL, messages=history, stream=stream, **TOOLS, **WHERE)
+    if stream:
+        answer = litellm.stream_chunk_builder(list(answer), messages=history)
+    message = answer.choices[0].message
+    [call] = message.tool_calls
+    assert Town.model_validate(json.loads(call.function.arguments))
+    assert answer.choices[0].finish_reason == "tool_calls", answer
+    history += [message, {"role": "tool", "tool_call_id": call.id, "content": "seen"}]
+free = {**TOOLS, "tool_choice": "auto", "max_tokens": 8}
+assert litellm.completion(model=MODEL, messages=history, **free, **WHERE).choices

@@ -1,9 +1,12 @@
-"""openai for Python: two-turn chats in each form of the answer, streams, completions, retries and defaults."""
+"""openai for Python: chats in each form of the answer, streams, completions, parsed answers, calls of functions."""
 
 import asyncio
+import json
 import os
+from typing import Annotated, Literal
 
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, OpenAI, pydantic_function_tool
+from pydantic import BaseModel, Field
 
 MODEL = os.environ["MODEL"]
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
@@ -60,3 +63,47 @@ async def several() -> None:
 
 
 asyncio.run(several())
+
+
+class Town(BaseModel):
+    name: Literal["Oslo", "Rome"]
+    harbours: Annotated[list[Literal["old", "new"]], Field(max_length=2)]
+
+
+class Weather(BaseModel):
+    """Look up the weather of towns."""
+
+    towns: Annotated[list[Town], Field(min_length=1, max_length=2)]
+    day: Literal["today", "tomorrow"]
+
+
+# parsed answers
+parsed = client.chat.completions.parse(model=MODEL, messages=CHAT, response_format=Town, max_tokens=200)
+town = parsed.choices[0].message
+assert isinstance(town.parsed, Town), town
+for form in (town, town.model_dump(warnings=False)):
+    assert client.chat.completions.create(model=MODEL, messages=[*CHAT, form, MORE], max_tokens=4).choices
+with client.chat.completions.stream(model=MODEL, messages=CHAT, response_format=Town, max_tokens=200) as stream:
+    assert isinstance(stream.get_final_completion().choices[0].message.parsed, Town)
+
+# calls, and their results
+FUNCTIONS = {"tools": [pydantic_function_tool(Weather)], "max_tokens": 400}
+ONE = {**FUNCTIONS, "tool_choice": "required", "parallel_tool_calls": False}
+history = [*CHAT]
+for _ in range(2):
+    choice = client.chat.completions.parse(model=MODEL, messages=history, **ONE).choices[0]
+    assert choice.finish_reason == "tool_calls", choice
+    [call] = choice.message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+    history += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": '{"sun": true}'}]
+assert client.chat.completions.create(model=MODEL, messages=history, **FUNCTIONS | {"max_tokens": 8}).choices
+with client.chat.completions.stream(model=MODEL, messages=CHAT, **ONE) as stream:
+    done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+    final = stream.get_final_completion().choices[0]
+assert [json.loads(event.arguments) for event in done] == [json.loads(final.message.tool_calls[0].function.arguments)]
+assert final.finish_reason == "tool_calls"
+result = {"role": "tool", "tool_call_id": final.message.tool_calls[0].id, "content": "sun"}
+assert client.chat.completions.create(model=MODEL, messages=[*CHAT, final.message, result], max_tokens=4).choices
+named = {"type": "function", "function": {"name": "Weather"}}
+several = client.chat.completions.create(model=MODEL, messages=CHAT, **FUNCTIONS, tool_choice=named, n=2).choices
+assert [len(each.message.tool_calls) for each in several] == [1, 1]

@@ -111,12 +111,12 @@ class PromptEncoder:
             raise InvalidArgumentError("the tokenizer has no chat template: expected a prompt of text or token ids")
         hidden: dict[str, str] = {}  # texts that look like special tokens, by their marks in the rendered chat
         said, described = [each.fields for each in messages], parsed("tools", tools)
-        if not special_tokens:
-            hide = partial(self._hide, hidden=hidden)
-            said, described = replaced(said, hide), replaced(described, hide)
-        if self._writes_tools is None:
-            said, described = without_tools(said, described), []
         try:
+            if not special_tokens:
+                hide = partial(self._hide, hidden=hidden)
+                said, described = replaced(said, hide), replaced(described, hide)
+            if self._writes_tools is None:
+                said, described = without_tools(said, described), []
             rendered = self._tokenizer.apply_chat_template(
                 said,
                 tools=described or None,
@@ -124,7 +124,7 @@ class PromptEncoder:
                 add_generation_prompt=not continue_final_message,
                 continue_final_message=continue_final_message,
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:  # errors and faults of templates
+        except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:  # also faults of templates
             raise InvalidArgumentError(f"the chat template refuses the messages: {error}") from error
         assert isinstance(rendered, str)
         return tuple(self._encoded(rendered, hidden))

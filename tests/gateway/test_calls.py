@@ -1,0 +1,305 @@
+"""Tests how calls of functions are found in the text of an answer, however the text is cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import jsonschema_rs
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from dynatree import embedded
+from dynatree.common.grammar import Grammar, GrammarKind
+from dynatree.engine.grammar.compiler import GrammarCompiler
+from dynatree.engine.model.vocabulary import token_bytes
+from dynatree.gateway.tools import CALL_BEGIN, CALL_END, MAX_CALLS, CallReader, Tool, call_grammar
+
+NAMES = frozenset(("weather", "add", "f.g-h_1"))
+Read = tuple[str, list[tuple[str, Any]]]  # the content, and the name and the arguments of each call
+
+
+def read(pieces: Sequence[str]) -> Read:
+    reader = CallReader(NAMES)
+    parts = [*map(reader.push, pieces), reader.end()]
+    calls = [call for _, found in parts for call in found]
+    assert reader.calls == len(calls)
+    return "".join(content for content, _ in parts), [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def call(name: str, arguments: Any, key: str = "arguments") -> str:
+    return json.dumps({"name": name, key: arguments}, ensure_ascii=False)
+
+
+def tagged(text: str) -> str:
+    return f"{CALL_BEGIN}\n{text}\n{CALL_END}"
+
+
+WORDS = st.sampled_from(
+    [
+        *("Hello", " ", "\n", "\n\n", "<", "<tool", "<tool_call", "</tool_call>", "<tool_call>", "{", "}", "[", "]"),
+        *(
+            '"',
+            "\\",
+            "é",
+            "雨",
+            "🙂",
+            '{"name"',
+            "[TOOL_CALLS]",
+            "[TOOL",
+            "<|python_tag|>",
+            ";",
+            ",",
+            '"weather"',
+            "null",
+        ),
+    ]
+)
+STRINGS = st.lists(WORDS | st.text(max_size=4), max_size=4).map("".join)
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | STRINGS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(STRINGS, inner, max_size=2),
+    max_leaves=4,
+)
+ARGUMENTS = st.dictionaries(STRINGS, VALUES, max_size=2)
+CALLS = st.builds(call, st.sampled_from(sorted(NAMES)), ARGUMENTS, st.sampled_from(["arguments", "parameters"]))
+ODD = st.builds(call, st.sampled_from(["unknown", ""]), VALUES) | VALUES.map(json.dumps)
+BARE = CALLS | ODD | st.lists(CALLS | ODD, max_size=2).map(lambda some: f"[{', '.join(some)}]")
+CUT = st.tuples(BARE, st.integers(0, 60)).map(lambda pair: pair[0][: pair[1]])
+PIECES = STRINGS | BARE | CUT | CALLS.map(tagged) | CUT.map(tagged) | BARE.map(lambda text: CALL_BEGIN + text)
+TEXTS = st.lists(PIECES, max_size=5).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS, st.lists(st.integers(0, 400), max_size=12))
+def test_how_a_text_is_cut_changes_nothing(text: str, cuts: list[int]) -> None:
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+
+    content, calls = read([text])
+
+    assert read([text[begin:end] for begin, end in pairwise(places)]) == (content, calls)
+    assert read(list(text)) == (content, calls)
+    if not calls:
+        assert content == text
+
+
+PROSE = STRINGS.map(lambda text: text.replace("<", "").strip()).filter(bool).map(lambda text: f"I {text}.")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(PROSE, CALLS), max_size=3), st.sampled_from(["", "\n", " \n\n"]), st.sampled_from(["", "Done."])
+)
+def test_each_call_between_the_tags_is_found_and_the_rest_is_the_content(
+    parts: list[tuple[str, str]], space: str, last: str
+) -> None:
+    text = "".join(f"{prose}{space}{tagged(called)}{space}" for prose, called in parts) + last
+
+    content, calls = read([text])
+
+    assert content == "".join(prose for prose, _ in parts) + last
+    assert [(name, {"name": name, "arguments": arguments}) for name, arguments in calls] == [
+        (found["name"], {"name": found["name"], "arguments": found.get("arguments", found.get("parameters"))})
+        for found in (json.loads(called) for _, called in parts)
+    ]
+
+
+F = call("weather", {"city": "Łódź"})
+G = call("add", {"a": {"b": [1, {"c": "}"}]}}, "parameters")
+BOTH = [("weather", {"city": "Łódź"}), ("add", {"a": {"b": [1, {"c": "}"}]}})]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (F, "", BOTH[:1]),
+        (f" \n{G}\n", "", BOTH[1:]),
+        (f"{F}; {G}", "", BOTH),
+        (f"{F}\n{G}", "", BOTH),
+        (f"[{F}, {G}]", "", BOTH),
+        (f"[ {F},{G} ]", "", BOTH),
+        (f"[\n  {F}\n]", "", BOTH[:1]),
+        (f"[TOOL_CALLS] [{F}, {G}]", "", BOTH),
+        (f"<|python_tag|>{G}", "", BOTH[1:]),
+        ('{"type": "function", "name": "add", "parameters": {}}', "", [("add", {})]),
+        ('{ "arguments": {"a": 1},\n"name": "add"}', "", [("add", {"a": 1})]),
+        (tagged(F) + tagged(G), "", BOTH),
+        (f"{CALL_BEGIN}{F}{CALL_BEGIN}{G}", "", BOTH),  # without ends
+        (f"{CALL_BEGIN}\n{tagged(F)}", CALL_BEGIN, BOTH[:1]),
+        (f"So:\n{CALL_BEGIN}{F}", "So:", BOTH[:1]),
+        (f"{CALL_BEGIN}{F[:-1]}", f"{CALL_BEGIN}{F[:-1]}", []),
+        (f"{tagged('{}')}\n{tagged(F)}", tagged("{}"), BOTH[:1]),
+        (
+            tagged(call("add", {"a": CALL_END, "b": f'"{CALL_BEGIN}\\"'})),
+            "",
+            [("add", {"a": CALL_END, "b": f'"{CALL_BEGIN}\\"'})],
+        ),
+        (tagged(call("add", {"a": tagged(F)})), "", [("add", {"a": tagged(F)})]),
+        (f'{CALL_BEGIN}{{"name": "add{CALL_END}\n{tagged(F)}', f'{CALL_BEGIN}{{"name": "add{CALL_END}', BOTH[:1]),
+        (f"The tag {CALL_BEGIN} begins a call.", f"The tag {CALL_BEGIN} begins a call.", []),
+        (f"{F} is a call", f"{F} is a call", []),
+        ('{"name": ["add"], "arguments": {}}', '{"name": ["add"], "arguments": {}}', []),
+        ('{"name": {}, "arguments": {}}', '{"name": {}, "arguments": {}}', []),
+        (tagged('{"name": null, "arguments": {}}'), tagged('{"name": null, "arguments": {}}'), []),
+        ('{"name": "add", "arguments": {"a": 1e999}}', '{"name": "add", "arguments": {"a": 1e999}}', []),
+        ('{"name": "add", "arguments": {"a": NaN}}', '{"name": "add", "arguments": {"a": NaN}}', []),
+        ('{"name": "add", "arguments": "{}"}', '{"name": "add", "arguments": "{}"}', []),
+        ('{"name": "Oslo", "harbour": true}', '{"name": "Oslo", "harbour": true}', []),
+        ("[]", "[]", []),
+        ("[1, 2]", "[1, 2]", []),
+        ("", "", []),
+        (" \n", " \n", []),
+    ],
+)
+def test_the_forms_of_calls(text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+    assert read([text]) == (content, calls)
+    assert read(list(text)) == (content, calls)
+
+
+TOOLS = [
+    Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
+    for name, parameters in {
+        "weather": {"properties": {"city": {"enum": ["Łódź", f"{CALL_END}\n"]}}, "required": ["city"]},
+        "add": {"$defs": {"one": {"enum": [1, "}"]}}, "properties": {"a": {"$ref": "#/$defs/one"}}, "required": ["a"]},
+        "f.g-h_1": {"properties": {"to": {"$ref": "#"}}},
+    }.items()
+]
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("tool_format", ["hermes", "llama3", "mistral"])
+def test_what_the_grammar_of_calls_allows_is_read_as_calls(tool_format: str, several: bool) -> None:
+    """The texts are random walks through the grammar, which end as soon as they may."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded.target_path())
+    compiler = GrammarCompiler(tokenizer, [tokenizer.eos_token_id])
+    start = compiler.state(Grammar(GrammarKind.LARK, call_grammar(TOOLS, tool_format, several=several)))
+    vocabulary, random, found = token_bytes(tokenizer), Random(5), []
+    for _ in range(12):
+        state, data = start, b""
+        while not state.allows(tokenizer.eos_token_id) or (several and random.random() < 0.5):
+            allowed = np.flatnonzero(state.allowed(len(vocabulary)))
+            token = random.choice([id_ for id_ in allowed.tolist() if id_ != tokenizer.eos_token_id] or [-1])
+            if token < 0:
+                break
+            state, data = (
+                state.after(token) or pytest.fail("an allowed token does not follow"),
+                data + vocabulary[token],
+            )
+        content, calls = read([data.decode()])
+        assert content == ""
+        found.append(len(calls))
+        for name, arguments in calls:
+            [schema] = [tool.function.parameters for tool in TOOLS if tool.function.name == name]
+            jsonschema_rs.validate(schema, arguments)
+    assert min(found) == 1
+    assert (max(found) > 1) == several
+
+
+def allows(grammar: str, text: str) -> bool:
+    """Whether a grammar allows a text, in some spelling: the grammar may allow one alone."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded.target_path())
+    ids = {data: id_ for id_, data in enumerate(token_bytes(tokenizer)) if data}
+    compiler = GrammarCompiler(tokenizer, [tokenizer.eos_token_id])
+    state: Any = compiler.state(Grammar(GrammarKind.LARK, grammar))
+    rest = text.encode()
+    while rest:
+        ends = range(min(len(rest), 16), 0, -1)
+        token = next((rest[:end] for end in ends if rest[:end] in ids and state.allows(ids[rest[:end]])), None)
+        if token is None:
+            return False
+        state, rest = state.after(ids[token]), rest[len(token) :]
+    return bool(state.allows(tokenizer.eos_token_id))
+
+
+ONE = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+OTHERS = '{"a": 1, "b": 2}'
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "allowed"),
+    [
+        (ONE, '{"a": 1}', True),
+        (ONE, OTHERS, False),
+        ({name: value for name, value in ONE.items() if name != "type"}, OTHERS, False),
+        ({**ONE, "additionalProperties": True}, OTHERS, True),
+        ({**ONE, "additionalProperties": {"const": 2}}, OTHERS, True),
+        ({"type": "object"}, OTHERS, True),
+        ({"type": "object", "properties": {}}, "{}", True),
+        ({**ONE, "required": ["a", "b"]}, OTHERS, True),
+        ({**ONE, "required": ["a", "b"]}, '{"a": 1}', False),
+        ({**ONE, "minProperties": 2}, OTHERS, True),
+        ({"allOf": [ONE, {"type": "object", "properties": {"b": {"const": 2}}, "required": ["b"]}]}, OTHERS, True),
+        ({"$defs": {"x": ONE}, "properties": {"x": {"$ref": "#/$defs/x"}}}, '{"x": {"a": 1}}', True),
+        ({"$defs": {"x": ONE}, "properties": {"x": {"$ref": "#/$defs/x"}}}, f'{{"x": {OTHERS}}}', False),
+        ({"properties": {"type": {"const": "object"}, "properties": ONE}}, f'{{"properties": {OTHERS}}}', False),
+        ({"properties": {"x": {"const": ONE}}}, f'{{"x": {json.dumps(ONE)}}}', True),
+    ],
+)
+def test_a_forced_call_has_no_arguments_that_the_function_does_not_name(
+    parameters: dict[str, Any], arguments: str, allowed: bool
+) -> None:
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})
+    grammar = call_grammar([tool], "llama3", several=False)
+    assert allows(grammar, f'{{"name": "f", "parameters": {arguments}}}') == allowed
+
+
+def test_a_forced_answer_has_as_many_calls_as_a_message_may_have() -> None:
+    grammar = call_grammar(TOOLS, "mistral", several=True)
+    most = [G.replace("parameters", "arguments").replace('{"b": [1, {"c": "}"}]}', "1")] * MAX_CALLS
+    assert allows(grammar, f"[{', '.join(most)}]")
+    assert not allows(grammar, f"[{', '.join([*most, most[0]])}]")
+
+
+def test_arguments_are_text_that_can_be_sent() -> None:
+    """JSON can spell halves of surrogate pairs, which UTF-8 cannot."""
+    reader = CallReader(NAMES)
+    reader.push(r'{"name": "add", "arguments": {"a": "\ud800", "ł": "\u0142"}}')
+    [found] = reader.end()[1]
+    assert found.arguments.encode()
+    assert json.loads(found.arguments) == {"a": "\ud800", "ł": "ł"}
+
+
+def test_nesting_without_end_is_content() -> None:
+    for text in ('{"name": "add", "arguments": {"a": ' + "[" * 100_000, tagged("[" * 100_000)):
+        assert read([text]) == (text, [])
+    for depth in range(850, 1000):  # near Python's own limit
+        CallReader(NAMES).push(tagged(f'{{"name": "add", "arguments": {{"a": {"[" * depth}{"]" * depth}}}}}'))
+
+
+STARTS = (CALL_BEGIN, '{"name":"', '{"arguments', '{"type', '[{"type')
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The sea is blue, 1 < 2, and <b>Łódź</b> is a town {here} [there]: <tool> <tool_callers>.",
+        '{"answer": "Oslo", "name": "add"}',
+        '{ "name" : "Oslo", "harbour": true}',
+        '[{"town": 1}, 2]',
+        "[1, 2, 3]",
+        f"The tag {CALL_BEGIN} begins a call, and {CALL_END} ends it.",
+    ],
+)
+def test_a_stream_keeps_back_only_what_may_begin_a_call(text: str) -> None:
+    reader = CallReader(NAMES)
+    told = ""
+    for place, character in enumerate(text, 1):
+        told += reader.push(character)[0]
+        held = text[len(told) : place].strip()
+        assert any(each.startswith("".join(held.split())) for each in STARTS), held
+    assert told + reader.end()[0] == text
+
+
+def test_each_call_is_told_as_soon_as_it_ends() -> None:
+    reader = CallReader(NAMES)
+    assert reader.push(f"So:\n{CALL_BEGIN}\n{F}\n{CALL_END[:-1]}") == ("So:", [])
+    text, [found] = reader.push(CALL_END[-1])
+    assert (text, found.name, reader.calls) == ("", "weather", 1)
+    assert reader.push("\nAnd") == ("And", [])
+    assert reader.push(" so on") == (" so on", [])
