@@ -385,6 +385,7 @@ class ChatRequest(CompletionOptions, Template):
         )
         if self.tool_choice not in (None, "none", "auto"):
             several = self.tool_choice == "required" and self.parallel_tool_calls is not False
+            several &= tool_format != "llama3"  # its templates refuse several calls in one message
             options["grammar"] = call_grammar(self.callable, tool_format, several=several)
         return options
 
