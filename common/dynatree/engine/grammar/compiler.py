@@ -7,7 +7,9 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
@@ -16,14 +18,27 @@ from transformers import PreTrainedTokenizerBase
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.grammar import Grammar, GrammarKind
 from dynatree.common.limits import MAX_GRAMMARS
-from dynatree.engine.grammar.state import GrammarState
-from dynatree.engine.model.vocabulary import special_ids, token_bytes
+from dynatree.engine.grammar.json_schema import prepared
+from dynatree.engine.grammar.large_stack import on_large_stack
+from dynatree.engine.grammar.state import GrammarState, reason_of
+from dynatree.engine.model.vocabulary import cleans_up, special_ids, token_bytes, vocabulary_of
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 log = logging.getLogger(__name__)
 
-LONGEST_REASON = 500  # characters
 # Before any byte of a text, some tokenizers insert a space; none does so behind an ordinary character.
 _ANCHOR = "\n"
+_BYTES = [byte for byte in range(0xF5) if byte not in (0xC0, 0xC1)]  # those of UTF-8
+_JSON: JsonCompileOptions = {
+    # the white space of Python's json.dumps: with free white space, a small model may write spaces without end
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    # without \uXXXX, by which a property that the schema names would pass as another one
+    "json_allowed_escapes": 'nrbtf\\"',
+}
 
 
 class GrammarCompiler:
@@ -37,48 +52,53 @@ class GrammarCompiler:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: Iterable[int]) -> None:
         self._tokenizer = tokenizer
         self._end_tokens = sorted(end_tokens)
-        self._tokens: LLTokenizer | None = None  # made at the first use, in about a second
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._tokens: LLTokenizer | InvalidArgumentError | None = None  # found at the first use, in about a second
+        self._compiled: OrderedDict[Grammar, GrammarState] = OrderedDict()
         self._lock = threading.Lock()
 
     def state(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> GrammarState:
         """Return the state of a grammar after the tokens of a completion; this may take a second.
 
         Raises:
-            InvalidArgumentError: The target has no end-of-sequence token, the grammar is wrong, too complex or not
-                supported, or it does not allow the tokens.
+            InvalidArgumentError: The target has no end-of-sequence token, or a tokenizer that takes no grammar; the
+                grammar is wrong, too complex or not supported, or it does not allow the tokens.
         """
         if not self._end_tokens:
             raise InvalidArgumentError("the target has no end-of-sequence token, which a grammar needs")
         with self._lock:
-            self._tokens = self._tokens or _tokens_of(self._tokenizer, self._end_tokens)
-            matcher = self._compiled.get(grammar)
-            if matcher is not None:
+            if self._tokens is None:
+                self._tokens = _tokens_of(self._tokenizer, self._end_tokens)
+            if isinstance(self._tokens, InvalidArgumentError):
+                raise InvalidArgumentError(str(self._tokens))
+            compiled = self._compiled.get(grammar)
+            if compiled is not None:
                 self._compiled.move_to_end(grammar)
-        if matcher is None:
-            matcher = _compiled(grammar, self._tokens)
+        if compiled is None:
+            compiled = on_large_stack(partial(_compiled, grammar, self._tokens))
             with self._lock:
-                self._compiled[grammar] = matcher
+                self._compiled[grammar] = compiled
                 while len(self._compiled) > MAX_GRAMMARS:
                     self._compiled.popitem(last=False)
-        state = GrammarState(matcher).after_all(token_ids)
+        state = compiled.after_all(token_ids)
         if state is None:
             raise InvalidArgumentError("the tokens that the completion already has do not follow the grammar")
         return state
 
 
-def _compiled(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
+def _compiled(grammar: Grammar, tokens: LLTokenizer) -> GrammarState:
+    """Return the state before the first token, whose mask is known."""
     try:
         source = _source(grammar)
     except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"the JSON schema is not valid: {error}") from error
     matcher = LLMatcher(tokens, source, log_level=0, limits=LLParserLimits())
     if matcher.is_error():
-        reason = matcher.get_error().split("\n<state>")[0].strip()
-        raise InvalidArgumentError(f"the grammar is refused: {reason[:LONGEST_REASON]}")
+        raise InvalidArgumentError(f"the grammar is refused: {reason_of(matcher)}")
     for warning in matcher.get_grammar_warnings():
         log.debug("grammar: %s", warning)
-    return matcher
+    state = GrammarState(matcher)
+    _ = state.bits  # a grammar that no token can begin is refused at once
+    return state
 
 
 def _source(grammar: Grammar) -> str:
@@ -92,16 +112,27 @@ def _source(grammar: Grammar) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise InvalidArgumentError("the JSON schema is not an object")
-    # the white space of Python's json.dumps: with free white space, a small model may write spaces without end
-    return LLMatcher.grammar_from_json_schema(
-        schema, defaults={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    )
+    return LLMatcher.grammar_from_json_schema(prepared(schema), defaults=_JSON)
 
 
-def _tokens_of(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> LLTokenizer:
-    """Return the tokenizer in llguidance's form: the bytes of each token, and the tokens of a text."""
+def _tokens_of(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> LLTokenizer | InvalidArgumentError:
+    """Return the tokenizer in llguidance's form: the bytes of each token, and the tokens of a text.
+
+    The error says why the tokenizer takes no grammar.
+    """
     known = _KnownTokens(tokenizer, end_tokens)
+    reason = known.gap
+    if reason is not None:
+        return InvalidArgumentError(f"the target's tokenizer takes no grammar: {reason}")
     return LLTokenizer(TokenizerWrapper(known), n_vocab=len(known.tokens), eos_token=list(end_tokens))
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class _KnownTokens:
@@ -116,14 +147,31 @@ class _KnownTokens:
         self.special_token_ids = sorted({*special_ids(tokenizer), *end_tokens})
         self._tokenizer = tokenizer
         self._longest = max(map(len, self.tokens))
-        special = set(self.special_token_ids)
-        self._ids = {data: id_ for id_, data in enumerate(self.tokens) if data and id_ not in special}
+        self._special = set(self.special_token_ids)
+        self._ids = {data: id_ for id_, data in enumerate(self.tokens) if data and id_ not in self._special}
         self._copy: Tokenizer | None = None
         if tokenizer.is_fast:  # a copy, since other threads use the tokenizer
             self._copy = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
             self._copy.no_padding()
             self._copy.no_truncation()
             self._copy.encode_special_tokens = True
+
+    @property
+    def gap(self) -> str | None:
+        """Why texts are not the joined bytes of their tokens, found by decoding all tokens in a row; None if they are.
+
+        llguidance also needs a token for each byte. Else it allows wrong tokens where the text that must follow has no
+        tokens.
+        """
+        missing = [byte for byte in _BYTES if bytes([byte]) not in self._ids]
+        if missing:
+            return f"its vocabulary has no token for the byte 0x{missing[0]:02X}"
+        ids = [id_ for data, id_ in self._ids.items() if _is_text(data)]
+        vocabulary = vocabulary_of(self._tokenizer, special_tokens=True)
+        row = [token for id_ in ids for token in (id_, *vocabulary.anchor)]
+        if cleans_up(self._tokenizer) or vocabulary.text_behind(row).encode() != self._bytes(row):
+            return "the text of a token depends on its neighbours"
+        return None
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Return the tokens of a text in the middle of a completion; their bytes are the text's.
@@ -156,7 +204,8 @@ class _KnownTokens:
         )
 
     def _bytes(self, token_ids: Iterable[int]) -> bytes:
-        return b"".join(self.tokens[id_] for id_ in token_ids)
+        """The bytes of tokens; those of a special token are no text, though some tokenizers read its name so."""
+        return b"".join(b"\xff" if id_ in self._special else self.tokens[id_] for id_ in token_ids)
 
     def _greedy(self, data: bytes) -> Iterator[int]:
         """Yield the longest token at each place, for a tokenizer that cannot encode the middle of a text."""

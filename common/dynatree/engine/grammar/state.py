@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 import numpy as np
@@ -11,10 +12,11 @@ from numpy.typing import NDArray
 from dynatree.common.errors import InvalidArgumentError
 
 LONGEST_REASON = 500  # characters
+NO_TOKEN = "no token of the vocabulary continues a text that the grammar allows"
 
 
 class GrammarState:
-    """The state of a grammar after some tokens. It never changes: `after` returns another state.
+    """The state of a grammar after some tokens. It never changes: `after` returns another state. Thread-safe.
 
     It depends on the grammar and the tokens alone, so that verification of a tree and plain decoding mask alike. Where
     the grammar allows only one text, it allows only the first token that the tokenizer gives for that text.
@@ -22,17 +24,25 @@ class GrammarState:
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
+        self._lock = threading.Lock()  # a matcher that two threads use at once raises an error
         self._bits: bytes | None = None
 
     def after(self, token: int) -> GrammarState | None:
-        """Return the state after one more token; None if the grammar forbids the token."""
+        """Return the state after one more token; None if the grammar forbids the token.
+
+        Raises:
+            InvalidArgumentError: The grammar has become too complex, or no token continues it.
+        """
         if not self.allows(token):
             return None
-        following = self._matcher.deep_copy()
-        return GrammarState(following) if following.consume_token(token) else None
+        with self._lock:
+            following = self._matcher.deep_copy()
+        if not following.consume_token(token):
+            raise _error(following)
+        return GrammarState(following)
 
     def after_all(self, token_ids: Iterable[int]) -> GrammarState | None:
-        """Return the state after more tokens; None if the grammar forbids one of them."""
+        """Return the state after more tokens; None if the grammar forbids one of them; errors as in `after`."""
         state: GrammarState | None = self
         for token in token_ids:
             state = state and state.after(token)
@@ -50,15 +60,15 @@ class GrammarState:
         Raises:
             InvalidArgumentError: The grammar has become too complex, or no token continues it.
         """
-        if self._bits is None:
-            bits = self._matcher.compute_bitmask()
-            if self._matcher.is_error():
-                reason = self._matcher.get_error().split("\n<state>")[0].strip()
-                raise InvalidArgumentError(f"the grammar cannot be followed further: {reason[:LONGEST_REASON]}")
-            if not any(bits):
-                raise InvalidArgumentError("no token of the vocabulary continues a text that the grammar allows")
-            self._bits = bits
-        return self._bits
+        with self._lock:
+            if self._bits is None:
+                bits = self._matcher.compute_bitmask()
+                if self._matcher.is_error():
+                    raise _error(self._matcher)
+                if not any(bits):
+                    raise InvalidArgumentError(NO_TOKEN)
+                self._bits = bits
+            return self._bits
 
     def allowed(self, vocab_size: int) -> NDArray[np.bool_]:
         """Whether each token may follow, `[vocab_size]`; tokens behind the tokenizer's may not."""
@@ -74,3 +84,14 @@ class GrammarState:
             return None
         byte = int(bits[places[0]])
         return None if byte & (byte - 1) else 8 * int(places[0]) + byte.bit_length() - 1
+
+
+def reason_of(matcher: LLMatcher) -> str:
+    """Why a matcher has failed, in at most `LONGEST_REASON` characters."""
+    return matcher.get_error().split("\n<state>")[0].strip()[:LONGEST_REASON]
+
+
+def _error(matcher: LLMatcher) -> InvalidArgumentError:
+    if matcher.get_error().startswith("NoExtension"):
+        return InvalidArgumentError(NO_TOKEN)
+    return InvalidArgumentError(f"the grammar cannot be followed further: {reason_of(matcher)}")

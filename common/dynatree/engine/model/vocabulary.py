@@ -57,6 +57,10 @@ class Vocabulary:
         """The text of a single token in the middle of a text; incomplete characters become replacement characters."""
         return self.added(self.anchor, token_id)[0].decode(errors="replace")
 
+    def text_behind(self, token_ids: Sequence[int]) -> str:
+        """The text of several tokens in the middle of a text."""
+        return self._decode((*self.anchor, *token_ids))[len(self._decode(self.anchor)) :]
+
     def _added(self, context: Context, token_id: int) -> tuple[bytes, Context]:
         """Return the bytes that a token adds after a context, and the context after the token."""
         if token_id in self._skipped:

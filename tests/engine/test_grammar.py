@@ -1,0 +1,417 @@
+"""Tests grammars for tokenizers of every kind: what is allowed gives texts that the grammar accepts, and no others."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from functools import cache
+from threading import Barrier, Thread
+
+import jsonschema_rs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.grammar import Grammar, GrammarKind
+from dynatree.common.limits import MAX_GRAMMAR_BYTES
+from dynatree.draft.text.detokenizer import Detokenizer
+from dynatree.engine.grammar import compiler as compiling
+from dynatree.engine.grammar.compiler import GrammarCompiler, _KnownTokens
+from dynatree.engine.grammar.state import GrammarState
+from tests.support.tokenizer_zoo import TEXTS, TOKENIZERS
+
+WHOLE = ("embedded", "byte level", "llama 2", "phi 3", "gemma", "unigram")  # they spell any text
+OTHERS = ("word piece", "tidy word piece", "words", "suffixes", "bytes")  # they spell few
+
+SPECIAL = ("<|endoftext|>", "</s>", "<s>", "<|im_end|>", "<tool>")
+HARD = (*TEXTS.values(), *SPECIAL, f"a{''.join(SPECIAL)} b", " leading", "   three", " ", "\n", "\t\r\x00\x01\x7f", "é", "🙂")
+
+
+def an_object(**properties):
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+SCHEMAS = (
+    {"enum": ["Oslo", " Łódź", "</s>", "<|im_end|>", 7, None, [1, {"a": "🙂"}]]},
+    an_object(on={"type": "boolean"}, größe={"type": "integer", "minimum": -20, "maximum": 2500}),
+    {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"], "maxProperties": 2},
+    {"type": "object", "patternProperties": {"^é": {"type": "integer"}}, "minProperties": 1, "maxProperties": 2},
+    {"type": "array", "items": {"type": "string", "maxLength": 4}, "minItems": 1, "maxItems": 3},
+    {"type": "string", "pattern": r"^\S\s?[^ab]{1,3}$"},
+    {"type": "string", "format": "date-time"},
+    {"anyOf": [{"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, {"type": "boolean"}]},
+    {"$ref": "#/$defs/n", "$defs": {"n": an_object(to={"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 1})}},
+)
+REGEXES = ("(yes|no|[A-Z]{3}-[0-9]{2,4})", " ?[a-z]{1,4}( [a-z]{1,4}){0,3}", "(</s>|né|日本|🙂|\t){1,3}", "a?")
+
+
+@cache
+def tokenizer(name):
+    return TOKENIZERS[name]()
+
+
+@cache
+def compiler(name):
+    return GrammarCompiler(tokenizer(name), [end_token(name)])
+
+
+def end_token(name):
+    return tokenizer(name).eos_token_id or 1
+
+
+@cache
+def known(name):
+    return _KnownTokens(tokenizer(name), [end_token(name)])
+
+
+def schema(value):
+    return Grammar(GrammarKind.JSON_SCHEMA, value if isinstance(value, str) else json.dumps(value))
+
+
+def regex(text):
+    return Grammar(GrammarKind.REGEX, text)
+
+
+def allowed(state, size=2048):
+    return state.allowed(size).nonzero()[0].tolist()
+
+
+def walked(state, end, choose, most=300):
+    """The tokens of a random walk to an end token, which is taken one time in three; None if it does not end."""
+    tokens = []
+    while len(tokens) < most:
+        following = allowed(state)
+        if end in following and (len(following) == 1 or choose.random() < 0.3):
+            return tokens
+        token = choose.choice([each for each in following if each != end])
+        tokens.append(token)
+        state = state.after(token)
+    return None
+
+
+def served(name, token_ids):
+    """The text of a completion after a prompt, as the draft service decodes it."""
+    prompt = tokenizer(name)("a", add_special_tokens=False)["input_ids"]
+    detokenizer = Detokenizer(tokenizer(name), prompt)
+    return detokenizer.push(token_ids) + detokenizer.flush()
+
+
+# Tokens of a text
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@settings(deadline=None, max_examples=60)
+@given(text=st.text(min_size=1, max_size=20) | st.sampled_from(HARD))
+def test_tokens_spell_the_text(name, text):
+    tokens = known(name)(text)
+    assert b"".join(known(name).tokens[each] for each in tokens) == text.encode()
+    assert not {*tokens} & {*known(name).special_token_ids}
+
+
+# Walks
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_random_walks_give_texts_that_the_grammar_accepts(name):
+    ended = 0
+    cases = [*((schema(each), each) for each in SCHEMAS), *((regex(each), each) for each in REGEXES)]
+    for grammar, accepted in cases:
+        for seed in range(6):
+            tokens = walked(compiler(name).state(grammar), end_token(name), random.Random(seed))
+            if tokens is None:
+                continue
+            text = served(name, tokens)
+            if isinstance(accepted, str):
+                assert re.fullmatch(accepted, text), (accepted, text)
+            else:
+                jsonschema_rs.validator_for(accepted, validate_formats=True).validate(json.loads(text))
+            ended += 1
+    assert ended > 5 * len(cases)
+
+
+def test_all_kinds_of_tokenizers_are_here():
+    assert {*WHOLE, *OTHERS} == {*TOKENIZERS}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_tokenizer_that_cannot_spell_every_text_takes_no_grammar(name):
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match="tokenizer takes no grammar: .* no token for the byte 0x"):
+            compiler(name).state(regex("a+"))
+
+
+def suffixed():
+    """Byte fallback whose spaces come from a suffix of the token before."""
+    suffixed = TOKENIZERS["gemma"]()
+    backend = json.loads(suffixed.backend_tokenizer.to_str())
+    backend["decoder"]["decoders"][0] = {"type": "BPEDecoder", "suffix": "aid"}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(backend)), eos_token="</s>")
+
+
+def test_a_tokenizer_whose_tokens_depend_on_their_neighbours_takes_no_grammar():
+    with pytest.raises(InvalidArgumentError, match="takes no grammar: the text of a token depends on its neighbours"):
+        GrammarCompiler(suffixed(), [2]).state(regex("a+"))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_names_of_special_tokens_are_spelt_with_ordinary_ones(name):
+    special = {*known(name).special_token_ids}
+    for text in SPECIAL:
+        tokens = walked(compiler(name).state(schema({"const": text})), end_token(name), random.Random(0))
+        assert served(name, tokens) == json.dumps(text)
+        assert not special & {*tokens}
+        assert len(tokens) > 1
+
+
+# States
+
+WORDS = [f"{first}{rest}" for first in ("a", "the", "é") for rest in ("", "b", " said", "🙂")]
+
+
+def test_every_end_token_is_allowed_exactly_where_the_text_is_complete():
+    ends = [tokenizer("embedded").eos_token_id, *known("embedded").special_token_ids[-2:], 1500]
+    state = GrammarCompiler(tokenizer("embedded"), ends).state(Grammar(GrammarKind.REGEX, "|".join(WORDS)))
+    seen, left = set(), [(state, b"")]
+    while left:
+        state, text = left.pop()
+        assert {state.allows(end) for end in ends} == {text.decode(errors="replace") in WORDS}
+        seen.add(text.decode(errors="replace"))
+        for token in {*allowed(state)} - {*ends}:
+            left.append((state.after(token), text + known("embedded").tokens[token]))
+    assert seen >= {*WORDS}
+
+
+TALL = an_object(a=an_object(b={"enum": ["one", "once", 1.5]}), c={"type": "array", "items": {"type": "boolean"}})
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_states_of_a_tree_are_those_of_a_fresh_matcher(data):
+    """Nodes are added in any order; no state changes when another is derived from it."""
+    grammar = schema(TALL)
+    paths, bits = [()], {}
+    states = {(): compiler("embedded").state(grammar)}
+    for _ in range(data.draw(st.integers(1, 25))):
+        path = data.draw(st.sampled_from(paths))
+        following = allowed(states[path])
+        token = data.draw(st.sampled_from(following))
+        bits.setdefault(path, states[path].bits)
+        states[*path, token] = states[path].after(token)
+        paths.append((*path, token))
+    fresh = GrammarCompiler(tokenizer("embedded"), [end_token("embedded")])
+    fresh._tokens = compiler("embedded")._tokens
+    for path, state in states.items():
+        following = allowed(state)
+        assert state.forced == (following[0] if len(following) == 1 else None)
+        assert state.after(next(each for each in range(2048) if each not in following)) is None
+        assert bits.get(path, state.bits) == state.bits == fresh.state(grammar, path).bits
+        assert all(state.allows(token) for token in following)
+        assert not state.allows(10**6)
+
+
+def test_tokens_that_do_not_follow_the_grammar_are_refused():
+    with pytest.raises(InvalidArgumentError, match="do not follow"):
+        compiler("embedded").state(regex("ab"), known("embedded")("b"))
+
+
+def test_threads_share_states():
+    """Matchers of llguidance raise an error when two threads use one at once."""
+    opening = known("embedded")('{"')[0]
+    found, errors = set(), []
+
+    def use(state, barrier):
+        try:
+            barrier.wait()
+            below = state.after(opening) or state
+            found.add((state.bits, below.bits, compiler("embedded").state(grammar).bits))
+        except BaseException as error:
+            errors.append(error)
+
+    for number in range(60):
+        grammar = schema({"type": "object", "properties": {f"key {number}": {"type": "string", "pattern": "^[a-z]+$"}}})
+        state, barrier = compiler("embedded").state(grammar), Barrier(3)
+        state = GrammarState(state._matcher.deep_copy())  # its mask is not known yet
+        threads = [Thread(target=use, args=(state, barrier)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert len(found) == 1
+        found.clear()
+
+
+# What the compiler of llguidance would answer wrongly
+
+
+@pytest.mark.parametrize(
+    ("refused", "words"),
+    [
+        ({"enum": [1234567890123456789]}, "1234567890123456789"),
+        ({"properties": {"id": {"const": 2**53 + 1}}}, "9007199254740993"),
+        ({"type": "integer", "minimum": 2**53 + 1}, "9007199254740993"),
+        ({"items": {"contentEncoding": "base64"}}, "contentEncoding"),
+        ({"contentMediaType": "application/json"}, "contentMediaType"),
+        ({"minProperties": 2}, "minProperties"),
+        ({"const": {"a": ["\x01"]}}, "control character"),
+        ({"x-guidance": {"lenient": True}, "not": {}}, "lenient"),
+        ({"$ref": "#"}, "no token"),
+        ({"not": {}}, "not"),
+    ],
+)
+def test_what_would_be_answered_wrongly_is_refused_by_name(refused, words):
+    with pytest.raises(InvalidArgumentError, match=words):
+        compiler("embedded").state(schema(refused))
+
+
+def accepts(grammar, text):
+    """Whether some tokens of a text are allowed, and an end token after them."""
+    state, data = compiler("embedded").state(grammar), text.encode()
+    states = {0: state}  # by place; the state depends on the text alone
+    for place in range(len(data)):
+        for end in range(place + 1, min(len(data), place + 16) + 1) if place in states else ():
+            token = known("embedded")._ids.get(data[place:end])
+            if token is not None and end not in states and (below := states[place].after(token)):
+                states[end] = below
+    return len(data) in states and states[len(data)].allows(end_token("embedded"))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "yes", "no"),
+    [
+        ({"properties": {"a\n": {"type": "integer"}}}, r'{"a\n": 1}', r'{"\u0061\u000a": "x"}'),
+        ({"patternProperties": {"^é*$": {"type": "integer"}}}, '{"é": 1}', r'{"\u00e9": "x"}'),
+        ({"format": "date"}, '"2024-02-29"', '"2023-02-29"'),
+        ({"format": "date"}, '"2000-02-29"', '"1900-02-29"'),
+        ({"format": "time", "pattern": "Z$"}, '"23:59:59.5Z"', '"23:59:60Z"'),
+        ({"format": "date-time"}, '"2024-12-31t23:59:59+01:00"', '"2023-02-29T00:00:00Z"'),
+        ({"pattern": r"^\S$"}, '"–"', '"\ufeff"'),
+        ({"pattern": r"^[\s]$"}, '"\ufeff"', '"\x85"'),
+        ({"pattern": r"^\\s$"}, r'"\\s"', '" "'),
+        ({"patternProperties": {r"^\s$": False}}, '{"\x85": 1}', '{"\ufeff": 1}'),
+        ({"const": {"format": "date"}}, '{"format": "date"}', "{}"),
+        ({"properties": {"format": {"const": "date"}}}, '{"format": "date"}', '{"format": "time"}'),
+        ({"type": "object", "required": ["a"], "minProperties": 2}, '{"a": 1, "b": 2}', '{"a": 1, "a": 2}'),
+        ({"type": "integer", "maximum": 2**63 - 1}, str(2**63 - 1), str(2**63)),
+        ({"x-guidance": {"item_separator": ","}}, '[1,"a"]', '[1, "a"]'),
+        ({"x-guidance": {"item_separator": ","}, "properties": {"a": False}}, "{}", r'{"\u0061": 1}'),
+    ],
+)
+def test_what_is_accepted_is_valid(grammar, yes, no):
+    assert accepts(schema(grammar), yes)
+    assert not accepts(schema(grammar), no)
+
+
+# Limits
+
+
+def nested(depth):
+    return '{"items": ' * depth + "{}" + "}" * depth
+
+
+def exploding(kind):
+    parts = {f"s{each}": {kind: [{"$ref": f"#/$defs/s{each + 1}"}] * 2} for each in range(20)}
+    return {"$defs": {**parts, "s20": an_object(x={"type": "integer"})}, "$ref": "#/$defs/s0"}
+
+
+def crossed(count):
+    parts = {
+        f"s{each}": {"anyOf": [{"$ref": f"#/$defs/s{each + 1}"}, an_object(**{f"p{each}": {"type": "null"}})]}
+        for each in range(count)
+    }
+    return {"$defs": {**parts, f"s{count}": {}}, "allOf": [{"$ref": "#/$defs/s0"}, {"$ref": "#/$defs/s1"}]}
+
+
+SECONDS = 10  # for a compilation, and for a mask, which take at most 2 s and 0.1 s alone
+ENDLESS = an_object(b={"$ref": "#/$defs/a"})
+LIMITS = {
+    "regex that backtracks": regex("(a*)*b|(a|aa)+|(.*a){25}"),
+    "regex with many states": regex("(a|b)*a(a|b){30}c"),
+    "regex with many repetitions": regex("((a{1,100}){1,100}){1,100}"),
+    "regex with parentheses": regex("(" * 60000 + "a" + ")" * 60000),
+    "regex with parts": regex("(ab?)" * 20000),
+    "pattern with many states": schema({"pattern": "(a|b)*a(a|b){30}c"}),
+    "many patterns": schema({"allOf": [{"pattern": f"{chr(97 + each)}.*{chr(98 + each)}"} for each in range(16)]}),
+    "exploding anyOf": schema(exploding("anyOf")),
+    "exploding allOf": schema(exploding("allOf")),
+    "exploding oneOf": schema(exploding("oneOf")),
+    "crossed anyOf": schema(crossed(20)),
+    "nested 100": schema(nested(100)),
+    "nested 200": schema(nested(200)),
+    "nested 400": schema(nested(400)),
+    "nested 5000": schema(nested(5000)),
+    "nested constant": schema('{"enum": [' + "[" * 400 + "]" * 400 + "]}"),
+    "properties": schema(an_object(**{f"p{each}": {"type": "null"} for each in range(2500)})),
+    "optional properties": schema({"properties": {f"p{each}": {"type": "null"} for each in range(4000)}}),
+    "required properties": schema({"type": "object", "required": [f"p{each}" for each in range(5000)]}),
+    "no base case": schema({"$defs": {"a": ENDLESS}, "$ref": "#/$defs/a"}),
+    "references to itself": schema({"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}),
+    "long chain of references": schema(
+        {"$defs": {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(2500)} | {"a2500": {}}, "$ref": "#/$defs/a0"}
+    ),
+    "minItems": schema({"type": "array", "minItems": 10**9}),
+    "maxItems": schema({"type": "array", "items": {"type": "null"}, "maxItems": 10**9}),
+    "minLength": schema({"type": "string", "minLength": 10**9}),
+    "maxLength": schema({"type": "string", "maxLength": 10**9, "pattern": "^[a-z]*$"}),
+    "maxProperties": schema({"type": "object", "maxProperties": 10**9}),
+    "large enum": schema({"enum": [f"value {each}" for each in range(8000)]}),
+    "enum of objects": schema({"enum": [{"a": each} for each in range(8000)]}),
+    "ambiguous rules": Grammar(GrammarKind.LARK, 'start: start start | x x x x | "a" |\nx: "a"* | x x'),
+    "chain of rules": Grammar(
+        GrammarKind.LARK, "start: r0\n" + "".join(f"r{each}: r{each + 1}\n" for each in range(9000)) + 'r9000: "b"'
+    ),
+    "chain of terminals": Grammar(
+        GrammarKind.LARK, "start: R0\n" + "".join(f"R{each}: R{each + 1}\n" for each in range(9000)) + 'R9000: "b"'
+    ),
+    "nested rules": Grammar(GrammarKind.LARK, "start: " + "(" * 60000 + '"a"' + ")" * 60000),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_costly_grammar_is_refused_or_followed_in_time(name):
+    began, choose, slowest = time.monotonic(), random.Random(0), 0.0
+    try:
+        state = compiler("embedded").state(LIMITS[name])
+    except InvalidArgumentError as error:
+        assert re.search("refused|not valid|followed|rules", str(error))
+        return
+    finally:
+        assert time.monotonic() - began < SECONDS
+    for _ in range(20):
+        began = time.monotonic()
+        following = allowed(state)
+        try:
+            state = state.after(choose.choice(following))
+            allowed(state)
+        except InvalidArgumentError as error:
+            assert re.search("cannot be followed further", str(error))
+            break
+        finally:
+            slowest = max(slowest, time.monotonic() - began)
+    assert slowest < SECONDS
+
+
+def test_a_long_grammar_is_refused_before_it_is_compiled():
+    with pytest.raises(InvalidArgumentError, match=str(MAX_GRAMMAR_BYTES)):
+        schema({"enum": ["x" * 2**20]})
+
+
+def test_a_grammar_that_becomes_too_complex_is_an_error_of_its_argument():
+    """Neither None, which would lift the mask, nor an error of another kind."""
+    state, token = compiler("embedded").state(regex("((a{1,100}){1,100}){1,100}")), known("embedded")("a")[0]
+    with pytest.raises(InvalidArgumentError, match="cannot be followed further"):
+        for _ in range(10**4):
+            state = state.after(token)
+
+
+def test_the_last_grammars_are_kept():
+    compiled = compiler("embedded")._compiled
+    for number in range(compiling.GRAMMARS + 3):
+        compiler("embedded").state(regex(f"x{number}"))
+    assert len(compiled) == compiling.GRAMMARS
+    assert compiler("embedded").state(regex(f"x{number}")) is compiled[regex(f"x{number}")]
