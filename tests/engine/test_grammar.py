@@ -44,7 +44,7 @@ SCHEMAS = (
     {"type": "array", "items": {"type": "string", "maxLength": 4}, "minItems": 1, "maxItems": 3},
     {"type": "string", "pattern": r"^\S\s?[^ab]{1,3}$"},
     {"type": "string", "format": "date-time"},
-    {"anyOf": [{"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, {"type": "boolean"}]},
+    {"anyOf": [{"type": "number", "exclusiveMinimum": 0, "maximum": 1}, {"type": "boolean"}]},
     {"$ref": "#/$defs/n", "$defs": {"n": an_object(to={"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 1})}},
 )
 REGEXES = ("(yes|no|[A-Z]{3}-[0-9]{2,4})", " ?[a-z]{1,4}( [a-z]{1,4}){0,3}", "(</s>|né|日本|🙂|\t){1,3}", "a?")
@@ -257,6 +257,8 @@ def test_threads_share_states():
         ({"type": "integer", "minimum": 2**53 + 1}, "9007199254740993"),
         ({"items": {"contentEncoding": "base64"}}, "contentEncoding"),
         ({"contentMediaType": "application/json"}, "contentMediaType"),
+        ({"exclusiveMinimum": 3, "maximum": 3.5}, "exclusiveMinimum 3 with maximum 3.5"),
+        ({"exclusiveMaximum": -3.0, "exclusiveMinimum": -3.5}, "exclusiveMaximum -3.0"),
         ({"minProperties": 2}, "minProperties"),
         ({"const": {"a": ["\x01"]}}, "control character"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "lenient"),
@@ -378,7 +380,7 @@ def test_a_costly_grammar_is_refused_or_followed_in_time(name):
     try:
         state = compiler("embedded").state(LIMITS[name])
     except InvalidArgumentError as error:
-        assert re.search("refused|not valid|followed|rules", str(error))
+        assert re.search("refused|not valid|cannot be followed further|no token", str(error))
         return
     finally:
         assert time.monotonic() - began < SECONDS

@@ -73,6 +73,8 @@ def _check(schema: dict[str, Any]) -> None:
     for key in _NUMBERS:
         if not _is_of_64_bits(schema, key):
             _check_number(schema.get(key))
+    _check_interval(schema, "exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1)
+    _check_interval(schema, "exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1)
     for key in ("const", "enum"):
         _check_data(schema.get(key))
     required = schema.get("required")
@@ -90,6 +92,16 @@ def _is_of_64_bits(schema: dict[str, Any], key: str) -> bool:
     if schema.get("type") != "integer" or not isinstance(bound, int):
         return False
     return bound >= 2**63 - 1 if key == "maximum" else key == "minimum" and bound <= -(2**63)
+
+
+def _check_interval(schema: dict[str, Any], exclusive: str, others: tuple[str, ...], sign: int) -> None:
+    """Refuse an exclusive bound that is an integer, and another bound less than 1 from it: llguidance includes both."""
+    bound = schema.get(exclusive)
+    for key in others:
+        other = schema.get(key)
+        if isinstance(bound, int | float) and isinstance(other, int | float) and bound == int(bound):
+            if 0 < sign * (other - bound) < 1:
+                raise InvalidArgumentError(f"{exclusive} {bound} with {key} {other} is not supported in a JSON schema")
 
 
 def _check_data(value: Any) -> None:
