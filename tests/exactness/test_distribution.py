@@ -29,7 +29,7 @@ from dynatree.draft.text.translation import Translation
 from dynatree.engine.kv.kv_range import KVRange
 from dynatree.verify.session import SessionRequest, VerifySession
 from dynatree.verify.verifier import Part, Verifier
-from tests.support.markov import Table, p_value
+from tests.support.markov import Following, Table, p_value
 from tests.support.model_zoo import save_random_model
 from tests.support.other_tokenizers import Letters
 from tests.support.services import running_services
@@ -45,17 +45,22 @@ NEVER = 1e-9  # in place of a probability of zero, which has no logarithm
 class Tables:
     """The logits of the target and of the draft, `[last token, next token]`; chains begin after `start`.
 
-    A draft of another tokenizer has tokens of its own.
+    A draft of another tokenizer has tokens of its own. `allowed` says which tokens a grammar allows after each.
     """
 
     target: Tensor
     draft: Tensor
     start: int
     translation: Translation | None = None
+    allowed: Tensor | None = None
 
     @property
     def vocabulary(self):
         return len(self.target)
+
+    @property
+    def grammar(self):
+        return None if self.allowed is None else Following(self.allowed, self.start)
 
 
 def tables(target, draft, start):
@@ -98,6 +103,17 @@ OTHER = replace(
     ),
     translation=Letters.translation("abcd", "dcaz"),
 )
+# The likeliest tokens of both models are forbidden after 3 and after 0, and one token is forced after 2.
+MASKED = replace(
+    tables(
+        target=[[0.5, 0.1, 0.2, 0.2], [0.2, 0.1, 0.4, 0.3], [0.3, 0.3, 0.3, 0.1], [0.2, 0.3, 0.1, 0.4]],
+        draft=[[0.4, 0.2, 0.1, 0.3], [0.1, 0.3, 0.3, 0.3], [0.1, 0.4, 0.4, 0.1], [0.3, 0.2, 0.1, 0.4]],
+        start=3,
+    ),
+    allowed=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 0]], dtype=torch.bool),
+)
+# The same with the translation of `OTHER`, for a draft with other tokens.
+MASKED_OTHER = replace(OTHER, allowed=MASKED.allowed)
 
 
 class Counts:
@@ -140,9 +156,8 @@ class Chain:
 
     def __init__(self, sampling, pair, length, name, settings):
         kv = KVRange(0, 100)
-        self.verifying = VerifySession(
-            kv, SessionRequest((pair.start,), length + 1, frozenset(), Decoding(sampling)), [pair.start]
-        )
+        request = SessionRequest((pair.start,), length + 1, frozenset(), Decoding(sampling), grammar=pair.grammar)
+        self.verifying = VerifySession(kv, request, [pair.start])
         self.policy = create_policy(name, settings)
         self.drafting = DraftSession(
             kv,
@@ -151,6 +166,7 @@ class Chain:
             pair.vocabulary,
             drawing=self.policy.drawing,
             translated=pair.translation and TranslatedContext(pair.translation, [pair.start]),
+            grammar=pair.grammar,
         )
 
 
@@ -207,6 +223,17 @@ def test_draws_of_another_tokenizer_leave_it_too(name):
     counts, accepted = drawn(OTHER, name, TIGHT[name], draws=3000, length=6)
     assert_the_targets(counts, OTHER.target)
     assert accepted > 500
+
+
+@pytest.mark.parametrize("pair", [MASKED, MASKED_OTHER], ids=["same tokens", "other tokens"])
+@pytest.mark.parametrize(
+    ("name", "draws"),
+    [("dyspec", 2000), ("specinfer", 2000), *(pytest.param(name, 20_000, marks=pytest.mark.long) for name in TIGHT)],
+)
+def test_draws_under_a_grammar_follow_the_masked_distribution(name, draws, pair):
+    counts, accepted = drawn(pair, name, TIGHT[name], draws=draws, length=20)
+    assert_the_targets(counts, pair.target.masked_fill(~pair.allowed, -math.inf))
+    assert accepted > 0.2 * draws or name == "autoregressive", "nothing is shown where nothing is accepted"
 
 
 @pytest.mark.parametrize(("name", "prune"), [("dynatree", "remove"), ("fixed", "expand")])

@@ -1,8 +1,10 @@
-"""Models that are tables, and chi-square tests of the tokens drawn from them."""
+"""Models and grammars that are tables, and chi-square tests of the tokens drawn from them."""
 
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
+from torch import Tensor
 
 
 class Table:
@@ -28,6 +30,34 @@ class Table:
 
 def _nothing(*arguments):
     pass
+
+
+@dataclass(frozen=True)
+class Following:
+    """Stands in for the state of a grammar: a row of the table, `[last token, next token]`, says what may follow."""
+
+    table: Tensor
+    last: int
+
+    def allows(self, token):
+        return bool(self.table[self.last, token])
+
+    def allowed(self, vocab_size):
+        return self.table[self.last, :vocab_size].numpy()
+
+    @property
+    def forced(self):
+        tokens = self.table[self.last].nonzero()[:, 0].tolist()
+        return tokens[0] if len(tokens) == 1 else None
+
+    def after(self, token):
+        return replace(self, last=token) if self.allows(token) else None
+
+    def after_all(self, token_ids):
+        state = self
+        for token in token_ids:
+            state = state and state.after(token)
+        return state
 
 
 def p_value(counts, probabilities):

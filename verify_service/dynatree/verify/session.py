@@ -180,3 +180,4 @@ class VerifySession:
         self.finished = finished
         if self.grammar is not None and not finished:
             self.grammar = self.grammar.after_all(token_ids)
+            assert self.grammar is not None, "a token that the grammar forbids is never chosen"
