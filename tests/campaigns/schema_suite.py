@@ -34,7 +34,10 @@ from dynatree.engine.grammar.state import GrammarState
 from dynatree.engine.model.vocabulary import special_ids, token_bytes
 
 SDIST = "jsonschema==4.26.0"
-DRAFTS = {"draft2020-12": "https://json-schema.org/draft/2020-12/schema", "draft7": "http://json-schema.org/draft-07/schema#"}
+DRAFTS = {
+    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
+    "draft7": "http://json-schema.org/draft-07/schema#",
+}
 WALK = 120  # tokens
 
 

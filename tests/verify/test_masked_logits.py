@@ -129,5 +129,3 @@ def test_a_session_whose_grammar_cannot_follow_its_commit_is_not_unmasked():
     )
     with pytest.raises(AssertionError):
         session.commit([1], finished=False)
-
-

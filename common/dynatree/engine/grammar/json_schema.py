@@ -97,11 +97,12 @@ def _is_of_64_bits(schema: dict[str, Any], key: str) -> bool:
 def _check_interval(schema: dict[str, Any], exclusive: str, others: tuple[str, ...], sign: int) -> None:
     """Refuse an exclusive bound that is an integer, and another bound less than 1 from it: llguidance includes both."""
     bound = schema.get(exclusive)
+    if not isinstance(bound, int | float) or bound != int(bound):
+        return
     for key in others:
         other = schema.get(key)
-        if isinstance(bound, int | float) and isinstance(other, int | float) and bound == int(bound):
-            if 0 < sign * (other - bound) < 1:
-                raise InvalidArgumentError(f"{exclusive} {bound} with {key} {other} is not supported in a JSON schema")
+        if isinstance(other, int | float) and 0 < sign * (other - bound) < 1:
+            raise InvalidArgumentError(f"{exclusive} {bound} with {key} {other} is not supported in a JSON schema")
 
 
 def _check_data(value: Any) -> None:
