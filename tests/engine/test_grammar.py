@@ -275,6 +275,7 @@ def test_threads_share_states():
         ({"minProperties": 2}, "minProperties"),
         ({"const": {"a": ["\x01"]}}, "control character"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "lenient"),
+        ({"x-guidance": 3}, "x-guidance"),
         ({"$ref": "#"}, "no token"),
         ({"not": {}}, "not"),
     ],
@@ -320,6 +321,26 @@ def accepts(grammar, text):
 def test_what_is_accepted_is_valid(grammar, yes, no):
     assert accepts(schema(grammar), yes)
     assert not accepts(schema(grammar), no)
+
+
+def lark(*schemas):
+    names = [f"s{place}" for place in range(len(schemas))]
+    rules = (f"{name}: %json {json.dumps(each, indent=1)}" for name, each in zip(names, schemas, strict=True))
+    return Grammar(GrammarKind.LARK, "\n".join([f'start: "%json " | {" | ".join(names)}', *rules]))
+
+
+def test_schemas_in_a_grammar_are_checked_too():
+    """Grammars of calls of functions have them."""
+    day, closed = {"format": "date", "type": "string"}, {"type": "object", "properties": {"a": False, "%json {": {}}}
+    grammar = lark({"const": 1}, day, closed | {"x-guidance": {"key_separator": ": "}})
+    for text in ("%json ", "1", '"2024-02-29"', '{"b": 1}'):
+        assert accepts(grammar, text)
+    for text in ("2", '"2023-02-29"', r'{"\u0061": 1}'):
+        assert not accepts(grammar, text)
+    with pytest.raises(InvalidArgumentError, match="contentEncoding"):
+        compiler("embedded").state(lark({}, {"items": {"contentEncoding": "base64"}}))
+    with pytest.raises(InvalidArgumentError, match="refused"):
+        compiler("embedded").state(Grammar(GrammarKind.LARK, "start: %json {not JSON"))
 
 
 # Limits

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -31,13 +33,14 @@ log = logging.getLogger(__name__)
 # Before any byte of a text, some tokenizers insert a space; none does so behind an ordinary character.
 _ANCHOR = "\n"
 _BYTES = [byte for byte in range(0xF5) if byte not in (0xC0, 0xC1)]  # those of UTF-8
+_SCHEMA = re.compile(r"%json\s*(?=\{)")  # in a Lark grammar
+_ESCAPES = 'nrbtf\\"'  # without \uXXXX, by which a property that the schema names would pass as another one
 _JSON: JsonCompileOptions = {
     # the white space of Python's json.dumps: with free white space, a small model may write spaces without end
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
-    # without \uXXXX, by which a property that the schema names would pass as another one
-    "json_allowed_escapes": 'nrbtf\\"',
+    "json_allowed_escapes": _ESCAPES,
 }
 
 
@@ -106,13 +109,28 @@ def _source(grammar: Grammar) -> str:
     if grammar.kind is GrammarKind.REGEX:
         return LLMatcher.grammar_from_regex(grammar.text)
     if grammar.kind is GrammarKind.LARK:
-        return LLMatcher.grammar_from_lark(grammar.text)
+        return LLMatcher.grammar_from_lark(_with_prepared_schemas(grammar.text))
     schema = json.loads(grammar.text)
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
         raise InvalidArgumentError("the JSON schema is not an object")
     return LLMatcher.grammar_from_json_schema(prepared(schema), defaults=_JSON)
+
+
+def _with_prepared_schemas(lark: str) -> str:
+    """Return a Lark grammar whose JSON schemas are prepared; what is no JSON stays as it is."""
+    parts, place = [], 0
+    for found in _SCHEMA.finditer(lark):
+        if found.end() < place:  # in the schema before
+            continue
+        with suppress(json.JSONDecodeError):
+            schema, end = json.JSONDecoder().raw_decode(lark, found.end())
+            schema = prepared(schema)
+            schema["x-guidance"] = {"json_allowed_escapes": _ESCAPES, **schema.get("x-guidance", {})}
+            parts += [lark[place : found.end()], json.dumps(schema)]
+            place = end
+    return "".join([*parts, lark[place:]])
 
 
 def _tokens_of(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> LLTokenizer | InvalidArgumentError:

@@ -66,8 +66,10 @@ def _check(schema: dict[str, Any]) -> None:
     for key in _IGNORED:
         if key in schema:
             raise InvalidArgumentError(f"{key} is not supported in a JSON schema")
-    guidance = schema.get("x-guidance")
-    for key in guidance if isinstance(guidance, dict) else ():
+    guidance = schema.get("x-guidance", {})
+    if not isinstance(guidance, dict):
+        raise InvalidArgumentError("x-guidance is not an object")
+    for key in guidance:
         if key not in _LAYOUT:
             raise InvalidArgumentError(f"x-guidance has the option {key!r}, expected one of {', '.join(_LAYOUT)}")
     for key in _NUMBERS:
