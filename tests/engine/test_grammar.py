@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import time
+from contextlib import suppress
 from functools import cache
 from threading import Barrier, Thread
 
@@ -285,6 +287,55 @@ def test_what_would_be_answered_wrongly_is_refused_by_name(refused, words):
         compiler("embedded").state(schema(refused))
 
 
+def lark(*schemas):
+    names = [f"s{place}" for place in range(len(schemas))]
+    rules = (f"{name}: %json {json.dumps(each, indent=1)}" for name, each in zip(names, schemas, strict=True))
+    return Grammar(GrammarKind.LARK, "\n".join([f'start: "%json " | {" | ".join(names)}', *rules]))
+
+
+KEYWORDS = [
+    "type",
+    "properties",
+    "patternProperties",
+    "additionalProperties",
+    "required",
+    "minProperties",
+    "items",
+    "prefixItems",
+    "minItems",
+    "const",
+    "enum",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "format",
+    "pattern",
+    "minLength",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+    "$ref",
+    "$defs",
+    "$id",
+    "x-guidance",
+]
+NAMES = st.sampled_from([*KEYWORDS, "a", "date", "time", "integer", "object", "#/$defs/a", "\\s", "(", "\ud800"])
+NUMBERS = st.sampled_from([0, 1, -1, 0.5, True, 2**53 + 1, 10**40, 1e400, -1e400, math.nan])
+VALUES = st.recursive(
+    st.none() | NUMBERS | NAMES, lambda each: st.lists(each, max_size=3) | st.dictionaries(NAMES, each, max_size=4)
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.dictionaries(NAMES, VALUES, max_size=5))
+def test_no_schema_is_a_fault_of_the_service(value):
+    for grammar in (schema(value), lark(value)):
+        with suppress(InvalidArgumentError):
+            compiler("embedded").state(grammar)
+
+
 def accepts(grammar, text):
     """Whether some tokens of a text are allowed, and an end token after them."""
     state, data = compiler("embedded").state(grammar), text.encode()
@@ -321,12 +372,6 @@ def accepts(grammar, text):
 def test_what_is_accepted_is_valid(grammar, yes, no):
     assert accepts(schema(grammar), yes)
     assert not accepts(schema(grammar), no)
-
-
-def lark(*schemas):
-    names = [f"s{place}" for place in range(len(schemas))]
-    rules = (f"{name}: %json {json.dumps(each, indent=1)}" for name, each in zip(names, schemas, strict=True))
-    return Grammar(GrammarKind.LARK, "\n".join([f'start: "%json " | {" | ".join(names)}', *rules]))
 
 
 def test_schemas_in_a_grammar_are_checked_too():

@@ -51,8 +51,10 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
             out[key] = _prepared(value)
     name = out.get("format")
     if isinstance(name, str) and name in _FORMATS:
+        if not isinstance(out.setdefault("allOf", []), list):
+            raise InvalidArgumentError("allOf is not a list")
         del out["format"]
-        out["allOf"] = [*out.get("allOf", ()), {"pattern": _FORMATS[name]}]
+        out["allOf"].append({"pattern": _FORMATS[name]})
     return out
 
 
