@@ -294,32 +294,10 @@ def lark(*schemas):
 
 
 KEYWORDS = [
-    "type",
-    "properties",
-    "patternProperties",
-    "additionalProperties",
-    "required",
-    "minProperties",
-    "items",
-    "prefixItems",
-    "minItems",
-    "const",
-    "enum",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "format",
-    "pattern",
-    "minLength",
-    "minimum",
-    "maximum",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
-    "multipleOf",
-    "$ref",
-    "$defs",
-    "$id",
-    "x-guidance",
+    *("type", "properties", "patternProperties", "additionalProperties", "required", "minProperties", "items"),
+    *("prefixItems", "minItems", "const", "enum", "allOf", "anyOf", "oneOf"),
+    *("format", "pattern", "minLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    *("multipleOf", "$ref", "$defs", "$id", "x-guidance"),
 ]
 NAMES = st.sampled_from([*KEYWORDS, "a", "date", "time", "integer", "object", "#/$defs/a", "\\s", "(", "\ud800"])
 NUMBERS = st.sampled_from([0, 1, -1, 0.5, True, 2**53 + 1, 10**40, 1e400, -1e400, math.nan])
