@@ -162,9 +162,9 @@ def main() -> int:
         tokenizer = load_tokenizer(str(path))
         compiler = GrammarCompiler(tokenizer, [tokenizer.eos_token_id])
         for number, (prompt, schema) in enumerate(requests(options.requests)):
-            run = completed(pair.address, number, prompt, schema, options)
-            run["mask_seconds"] = mask_seconds(compiler, schema, run["token_ids"], vocab_size)
-            runs.append(run)
+            runs.append(completed(pair.address, number, prompt, schema, options))
+    for (_, schema), run in zip(requests(options.requests), runs, strict=True):
+        run["mask_seconds"] = mask_seconds(compiler, schema, run["token_ids"], vocab_size)
     report = {
         **vars(environment(threads=None, read_bandwidth=None)),
         "target": Path(options.target_model).name,
