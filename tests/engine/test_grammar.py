@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.grammar import Grammar, GrammarKind
@@ -158,6 +159,32 @@ def test_a_tokenizer_that_cannot_spell_every_text_takes_no_grammar(name):
     for _ in range(2):
         with pytest.raises(InvalidArgumentError, match=r"tokenizer takes no grammar: .* no token for the byte 0x"):
             compiler(name).state(regex("a+"))
+
+
+def without_rare_bytes():
+    """The embedded pair's tokenizer without tokens for some control characters and for characters of rare planes."""
+    backend = json.loads(tokenizer("embedded").backend_tokenizer.to_str())
+    spelling = bytes_to_unicode()
+    for byte in (0x04, 0x06, 0x1D, 0xF1, 0xF2):
+        del backend["model"]["vocab"][spelling[byte]]
+    found = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(backend)))
+    found.eos_token = tokenizer("embedded").eos_token
+    return found
+
+
+def test_a_tokenizer_that_lacks_rare_bytes_takes_grammars_that_do_not_need_them():
+    found = without_rare_bytes()
+    grammars = GrammarCompiler(found, [found.eos_token_id])
+    for value in SCHEMAS:
+        ended = [walked(grammars.state(schema(value)), found.eos_token_id, random.Random(seed)) for seed in range(6)]
+        texts = [found.decode(tokens) for tokens in ended if tokens is not None]
+        assert texts
+        for text in texts:
+            jsonschema_rs.validator_for(value, validate_formats=True).validate(json.loads(text))
+    for text in ("\x04", "ab\x06", "a(\x1d|\x04)", "\U00050000"):
+        with pytest.raises(InvalidArgumentError):
+            walked(grammars.state(regex(text)), found.eos_token_id, random.Random(0))
+    assert allowed(grammars.state(regex("a|\x04"))) == [found.convert_tokens_to_ids("a")]
 
 
 def suffixed():

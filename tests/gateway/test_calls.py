@@ -303,3 +303,13 @@ def test_each_call_is_told_as_soon_as_it_ends() -> None:
     assert (text, found.name, reader.calls) == ("", "weather", 1)
     assert reader.push("\nAnd") == ("And", [])
     assert reader.push(" so on") == (" so on", [])
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}}])
+def test_a_function_without_parameters_is_called_without_arguments(parameters: Any) -> None:
+    tool = Tool.model_validate({"type": "function", "function": {"name": "a", "parameters": parameters}})
+
+    grammar = call_grammar([tool], "hermes", several=False)
+
+    schema = json.loads(grammar.partition("%json ")[2].partition("\n")[0])
+    assert (schema["properties"], schema["additionalProperties"]) == ({}, False)

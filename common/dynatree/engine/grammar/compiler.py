@@ -32,7 +32,9 @@ log = logging.getLogger(__name__)
 
 # Before any byte of a text, some tokenizers insert a space; none does so behind an ordinary character.
 _ANCHOR = "\n"
-_BYTES = [byte for byte in range(0xF5) if byte not in (0xC0, 0xC1)]  # those of UTF-8
+_BYTES = {*range(0xF5)} - {0xC0, 0xC1}  # those of UTF-8
+# Control characters, and bytes of planes without everyday characters: vocabularies that are otherwise whole lack some.
+_RARE = ({*range(0x20), 0x7F} - {*b"\t\n\r"}) | {*range(0xF1, 0xF5)}
 _SCHEMA = re.compile(r"%json\s*(?=\{)")  # in a Lark grammar
 _ESCAPES = 'nrbtf\\"'  # without \uXXXX, by which a property that the schema names would pass as another one
 _JSON: JsonCompileOptions = {
@@ -55,6 +57,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: Iterable[int]) -> None:
         self._tokenizer = tokenizer
         self._end_tokens = sorted(end_tokens)
+        self._missing: frozenset[int] = frozenset()  # bytes without a token
         self._tokens: LLTokenizer | InvalidArgumentError | None = None  # found at the first use, in about a second
         self._compiled: OrderedDict[Grammar, GrammarState] = OrderedDict()
         self._lock = threading.Lock()
@@ -70,14 +73,14 @@ class GrammarCompiler:
             raise InvalidArgumentError("the target has no end-of-sequence token, which a grammar needs")
         with self._lock:
             if self._tokens is None:
-                self._tokens = _tokens_of(self._tokenizer, self._end_tokens)
+                self._tokens, self._missing = _tokens_of(self._tokenizer, self._end_tokens)
             if isinstance(self._tokens, InvalidArgumentError):
                 raise InvalidArgumentError(str(self._tokens))
             compiled = self._compiled.get(grammar)
             if compiled is not None:
                 self._compiled.move_to_end(grammar)
         if compiled is None:
-            compiled = on_large_stack(partial(_compiled, grammar, self._tokens))
+            compiled = on_large_stack(partial(_compiled, grammar, self._tokens, self._missing))
             with self._lock:
                 self._compiled[grammar] = compiled
                 while len(self._compiled) > MAX_GRAMMARS:
@@ -88,7 +91,7 @@ class GrammarCompiler:
         return state
 
 
-def _compiled(grammar: Grammar, tokens: LLTokenizer) -> GrammarState:
+def _compiled(grammar: Grammar, tokens: LLTokenizer, missing: frozenset[int]) -> GrammarState:
     """Return the state before the first token, whose mask is known."""
     try:
         source = _source(grammar)
@@ -99,7 +102,7 @@ def _compiled(grammar: Grammar, tokens: LLTokenizer) -> GrammarState:
         raise InvalidArgumentError(f"the grammar is refused: {reason_of(matcher)}")
     for warning in matcher.get_grammar_warnings():
         log.debug("grammar: %s", warning)
-    state = GrammarState(matcher)
+    state = GrammarState(matcher, missing)
     _ = state.bits  # a grammar that no token can begin is refused at once
     return state
 
@@ -133,16 +136,19 @@ def _with_prepared_schemas(lark: str) -> str:
     return "".join([*parts, lark[place:]])
 
 
-def _tokens_of(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> LLTokenizer | InvalidArgumentError:
-    """Return the tokenizer in llguidance's form: the bytes of each token, and the tokens of a text.
+def _tokens_of(
+    tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]
+) -> tuple[LLTokenizer | InvalidArgumentError, frozenset[int]]:
+    """Return the tokenizer in llguidance's form, the bytes of each token and the tokens of a text, and missing bytes.
 
     The error says why the tokenizer takes no grammar.
     """
     known = _KnownTokens(tokenizer, end_tokens)
     reason = known.gap
     if reason is not None:
-        return InvalidArgumentError(f"the target's tokenizer takes no grammar: {reason}")
-    return LLTokenizer(TokenizerWrapper(known), n_vocab=len(known.tokens), eos_token=list(end_tokens))
+        return InvalidArgumentError(f"the target's tokenizer takes no grammar: {reason}"), known.missing
+    tokens = LLTokenizer(TokenizerWrapper(known), n_vocab=len(known.tokens), eos_token=list(end_tokens))
+    return tokens, known.missing
 
 
 def _is_text(data: bytes) -> bool:
@@ -175,13 +181,18 @@ class _KnownTokens:
             self._copy.encode_special_tokens = True
 
     @property
+    def missing(self) -> frozenset[int]:
+        """The bytes that no token stands for alone."""
+        return frozenset(byte for byte in _BYTES if bytes([byte]) not in self._ids)
+
+    @property
     def gap(self) -> str | None:
         """Why texts are not the joined bytes of their tokens, found by decoding all tokens in a row; None if they are.
 
         llguidance also needs a token for each byte. Else it allows wrong tokens where the text that must follow has no
-        tokens.
+        tokens. The states of grammars look for rare bytes, which some vocabularies lack.
         """
-        missing = [byte for byte in _BYTES if bytes([byte]) not in self._ids]
+        missing = sorted(self.missing - _RARE)
         if missing:
             return f"its vocabulary has no token for the byte 0x{missing[0]:02X}"
         ids = [id_ for data, id_ in self._ids.items() if _is_text(data)]

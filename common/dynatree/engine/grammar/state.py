@@ -20,10 +20,15 @@ class GrammarState:
 
     It depends on the grammar and the tokens alone, so that verification of a tree and plain decoding mask alike. Where
     the grammar allows only one text, it allows only the first token that the tokenizer gives for that text.
+
+    Args:
+        matcher: The grammar after the tokens.
+        missing: Bytes that the vocabulary has no token for.
     """
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, missing: frozenset[int] = frozenset()) -> None:
         self._matcher = matcher
+        self._missing = missing
         self._lock = threading.Lock()  # a matcher that two threads use at once raises an error
         self._bits: bytes | None = None
 
@@ -39,7 +44,7 @@ class GrammarState:
             following = self._matcher.deep_copy()
         if not following.consume_token(token):
             raise _error(following)
-        return GrammarState(following)
+        return GrammarState(following, self._missing)
 
     def after_all(self, token_ids: Iterable[int]) -> GrammarState | None:
         """Return the state after more tokens; None if the grammar forbids one of them; errors as in `after`."""
@@ -65,7 +70,9 @@ class GrammarState:
                 bits = self._matcher.compute_bitmask()
                 if self._matcher.is_error():
                     raise _error(self._matcher)
-                if not any(bits):
+                # where a text that must follow has no tokens, the mask would be that of another text
+                spelt = not self._missing or self._missing.isdisjoint(self._matcher.compute_ff_bytes())
+                if not (spelt and any(bits)):
                     raise InvalidArgumentError(NO_TOKEN)
                 self._bits = bits
             return self._bits
