@@ -72,6 +72,11 @@ NOTICED: dict[str, tuple[str, str] | str] = {
         "tests/draft/test_reload.py::test_recent_texts_are_the_ends_of_the_last_completions",
     ),
     "MOST_WAITING": "tests/draft/test_recording.py",
+    **dict.fromkeys(
+        ("MAX_TOOLS", "MAX_CALLS", "MAX_CHOICES"), "tests/gateway/test_calls.py::test_the_limits_of_the_table_hold"
+    ),
+    "MAX_GRAMMARS": "tests/engine/test_grammar.py::test_the_last_64_grammars_are_kept",
+    "MAX_GRAMMAR_BYTES": "tests/engine/test_grammar.py::test_a_grammar_has_at_most_131072_bytes",
 }
 
 # Limits from below: a smaller value is no limit.

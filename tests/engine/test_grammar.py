@@ -507,3 +507,16 @@ def test_the_last_grammars_are_kept():
         compiler("embedded").state(regex(f"x{number}"))
     assert len(compiled) == MAX_GRAMMARS
     assert compiler("embedded").state(regex(f"x{number}")) is compiled[regex(f"x{number}")]
+
+
+def test_the_last_64_grammars_are_kept():
+    grammars = GrammarCompiler(tokenizer("embedded"), [end_token("embedded")])
+    for length in range(1, 71):
+        grammars.state(regex(f"a{{{length}}}"))
+    assert [*grammars._compiled] == [regex(f"a{{{length}}}") for length in range(7, 71)]
+
+
+def test_a_grammar_has_at_most_131072_bytes():
+    regex("a" * 131_072)
+    with pytest.raises(InvalidArgumentError, match="131073 bytes"):
+        regex("a" * 131_073)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -13,12 +14,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
 from dynatree import embedded
 from dynatree.common.grammar import Grammar, GrammarKind
 from dynatree.engine.grammar.compiler import GrammarCompiler
 from dynatree.engine.model.vocabulary import token_bytes
+from dynatree.gateway.requests import ChatRequest
 from dynatree.gateway.tools import CALL_BEGIN, CALL_END, MAX_CALLS, CallReader, Tool, call_grammar
 
 NAMES = frozenset(("weather", "add", "f.g-h_1"))
@@ -313,3 +316,18 @@ def test_a_function_without_parameters_is_called_without_arguments(parameters: A
 
     schema = json.loads(grammar.partition("%json ")[2].partition("\n")[0])
     assert (schema["properties"], schema["additionalProperties"]) == ({}, False)
+
+
+def test_the_limits_of_the_table_hold() -> None:
+    base = {"messages": [{"role": "user", "content": "a"}]}
+    tool = {"type": "function", "function": {"name": "f"}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    fields: dict[str, tuple[Any, int]] = {"tools": (tool, 128), "guided_choice": ("a", 1024)}
+    for name, (value, most) in fields.items():
+        ChatRequest.model_validate({**base, name: [value] * most})
+        with pytest.raises(ValidationError):
+            ChatRequest.model_validate({**base, name: [value] * (most + 1)})
+    for count in (128, 129):
+        message = {"role": "assistant", "content": None, "tool_calls": [call] * count}
+        with pytest.raises(ValidationError) if count > 128 else nullcontext():
+            ChatRequest.model_validate({"messages": [*base["messages"], message]})
