@@ -2,8 +2,8 @@
 
 The requests are made here, from a fixed seed: each asks for one call of one of three tools, whose arguments follow a
 JSON schema. Each is completed in four ways in turns: plain decoding and the policy, free and under the grammar of the
-call. Free completions have the length of the one under the grammar. No prompt is cached, and each way has a principal
-of its own, so that no way drafts from another's tokens. The cost of masks is measured apart, on the same tokens.
+call. Free completions have the length of the one under the grammar. No prompt is cached. Each way has another
+principal, so that it does not draft from the tokens of the others. The masks of the same tokens are timed alone.
 """
 
 from __future__ import annotations

@@ -165,3 +165,22 @@ def test_what_was_read_before_changes_no_tree():
         tree, selected, _ = grow(policy, model, context=LOOP, root=tree.node(ROOT))
         trees.append(tree.freeze(selected))
     assert trees[0] == trees[1] == trees[2]
+
+
+class Forcing:
+    """A grammar that always allows only the token 7."""
+
+    forced = 7
+
+    def allows(self, token):
+        return token == 7
+
+    def after(self, token):
+        return self if token == 7 else None
+
+
+def test_forced_tokens_end_at_the_largest_tree_that_is_sent():
+    tree = GrowingTree(TrieNode(3, grammar=Forcing()), (1, 2, 3), max_nodes=5, max_depth=40)
+    Lookup(NGramSettings()).add_to(tree)
+    assert [tree.node(node).token for node in range(len(tree))] == [7] * 5
+    assert [tree.log_prob(node) for node in range(len(tree))] == [0.0] * 5

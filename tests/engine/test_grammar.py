@@ -1,4 +1,4 @@
-"""Tests grammars for tokenizers of every kind: what is allowed gives texts that the grammar accepts, and no others."""
+"""Tests that the allowed tokens of every kind of tokenizer spell texts that the grammar accepts, and no others."""
 
 from __future__ import annotations
 

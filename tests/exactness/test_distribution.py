@@ -45,7 +45,7 @@ NEVER = 1e-9  # in place of a probability of zero, which has no logarithm
 class Tables:
     """The logits of the target and of the draft, `[last token, next token]`; chains begin after `start`.
 
-    A draft of another tokenizer has tokens of its own. `allowed` says which tokens a grammar allows after each.
+    A draft with another tokenizer has other tokens. `allowed` says which tokens a grammar allows after each.
     """
 
     target: Tensor

@@ -115,7 +115,7 @@ def call_grammar(tools: Sequence[Tool], tool_format: str, *, several: bool) -> s
     rules = []
     for place, tool in enumerate(tools):
         opening = f'{{"name": "{tool.function.name}", "{key}": '
-        # the schema is a whole of its own, since it may have references to its own parts
+        # the parameters stay a separate schema, because their references count from their own root
         parameters = _closed({"type": "object", **(tool.function.parameters or {"properties": {}})})
         schema = json.dumps({"x-guidance": layout, **parameters})
         rules.append(f'call_{place}: {json.dumps(opening)} arguments_{place} "}}"\narguments_{place}: %json {schema}')

@@ -14,7 +14,7 @@ _starting = threading.Lock()
 
 
 def on_large_stack(work: Callable[[], T]) -> T:
-    """Return the result of work in a thread of its own, whose stack suffices for any grammar of `MAX_GRAMMAR_BYTES`.
+    """Run work in a new thread, whose stack suffices for any grammar of `MAX_GRAMMAR_BYTES`, and return its result.
 
     The compiler of llguidance follows references recursively. An overflow of the stack would end the process.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from functools import cached_property
 
 import numpy as np
 from llguidance import LLMatcher
@@ -82,7 +83,7 @@ class GrammarState:
         bits = np.frombuffer(self.bits, dtype=np.uint8)
         return np.unpackbits(bits, count=vocab_size, bitorder="little").view(np.bool_)
 
-    @property
+    @cached_property
     def forced(self) -> int | None:
         """The only token that may follow; None if there are several."""
         bits = np.frombuffer(self.bits, dtype=np.uint8)

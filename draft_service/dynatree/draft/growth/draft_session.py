@@ -97,9 +97,6 @@ class DraftSession:
         """
         start, behind = self.num_cached, len(self.context) + len(token_ids)
         path, node = self._follow(token_ids)
-        grammar = self.root.grammar
-        for token in token_ids:
-            grammar = grammar and grammar.after(token)
         self.committed.extend(token_ids)
         self.generated += len(token_ids)
         self.rounds += 1
@@ -121,7 +118,12 @@ class DraftSession:
             survivor.slot = slot
         self.num_cached = start + len(path)
         self.num_used = start + len(survivors)
-        self.root = node if node is not None else TrieNode(self.committed[-1], grammar=grammar)
+        if node is None:
+            grammar = self.root.grammar
+            for token in token_ids:
+                grammar = grammar and grammar.after(token)
+            node = TrieNode(self.committed[-1], grammar=grammar)
+        self.root = node
         return moved
 
     def forget_all_but(self, kept: Set[int]) -> list[int]:

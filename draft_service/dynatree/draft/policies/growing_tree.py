@@ -44,7 +44,7 @@ class Allowed(Protocol):
         """Whether each token may follow, `[vocab_size]`."""
 
     def after(self, token: int) -> Self | None:
-        """Return what is allowed after one more token; None if the grammar forbids the token."""
+        """Return the state of the grammar after one more token; None if the grammar forbids the token."""
 
 
 @dataclass(eq=False)

@@ -192,7 +192,7 @@ class Lookup:
 def _add_forced(tree: GrowingTree, budget: int) -> None:
     """Add each token that the grammar alone allows after the root or after a node, and those that follow it."""
     node = ROOT
-    while node < len(tree) < budget:
+    while node < len(tree) < min(budget, tree.max_nodes):
         token = tree.forced(node)
         if token is not None and tree.depth(node) < tree.max_depth and not tree.has_child(node, token):
             tree.add(node, Proposal(token, 0.0))
