@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynatree.engine.recurrent.linear_attention import Records, append, fold, in_chunks, products, read, seen
+from dynatree.engine.recurrent.linear_attention import Records, append, fold, in_chunks, of_heads, products, read, seen
 
 __all__ = ["fold", "gated_delta"]
 
@@ -33,8 +33,9 @@ def gated_delta(
     """Compute the outputs of `n` new tokens.
 
     Args:
-        q: Queries `[n, H, dk]`, normalised and scaled.
-        k: Keys `[n, H, dk]`, normalised.
+        q: Queries `[n, G, dk]`, normalised and scaled. G divides the number of heads H: heads of a group share queries
+            and keys.
+        k: Keys `[n, G, dk]`, normalised.
         v: Values `[n, H, dv]`.
         g: Logarithms of the decays, `[n, H]`, or `[n, H, dk]` for a decay per channel.
         beta: `[n, H]`.
@@ -53,7 +54,7 @@ def gated_delta(
     (by_query, by_key), entering = products((q, k), keys, decays, seen(ancestors))
     by_key *= beta.T[..., None]
     from_kept = torch.einsum("hia,ahv->hiv", by_key[..., :m], kept[1])
-    right = torch.einsum("ihk,hkv->hiv", k * entering, state)
+    right = torch.einsum("ihk,hkv->hiv", of_heads(k, len(state)) * entering, state)
     right = beta.T[..., None] * (v.transpose(0, 1) - right) - from_kept
     # the solver takes the diagonal as ones, and reads only what is below it
     u = torch.linalg.solve_triangular(by_key[..., m:], right, upper=False, unitriangular=True).transpose(0, 1)

@@ -58,7 +58,7 @@ def fold(state: Tensor, records: Records) -> Tensor:
     entering, between = _path_decays(decays, torch.ones(1, len(decays), dtype=torch.bool, device=decays.device))
     if decays.dim() == 2:
         entering, between = entering[..., None], between[..., None]
-    keys = _of_heads(keys, values.shape[1]) * between[0]
+    keys = of_heads(keys, values.shape[1]) * between[0]
     return entering[0, ..., None] * state + torch.einsum("ahk,ahv->hkv", keys, values)
 
 
@@ -94,8 +94,8 @@ def products(
         between = between.permute(2, 0, 1)
         plain = [torch.einsum("igd,agd->gia", each, keys) for each in queries]
         return [each.repeat_interleave(heads // len(each), 0) * between for each in plain], entering[..., None]
-    keys = _of_heads(keys, heads)
-    rows = [_of_heads(each, heads) for each in queries]
+    keys = of_heads(keys, heads)
+    rows = [of_heads(each, heads) for each in queries]
     weights: list[list[Tensor]] = [[] for _ in queries]
     entries = []
     for head in range(heads):  # one at a time: the decays of all heads would be [n, m + n, H, dk] numbers
@@ -109,7 +109,7 @@ def products(
 
 def read(q: Tensor, weights: Tensor, entering: Tensor, values: Tensor, state: Tensor) -> Tensor:
     """Compute outputs `[n, H, dv]` from what `products` returned, the values `[m + n, H, dv]` and the state."""
-    q = _of_heads(q, len(state)) * entering
+    q = of_heads(q, len(state)) * entering
     return torch.einsum("ihk,hkv->ihv", q, state) + torch.einsum("hia,ahv->ihv", weights, values)
 
 
@@ -154,6 +154,6 @@ def _path_decays(decays: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     return between[:, 0].exp(), between[:, 1:].exp().where(seen, decays.new_zeros(()))
 
 
-def _of_heads(each: Tensor, heads: int) -> Tensor:
+def of_heads(each: Tensor, heads: int) -> Tensor:
     """Repeat a group's queries or keys for its heads: `[n, G, dk]` to `[n, H, dk]`."""
     return each if each.shape[1] == heads else each.repeat_interleave(heads // each.shape[1], 1)
