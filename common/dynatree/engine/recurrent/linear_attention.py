@@ -25,6 +25,7 @@ from torch import Tensor
 Records: TypeAlias = tuple[Tensor, ...]
 
 CHUNK = 64  # tokens of a chain that are computed at once; the chunk of transformers' functions
+_MOST_DECAYS = 1 << 22  # decays per channel that are computed at a time; 16 MiB
 
 
 def linear_attention(
@@ -98,13 +99,14 @@ def products(
     rows = [of_heads(each, heads) for each in queries]
     weights: list[list[Tensor]] = [[] for _ in queries]
     entries = []
-    for head in range(heads):  # one at a time: the decays of all heads would be [n, m + n, H, dk] numbers
-        entering, between = _path_decays(decays[:, head], seen)
-        between *= keys[:, head]
+    for piece in torch.arange(heads).split(max(_MOST_DECAYS // (seen.numel() * keys.shape[2]), 1)):
+        some = slice(int(piece[0]), int(piece[-1]) + 1)
+        entering, between = _path_decays(decays[:, some], seen)
+        between *= keys[:, some]
         for results, each in zip(weights, rows, strict=True):
-            results.append(torch.einsum("id,iad->ia", each[:, head], between))
+            results.append(torch.einsum("ihd,iahd->hia", each[:, some], between))
         entries.append(entering)
-    return [torch.stack(each) for each in weights], torch.stack(entries, 1)
+    return [torch.cat(each) for each in weights], torch.cat(entries, 1)
 
 
 def read(q: Tensor, weights: Tensor, entering: Tensor, values: Tensor, state: Tensor) -> Tensor:
