@@ -4,8 +4,8 @@ Along a path, the recurrence is (Yang, Kautz and Hatamizadeh 2024, Gated Delta N
 
     S_t = exp(g_t) S_(t-1) + k_t u_t'   with   u_t = beta_t (v_t - (exp(g_t) S_(t-1))' k_t)   and   o_t = S_t' q_t
 
-With the pseudo-values u_t in the place of values it is linear attention with decays. The pseudo-values of all tokens of a
-tree solve one triangular system, because parents come before their children (D_i, D_ia: see `linear_attention`):
+With the pseudo-values u_t in the place of values it is linear attention with decays. The pseudo-values of all tokens of
+a tree solve one triangular system, because parents come before their children (D_i, D_ia: see `linear_attention`):
 
     u_i + beta_i sum_a D_ia (k_a . k_i) u_a = beta_i (v_i - D_i S' k_i)        over the ancestors a of i
 """

@@ -1,14 +1,14 @@
 """Linear attention with decays on a tree of tokens: Mamba-2 (SSD), lightning attention, and the core of delta rules.
 
-Along a path, the recurrence is S_t = exp(g_t) S_(t-1) + k_t v_t' and o_t = S_t' q_t. With D_ia the product of the decays
-on the path from token a, without a, to its descendant i, and with D_i that of all tokens from the state to i,
+Along a path, the recurrence is S_t = exp(g_t) S_(t-1) + k_t v_t' and o_t = S_t' q_t. With D_ia the product of the
+decays on the path from token a, without a, to its descendant i, and with D_i that of all tokens from the state to i,
 
     o_i = D_i S' q_i + sum_a D_ia (k_a . q_i) v_a        over a in the ancestors of i, or i itself
     S'  = D_leaf S + sum_a D_leaf,a k_a v_a'             the state after a path
 
-which gives the outputs of all tokens of a tree in one pass. A chain is a tree with one path; for it, this is the chunkwise
-form of the papers (Yang et al. 2024, Gated Linear Attention; Dao and Gu 2024, Mamba-2). Log-decays are summed along each
-path, and never subtracted, so decays near 0 and 1 lose no digits.
+which gives the outputs of all tokens of a tree in one pass. A chain is a tree with one path; for it, this is the
+chunkwise form of the papers (Yang et al. 2024, Gated Linear Attention; Dao and Gu 2024, Mamba-2). Log-decays are summed
+along each path, and never subtracted, so decays near 0 and 1 lose no digits.
 
 Names in Mamba-2's module: q is C, k is B, v is dt * x, and g is dt * A.
 """
@@ -97,8 +97,8 @@ def products(queries: Sequence[Tensor], keys: Tensor, decays: Tensor, seen: Tens
     rows = [of_heads(each, heads) for each in queries]
     weights: list[list[Tensor]] = [[] for _ in queries]
     entries = []
-    for piece in torch.arange(heads).split(max(_MOST_DECAYS // (seen.numel() * keys.shape[2]), 1)):
-        some = slice(int(piece[0]), int(piece[-1]) + 1)
+    step = max(_MOST_DECAYS // (seen.numel() * keys.shape[2]), 1)
+    for some in (slice(start, start + step) for start in range(0, heads, step)):
         entering, between = _path_decays(decays[:, some], seen)
         between *= keys[:, some]
         for results, each in zip(weights, rows, strict=True):
@@ -125,7 +125,8 @@ def in_chunks(
         state: The state before them.
     """
     outputs, records = [], []
-    for pieces in zip(*(each.split(CHUNK) for each in tokens), strict=True):
+    for start in range(0, len(tokens[0]), CHUNK):
+        pieces = [each[start : start + CHUNK] for each in tokens]
         m, n = len(kept[0]), len(pieces[0])
         chain = torch.ones(n, m + n, dtype=torch.bool, device=state.device).tril(m - 1)
         output, new = step(*pieces, kept, chain, state)

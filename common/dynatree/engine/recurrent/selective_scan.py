@@ -2,10 +2,11 @@
 
 Along a path, the recurrence is (Gu and Dao 2023, Mamba, equation 2 and algorithm 2), for each channel c and state s,
 
-    S_t[c, s] = exp(dt_t[c] A[c, s]) S_(t-1)[c, s] + B_t[s] v_t[c]   with   v_t = dt_t x_t   and   y_t[c] = sum_s C_t[s] S_t[c, s]
+    S_t[c, s] = exp(dt_t[c] A[c, s]) S_(t-1)[c, s] + B_t[s] v_t[c]   with   v_t = dt_t x_t
+    y_t[c] = sum_s C_t[s] S_t[c, s]
 
-Every channel and state has a decay of its own, so no matrix of tokens by tokens is shared. Instead, the states of a tree's
-tokens are computed level by level, each from its parent's.
+Every channel and state has a decay of its own, so no matrix of tokens by tokens is shared. Instead, the states of a
+tree's tokens are computed level by level, each from its parent's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A causal convolution of each channel over a token and its last ancestors (LFM2, and inside other recurrent layers)."""
+"""A causal convolution of each channel over a token and its last ancestors (LFM2; inside other recurrent layers)."""
 
 from __future__ import annotations
 
