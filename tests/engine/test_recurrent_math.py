@@ -1,4 +1,4 @@
-"""Tests recurrent layers on trees: each against its recurrence, token by token, in float64, and against transformers."""
+"""Tests recurrent layers on trees against their recurrence, token by token in float64, and against transformers."""
 
 from dataclasses import dataclass
 
