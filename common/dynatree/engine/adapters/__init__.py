@@ -1,1 +1,1 @@
-"""Adapters of families whose attention does not go through transformers' attention interface, one file a family."""
+"""Adapters of families whose attention does not go through transformers' attention interface, or with recurrent layers."""

@@ -74,9 +74,7 @@ def seen(ancestors: Tensor) -> Tensor:
     return ancestors | torch.ones_like(ancestors).tril(columns - n).triu(columns - n)
 
 
-def products(
-    queries: Sequence[Tensor], keys: Tensor, decays: Tensor, seen: Tensor
-) -> tuple[list[Tensor], Tensor]:
+def products(queries: Sequence[Tensor], keys: Tensor, decays: Tensor, seen: Tensor) -> tuple[list[Tensor], Tensor]:
     """Compute the products D_ia (q_i . k_a) of several kinds of queries.
 
     Args:
