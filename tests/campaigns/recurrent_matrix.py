@@ -1,7 +1,7 @@
 """Models with recurrent layers under all policies, against `generate()`: `python -m tests.campaigns.recurrent_matrix`.
 
-A tiny model of each family is served in float32 through both services. Its draft attends, and proposes four tokens, as half
-of the requests ask, so that trees of every form are accepted and rejected. Prints a JSON line for each family.
+A tiny model of each family is served in float32 through both services. Its draft attends, and proposes four tokens, as
+half of the requests ask, so that trees of every form are accepted and rejected. Prints a JSON line for each family.
 """
 
 from __future__ import annotations

@@ -86,8 +86,6 @@ _SIZES = {
     "num_kv_shared_layers": 0,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
     "rotary_dim": 8,
     "pad_token_id": 0,
     "bos_token_id": 0,

@@ -101,7 +101,7 @@ def _shift(state: Tensor, records: Records) -> Tensor:
 def _delta_rule(
     call: LayerCall, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute the gated delta rule: query and key `[1, n, groups, dk]`, value `[1, n, H, dv]`, g and beta `[1, n, H]`."""
+    """Compute the gated delta rule: query and key `[1, n, G, dk]`, value `[1, n, H, dv]`, g and beta `[1, n, H]`."""
     rows = [each[0].float() for each in (query, key, value, g, beta)]
     if options.get("use_qk_l2norm_in_kernel"):
         rows[:2] = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in rows[:2])

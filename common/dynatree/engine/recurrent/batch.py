@@ -1,8 +1,9 @@
 """Recurrent layers over segments side by side: each scans behind the memory of its own session.
 
-A forward pass first folds: if many committed tokens of a session have records, their records go into the states. Then the
-outputs of all new tokens follow from the states, the records and the ancestors of each token, and the records of the new
-tokens are kept. So an accepted path needs no second forward pass: `KVCache.move` keeps its records, and drops the others.
+A forward pass first folds: if many committed tokens of a session have records, their records go into the states. Then
+the outputs of all new tokens follow from the states, the records and the ancestors of each token, and the records of
+the new tokens are kept. So an accepted path needs no second forward pass: `KVCache.move` keeps its records, and drops
+the others.
 """
 
 from __future__ import annotations
