@@ -84,6 +84,8 @@ _SIZES = {
     "n_group": 1,
     "topk_group": 1,
     "num_kv_shared_layers": 0,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
     "rotary_dim": 8,
     "pad_token_id": 0,
     "bos_token_id": 0,

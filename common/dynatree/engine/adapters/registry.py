@@ -8,9 +8,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-# Families with an adapter, and families that need none but whose layers pass no keyword arguments on.
-_ADAPTERS = frozenset({"falcon", "gptj"})
-ADAPTED = _ADAPTERS | {"nemotron", "stablelm"}
+# Families whose attention has an adapter, and families that need none but whose layers pass no keyword arguments on.
+ADAPTED = frozenset({"falcon", "gptj", "nemotron", "stablelm"})
+# Families with recurrent layers.
+RECURRENT = frozenset({"lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"})
+_ADAPTERS = {"falcon": "falcon", "gptj": "gptj"} | dict.fromkeys(RECURRENT, "recurrent")  # modules of this package
 
 
 def prepare(model_type: str) -> None:
@@ -20,15 +22,15 @@ def prepare(model_type: str) -> None:
 
 
 def adapt(model: PreTrainedModel) -> None:
-    """Let each attention of an adapted family call the registered attention function.
+    """Let each attention of an adapted family call the registered attention function, and recurrent layers ours.
 
-    Without an `AttentionCall`, the model computes its own attention.
+    Without an `AttentionCall`, the model computes its own layers.
     """
     model_type = model.config.model_type
-    if model_type not in ADAPTED:
-        return
     if model_type in _ADAPTERS:
         _adapter(model_type).adapt(model)
+    if model_type not in ADAPTED:
+        return
     current: dict[str, Any] = {}
 
     def take(_: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -46,4 +48,4 @@ def adapt(model: PreTrainedModel) -> None:
 
 
 def _adapter(model_type: str) -> Any:
-    return import_module(f"dynatree.engine.adapters.{model_type}")
+    return import_module(f"dynatree.engine.adapters.{_ADAPTERS[model_type]}")
