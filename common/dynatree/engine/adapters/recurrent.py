@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from dynatree.common.errors import StartupError
+from dynatree.engine.adapters import state_spaces
 from dynatree.engine.forward.attention import AttentionCall
 from dynatree.engine.recurrent import gated_delta, linear_attention, short_conv
 from dynatree.engine.recurrent.linear_attention import Records
@@ -101,14 +102,15 @@ def _shift(state: Tensor, records: Records) -> Tensor:
 def _delta_rule(
     call: LayerCall, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute the gated delta rule: query and key `[1, n, G, dk]`, value `[1, n, H, dv]`, g and beta `[1, n, H]`."""
+    """Compute the gated delta rule: query and key `[1, n, G, dk]`, value `[1, n, H, dv]`, g and beta `[1, n, H]`.
+
+    Kimi Linear's g has a decay per channel, `[1, n, H, dk]`.
+    """
     rows = [each[0].float() for each in (query, key, value, g, beta)]
     if options.get("use_qk_l2norm_in_kernel"):
         rows[:2] = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in rows[:2])
     rows[0] = rows[0] * query.shape[-1] ** -0.5
     heads, size = value.shape[2:]
-    if key.shape[2] != heads:
-        rows[:2] = (each.repeat_interleave(heads // key.shape[2], 1) for each in rows[:2])
     state = rows[0].new_zeros(heads, key.shape[3], size)
     none = (rows[1][:0], rows[2][:0], rows[3][:0])
     scan = Scan("a gated delta rule", gated_delta.gated_delta, linear_attention.fold, state, none)
@@ -118,4 +120,6 @@ def _delta_rule(
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": state_spaces.mamba2,
 }

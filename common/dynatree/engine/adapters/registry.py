@@ -11,7 +11,12 @@ from transformers import PreTrainedModel
 # Families whose attention has an adapter, and families that need none but whose layers pass no keyword arguments on.
 ADAPTED = frozenset({"falcon", "gptj", "nemotron", "stablelm"})
 # Families with recurrent layers.
-RECURRENT = frozenset({"lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"})
+RECURRENT = frozenset(
+    {
+        *("bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "mamba2", "nemotron_h"),
+        *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    }
+)
 _ADAPTERS = {"falcon": "falcon", "gptj": "gptj"} | dict.fromkeys(RECURRENT, "recurrent")  # modules of this package
 
 

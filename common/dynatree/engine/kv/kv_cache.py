@@ -102,9 +102,9 @@ class KVCache:
         if device.type == "cpu":
             # An anonymous mapping, which the kernel fills page by page at the first write. Torch's allocator may use
             # huge pages, where the first write fills 2 MiB.
-            length = max(math.prod(sizes) * dtype.itemsize, 1)  # without layers that attend, there are no slots
-            self._memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self.data = torch.frombuffer(self._memory, dtype=dtype, count=math.prod(sizes) or -1).view(sizes)
+            count = math.prod(sizes)  # 0 without layers that attend, and a mapping is not empty
+            self._memory = mmap.mmap(-1, max(count, 1) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.data = torch.frombuffer(self._memory, dtype=dtype)[:count].view(sizes)
         else:  # zeros, because forward passes of static shape read slots that were never written
             self.data = torch.zeros(sizes, dtype=dtype, device=device)
         self._ranges: list[KVRange] = []  # sorted by start
