@@ -38,7 +38,7 @@ def check_family(config: PretrainedConfig) -> None:
         StartupError: The family does not use the attention interface.
     """
     family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    adapted = config.model_type in ADAPTED
+    adapted = config.model_type in ADAPTED | RECURRENT
     if family is not None and not adapted and not getattr(family, "_supports_attention_backend", True):
         raise StartupError(f"{config.model_type} models do not go through transformers' attention interface")
 
