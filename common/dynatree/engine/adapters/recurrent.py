@@ -66,6 +66,8 @@ def adapt(model: PreTrainedModel) -> None:
 
 def _enter(mixer: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     call = options.pop("dynatree_call", None)
+    if call is not None:
+        options["attention_mask"] = None  # the placeholder, which Mamba-1 takes for a mask of padding
     _CURRENT.set(None if call is None else LayerCall(call, mixer.layer_idx))  # type: ignore[arg-type]
     return args, options
 
