@@ -14,10 +14,11 @@ ADAPTED = frozenset({"falcon", "falcon_mamba", "gptj", "jamba", "mamba", "mamba2
 RECURRENT = frozenset(
     {
         *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"),
-        *("mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+        *("mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
     }
 )
-_ADAPTERS = {"falcon": "falcon", "gptj": "gptj"} | dict.fromkeys(RECURRENT, "recurrent")  # modules of this package
+_OWN = ("falcon", "gptj", "minimax")  # families with a module of this package
+_ADAPTERS = dict.fromkeys(RECURRENT, "recurrent") | {family: family for family in _OWN}
 
 
 def prepare(model_type: str) -> None:
