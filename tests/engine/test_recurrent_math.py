@@ -103,10 +103,10 @@ class SelectiveScan:
         return state, state @ c
 
     def run(self, dt, v, b, c, kept, ancestors, state):
-        return selective_scan.selective_scan(dt, v, b, c, self.a.to(dt.dtype), kept, ancestors, state)
+        return selective_scan.selective_scan(self.a.to(dt.dtype), dt, v, b, c, kept, ancestors, state)
 
     def fold(self, state, records):
-        return selective_scan.fold(state, records, self.a.to(state.dtype))
+        return selective_scan.fold(self.a.to(state.dtype), state, records)
 
 
 class ShortConv:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -43,23 +44,40 @@ class LayerCall:
         return self.call.recurring.scan(self.layer, scan, tokens)
 
 
+class _StepLinear(nn.Linear):
+    """A linear layer whose weight the mixer of Mamba-1 reads itself, so that no layout may take its place."""
+
+
+# Of the mixer that computes at the moment; mixers of Mamba-1 hand no keyword arguments to their functions.
+_CURRENT: ContextVar[LayerCall | None] = ContextVar("_CURRENT", default=None)
+
+
 def adapt(model: PreTrainedModel) -> None:
     """Let each recurrent mixer of a model compute trees of tokens; a mixer is known by its convolution."""
     for module in model.modules():
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
+            for child in module.children():
+                if type(child) is nn.Linear and child is getattr(module, "dt_proj", None):
+                    child.__class__ = _StepLinear
             _replace_functions(sys.modules[type(module).__module__])
-            module.register_forward_pre_hook(_bind, with_kwargs=True)
+            module.register_forward_pre_hook(_enter, with_kwargs=True)
+            module.register_forward_hook(_leave, always_call=True)
 
 
-def _bind(mixer: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    call = options.get("dynatree_call")
+def _enter(mixer: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    call = options.pop("dynatree_call", None)
     if call is not None:
-        options = options | {"dynatree_call": LayerCall(call, mixer.layer_idx)}  # type: ignore[arg-type]
+        options["attention_mask"] = None  # the placeholder, which Mamba-1 takes for a mask of padding
+    _CURRENT.set(None if call is None else LayerCall(call, mixer.layer_idx))  # type: ignore[arg-type]
     return args, options
 
 
+def _leave(*_: Any) -> None:
+    _CURRENT.set(None)
+
+
 def _replace_functions(modeling: Any) -> None:
-    """Replace the functions of a module of transformers for calls with a `LayerCall`."""
+    """Replace the functions of a module of transformers while there is a `LayerCall`."""
     for name, ours in _FUNCTIONS.items():
         theirs = getattr(modeling, name, None)
         if theirs is not None and not hasattr(theirs, "dynatree"):
@@ -68,8 +86,9 @@ def _replace_functions(modeling: Any) -> None:
 
 def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(theirs)
-    def function(*args: Any, dynatree_call: LayerCall | None = None, **options: Any) -> Any:
-        return theirs(*args, **options) if dynatree_call is None else ours(dynatree_call, *args, **options)
+    def function(*args: Any, **options: Any) -> Any:
+        call = _CURRENT.get()
+        return theirs(*args, **options) if call is None else ours(call, *args, **options)
 
     function.dynatree = True  # type: ignore[attr-defined]
     return function
@@ -122,4 +141,5 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": state_spaces.mamba2,
+    "mamba_selective_scan": state_spaces.mamba,
 }

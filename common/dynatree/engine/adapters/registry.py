@@ -8,16 +8,17 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-# Families whose attention has an adapter, and families that need none but whose layers pass no keyword arguments on.
-ADAPTED = frozenset({"falcon", "gptj", "nemotron", "stablelm"})
+# Families whose attention has an adapter, and families that need none but whose layers get no keyword arguments.
+ADAPTED = frozenset({"falcon", "falcon_mamba", "gptj", "jamba", "mamba", "mamba2", "nemotron", "stablelm"})
 # Families with recurrent layers.
 RECURRENT = frozenset(
     {
-        *("bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "mamba2", "nemotron_h"),
-        *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+        *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"),
+        *("mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
     }
 )
-_ADAPTERS = {"falcon": "falcon", "gptj": "gptj"} | dict.fromkeys(RECURRENT, "recurrent")  # modules of this package
+_OWN = ("falcon", "gptj", "minimax")  # families with a module of this package
+_ADAPTERS = dict.fromkeys(RECURRENT, "recurrent") | {family: family for family in _OWN}
 
 
 def prepare(model_type: str) -> None:
@@ -48,7 +49,7 @@ def adapt(model: PreTrainedModel) -> None:
     model.register_forward_pre_hook(take, with_kwargs=True)
     for module in model.modules():
         if hasattr(module, "layer_idx"):
-            module.register_forward_pre_hook(give, with_kwargs=True)
+            module.register_forward_pre_hook(give, with_kwargs=True, prepend=True)
     model._can_set_attn_implementation = lambda: True  # type: ignore[method-assign]  # for the probe's comparison
 
 

@@ -18,16 +18,16 @@ from dynatree.engine.recurrent.linear_attention import Records
 
 
 def selective_scan(
-    dt: Tensor, v: Tensor, b: Tensor, c: Tensor, a: Tensor, kept: Records, ancestors: Tensor | None, state: Tensor
+    a: Tensor, dt: Tensor, v: Tensor, b: Tensor, c: Tensor, kept: Records, ancestors: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Records]:
     """Compute the outputs of `n` new tokens.
 
     Args:
+        a: `[channels, states]`, negative.
         dt: Step sizes `[n, channels]`.
         v: Inputs times step sizes `[n, channels]`.
         b: Input projections `[n, states]`.
         c: Output projections `[n, states]`.
-        a: `[channels, states]`, negative.
         kept: Records of `m` earlier tokens that are not in the state, which form a chain: step sizes, inputs times step
             sizes, input projections.
         ancestors: Bool `[n, m + n]`, true where a token descends from a kept or new token; parents come before their
@@ -40,7 +40,7 @@ def selective_scan(
     m, n = len(kept[0]), len(dt)
     outputs = torch.empty_like(v)
     if ancestors is None:
-        state = fold(state, kept, a)
+        state = fold(a, state, kept)
         for token in range(n):
             state = _after(state, dt[token], v[token], b[token], a)
             outputs[token] = state @ c[token]
@@ -59,7 +59,7 @@ def selective_scan(
     return (states[1 + m :] @ c[..., None])[..., 0], (dt, v, b)
 
 
-def fold(state: Tensor, records: Records, a: Tensor) -> Tensor:
+def fold(a: Tensor, state: Tensor, records: Records) -> Tensor:
     """Compute the state after a chain of tokens: `[channels, states]`, from the state before it and their records."""
     for step, value, projection in zip(*records, strict=True):
         state = _after(state, step, value, projection, a)
