@@ -1,6 +1,7 @@
 """Tests that models with unsupported computations are refused, and that served models give the right tokens."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ from transformers.models.emu3 import Emu3TextConfig
 from transformers.models.llama import modeling_llama
 
 from dynatree.common.errors import StartupError
+from dynatree.engine.adapters.registry import adapt
 from dynatree.engine.examined import examined
 from dynatree.engine.forward.attention import NAME
 from dynatree.engine.kv.locality import Locality
 from dynatree.engine.loading import load_engine
 from dynatree.engine.offload.choice import kv_bytes_of
+from dynatree.engine.recurrent import batch
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.small_engine import small_engine
 from dynatree.engine.support import probe
@@ -45,8 +48,8 @@ def check_refusal(model, folder, reason):
     [
         ("doge", {}, "a mask of the model's own"),
         ("diffllama", {}, "it attends more than once in layer 0"),
-        ("qwen3_next", {}, "linear_attention layers"),
-        ("mamba", {}, "linear_attention layers"),
+        ("recurrent_gemma", {}, "linear_attention layers"),
+        ("zaya", {}, "hybrid layers"),
         ("bloom", {}, "bloom models do not go through transformers' attention interface"),
         ("falcon", {"alibi": True}, "a position bias (ALiBi)"),
         # attention ignores these keys, but the cache of generate() does not
@@ -137,6 +140,10 @@ def test_a_window_counts_where_the_context_is_longer(tmp_path, max_context):
         ("llama4_text", {}),
         ("deepseek_v3", {}),
         ("qwen2_5_vl", {}),
+        ("lfm2", {}),
+        ("qwen3_next", {}),
+        ("qwen3_5", {}),
+        ("olmo_hybrid", {}),
     ],
 )
 def test_what_is_served_has_the_right_tokens(tmp_path, family, changes):
@@ -145,8 +152,9 @@ def test_what_is_served_has_the_right_tokens(tmp_path, family, changes):
         assert found.compared > 20, dtype
 
 
-def test_offloaded_layers_have_their_own_localities(tmp_path):
-    path = saved(tiny_model(tiny_config("gpt_oss")), tmp_path / "model")
+@pytest.mark.parametrize("family", ["gpt_oss", "lfm2"])
+def test_offloaded_layers_have_their_own_localities(tmp_path, family):
+    path = saved(tiny_model(tiny_config(family)), tmp_path / "model")
     found = served(path, "float32", resident_layers=1, layer_cache=tmp_path / "layers")
     assert (found.refusal, found.wrong) == (None, 0)
 
@@ -173,10 +181,11 @@ def test_a_locality_that_is_off_by_one_agrees_with_no_mask(monkeypatch, family):
         record_kv_shape(small_model(tiny_config(family), 256, seed=0), 256)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma4_text", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma4_text", "deepseek_v3", "lfm2", "qwen3_next"])
 def test_the_bytes_of_a_token_follow_from_the_configuration(family):
     config = tiny_config(family)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
+    adapt(model)
     with torch.inference_mode():
         shape = record_kv_shape(model, 256)
     assert kv_bytes_of(config, torch.float32) == shape.slot_bytes(torch.float32)
@@ -187,6 +196,50 @@ def test_tensor_parallel_ranks_refuse_what_they_do_not_compute(tmp_path):
     reason = "attention sinks and sliding windows, which --tensor-parallel does not compute"
     with pytest.raises(StartupError, match=reason):
         examined(ModelSettings(str(tmp_path), tensor_parallel=2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "reason"),
+    [
+        ({"chooses_tokens": False}, "cpu", "a draft cannot go back behind a state"),
+        ({}, "cuda", "they are computed on a CPU only"),
+        ({"fixed_rows": (8,)}, "cpu", "--fixed-rows does not compute them"),
+        ({"tensor_parallel": 2}, "cpu", "--tensor-parallel does not compute them"),
+        ({"weights": "int8"}, "cpu", "with quantised weights a tree could change its tokens"),
+    ],
+)
+def test_options_that_recurrent_layers_do_not_have_are_refused_by_name(tmp_path, monkeypatch, settings, device, reason):
+    monkeypatch.setattr("dynatree.engine.examined.chosen_device", lambda _: torch.device(device))
+    tiny_config("lfm2").save_pretrained(tmp_path)
+    with pytest.raises(StartupError, match=f"lfm2 has recurrent layers, and {reason}"):
+        examined(ModelSettings(str(tmp_path), **settings))
+
+
+@pytest.mark.parametrize(
+    ("family", "mistake"),
+    [
+        *((family, each) for family in ("lfm2", "qwen3_next") for each in ("siblings are seen", "a state is not folded")),
+        ("qwen3_next", "a state is folded twice"),
+    ],
+)
+def test_a_mistake_in_recurrent_layers_fails_the_probe(monkeypatch, family, mistake):
+    if mistake == "siblings are seen":
+        monkeypatch.setattr(batch, "_ancestors", lambda segment, kept: None)
+    else:
+        scan = batch._Part.scan
+        times = 2 if "twice" in mistake else 0
+
+        def wrong(self, key, each, tokens):
+            def fold(state, records):
+                for _ in range(times):
+                    state = each.fold(state, records)
+                return state
+
+            return scan(self, key, replace(each, fold=fold), tokens)
+
+        monkeypatch.setattr(batch._Part, "scan", wrong)
+    with torch.inference_mode(), pytest.raises(StartupError, match="gives different logits under tree attention"):
+        probe.check_computation(tiny_config(family), 256, partial(small_engine))
 
 
 @pytest.mark.long

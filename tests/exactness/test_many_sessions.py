@@ -18,20 +18,25 @@ from dynatree.engine.shared_cores import SharedCores
 from dynatree.serving.admission import Admission
 from dynatree.v1 import verify_pb2, verify_pb2_grpc
 from dynatree.verify import serve_verify
+from tests.campaigns.recurrent_matrix import saved_pair
 from tests.support.model_zoo import save_noisy_copy, save_random_model
 from tests.support.services import running_services
 
 pytestmark = pytest.mark.early
 
-FAMILIES = ("gpt_neox", pytest.param("llama", marks=pytest.mark.long), "gpt2")  # with a program, and without
+# with a program, without, and with recurrent layers
+FAMILIES = ("gpt_neox", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "qwen3_5_text")), "gpt2")
 SESSIONS = 6
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def services(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    target = save_random_model(folder / "target", request.param, seed=3)
-    draft = save_noisy_copy(folder / "draft", target, seed=4)
+    if request.param == "qwen3_5_text":
+        target, draft = saved_pair(request.param, folder)
+    else:
+        target = save_random_model(folder / "target", request.param, seed=3)
+        draft = save_noisy_copy(folder / "draft", target, seed=4)
     with running_services(folder, target, draft, sessions=SESSIONS) as running:
         yield running
 

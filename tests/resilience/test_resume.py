@@ -24,6 +24,7 @@ from dynatree.draft.target.verify_client import VerifyStream
 from dynatree.engine.cpu import native
 from dynatree.serving import healthcheck
 from dynatree.v1 import draft_pb2, draft_pb2_grpc, tree_pb2, verify_pb2, verify_pb2_grpc
+from tests.campaigns.recurrent_matrix import saved_pair
 from tests.support.grpc_proxy import VERIFY, GrpcProxy, Hook, ProxyLoop, forward_all
 from tests.support.kernel_builds import compiled
 from tests.support.model_zoo import save_random_model
@@ -45,10 +46,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", name="services")
-def services_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+@pytest.fixture(scope="module", name="services", params=["llama", pytest.param("qwen3_5_text", marks=pytest.mark.long)])
+def services_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     folder = tmp_path_factory.mktemp("r")
-    target = save_random_model(folder / "target", "llama", seed=1)
+    if request.param == "llama":
+        target = save_random_model(folder / "target", request.param, seed=1)
+    else:
+        target, _ = saved_pair(request.param, folder)
     with running_services(folder, target, save_random_model(folder / "draft", "gpt_neox", seed=2)) as services:
         yield services
 

@@ -19,15 +19,17 @@ FAMILIES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | COMPOSITES)
 # fmt: off
 NOT_TINY = {
     "blt", "dots3_note", "dots3_note_text", "emu3", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "git",
-    "mamba2", "mllama", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "phi4_multimodal", "qwen4_exp",
+    "mllama", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "phi4_multimodal", "qwen4_exp",
     "qwen4_exp_text", "reformer", "zamba", "zamba2",
 }
 # fmt: on
+_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16}
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
 _ROTARY = {"rope_type": "default", "rope_theta": 1e4}
 # What the default configuration leaves out: values of the families' checkpoints, and those that a tiny model needs.
 _VALUES: dict[str, dict[str, object]] = {
+    "bamba": _MAMBA2 | {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": _WINDOWS | {"rope_parameters": {"sliding_attention": _ROTARY, "full_attention": None}},
     "dbrx": {
         "n_heads": 4,
@@ -35,10 +37,14 @@ _VALUES: dict[str, dict[str, object]] = {
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 128, "moe_num_experts": 2, "moe_top_k": 2},
     },
     "dots1": {"n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 2, "max_window_layers": 2},
+    "falcon_h1": _MAMBA2 | {"mamba_d_ssm": 128, "mamba_n_groups": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": _MAMBA2 | {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "num_experts": 2},
     "laguna": _WINDOWS,
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS,
+    "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 2, "state_size": 16},
     "mellum": _WINDOWS,
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
 }
@@ -84,6 +90,8 @@ _SIZES = {
     "n_group": 1,
     "topk_group": 1,
     "num_kv_shared_layers": 0,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
     "rotary_dim": 8,
     "pad_token_id": 0,
     "bos_token_id": 0,

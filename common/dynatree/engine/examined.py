@@ -9,17 +9,21 @@ from transformers import PretrainedConfig
 
 from dynatree import embedded
 from dynatree.common.errors import StartupError
+from dynatree.engine.device import chosen_device
 from dynatree.engine.model.composite import text_config_of
 from dynatree.engine.model.files import check_path
 from dynatree.engine.model.gguf_config import config_of
 from dynatree.engine.model.rotary import check_rotary
 from dynatree.engine.model.tokenizer import first_line
-from dynatree.engine.settings import ModelSettings
+from dynatree.engine.quantized.loading import method_of
+from dynatree.engine.settings import ModelSettings, is_gguf
 from dynatree.engine.small_engine import small_engine
 from dynatree.engine.support.explained import explained, named
-from dynatree.engine.support.families import check_config
+from dynatree.engine.support.families import RECURRENT_LAYERS, WITHOUT_KEYS, check_config
 from dynatree.engine.support.generate_cache import check_cache
 from dynatree.engine.support.probe import check_computation
+
+WITHOUT_ATTENTION = 2**17  # tokens of the context of a model that bounds none, because only recurrent layers mix tokens
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def examined(settings: ModelSettings, probes: bool = True) -> Examined:
         context_length = _context_length(config, settings)
         check_rotary(config, context_length)
         if probes:
-            _check_options(settings, check_computation(config, context_length, small_engine))
+            _check_options(settings, config, check_computation(config, context_length, small_engine))
         check_cache(config, context_length)
     return Examined(name, config, context_length)
 
@@ -84,10 +88,28 @@ def _config(settings: ModelSettings, name: str) -> PretrainedConfig:
         raise unloadable(settings.model, name, error) from error
 
 
-def _check_options(settings: ModelSettings, features: tuple[str, ...]) -> None:
-    """Refuse features of a model's attention that an option's forward passes do not compute."""
+def _check_options(settings: ModelSettings, config: PretrainedConfig, features: tuple[str, ...]) -> None:
+    """Refuse features of a model that an option's forward passes do not compute."""
+    if RECURRENT_LAYERS in features:
+        _check_recurrent(settings, config)
     if settings.tensor_parallel > 1 and features:
         raise StartupError(f"its attention has {' and '.join(features)}, which --tensor-parallel does not compute")
+
+
+def _check_recurrent(settings: ModelSettings, config: PretrainedConfig) -> None:
+    """Refuse options with which recurrent layers are not computed."""
+    # quantised layers round their rows to 8 bits, so a last bit could change the tokens of trees
+    quantised = settings.weights != "auto" or method_of(config) is not None or is_gguf(settings.model)
+    refused = (
+        ("a draft cannot go back behind a state", not settings.chooses_tokens),
+        ("they are computed on a CPU only; expected --device cpu", chosen_device(settings.device).type != "cpu"),
+        ("--tensor-parallel does not compute them", settings.tensor_parallel > 1),
+        ("--fixed-rows does not compute them", bool(settings.fixed_rows)),
+        ("with quantised weights a tree could change its tokens; expected weights of 16 or 32 bits", quantised),
+    )
+    for reason, given in refused:
+        if given:
+            raise StartupError(f"{config.model_type} has recurrent layers, and {reason}")
 
 
 def _context_length(config: PretrainedConfig, settings: ModelSettings) -> int:
@@ -98,7 +120,10 @@ def _context_length(config: PretrainedConfig, settings: ModelSettings) -> int:
     """
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(length, int):
-        raise StartupError(f"the configuration of {config.model_type} has no max_position_embeddings")
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if not kinds or kinds - WITHOUT_KEYS:
+            raise StartupError(f"the configuration of {config.model_type} has no max_position_embeddings")
+        return settings.max_context or WITHOUT_ATTENTION
     asked = settings.max_context or length
     if asked > length and settings.chooses_tokens:
         raise StartupError(f"--max-context is {asked}, expected at most its context of {length} tokens")

@@ -140,6 +140,7 @@ def _engine_of(
         shape.slot_bytes(model.dtype) * (ranks.size if ranks and model.device.type == "cpu" else 1),
         model.device,
         beside,
+        shape.recurrent.session_bytes if shape.recurrent else 0,
     )
     slots = budget.slots(settings.kv_tokens)
     kv_cache = _allocate(

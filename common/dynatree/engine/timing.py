@@ -73,6 +73,8 @@ def _measured(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
     kv = engine.kv_cache.reserve(context + max(sizes, default=1))
     assert kv is not None, "measured before any session is open"
     try:
+        if engine.kv_cache.shape.recurrent is not None:  # which cannot continue from tokens that were never read
+            engine.forward([Segment(kv, 0, [0] * context, range(context), keep=[context - 1])])
         _seconds(engine, kv, context, 1)
         for rows in sorted(sizes, key=lambda rows: (rows in LAST, rows)):
             measured[rows] = [_seconds(engine, kv, context, rows)]

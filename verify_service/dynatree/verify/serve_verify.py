@@ -53,7 +53,10 @@ async def start_verify(
     """
     in_16_bits = engine.kv_cache.dtype.itemsize == 2
     cache = PrefixCache(
-        engine.kv_cache, enabled=limits.prefix_cache, only_prompts=in_16_bits and not engine.batch_invariant
+        engine.kv_cache,
+        enabled=limits.prefix_cache,
+        only_prompts=in_16_bits and not engine.batch_invariant,
+        most=limits.sessions if engine.kv_cache.shape.recurrent else None,
     )
     verifier = Verifier(engine, limits.max_tree_nodes, cache)
     admission = Admission(limits.sessions, engine.kv_cache.size, limits.queue)

@@ -172,6 +172,8 @@ class Verifier:
         if session.request.decoding.prompt_log_probs and part.prompt_tokens:
             _keep_log_probs(session, logits)
         session.read += part.prompt_tokens
+        if part.prompt_tokens and not session.unread:
+            session.kv.checkpoint = session.kv.memory
         if verdict is None:
             self.engine.kv_cache.forget(session.kv, session.read)
             return None

@@ -1,1 +1,1 @@
-"""Adapters of families whose attention does not go through transformers' attention interface, one file a family."""
+"""Adapters of families that do not use transformers' attention interface, and of those with recurrent layers."""

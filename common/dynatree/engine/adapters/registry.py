@@ -8,9 +8,17 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-# Families with an adapter, and families that need none but whose layers pass no keyword arguments on.
-_ADAPTERS = frozenset({"falcon", "gptj"})
-ADAPTED = _ADAPTERS | {"nemotron", "stablelm"}
+# Families whose attention has an adapter, and families that need none but whose layers get no keyword arguments.
+ADAPTED = frozenset({"falcon", "falcon_mamba", "gptj", "jamba", "mamba", "mamba2", "nemotron", "stablelm"})
+# Families with recurrent layers.
+RECURRENT = frozenset(
+    {
+        *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"),
+        *("mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    }
+)
+_OWN = ("falcon", "gptj", "minimax")  # families with a module of this package
+_ADAPTERS = dict.fromkeys(RECURRENT, "recurrent") | {family: family for family in _OWN}
 
 
 def prepare(model_type: str) -> None:
@@ -20,15 +28,15 @@ def prepare(model_type: str) -> None:
 
 
 def adapt(model: PreTrainedModel) -> None:
-    """Let each attention of an adapted family call the registered attention function.
+    """Let each attention of an adapted family call the registered attention function, and recurrent layers ours.
 
-    Without an `AttentionCall`, the model computes its own attention.
+    Without an `AttentionCall`, the model computes its own layers.
     """
     model_type = model.config.model_type
-    if model_type not in ADAPTED:
-        return
     if model_type in _ADAPTERS:
         _adapter(model_type).adapt(model)
+    if model_type not in ADAPTED:
+        return
     current: dict[str, Any] = {}
 
     def take(_: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -41,9 +49,9 @@ def adapt(model: PreTrainedModel) -> None:
     model.register_forward_pre_hook(take, with_kwargs=True)
     for module in model.modules():
         if hasattr(module, "layer_idx"):
-            module.register_forward_pre_hook(give, with_kwargs=True)
+            module.register_forward_pre_hook(give, with_kwargs=True, prepend=True)
     model._can_set_attn_implementation = lambda: True  # type: ignore[method-assign]  # for the probe's comparison
 
 
 def _adapter(model_type: str) -> Any:
-    return import_module(f"dynatree.engine.adapters.{model_type}")
+    return import_module(f"dynatree.engine.adapters.{_ADAPTERS[model_type]}")

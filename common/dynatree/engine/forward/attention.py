@@ -20,6 +20,7 @@ from dynatree.common.errors import StartupError
 from dynatree.engine.forward import requested_mask
 from dynatree.engine.forward.scores import Scores
 from dynatree.engine.kv.kv_cache import KVShape
+from dynatree.engine.recurrent.scan import Recurring
 
 NAME = "dynatree"
 # Readable names for some of the refused keyword arguments of transformers' attention functions.
@@ -72,19 +73,21 @@ Requests: TypeAlias = Callable[[int, Tensor | None, int | None], None]
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The argument that a forward pass hands to the attention function of every layer.
+    """The argument that a forward pass hands to the attention function of every layer, and to recurrent layers.
 
     Attributes:
         attending: Computes the attention.
         shape: Shape to which keys and values are extended; None leaves them as they are.
         mask: Placeholder that the model received as its mask; None if the model builds masks itself.
         requests: Receives the masks that the model builds.
+        recurring: Computes recurrent layers; None if the forward pass does not compute them.
     """
 
     attending: Attending
     shape: KVShape | None = None
     mask: Tensor | None = None
     requests: Requests | None = None
+    recurring: Recurring | None = None
 
 
 def attention(
@@ -122,7 +125,10 @@ def attention(
     elif attention_mask is not None and attention_mask is not dynatree_call.mask:
         raise StartupError("its attention changes its mask, which DynaTree does not compute")
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
-    extended = _extended(query[0], key[0], value[0], dynatree_call.shape)
+    shape = dynatree_call.shape
+    extended = _extended(query[0], key[0], value[0], shape)
+    if shape is not None:
+        layer = shape.place(layer)
     output = dynatree_call.attending.attend(layer, *extended, scores)
     return output[None, :, :, : value.shape[-1]].contiguous(), None
 

@@ -13,6 +13,7 @@ from dynatree.engine.forward.flat_forward import FlatForward
 from dynatree.engine.forward.not_finite import spoil
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.kv_cache import KVCache
+from dynatree.engine.recurrent.batch import RecurrentBatch
 
 
 class EagerRunner:
@@ -39,14 +40,20 @@ class EagerRunner:
             offsets.append(offsets[-1] + len(segment.token_ids))
         keep = [offset + index for offset, keeps in zip(offsets, kept, strict=False) for index in keeps]
         attending = self._attending(segments)
+        recurring = None if self._kv_cache.shape.recurrent is None else RecurrentBatch(segments)
         logits = self._forward(
             self._index(chain.from_iterable(segment.token_ids for segment in segments))[None],
             self._index(chain.from_iterable(segment.positions for segment in segments))[None],
             attending,
             self._index(keep),
+            recurring,
         )
         split = list(logits.split_with_sizes([len(keeps) for keeps in kept]))
-        spoil(segments, split, attending.faulty())
+        faulty = attending.faulty()
+        if recurring is not None:
+            recurring.commit()
+            faulty = sorted({*faulty, *recurring.faulty()})
+        spoil(segments, split, faulty)
         return split
 
     def _index(self, numbers: Iterable[int]) -> Tensor:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from dynatree.engine.forward.attention import Attending, AttentionCall, Requests
 from dynatree.engine.kv.kv_cache import KVShape
+from dynatree.engine.recurrent.scan import Recurring
 
 
 class FlatForward:
@@ -29,7 +30,12 @@ class FlatForward:
         self._placeholder = None if requests else zeros
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, attending: Attending, keep: Tensor | None = None
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attending: Attending,
+        keep: Tensor | None = None,
+        recurring: Recurring | None = None,
     ) -> Tensor:
         """Run a forward pass.
 
@@ -38,6 +44,7 @@ class FlatForward:
             positions: `[1, n]`.
             attending: Computes every layer's attention.
             keep: Indices of the tokens whose logits are returned, `[kept]`; None means all.
+            recurring: Computes every recurrent layer; None if the model has none.
 
         Returns:
             Logits `[kept, vocabulary]`, in the model's dtype.
@@ -48,6 +55,6 @@ class FlatForward:
             attention_mask=self._placeholder,
             use_cache=False,
             logits_to_keep=0 if keep is None else keep,  # 0 means all
-            dynatree_call=AttentionCall(attending, self._shape, self._placeholder, self._requests),
+            dynatree_call=AttentionCall(attending, self._shape, self._placeholder, self._requests, recurring),
         ).logits[0]
         return logits

@@ -27,6 +27,8 @@ class KVBudget:
         slot_bytes: Bytes of a slot.
         device: Device that holds the KV cache.
         copy_bytes: Bytes that the weights of the model's own copy will take on the device; 0 without a copy.
+        session_bytes: Bytes that the recurrent layers keep of a session or of an entry of the prefix cache, of which
+            there may be as many.
     """
 
     sessions: int
@@ -34,6 +36,7 @@ class KVBudget:
     slot_bytes: int
     device: torch.device
     copy_bytes: int = 0
+    session_bytes: int = 0
 
     def slots(self, asked: int | None) -> int:
         """Return the KV cache's slots: `asked`, or if it is None, the sessions' largest need, limited by free memory.
@@ -44,10 +47,12 @@ class KVBudget:
         free = free_memory(self.device)
         if free is not None and self.copy_bytes:
             free = max(free - self.copy_bytes, 0) // 2  # the copy has a KV cache as well
+        share = GPU_SHARE if self.device.type == "cuda" else CPU_SHARE
+        if free is not None and self.session_bytes:
+            free = self._beside_states(free, share)
         if asked is None:
-            share = GPU_SHARE if self.device.type == "cuda" else CPU_SHARE
             most = self.sessions * self.session_slots
-            slots = most if free is None else min(most, int(share * free) // self.slot_bytes)
+            slots = most if free is None or not self.slot_bytes else min(most, int(share * free) // self.slot_bytes)
             if slots < self.session_slots:
                 raise StartupError(
                     f"the KV cache of one session takes {_gib(self.session_slots * self.slot_bytes)} "
@@ -66,6 +71,21 @@ class KVBudget:
                 f"{_gib(free)} are free; expected at most {free // self.slot_bytes}"
             )
         return asked
+
+    def _beside_states(self, free: int, share: float) -> int:
+        """Return the bytes that the recurrent layers of all sessions leave of `free` bytes.
+
+        Raises:
+            StartupError: They take more than may be used.
+        """
+        each = 2 * self.session_bytes
+        if self.sessions * each > share * free:
+            raise StartupError(
+                f"the recurrent layers of {self.sessions} sessions and of as many cached prefixes take "
+                f"{_gib(self.sessions * each)}, but only {_gib(int(share * free))} of the free {_gib(free)} may be "
+                f"used; expected --max-sessions of at most {int(share * free) // each}"
+            )
+        return free - self.sessions * each
 
 
 def free_memory(device: torch.device) -> int | None:

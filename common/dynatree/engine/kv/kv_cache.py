@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dynatree.engine.kv.kv_range import KVRange
 from dynatree.engine.kv.locality import GLOBAL, Locality
+from dynatree.engine.recurrent.memory import RecurrentSize
 
 FORGOTTEN_AT_ONCE = 256  # slots; fewer are not worth the system calls
 
@@ -22,14 +23,16 @@ class KVShape:
     """The shape of one token's keys and values, which is the same in every layer, and what each layer sees of them.
 
     Layers may differ: a layer with fewer key-value heads stores each of them several times, and smaller keys or values
-    are padded with zeros.
+    are padded with zeros. Layers that do not attend have no keys and values.
 
     Attributes:
-        layers: Number of layers.
+        layers: Number of layers that attend.
         kv_heads: Number of key-value heads of the layer with the most.
         head_dim: Size of the largest key or value.
         localities: What a query of each layer sees; empty means that all layers see every earlier token.
         features: Names of the features of its attention beyond softmax(query @ key) @ value over all earlier tokens.
+        indices: The model's indices of the layers that attend; empty means that all layers do.
+        recurrent: Size of what its recurrent layers keep; None without such layers.
     """
 
     layers: int
@@ -37,6 +40,12 @@ class KVShape:
     head_dim: int
     localities: tuple[Locality, ...] = ()
     features: tuple[str, ...] = ()
+    indices: tuple[int, ...] = ()
+    recurrent: RecurrentSize | None = None
+
+    def place(self, layer: int) -> int:
+        """The place in the KV cache of the model's layer with the index `layer`."""
+        return self.indices.index(layer) if self.indices else layer
 
     def locality(self, layer: int) -> Locality:
         """What a query of a layer sees."""
@@ -93,8 +102,9 @@ class KVCache:
         if device.type == "cpu":
             # An anonymous mapping, which the kernel fills page by page at the first write. Torch's allocator may use
             # huge pages, where the first write fills 2 MiB.
-            self._memory = mmap.mmap(-1, math.prod(sizes) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self.data = torch.frombuffer(self._memory, dtype=dtype).view(sizes)
+            count = math.prod(sizes)  # 0 without layers that attend, and a mapping is not empty
+            self._memory = mmap.mmap(-1, max(count, 1) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.data = torch.frombuffer(self._memory, dtype=dtype)[:count].view(sizes)
         else:  # zeros, because forward passes of static shape read slots that were never written
             self.data = torch.zeros(sizes, dtype=dtype, device=device)
         self._ranges: list[KVRange] = []  # sorted by start
@@ -124,6 +134,9 @@ class KVCache:
         """Free all slots of a range except its first `size`."""
         kv.size = size
         kv.used = min(kv.used, kv.size)
+        kv.memory, kv.checkpoint = (
+            None if each is None or each.position > size else each.cut(size) for each in (kv.memory, kv.checkpoint)
+        )
 
     def layer(self, layer: int) -> Tensor:
         """Return a view of one layer's keys and values: `[2, kv_heads, slots, dim]`."""
@@ -135,7 +148,12 @@ class KVCache:
 
     @torch.inference_mode()
     def move(self, kv: KVRange, sources: Sequence[int], start: int) -> None:
-        """Copy the slots `sources`, in that order, to slots `start` onwards, in every layer at once."""
+        """Copy the slots `sources`, in that order, to slots `start` onwards, in every layer at once.
+
+        Recurrent layers keep nothing behind these slots.
+        """
+        if kv.memory is not None:
+            kv.memory = kv.memory.moved(sources, start)
         in_place = 0
         while in_place < len(sources) and sources[in_place] == start + in_place:
             in_place += 1
@@ -150,6 +168,8 @@ class KVCache:
     def copy(self, source: KVRange, destination: KVRange, stop: int) -> None:
         """Copy slots 0 to `stop` of one range to another range."""
         destination.used, destination.forgotten = stop, min(source.forgotten, stop)
+        memory = source.memory_of(stop)
+        destination.memory = None if memory is None else memory.cut(stop)
         if not source.forgotten:
             self.slots(destination, stop).copy_(self.slots(source, stop))
             return
@@ -157,6 +177,13 @@ class KVCache:
             first = destination.forgotten if layer in self._local else 0
             to, held = (self.slots(each, stop)[layer, :, :, first:] for each in (destination, source))
             to.copy_(held)
+
+    def reach(self, kv: KVRange, stop: int) -> int:
+        """Return how many of the first `stop` slots of a range hold all that the token behind them sees."""
+        if self.shape.recurrent is not None:
+            memory = kv.memory_of(stop)
+            stop = 0 if memory is None else min(memory.stop, stop)
+        return stop if kv.forgotten <= self.lowest(stop) else 0
 
     def lowest(self, position: int) -> int:
         """Return the lowest position that a query at `position` sees in the layers that do not see all positions."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dynatree.engine.recurrent.memory import Memory
+
 
 @dataclass(eq=False)
 class KVRange:
@@ -17,6 +19,9 @@ class KVRange:
     so logits that depend on them look plausible, but no token may be chosen from them.
 
     In layers whose queries do not see every earlier token, the slots before `forgotten` hold nothing.
+
+    `memory` is what recurrent layers keep of the tokens, and `checkpoint` what they kept at the prompt's end; both are
+    None in models without such layers.
     """
 
     start: int
@@ -24,3 +29,10 @@ class KVRange:
     used: int = 0
     broken: bool = False
     forgotten: int = 0
+    memory: Memory | None = None
+    checkpoint: Memory | None = None
+
+    def memory_of(self, stop: int) -> Memory | None:
+        """Return the memory that holds most of the first `stop` slots, and perhaps more; None if none holds any."""
+        found = [each for each in (self.memory, self.checkpoint) if each is not None and each.position <= stop]
+        return max(found, key=lambda each: min(each.stop, stop), default=None)

@@ -32,10 +32,14 @@ class PrefixCache:
         only_prompts: Whether sessions leave only their prompt. In 16 bits, a token's keys and values may depend on the
             forward pass that computed them, and those of a prompt must come from a prefill (but see
             `Engine.batch_invariant`).
+        most: Most entries that are kept; None means as many as fit into the KV cache.
     """
 
-    def __init__(self, kv_cache: KVCache, *, enabled: bool = True, only_prompts: bool = False) -> None:
+    def __init__(
+        self, kv_cache: KVCache, *, enabled: bool = True, only_prompts: bool = False, most: int | None = None
+    ) -> None:
         self.only_prompts = only_prompts
+        self._most = most
         self._kv_cache = kv_cache
         self._enabled = enabled
         self._entries: list[_Entry] = []  # the most recently used is last
@@ -71,13 +75,16 @@ class PrefixCache:
         return kv, cached
 
     def _usable(self, entry: _Entry, tokens: tuple[int, ...]) -> int:
-        """Return the number of first tokens whose keys and values an entry holds as far as the next token sees them."""
-        common = _common(entry.token_ids, tokens)
-        return common if self._holds(entry.kv, common) else 0
+        """Return the number of first tokens of which an entry holds all that the next token sees."""
+        return self._kv_cache.reach(entry.kv, _common(entry.token_ids, tokens))
 
     def _holds(self, kv: KVRange, position: int) -> bool:
-        """Whether a range still holds all that a query at `position` sees."""
-        return kv.forgotten <= self._kv_cache.lowest(position)
+        """Whether a range still holds all that a token at `position` sees."""
+        return self._kv_cache.reach(kv, position) == position
+
+    def _replaces(self, kv: KVRange, count: int) -> bool:
+        """Whether a range holds all that an entry of its first `count` tokens does; states are kept at few places."""
+        return self._kv_cache.shape.recurrent is None and self._holds(kv, count)
 
     def _make_room(self, slots: int) -> None:
         """Evict the oldest entries that open a gap for a range; without such a gap, evict until enough slots are free.
@@ -111,11 +118,13 @@ class PrefixCache:
             return
         for entry in same:
             count = len(entry.token_ids)
-            if _common(entry.token_ids, tokens) == count and self._holds(kv, count):
+            if _common(entry.token_ids, tokens) == count and self._replaces(kv, count):
                 self._entries.remove(entry)
                 self._kv_cache.release(entry.kv)
         self._kv_cache.shrink(kv, len(tokens))
         self._entries.append(_Entry(kv, tokens, principal))
+        if self._most is not None and len(self._entries) > self._most:
+            self._kv_cache.release(self._entries.pop(0).kv)
 
 
 def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:

@@ -28,6 +28,7 @@ from dynatree.engine.quantized.layers import bytes_of
 from dynatree.engine.quantized.loading import method_of, quantized_model
 from dynatree.engine.settings import WEIGHTS, ModelSettings
 from dynatree.engine.support.explained import named
+from dynatree.engine.support.families import WITHOUT_KEYS
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +228,9 @@ def kv_bytes_of(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Return the bytes of a token's keys and values; 0 if the configuration lacks the usual attribute names."""
     text = config.get_text_config()
     layers = list(getattr(text, "per_layer_config", ())) or [text]
-    shape = KVShape(text.num_hidden_layers, max(map(_kv_heads, layers)), max(map(_head_dim, layers)))
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    attending = sum(kind not in WITHOUT_KEYS for kind in kinds)
+    shape = KVShape(attending, max(map(_kv_heads, layers)), max(map(_head_dim, layers)))
     return shape.slot_bytes(dtype)
 
 

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from dynatree.common.errors import StartupError
-from dynatree.engine.adapters.registry import ADAPTED
+from dynatree.engine.adapters.registry import ADAPTED, RECURRENT
 from dynatree.engine.forward.flat_forward import FlatForward
 from dynatree.engine.forward.requested_mask import locality_of
 from dynatree.engine.forward.scores import Scores
 from dynatree.engine.kv.kv_cache import KVShape
 from dynatree.engine.kv.locality import GLOBAL, Locality
+from dynatree.engine.recurrent.memory import RecurrentSize
+from dynatree.engine.recurrent.scan import Scan
 
 # Kinds of layers that call the attention function, which refuses masks that it does not compute.
 ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+# Kinds of layers in families with a recurrent adapter: those that compute each token by itself, and all without keys
+# and values. A layer of the kind "hybrid" attends and recurs.
+ALONE = frozenset({"mlp", "moe"})
+WITHOUT_KEYS = ALONE | {"linear_attention", "conv"}
+RECURRENT_LAYERS = "recurrent layers"  # in `KVShape.features`
 RECORDED_TOKENS = 4
 
 
@@ -29,7 +38,7 @@ def check_family(config: PretrainedConfig) -> None:
         StartupError: The family does not use the attention interface.
     """
     family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    adapted = config.model_type in ADAPTED
+    adapted = config.model_type in ADAPTED | RECURRENT
     if family is not None and not adapted and not getattr(family, "_supports_attention_backend", True):
         raise StartupError(f"{config.model_type} models do not go through transformers' attention interface")
 
@@ -38,17 +47,20 @@ def check_config(config: PretrainedConfig) -> None:
     """Refuse unsupported features that the configuration names; the probes find the remaining ones.
 
     Raises:
-        StartupError: The model is an encoder-decoder, or has layers without attention.
+        StartupError: The model is an encoder-decoder, or has layers of an unknown kind.
     """
     if config.is_encoder_decoder:
         raise StartupError(f"{config.model_type} is an encoder-decoder; DynaTree serves decoder-only models")
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENDING)
+    known = ATTENDING | WITHOUT_KEYS | {"hybrid"} if config.model_type in RECURRENT else ATTENDING
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
         raise StartupError(f"{config.model_type} has {', '.join(others)} layers, which DynaTree does not compute")
 
 
 class KVShapeRecorder:
-    """Records the layers' attention in one forward pass; implements `Attending` by causal attention.
+    """Records the layers' attention and recurrence in one forward pass over a chain of tokens.
+
+    It implements `Attending` by causal attention, and `Recurring`.
 
     Args:
         context_length: Length of the longest served sequence, in tokens.
@@ -61,6 +73,7 @@ class KVShapeRecorder:
         self._localities: dict[int, Locality] = {}
         self._of_masks: list[tuple[Tensor, Locality]] = []  # layers of a kind share a mask
         self._features: set[str] = set()
+        self._sizes: dict[tuple[int, str], RecurrentSize] = {}  # of each scan of each layer
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Compute causal attention among the tokens of the forward pass; see `Attending.attend`."""
@@ -74,6 +87,16 @@ class KVShapeRecorder:
         return scaled_dot_product_attention(
             query[None], key[None], value[None], is_causal=True, scale=scores.scale, enable_gqa=grouped
         )[0].transpose(0, 1)
+
+    def scan(self, layer: int, scan: Scan, tokens: Sequence[Tensor]) -> Tensor:
+        """Compute a scan over the tokens of the forward pass; see `Recurring.scan`."""
+        if (layer, scan.name) in self._sizes:
+            raise StartupError(f"it computes {scan.name} more than once in layer {layer}")
+        outputs, records = scan.compute(*tokens, scan.none, None, scan.state)
+        record_bytes = sum(each[0].nbytes for each in records)
+        self._sizes[layer, scan.name] = RecurrentSize(scan.fold(scan.state, records).nbytes, record_bytes)
+        self._features.add(RECURRENT_LAYERS)
+        return outputs
 
     def request(self, layer: int, mask: Tensor | None, window: int | None) -> None:
         """Record the locality of a layer.
@@ -97,28 +120,42 @@ class KVShapeRecorder:
         self._features |= {"chunks"} if found.chunk is not None else set()
         self._localities[layer] = found
 
-    def kv_shape(self, layers: int) -> KVShape:
+    def kv_shape(self, layers: int, alone: Collection[int] = ()) -> KVShape:
         """Return the shape that all layers fit into.
 
         Args:
             layers: Number of layers.
+            alone: Indices of layers that compute each token by itself.
 
         Raises:
-            StartupError: A layer did not call the attention function, or heads cannot be repeated to equal numbers.
+            StartupError: A layer neither attends nor recurs, or heads cannot be repeated to equal numbers.
         """
-        if sorted(self._heads) != list(range(layers)):
+        recurrent = {layer for layer, _ in self._sizes}
+        if {*self._heads, *recurrent, *alone} != set(range(layers)):
             raise StartupError(
                 f"{len(self._heads)} of its {layers} layers attend through transformers' attention interface; the "
                 "others may keep recurrent state"
             )
-        most = max(kv_heads for _, kv_heads in self._heads.values())
+        most = max((kv_heads for _, kv_heads in self._heads.values()), default=1)
         if any(most % kv_heads or heads % most for heads, kv_heads in self._heads.values()):
             counts = ", ".join(f"{heads} and {kv_heads}" for heads, kv_heads in sorted(set(self._heads.values())))
             raise StartupError(f"its layers differ in their query and key heads ({counts})")
-        localities = tuple(self._localities[layer] for layer in range(layers))
+        indices = tuple(sorted(self._heads))
+        localities = tuple(self._localities[layer] for layer in indices)
         if all(each == GLOBAL for each in localities):
             localities = ()
-        return KVShape(layers, most, self._head_dim, localities, tuple(sorted(self._features)))
+        sizes = self._sizes.values()
+        return KVShape(
+            len(indices),
+            most,
+            self._head_dim,
+            localities,
+            tuple(sorted(self._features)),
+            indices if len(indices) < layers else (),
+            RecurrentSize(sum(each.state_bytes for each in sizes), sum(each.record_bytes for each in sizes))
+            if sizes
+            else None,
+        )
 
     def _locality_of(self, mask: Tensor) -> Locality:
         for known, locality in self._of_masks:
@@ -144,5 +181,7 @@ def record_kv_shape(model: PreTrainedModel, context_length: int) -> KVShape:
     recorder = KVShapeRecorder(context_length)
     positions = torch.arange(RECORDED_TOKENS, device=model.device)
     # the tokens kept are named, as in other forward passes: given a number of them, Gemma 4 changes its masks
-    FlatForward(model, None, recorder.request)(positions[None], positions[None], recorder, positions)
-    return recorder.kv_shape(model.config.get_text_config().num_hidden_layers)
+    FlatForward(model, None, recorder.request)(positions[None], positions[None], recorder, positions, recorder)
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()
+    return recorder.kv_shape(config.num_hidden_layers, [layer for layer, kind in enumerate(kinds) if kind in ALONE])

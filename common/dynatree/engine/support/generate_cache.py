@@ -29,7 +29,7 @@ def check_cache(config: PretrainedConfig, context_length: int) -> None:
         raise StartupError("its sliding window is 1 token long, and generate() then sees earlier ones")
     shape = record_kv_shape(small_model(config, 0, seed=0), context_length)  # a context of 0 shortens no span
     for layer, window in kept.items():
-        if not shape.locality(layer).changes(window + 1):
+        if not shape.locality(shape.place(layer)).changes(window + 1):
             raise StartupError(
                 f"by its configuration generate() keeps a sliding window of {window} tokens, shorter than the context "
                 f"of {context_length}, but its attention sees more of them"

@@ -15,12 +15,15 @@ from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.forward.attention import NAME
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.kv_cache import KVCache, KVShape
+from dynatree.engine.kv.kv_range import KVRange
+from dynatree.engine.recurrent.memory import KEPT
 from dynatree.engine.support.families import record_kv_shape
 from dynatree.engine.support.small_model import CONTEXT_LENGTH, SPAN, small_model
 
 # Number of prompt tokens of each session; the last one is the tree's root. A loaded model is probed with few rows, so
 # that any engine needs only one forward pass. A small model is probed with more tokens than any span of its config.
 FEW = (4, 12)
+FEW_RECURRENT = (12, KEPT + 12)  # beyond a convolution, and beyond a chunk and what is kept behind the states
 MANY = (100, 8 * SPAN)  # the second tree's root ends a chunk
 BRANCHES = ((4, 6), (5, 7))  # below each root: two branches of two tokens
 _BRANCH = len(BRANCHES[0])
@@ -64,8 +67,8 @@ class Probed(Protocol):
 def check_outputs(probed: Probed, context_length: int, plain: Plain | None = None) -> None:
     """Compare the trees of sessions in shared forward passes with the model's own attention over each branch.
 
-    It detects features that bypass the attention function: recurrent state, convolutions over neighbouring tokens,
-    positions that do not come from `position_ids`, and kernels that compute a different model.
+    It detects features that bypass the attention function: recurrent state without an adapter, convolutions over
+    neighbouring tokens, positions that do not come from `position_ids`, and kernels that compute a different model.
 
     Args:
         probed: Engine without open sessions.
@@ -76,7 +79,8 @@ def check_outputs(probed: Probed, context_length: int, plain: Plain | None = Non
         StartupError: The two differ by more than rounding.
     """
     plain = plain or plain_logits
-    prefixes = _prefixes(FEW, context_length, probed)
+    lengths = FEW if probed.kv_cache.shape.recurrent is None else FEW_RECURRENT
+    prefixes = _prefixes(lengths, context_length, probed)
     theirs = plain(probed.model, prefixes, "eager")
     error, allowed = _error(probed, prefixes, theirs)
     if not error <= allowed:  # a router's near-ties may round to other experts, even between transformers' attentions
@@ -218,22 +222,39 @@ def _tree_logits(probed: Probed, prefixes: Prefixes) -> list[Tensor]:
             kv = probed.kv_cache.reserve(len(prefix) + sum(map(len, BRANCHES)))
             assert kv is not None, "there is room for these prefixes"
             ranges.append(kv)
-        before, trees = [], []
+        before = _prefix_logits(probed, ranges, prefixes)
+        trees = []
         for kv, prefix in zip(ranges, prefixes, strict=True):
             root = len(prefix) - 1
-            before.append(Segment(kv, 0, prefix[:root], range(root)))
             positions = [root, root + 1, root + 1, root + 2, root + 2]
             trees.append(Segment(kv, root, [prefix[root], a, c, b, d], positions, mask=mask))
-        filled = [each for each in before if each.token_ids]
-        kept = iter(probed.forward(filled) if filled else ())
         behind = probed.forward(trees)
     finally:
         for kv in ranges:
             probed.kv_cache.release(kv)
-    logits = []
-    for segment, tree in zip(before, behind, strict=True):
-        prefix_rows = [next(kept)] if segment.token_ids else []
-        logits.append(torch.stack([torch.cat([*prefix_rows, tree[rows]]).float() for rows in ([0, 1, 3], [0, 2, 4])]))
+    return [
+        torch.stack([torch.cat([*prefix_rows, tree[rows]]).float() for rows in ([0, 1, 3], [0, 2, 4])])
+        for prefix_rows, tree in zip(before, behind, strict=True)
+    ]
+
+
+def _prefix_logits(probed: Probed, ranges: Sequence[KVRange], prefixes: Prefixes) -> list[list[Tensor]]:
+    """Compute the logits of all prefixes up to the trees' roots, by one forward pass.
+
+    With recurrent layers, the first prefix takes two, so that the states of both sessions are folded elsewhere.
+    """
+    logits: list[list[Tensor]] = [[] for _ in prefixes]
+    recurs = probed.kv_cache.shape.recurrent is not None
+    cuts = [[0, (len(each) - 1) // (2 if recurs and not session else 1)] for session, each in enumerate(prefixes)]
+    for _ in range(1 + recurs):
+        spans = [(session, start, stop) for session, (start, stop) in enumerate(cuts) if start < stop]
+        pieces = [
+            Segment(ranges[session], start, prefixes[session][start:stop], range(start, stop))
+            for session, start, stop in spans
+        ]
+        for (session, _, _), rows in zip(spans, probed.forward(pieces) if pieces else (), strict=True):
+            logits[session].append(rows)
+        cuts = [[stop, len(each) - 1] for (_, stop), each in zip(cuts, prefixes, strict=True)]
     return logits
 
 

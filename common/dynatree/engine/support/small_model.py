@@ -100,6 +100,10 @@ def _narrow(text: Any) -> None:
     text.num_attention_heads = few
     if kv_name:
         _set(text, kv_name, few_kv)
+    key_heads, value_heads = (given.get(f"linear_num_{kind}_heads") for kind in ("key", "value"))
+    if key_heads and value_heads:  # of recurrent layers
+        text.linear_num_key_heads = min(key_heads, 2)
+        text.linear_num_value_heads = text.linear_num_key_heads * min(value_heads // key_heads, 2)
     _cut(text)
 
 
@@ -120,7 +124,7 @@ def _cut(text: Any) -> None:
             _set(text, name, min(value, 128))
         elif _EXPERTS.search(name) and value > MOST_EXPERTS:
             _set(text, name, MOST_EXPERTS)
-        elif value == text.max_position_embeddings and value > CONTEXT_LENGTH:
+        elif value == getattr(text, "max_position_embeddings", 0) and value > CONTEXT_LENGTH:
             _set(text, name, CONTEXT_LENGTH)
 
 
@@ -145,6 +149,8 @@ def _with_weights(model: PreTrainedModel, seed: int) -> PreTrainedModel:
             weights *= parameter.shape[-1] ** -0.5
         else:
             weights = weights * 0.1 + (1.0 if last == "weight" and not _adds_one(model.get_submodule(owner)) else 0.0)
+        if last == "A_log":  # slow decays, so that a state still counts when its tokens are many
+            weights -= 4.0
         model.get_submodule(owner).register_parameter(last, nn.Parameter(weights, requires_grad=False))
     for module in model.modules():
         _soften(module)

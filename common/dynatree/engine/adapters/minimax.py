@@ -1,0 +1,42 @@
+"""The adapter of MiniMax-01, whose lightning attention computes its recurrence itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import sigmoid
+from transformers import PreTrainedModel
+from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
+
+from dynatree.engine.adapters.recurrent import LayerCall
+from dynatree.engine.forward.attention import AttentionCall
+from dynatree.engine.recurrent import linear_attention
+from dynatree.engine.recurrent.scan import Scan
+
+
+class _Lightning(MiniMaxLightningAttention):
+    """Replaces lightning attention in forward passes that have an `AttentionCall`."""
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, dynatree_call: AttentionCall | None = None, **options: Any
+    ) -> Any:
+        """Return the layer's output `[1, n, hidden_size]`, and the state if the model computes it itself."""
+        if dynatree_call is None:
+            return super().forward(hidden_states, *args, **options)
+        qkv = self.act_fn(self.qkv_proj(hidden_states))[0].unflatten(-1, (self.num_attention_heads, -1))
+        query, key, value = qkv.float().split(self.head_dim, -1)  # each [n, heads, head_dim]
+        decays = -self.slope_rate.float().view(1, -1).expand(len(qkv), -1)
+        state = value.new_zeros(self.num_attention_heads, self.head_dim, self.head_dim)
+        none = (key[:0], value[:0], decays[:0])
+        scan = Scan("lightning attention", linear_attention.linear_attention, linear_attention.fold, state, none)
+        output = LayerCall(dynatree_call, self.layer_idx).scan(scan, (query, key, value, decays))
+        output = self.norm(output.flatten(1).to(hidden_states.dtype)[None])
+        return self.out_proj(sigmoid(self.output_gate(hidden_states)) * output), None
+
+
+def adapt(model: PreTrainedModel) -> None:
+    """Replace each lightning attention of a model."""
+    for module in model.modules():
+        if type(module) is MiniMaxLightningAttention:
+            module.__class__ = _Lightning

@@ -1,0 +1,145 @@
+"""The adapter of families with recurrent layers, whose mixers call functions of their modules for all that recurs.
+
+In forward passes with an `AttentionCall`, other functions take the place of these: they compute trees of tokens of
+several sessions. Projections, gates and norms stay those of transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from dynatree.common.errors import StartupError
+from dynatree.engine.adapters import state_spaces
+from dynatree.engine.forward.attention import AttentionCall
+from dynatree.engine.recurrent import gated_delta, linear_attention, short_conv
+from dynatree.engine.recurrent.linear_attention import Records
+from dynatree.engine.recurrent.scan import Scan
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """An `AttentionCall` for one recurrent layer, because the functions of a mixer do not get its index."""
+
+    call: AttentionCall
+    layer: int
+
+    def scan(self, scan: Scan, tokens: Sequence[Tensor]) -> Tensor:
+        """See `Recurring.scan`.
+
+        Raises:
+            StartupError: The forward pass computes no recurrent layers.
+        """
+        if self.call.recurring is None:
+            raise StartupError("its recurrent layers are not computed by this kind of forward pass")
+        return self.call.recurring.scan(self.layer, scan, tokens)
+
+
+class _StepLinear(nn.Linear):
+    """A linear layer whose weight the mixer of Mamba-1 reads itself, so that no layout may take its place."""
+
+
+# Of the mixer that computes at the moment; mixers of Mamba-1 hand no keyword arguments to their functions.
+_CURRENT: ContextVar[LayerCall | None] = ContextVar("_CURRENT", default=None)
+
+
+def adapt(model: PreTrainedModel) -> None:
+    """Let each recurrent mixer of a model compute trees of tokens; a mixer is known by its convolution."""
+    for module in model.modules():
+        if any(isinstance(child, nn.Conv1d) for child in module.children()):
+            for child in module.children():
+                if type(child) is nn.Linear and child is getattr(module, "dt_proj", None):
+                    child.__class__ = _StepLinear
+            _replace_functions(sys.modules[type(module).__module__])
+            module.register_forward_pre_hook(_enter, with_kwargs=True)
+            module.register_forward_hook(_leave, always_call=True)
+
+
+def _enter(mixer: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    call = options.pop("dynatree_call", None)
+    if call is not None:
+        options["attention_mask"] = None  # the placeholder, which Mamba-1 takes for a mask of padding
+    _CURRENT.set(None if call is None else LayerCall(call, mixer.layer_idx))  # type: ignore[arg-type]
+    return args, options
+
+
+def _leave(*_: Any) -> None:
+    _CURRENT.set(None)
+
+
+def _replace_functions(modeling: Any) -> None:
+    """Replace the functions of a module of transformers while there is a `LayerCall`."""
+    for name, ours in _FUNCTIONS.items():
+        theirs = getattr(modeling, name, None)
+        if theirs is not None and not hasattr(theirs, "dynatree"):
+            setattr(modeling, name, _either(ours, theirs))
+
+
+def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(theirs)
+    def function(*args: Any, **options: Any) -> Any:
+        call = _CURRENT.get()
+        return theirs(*args, **options) if call is None else ours(call, *args, **options)
+
+    function.dynatree = True  # type: ignore[attr-defined]
+    return function
+
+
+def _convolution(
+    call: LayerCall, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> Tensor:
+    """Compute the convolution of each channel of `x`, `[1, channels, n]`."""
+    rows = x[0].T  # [n, channels]
+    state = rows.new_zeros(weight.shape[1] - 1, len(weight))
+    scan = Scan("a convolution", partial(_convolve, weight, bias), _shift, state, (state[:0],))
+    output = call.scan(scan, (rows,)).T[None]
+    return output if activation is None else ACT2FN[activation](output)
+
+
+def _convolve(
+    weight: Tensor, bias: Tensor | None, x: Tensor, kept: Records, ancestors: Tensor | None, state: Tensor
+) -> tuple[Tensor, Records]:
+    """Compute `short_conv` in float32; inputs are kept in their own dtype."""
+    wide = None if bias is None else bias.float()
+    output = short_conv.short_conv(x.float(), weight.float(), wide, kept[0].float(), ancestors, state.float())
+    return output.to(x.dtype), (x,)
+
+
+def _shift(state: Tensor, records: Records) -> Tensor:
+    return short_conv.fold(state, records[0])
+
+
+def _delta_rule(
+    call: LayerCall, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
+) -> tuple[Tensor, None]:
+    """Compute the gated delta rule: query and key `[1, n, G, dk]`, value `[1, n, H, dv]`, g and beta `[1, n, H]`.
+
+    Kimi Linear's g has a decay per channel, `[1, n, H, dk]`.
+    """
+    rows = [each[0].float() for each in (query, key, value, g, beta)]
+    if options.get("use_qk_l2norm_in_kernel"):
+        rows[:2] = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in rows[:2])
+    rows[0] = rows[0] * query.shape[-1] ** -0.5
+    heads, size = value.shape[2:]
+    state = rows[0].new_zeros(heads, key.shape[3], size)
+    none = (rows[1][:0], rows[2][:0], rows[3][:0])
+    scan = Scan("a gated delta rule", gated_delta.gated_delta, linear_attention.fold, state, none)
+    return call.scan(scan, rows)[None].to(value.dtype), None
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": state_spaces.mamba2,
+    "mamba_selective_scan": state_spaces.mamba,
+}

@@ -1,0 +1,73 @@
+"""What takes the place of the scans of Mamba-2's and Mamba-1's mixers; `recurrent` calls these functions."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from dynatree.engine.recurrent import linear_attention, selective_scan
+from dynatree.engine.recurrent.scan import Scan
+
+if TYPE_CHECKING:
+    from dynatree.engine.adapters.recurrent import LayerCall
+
+
+def mamba2(
+    call: LayerCall,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,  # noqa: N803 (transformers' name)
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    z: None = None,
+    **_: Any,
+) -> Tensor:
+    """Compute Mamba-2's scan: x `[1, n, H, dv]`, dt `[1, n, H]`, a `[H]`, b and c `[1, n, G, dk]`."""
+    x, b, c = x[0].float(), b[0].float(), c[0].float()
+    step = _step(dt[0], dt_bias, dt_softplus).clamp(*dt_limit).float()
+    v, g = x * step[..., None], step * a.float()
+    state = v.new_zeros(v.shape[1], b.shape[2], v.shape[2])
+    scan = Scan("a state space", linear_attention.linear_attention, linear_attention.fold, state, (b[:0], v[:0], g[:0]))
+    output = call.scan(scan, (c, b, v, g))
+    return (output if D is None else output + D[:, None] * x)[None]
+
+
+def mamba(
+    call: LayerCall,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    D: Tensor | None = None,  # noqa: N803 (transformers' name)
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **_: Any,
+) -> Tensor:
+    """Compute Mamba-1's scan: x, dt and z `[1, channels, n]`, a `[channels, states]`, b and c `[1, states, n]`."""
+    x, dt, b, c = (each[0].T for each in (x, dt, b, c))
+    step = _step(dt, delta_bias, delta_softplus).float()
+    v, wide = step * x.float(), b.float()
+    compute, fold = (partial(each, a.float()) for each in (selective_scan.selective_scan, selective_scan.fold))
+    scan = Scan(
+        "a selective scan", compute, fold, torch.zeros_like(a, dtype=torch.float32), (step[:0], v[:0], wide[:0])
+    )
+    output = call.scan(scan, (step, v, wide, c.float()))
+    output = (output if D is None else output + x * D).T[None]
+    return output if z is None else output * silu(z)
+
+
+def _step(dt: Tensor, bias: Tensor | None, softened: bool) -> Tensor:
+    """Compute step sizes in the dtype of `dt`, as transformers does."""
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return softplus(dt) if softened else dt

@@ -1,0 +1,1 @@
+"""Mathematics of recurrent layers on trees of tokens: pure functions of tensors."""

@@ -1,0 +1,74 @@
+"""What the recurrent layers of a session keep between forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from dynatree.engine.recurrent.linear_attention import Records
+
+# Tokens whose records are kept, so that the states need not be folded in every forward pass, and so that the prefix
+# cache can go back by some tokens.
+KEPT = 64
+Key: TypeAlias = tuple[int, str]  # a layer's index, and the name of one of its scans
+
+
+@dataclass(frozen=True)
+class RecurrentSize:
+    """Bytes that a model's recurrent layers keep.
+
+    Attributes:
+        state_bytes: Bytes of the states of one session.
+        record_bytes: Bytes of the records of one token.
+    """
+
+    state_bytes: int
+    record_bytes: int
+
+    @property
+    def session_bytes(self) -> int:
+        """Bytes of one session between forward passes: its memory, and the one at its prompt's end."""
+        return 2 * self.state_bytes + 4 * KEPT * self.record_bytes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """States of the recurrent layers of a session, and records of the tokens behind them.
+
+    Memories and their tensors never change. So sessions and entries of the prefix cache may share them, and a forward
+    pass that fails leaves them as they were.
+
+    Attributes:
+        position: Number of the session's first tokens that are in the states.
+        count: Number of tokens behind them that have records, in the order of their slots from `position` on.
+        layers: State and records of each scan of each layer; empty if both numbers are 0.
+    """
+
+    position: int = 0
+    count: int = 0
+    layers: Mapping[Key, tuple[Tensor, Records]] = field(default_factory=dict)
+
+    @property
+    def stop(self) -> int:
+        """One past the last slot with a record."""
+        return self.position + self.count
+
+    def moved(self, sources: Sequence[int], start: int) -> Memory:
+        """Return the memory whose slots from `start` on, and only these, hold the records of the slots `sources`."""
+        return self._taken([*range(self.position, start), *sources])
+
+    def cut(self, stop: int) -> Memory:
+        """Return the memory of the slots before `stop`, which is not before `position`."""
+        return self if self.stop <= stop else self._taken(range(self.position, stop))
+
+    def _taken(self, slots: Sequence[int]) -> Memory:
+        index = torch.tensor(slots, dtype=torch.long) - self.position
+        layers = {
+            key: (state, tuple(each.index_select(0, index.to(each.device)) for each in records))
+            for key, (state, records) in self.layers.items()
+        }
+        return Memory(self.position, len(slots), layers)

@@ -1,0 +1,103 @@
+"""Tests of models with recurrent layers through both services, held to `generate()` in float32."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dynatree.client import Client
+from dynatree.draft.policies import policy_names
+from dynatree.engine.adapters.registry import RECURRENT
+from tests.campaigns.recurrent_matrix import FEW, SETTINGS, compare, generated, saved_pair
+from tests.support.processes import wait_until
+from tests.support.services import running_services
+
+STANDS_FOR_ALL = "qwen3_5_text"  # convolutions, the gated delta rule, and attention
+PLAIN = "autoregressive"
+TREES = [policy for policy in policy_names() if policy not in (PLAIN, "ngram")]
+BUSH = {"policy": "fixed", "policy_settings": SETTINGS["fixed"], "ignore_eos": True}
+
+
+def families():
+    return [
+        pytest.param(family, marks=() if family in (STANDS_FOR_ALL, "lfm2") else pytest.mark.long)
+        for family in sorted(RECURRENT)
+    ]
+
+
+@pytest.mark.parametrize("family", families())
+def test_every_policy_gives_the_tokens_of_generate(tmp_path, family):
+    policies = policy_names() if family == STANDS_FOR_ALL else ("fixed", "linear", "throughput", PLAIN)
+    result = compare(family, tmp_path, policies, prompts=4, new=30)
+    assert not result["wrong"]
+    assert result["distinct"] > 20
+    assert all(result["accepted"][policy] > 0 for policy in policies if policy in TREES)
+
+
+@pytest.fixture(scope="module", name="pair")
+def pair_fixture(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("s")
+    target, draft = saved_pair(STANDS_FOR_ALL, folder)
+    plain = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, attn_implementation="eager").eval()
+    with running_services(folder, target, draft, dtype="float32", sessions=8) as services:
+        yield services, plain
+
+
+def prompt_of(seed, length):
+    return random.Random(seed).choices(list(FEW), k=length)
+
+
+def test_eight_sessions_share_passes_and_each_has_its_own_tokens(pair):
+    services, plain = pair
+    prompts = [prompt_of(seed, 3 + 21 * seed) for seed in range(8)]
+    options = [{"logit_bias": FEW} | ({"temperature": 0.8, "seed": seed} if seed % 2 else {}) for seed in range(8)]
+    with Client(services.draft_address, principal="eight") as client, ThreadPoolExecutor(8) as threads:
+        completions = list(
+            threads.map(lambda n: client.generate(prompts[n], max_new_tokens=50, **BUSH, **options[n]), range(8))
+        )
+    for prompt, option, completion in zip(prompts, options, completions, strict=True):
+        assert completion.token_ids == generated(plain, prompt, 50, **option)
+    assert max(each.stats.sessions_per_pass for each in completions) > 1.0
+    assert sum(each.stats.draft_n_accepted for each in completions) > 100
+
+
+@pytest.mark.parametrize("length", [20, 64, 100, 140])
+def test_a_conversation_goes_on_from_what_its_answer_left(pair, length):
+    """A state holds all tokens before it, so a prefix is reused from where a state was kept, and never beyond."""
+    services, plain = pair
+    prompt = prompt_of(length, length)
+    with Client(services.draft_address, principal=f"conversation {length}") as client:
+
+        def reused(prompt, count):
+            completion = client.generate(prompt, max_new_tokens=count, logit_bias=FEW, **BUSH)
+            assert completion.token_ids == generated(plain, prompt, count, logit_bias=FEW)
+            wait_until(lambda: services.sessions == 0)  # what the answer left is in the cache
+            return completion.token_ids, completion.stats.cached_tokens
+
+        answer, cached = reused(prompt, 40)
+        assert cached == 0
+        assert reused([*prompt, *answer, 100, 103], 20)[1] >= length + 38, "the next turn"
+        assert reused(prompt, 10)[1] == length - 1, "the same prompt"
+        assert reused([*prompt[: length // 2], 5, 6, 7], 10)[1] in (0, length // 2)
+        again = reused([*prompt, *answer[:3], 9], 10)[1]
+        assert length - 1 <= again <= length + 3, "an answer that was cut and goes on otherwise"
+
+
+def test_sessions_that_are_cancelled_leave_nothing_behind(tmp_path):
+    target, draft = saved_pair("lfm2", tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, attn_implementation="eager").eval()
+    with (
+        running_services(tmp_path, target, draft, dtype="float32", sessions=4, prefix_cache=False) as services,
+        Client(services.draft_address) as client,
+    ):
+        for seed in range(12):
+            stream = client.stream(prompt_of(seed, 100), max_new_tokens=100, logit_bias=FEW, **BUSH)
+            for _ in range(seed % 4):
+                next(stream)
+            stream.close()
+        wait_until(lambda: services.idle)
+        prompt = prompt_of(99, 70)
+        completion = client.generate(prompt, max_new_tokens=30, logit_bias=FEW, **BUSH)
+        assert completion.token_ids == generated(plain, prompt, 30, logit_bias=FEW)
