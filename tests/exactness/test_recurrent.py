@@ -10,7 +10,12 @@ from transformers import AutoModelForCausalLM
 from dynatree.client import Client
 from dynatree.draft.policies import policy_names
 from dynatree.engine.adapters.registry import RECURRENT
+from dynatree.engine.forward.segment import Segment
+from dynatree.engine.forward.tree_mask import ancestor_mask
+from dynatree.engine.loading import load_engine
+from dynatree.engine.settings import ModelSettings
 from tests.campaigns.recurrent_matrix import FEW, SETTINGS, compare, generated, saved_pair
+from tests.support.families import VOCAB_SIZE
 from tests.support.processes import wait_until
 from tests.support.services import running_services
 
@@ -101,3 +106,44 @@ def test_sessions_that_are_cancelled_leave_nothing_behind(tmp_path):
         prompt = prompt_of(99, 70)
         completion = client.generate(prompt, max_new_tokens=30, logit_bias=FEW, **BUSH)
         assert completion.token_ids == generated(plain, prompt, 30, logit_bias=FEW)
+
+
+@torch.inference_mode()
+def logits_of_path(engine, tokens, prompt, chooser):
+    """The logits of `tokens` after `prompt` of them; with a chooser, in one pass as a path of a tree."""
+    kv = engine.kv_cache.reserve(256)
+    engine.forward([Segment(kv, 0, tokens[:prompt], range(prompt), keep=[])])
+    places = range(prompt, len(tokens))
+    if chooser is None:
+        rows = [engine.forward([Segment(kv, place, [tokens[place]], [place])])[0] for place in places]
+        engine.kv_cache.release(kv)
+        return torch.cat(rows)
+    ids, parents, positions, path = [], [], [], []
+    for place in places:
+        parent = path[-1] if path else -1
+        for _ in range(chooser.randrange(3) if path else 0):  # siblings
+            ids.append(chooser.randrange(2, VOCAB_SIZE))
+            parents.append(parent)
+            positions.append(place)
+        path.append(len(ids))
+        ids.append(tokens[place])
+        parents.append(parent)
+        positions.append(place)
+    tree = Segment(kv, prompt, ids, positions, mask=ancestor_mask([parent - 1 for parent in parents[1:]]))
+    other = engine.kv_cache.reserve(64)
+    beside = Segment(other, 0, tokens[:30], range(30), keep=[])
+    rows = engine.forward([beside, tree] if chooser.random() < 0.5 else [tree, beside])
+    for each in (kv, other):
+        engine.kv_cache.release(each)
+    return next(each for each in rows if len(each))[path]
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="kernels for x86 only")
+@pytest.mark.parametrize("family", families())
+def test_a_tree_in_16_bits_has_the_bits_of_plain_decoding(tmp_path, family):
+    """In float32, recurrent layers changed the last bits of nearly every row."""
+    engine = load_engine(ModelSettings(str(saved_pair(family, tmp_path)[0]), dtype="bfloat16", sessions=2))
+    for seed, prompt in enumerate((1, 40, 70, 130)):
+        tokens = random.Random(seed).choices(range(2, VOCAB_SIZE), k=prompt + 30)
+        plain = logits_of_path(engine, tokens, prompt, None)
+        assert torch.equal(logits_of_path(engine, tokens, prompt, random.Random(seed)), plain)

@@ -25,8 +25,8 @@ class _Lightning(MiniMaxLightningAttention):
         if dynatree_call is None:
             return super().forward(hidden_states, *args, **options)
         qkv = self.act_fn(self.qkv_proj(hidden_states))[0].unflatten(-1, (self.num_attention_heads, -1))
-        query, key, value = qkv.float().split(self.head_dim, -1)  # each [n, heads, head_dim]
-        decays = -self.slope_rate.float().view(1, -1).expand(len(qkv), -1)
+        query, key, value = qkv.double().split(self.head_dim, -1)  # each [n, heads, head_dim]
+        decays = -self.slope_rate.double().view(1, -1).expand(len(qkv), -1)
         state = value.new_zeros(self.num_attention_heads, self.head_dim, self.head_dim)
         none = (key[:0], value[:0], decays[:0])
         scan = Scan("lightning attention", linear_attention.linear_attention, linear_attention.fold, state, none)

@@ -108,9 +108,9 @@ def _convolution(
 def _convolve(
     weight: Tensor, bias: Tensor | None, x: Tensor, kept: Records, ancestors: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Records]:
-    """Compute `short_conv` in float32; inputs are kept in their own dtype."""
-    wide = None if bias is None else bias.float()
-    output = short_conv.short_conv(x.float(), weight.float(), wide, kept[0].float(), ancestors, state.float())
+    """Compute `short_conv` in float64; inputs are kept in their own dtype."""
+    wide = None if bias is None else bias.double()
+    output = short_conv.short_conv(x.double(), weight.double(), wide, kept[0].double(), ancestors, state.double())
     return output.to(x.dtype), (x,)
 
 
@@ -125,7 +125,7 @@ def _delta_rule(
 
     Kimi Linear's g has a decay per channel, `[1, n, H, dk]`.
     """
-    rows = [each[0].float() for each in (query, key, value, g, beta)]
+    rows = [each[0].double() for each in (query, key, value, g, beta)]
     if options.get("use_qk_l2norm_in_kernel"):
         rows[:2] = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in rows[:2])
     rows[0] = rows[0] * query.shape[-1] ** -0.5

@@ -32,9 +32,9 @@ def mamba2(
     **_: Any,
 ) -> Tensor:
     """Compute Mamba-2's scan: x `[1, n, H, dv]`, dt `[1, n, H]`, a `[H]`, b and c `[1, n, G, dk]`."""
-    x, b, c = x[0].float(), b[0].float(), c[0].float()
-    step = _step(dt[0], dt_bias, dt_softplus).clamp(*dt_limit).float()
-    v, g = x * step[..., None], step * a.float()
+    x, b, c = x[0].double(), b[0].double(), c[0].double()
+    step = _step(dt[0], dt_bias, dt_softplus).clamp(*dt_limit).double()
+    v, g = x * step[..., None], step * a.double()
     state = v.new_zeros(v.shape[1], b.shape[2], v.shape[2])
     scan = Scan("a state space", linear_attention.linear_attention, linear_attention.fold, state, (b[:0], v[:0], g[:0]))
     output = call.scan(scan, (c, b, v, g))
@@ -56,13 +56,13 @@ def mamba(
 ) -> Tensor:
     """Compute Mamba-1's scan: x, dt and z `[1, channels, n]`, a `[channels, states]`, b and c `[1, states, n]`."""
     x, dt, b, c = (each[0].T for each in (x, dt, b, c))
-    step = _step(dt, delta_bias, delta_softplus).float()
-    v, wide = step * x.float(), b.float()
-    compute, fold = (partial(each, a.float()) for each in (selective_scan.selective_scan, selective_scan.fold))
+    step = _step(dt, delta_bias, delta_softplus).double()
+    v, wide = step * x.double(), b.double()
+    compute, fold = (partial(each, a.double()) for each in (selective_scan.selective_scan, selective_scan.fold))
     scan = Scan(
-        "a selective scan", compute, fold, torch.zeros_like(a, dtype=torch.float32), (step[:0], v[:0], wide[:0])
+        "a selective scan", compute, fold, torch.zeros_like(a, dtype=torch.float64), (step[:0], v[:0], wide[:0])
     )
-    output = call.scan(scan, (step, v, wide, c.float()))
+    output = call.scan(scan, (step, v, wide, c.double()))
     output = (output if D is None else output + x * D).T[None]
     return output if z is None else output * silu(z)
 

@@ -22,8 +22,9 @@ from dynatree.engine.recurrent.scan import Scan
 class RecurrentBatch:
     """Segments side by side in one row of tokens; implements `Recurring`.
 
-    Sums of a session's outputs do not depend on the other segments. They depend on where its states were folded, so
-    outputs may differ by rounding between trees of different sizes.
+    Sums of a session's outputs do not depend on the other segments. Their order depends on where its states were
+    folded, and so on the sizes of earlier trees. Therefore scans compute in float64: the order changes bits that
+    rounding to the model's dtype almost always drops.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
