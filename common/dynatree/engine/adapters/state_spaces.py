@@ -38,7 +38,7 @@ def mamba2(
     state = v.new_zeros(v.shape[1], b.shape[2], v.shape[2])
     scan = Scan("a state space", linear_attention.linear_attention, linear_attention.fold, state, (b[:0], v[:0], g[:0]))
     output = call.scan(scan, (c, b, v, g))
-    return (output if D is None else output + D[:, None] * x)[None]
+    return (output if D is None else output + D[:, None] * x).contiguous()[None]  # Falcon-H1 takes a view of it
 
 
 def mamba(

@@ -86,8 +86,13 @@ def _shorten(values: dict[str, Any], holder: Any, context_length: int) -> None:
 
 def _narrow(text: Any) -> None:
     """Reduce the heads and the matching width, then the sizes of `_cut`."""
-    heads, width = text.num_attention_heads, text.hidden_size
     given = vars(text)  # if layers differ, the configuration may refuse to read an attribute directly
+    if text.model_type == "mamba2":
+        text.num_heads = 2 * text.n_groups
+        text.hidden_size = text.num_heads * text.head_dim // text.expand
+        _cut(text)
+        return
+    heads, width = text.num_attention_heads, text.hidden_size
     kv_name = next((name for name in ("num_key_value_heads", "num_kv_heads") if given.get(name)), "")
     kv_heads = given.get(kv_name) or heads
     few_kv = min(kv_heads, 2)
@@ -104,6 +109,8 @@ def _narrow(text: Any) -> None:
     if key_heads and value_heads:  # of recurrent layers
         text.linear_num_key_heads = min(key_heads, 2)
         text.linear_num_value_heads = text.linear_num_key_heads * min(value_heads // key_heads, 2)
+    if given.get("mamba_n_heads") and not given.get("mamba_d_ssm"):  # heads that fill a multiple of the width
+        text.mamba_n_heads = text.mamba_expand * text.hidden_size // text.mamba_d_head
     _cut(text)
 
 
