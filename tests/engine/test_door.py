@@ -152,8 +152,9 @@ def test_what_is_served_has_the_right_tokens(tmp_path, family, changes):
         assert found.compared > 20, dtype
 
 
-def test_offloaded_layers_have_their_own_localities(tmp_path):
-    path = saved(tiny_model(tiny_config("gpt_oss")), tmp_path / "model")
+@pytest.mark.parametrize("family", ["gpt_oss", "lfm2"])
+def test_offloaded_layers_have_their_own_localities(tmp_path, family):
+    path = saved(tiny_model(tiny_config(family)), tmp_path / "model")
     found = served(path, "float32", resident_layers=1, layer_cache=tmp_path / "layers")
     assert (found.refusal, found.wrong) == (None, 0)
 
@@ -204,6 +205,7 @@ def test_tensor_parallel_ranks_refuse_what_they_do_not_compute(tmp_path):
         ({}, "cuda", "they are computed on a CPU only"),
         ({"fixed_rows": (8,)}, "cpu", "--fixed-rows does not compute them"),
         ({"tensor_parallel": 2}, "cpu", "--tensor-parallel does not compute them"),
+        ({"weights": "int8"}, "cpu", "with quantised weights a tree could change its tokens"),
     ],
 )
 def test_options_that_recurrent_layers_do_not_have_are_refused_by_name(tmp_path, monkeypatch, settings, device, reason):

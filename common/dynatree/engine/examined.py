@@ -15,7 +15,8 @@ from dynatree.engine.model.files import check_path
 from dynatree.engine.model.gguf_config import config_of
 from dynatree.engine.model.rotary import check_rotary
 from dynatree.engine.model.tokenizer import first_line
-from dynatree.engine.settings import ModelSettings
+from dynatree.engine.quantized.loading import method_of
+from dynatree.engine.settings import ModelSettings, is_gguf
 from dynatree.engine.small_engine import small_engine
 from dynatree.engine.support.explained import explained, named
 from dynatree.engine.support.families import RECURRENT_LAYERS, WITHOUT_KEYS, check_config
@@ -97,11 +98,14 @@ def _check_options(settings: ModelSettings, config: PretrainedConfig, features: 
 
 def _check_recurrent(settings: ModelSettings, config: PretrainedConfig) -> None:
     """Refuse options with which recurrent layers are not computed."""
+    # quantised layers round their rows to 8 bits, so a last bit could change the tokens of trees
+    quantised = settings.weights != "auto" or method_of(config) is not None or is_gguf(settings.model)
     refused = (
         ("a draft cannot go back behind a state", not settings.chooses_tokens),
         ("they are computed on a CPU only; expected --device cpu", chosen_device(settings.device).type != "cpu"),
         ("--tensor-parallel does not compute them", settings.tensor_parallel > 1),
         ("--fixed-rows does not compute them", bool(settings.fixed_rows)),
+        ("with quantised weights a tree could change its tokens; expected weights of 16 or 32 bits", quantised),
     )
     for reason, given in refused:
         if given:
