@@ -123,8 +123,7 @@ def check_computation(
         theirs = plain_logits(model, prefixes, "eager")
         error, allowed = _error(small, prefixes, theirs)
         if not error <= allowed:  # a deep model may amplify rounding, also between transformers' attentions
-            rounding = _rounding if shape.layers else _sensitivity  # without layers that attend, there is one attention
-            allowed = min(allowed + 2.0 * rounding(small, prefixes, theirs, plain_logits), AMPLIFIED * allowed)
+            allowed = min(allowed + 2.0 * _rounding(small, prefixes, theirs, plain_logits), AMPLIFIED * allowed)
         if error <= allowed:
             break
     _check(model, error, allowed)
