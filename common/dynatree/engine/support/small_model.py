@@ -40,7 +40,7 @@ def small_model(config: PretrainedConfig, context_length: int, seed: int) -> Pre
         ValueError: No small model could be made.
     """
     failure: Exception = ValueError("it has too many parameters")
-    for change in (_narrow, _cut, _keep):
+    for change in (_narrow, _narrowest, _narrow_alone, _cut, _keep):
         small = copy.deepcopy(config)
         text = small.get_text_config()
         try:
@@ -86,13 +86,8 @@ def _shorten(values: dict[str, Any], holder: Any, context_length: int) -> None:
 
 def _narrow(text: Any) -> None:
     """Reduce the heads and the matching width, then the sizes of `_cut`."""
-    given = vars(text)  # if layers differ, the configuration may refuse to read an attribute directly
-    if text.model_type == "mamba2":
-        text.num_heads = 2 * text.n_groups
-        text.hidden_size = text.num_heads * text.head_dim // text.expand
-        _cut(text)
-        return
     heads, width = text.num_attention_heads, text.hidden_size
+    given = vars(text)  # if layers differ, the configuration may refuse to read an attribute directly
     kv_name = next((name for name in ("num_key_value_heads", "num_kv_heads") if given.get(name)), "")
     kv_heads = given.get(kv_name) or heads
     few_kv = min(kv_heads, 2)
@@ -105,13 +100,41 @@ def _narrow(text: Any) -> None:
     text.num_attention_heads = few
     if kv_name:
         _set(text, kv_name, few_kv)
-    key_heads, value_heads = (given.get(f"linear_num_{kind}_heads") for kind in ("key", "value"))
-    if key_heads and value_heads:  # of recurrent layers
-        text.linear_num_key_heads = min(key_heads, 2)
-        text.linear_num_value_heads = text.linear_num_key_heads * min(value_heads // key_heads, 2)
-    if given.get("mamba_n_heads") and not given.get("mamba_d_ssm"):  # heads that fill a multiple of the width
-        text.mamba_n_heads = text.mamba_expand * text.hidden_size // text.mamba_d_head
+    _narrow_recurrent(text)
     _cut(text)
+
+
+def _narrow_recurrent(text: Any) -> None:
+    """Reduce the heads of recurrent layers, whose size stays, to match a width that has been reduced."""
+    given = vars(text)
+    keys, values = (given.get(f"linear_num_{kind}_heads") for kind in ("key", "value"))
+    if keys and values:
+        text.linear_num_key_heads = min(keys, 2)
+        text.linear_num_value_heads = text.linear_num_key_heads * min(values // keys, 2)
+    if given.get("linear_num_heads"):  # Kimi Linear
+        text.linear_num_heads = min(text.linear_num_heads, 2)
+    size = given.get("mamba_d_head")
+    if isinstance(size, int):  # Mamba-2 in hybrids: heads fill the inner width
+        if given.get("mamba_d_ssm"):
+            text.mamba_n_heads = min(text.mamba_n_heads, 2 * text.mamba_n_groups)
+            text.mamba_d_ssm = text.mamba_n_heads * size
+        else:
+            text.mamba_n_heads = text.mamba_expand * text.hidden_size // size
+
+
+def _narrow_alone(text: Any) -> None:
+    """Reduce the heads and the width of Mamba-2, which has no attention, and the sizes of `_cut`."""
+    text.num_heads = text.n_groups
+    text.hidden_size = text.num_heads * text.head_dim // text.expand
+    _cut(text)
+
+
+def _narrowest(text: Any) -> None:
+    """Reduce the experts and feed-forward layers of `_narrow` further, for models of many layers."""
+    _narrow(text)
+    for name, value in list(vars(text).items()):
+        if _WIDTHS.search(name) and type(value) is int:
+            _set(text, name, min(value, 64))
 
 
 def _cut(text: Any) -> None:
@@ -156,6 +179,8 @@ def _with_weights(model: PreTrainedModel, seed: int) -> PreTrainedModel:
             weights *= parameter.shape[-1] ** -0.5
         else:
             weights = weights * 0.1 + (1.0 if last == "weight" and not _adds_one(model.get_submodule(owner)) else 0.0)
+        if last == "D":  # what passes by a state, without which the first tokens' norms amplify rounding
+            weights += 1.0
         if last == "A_log":  # slow decays, so that a state still counts when its tokens are many
             weights -= 4.0
         model.get_submodule(owner).register_parameter(last, nn.Parameter(weights, requires_grad=False))
