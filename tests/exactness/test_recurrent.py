@@ -133,6 +133,8 @@ def logits_of_path(engine, tokens, prompt, chooser):
     other = engine.kv_cache.reserve(64)
     beside = Segment(other, 0, tokens[:30], range(30), keep=[])
     rows = engine.forward([beside, tree] if chooser.random() < 0.5 else [tree, beside])
+    scans = {name: state.dtype for (_, name), (state, _) in kv.memory.layers.items() if name != "a convolution"}
+    assert set(scans.values()) <= {torch.float64}
     for each in (kv, other):
         engine.kv_cache.release(each)
     return next(each for each in rows if len(each))[path]
@@ -141,7 +143,7 @@ def logits_of_path(engine, tokens, prompt, chooser):
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="kernels for x86 only")
 @pytest.mark.parametrize("family", families())
 def test_a_tree_in_16_bits_has_the_bits_of_plain_decoding(tmp_path, family):
-    """In float32, recurrent layers changed the last bits of nearly every row."""
+    """With states in float32, all rows of a large model differed, though tiny ones rarely show it."""
     engine = load_engine(ModelSettings(str(saved_pair(family, tmp_path)[0]), dtype="bfloat16", sessions=2))
     for seed, prompt in enumerate((1, 40, 70, 130)):
         tokens = random.Random(seed).choices(range(2, VOCAB_SIZE), k=prompt + 30)
