@@ -142,6 +142,11 @@ def test_a_window_counts_where_the_context_is_longer(tmp_path, max_context):
         ("qwen2_5_vl", {}),
         ("lfm2", {}),
         ("qwen3_next", {}),
+        ("kimi_linear", {}),
+        ("mamba2", {}),
+        ("falcon_h1", {}),
+        ("jamba", {}),
+        ("minimax", {}),
         ("qwen3_5", {}),
         ("olmo_hybrid", {}),
     ],
@@ -218,7 +223,11 @@ def test_options_that_recurrent_layers_do_not_have_are_refused_by_name(tmp_path,
 @pytest.mark.parametrize(
     ("family", "mistake"),
     [
-        *((family, each) for family in ("lfm2", "qwen3_next") for each in ("siblings are seen", "a state is not folded")),
+        *(
+            (family, each)
+            for family in ("lfm2", "qwen3_next")
+            for each in ("siblings are seen", "a state is not folded")
+        ),
         ("qwen3_next", "a state is folded twice"),
     ],
 )
