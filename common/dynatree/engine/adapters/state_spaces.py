@@ -58,10 +58,9 @@ def mamba(
     x, dt, b, c = (each[0].T for each in (x, dt, b, c))
     step = _step(dt, delta_bias, delta_softplus).double()
     v, wide = step * x.double(), b.double()
-    compute, fold = (partial(each, a.double()) for each in (selective_scan.selective_scan, selective_scan.fold))
-    scan = Scan(
-        "a selective scan", compute, fold, torch.zeros_like(a, dtype=torch.float64), (step[:0], v[:0], wide[:0])
-    )
+    a = a.double()
+    compute, fold = partial(selective_scan.selective_scan, a), partial(selective_scan.fold, a)
+    scan = Scan("a selective scan", compute, fold, torch.zeros_like(a), (step[:0], v[:0], wide[:0]))
     output = call.scan(scan, (step, v, wide, c.double()))
     output = (output if D is None else output + x * D).T[None]
     return output if z is None else output * silu(z)
