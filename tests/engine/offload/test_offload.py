@@ -636,6 +636,7 @@ def test_layers_in_memory_take_their_bytes_and_are_waited_for_in_the_end(monkeyp
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(("wait",)))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: None)
     blob, places = blob_of({"a": torch.arange(5000, dtype=torch.int32), "b": torch.ones(3)})
     assert blob.numel() == 20480, "whole pages"
     assert blob.data_ptr() % 4096 == 0
