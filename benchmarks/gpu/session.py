@@ -53,6 +53,7 @@ PARTS: dict[int, tuple[Step, ...]] = {
         Step("1-default", "speed:default", 15, models=True),
         Step("1-attention-float64", "bits:attention_in_float64", 40),
         Step("1-noise", "bits:noise", 20),
+        Step("1-choices", "bits:choices", 20),
         Step("1-attention-times", "bits:attention_times", 30),
         Step("1-sanitizer", "sanitized:sanitizer", 120),
         Step("1-blocks", "loaded:blocks", 60),

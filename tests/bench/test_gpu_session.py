@@ -274,7 +274,7 @@ def test_a_tiny_session_measures_all_parts(tmp_path: Path) -> None:
 
     Each call is on another machine, as after a loss: it has the bundle of the call before, and no models.
     """
-    bundle = None
+    bundle: Path | None = None
     for part, steps in session.PARTS.items():
         results = tmp_path / str(part) / "results"
         printed = tiny_part(part, results, tmp_path / str(part) / "models", bundle)
@@ -290,6 +290,7 @@ def test_a_tiny_session_measures_all_parts(tmp_path: Path) -> None:
             assert record["tiny"]
             assert record["around"]["device"].startswith("a CPU")
             assert all(bound["met"] for bound in record.get("bounds", ())), printed
+    assert bundle is not None
     records = json.loads(bundle.read_text())
     assert set(records) == {step.name for steps in session.PARTS.values() for step in steps}
     without_a_gpu = {"1-attention-times", "1-sanitizer", "1-blocks", "2-waits"}

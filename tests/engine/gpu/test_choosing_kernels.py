@@ -99,7 +99,9 @@ def test_accepted_rows_move_to_the_slots_of_committed_tokens(tree: TokenTree, da
     padding, rows = data.draw(st.integers(0, 4)), 2 * (len(tree) + 1)
     size = len(tree) + 1
     depths = [0, *tree.depths]
-    parents, homes, slots = [], [], []
+    parents: list[int] = []
+    homes: list[int] = []
+    slots: list[int] = []
     for first, base in ((0, 3), (size, 50)):  # first row, and slot of the root
         parents += [first, *(first + 1 + parent for parent in tree.parents)]
         homes += [base + depth for depth in depths]
@@ -158,9 +160,9 @@ def test_rankings_are_those_of_float64(dtype: torch.dtype, noisy: bool) -> None:
 def test_rankings_of_rows_that_are_not_finite(noisy: bool) -> None:
     """A row's first log-probability is NaN as in torch's operations, and every token is one of the vocabulary."""
     logits, temperatures, seeds, positions = rows_of(torch.float32)
-    given_rows: tuple[Any, ...] = (harmed(logits), torch.full((6,), 150, dtype=torch.int32), temperatures)
-    ids, chances = ranks_by_triton(*given_rows, seeds, positions, noisy, 16)
-    _, expected = rank(*given_rows, seeds, positions, noisy, 16)
+    logits, limits = harmed(logits), torch.full((6,), 150, dtype=torch.int32)
+    ids, chances = ranks_by_triton(logits, limits, temperatures, seeds, positions, noisy, 16)
+    _, expected = rank(logits, limits, temperatures, seeds, positions, noisy, 16)
     assert chances[:, 0].isnan().tolist() == expected[:, 0].isnan().tolist() == [False, True, True, True, False, False]
     assert ((ids >= 0) & (ids < VOCABULARY)).all()
     assert ids[0, :3].tolist() == [3, 70, 140]
@@ -180,10 +182,12 @@ def test_fewer_tokens_than_places_are_followed_by_tokens_of_no_chance() -> None:
         assert ((ids[row] >= 0) & (ids[row] < VOCABULARY)).all()
 
 
-class Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts torch's operations that launch kernels on a GPU: all but allocations and views."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count the operation, then run it."""
@@ -204,7 +208,8 @@ def launches(function: Callable[[], object]) -> int:
     with pytest.MonkeyPatch.context() as patch, Operations() as operations:
         patch.setattr(InterpretedFunction, "run", counted)
         function()
-    return len(kernels) + operations.count
+    count: int = operations.count
+    return len(kernels) + count
 
 
 @pytest.mark.parametrize("noisy", [False, True])

@@ -6,6 +6,8 @@ Of a target's round, only the choices are copied to the host, which derives the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -110,7 +112,7 @@ def _rank(
 
 
 @_rank.register_fake
-def _(logits: Tensor, *given: object) -> tuple[Tensor, Tensor]:
+def _(logits: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     shape = (len(logits), given[-1])
     return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,9 +111,10 @@ class _CudaOrder:
 
     def __init__(self, device: torch.device, slots: int, blobs: Sequence[Tensor]) -> None:
         self._device = device
+        self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._locked: list[int] = []  # addresses
         for blob in blobs:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(blob.data_ptr(), blob.numel(), 0))
+            torch.cuda.check_error(self._runtime.cudaHostRegister(blob.data_ptr(), blob.numel(), 0))
             self._locked.append(blob.data_ptr())
         self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copied = [torch.cuda.Event() for _ in range(slots)]  # type: ignore[no-untyped-call]
@@ -141,7 +143,7 @@ class _CudaOrder:
         """Wait, then unlock the pages."""
         self.synchronize()
         while self._locked:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._locked.pop()))
+            torch.cuda.check_error(self._runtime.cudaHostUnregister(self._locked.pop()))
 
 
 class _HostOrder:
