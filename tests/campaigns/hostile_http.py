@@ -9,10 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial
 
+from dynatree.common.grammar import GrammarKind
 from tests.campaigns.hostile_targets import (
     BODY_SECONDS,
+    GIVEN_UP_SECONDS,
     HEAD_SECONDS,
     SCRAPE_SECONDS,
     Answer,
@@ -24,10 +27,12 @@ from tests.campaigns.hostile_targets import (
     opened,
     silent,
 )
+from tests.support.costly_grammars import COSTLY
 
 MOST_BYTES = 4 * 2**20 - 200  # size of a body just below the limit
 CONTEXT = 2040  # tokens of a prompt just below the embedded pair's context length
 JSON_SECONDS = 0.5  # time between two bodies
+GRAMMAR_SECONDS = 30.0  # in which a costly grammar is refused or followed beside other load; alone, it takes 2 s
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -39,12 +44,13 @@ def head(target: Target, path: str, length: int | None, *, key: bool = True, met
     return f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{shown}{kind}{size}\r\n\r\n".encode()
 
 
-def ask(target: Target, data: bytes) -> Answer:
-    """Send a request that a gateway must refuse within a second; a metrics port may answer it."""
-    expected = range(400, 500) if target.name == "gateway" else range(200, 600)
+def ask(target: Target, data: bytes, expected: range = range(400, 500), seconds: float = GIVEN_UP_SECONDS) -> Answer:
+    """Send a request that a gateway must answer in time with an expected status; a metrics port may use any."""
+    if target.name != "gateway":
+        expected = range(200, 600)
     began = time.monotonic()
     with target.connect(protocol="http/1.1") as connection:
-        read, answered = exchange(connection, data, lambda heard: b"\r\n" in heard)
+        read, answered = exchange(connection, data, lambda heard: b"\r\n" in heard, seconds)
     took = time.monotonic() - began
     status = read[9:12].decode(errors="replace") if read.startswith(b"HTTP/1.") else ""
     if not answered:
@@ -138,6 +144,28 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "settings": (COMPLETIONS, partial(_filled, '{"prompt": "a", "policy_settings": {', lambda n: f'"{n}": 1', "}}")),
     "nulls": (COMPLETIONS, partial(_filled, '{"prompt": null, ', lambda n: f'"{n}": null', "}")),
     "detokenized ids": ("/detokenize", partial(_filled, '{"tokens": [', lambda _: "7", "]}")),
+    "schemas": (
+        COMPLETIONS,
+        partial(
+            _filled,
+            '{"prompt": "a", "structured_outputs": {"json": {"anyOf": [',
+            lambda n: f'{{"const": {n}}}',
+            "]}}}",
+        ),
+    ),
+    "choices": (
+        COMPLETIONS,
+        partial(_filled, '{"prompt": "a", "structured_outputs": {"choice": [', lambda n: f'"{n}"', "]}}"),
+    ),
+    "tools": (
+        CHAT,
+        partial(
+            _filled,
+            _CHAT + '"a"}], "tools": [',
+            lambda n: f'{{"type": "function", "function": {{"name": "f{n}"}}}}',
+            "]}",
+        ),
+    ),
     "tokenized text": ("/tokenize", partial(_filled, '{"prompt": "', lambda _: " the" * 1000, '"}')),
 }
 
@@ -170,6 +198,19 @@ def huge_answer(target: Target, generator: random.Random, over: threading.Event)
     ):
         data = json.dumps(asked).encode()
         yield ask(target, head(target, COMPLETIONS, len(data)) + data)
+
+
+def costly_grammars(target: Target, generator: random.Random, over: threading.Event) -> Iterator[Answer]:
+    """Grammars that are costly to compile or to follow; each is refused or followed in bounded time."""
+    names = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}
+    costly = list(COSTLY.values())
+    while not over.wait(JSON_SECONDS):
+        grammar = generator.choice(costly)
+        text = grammar.text if grammar.kind is GrammarKind.JSON_SCHEMA else json.dumps(grammar.text)
+        fields = f'{{"prompt": "a", "max_tokens": 4, "structured_outputs": {{"{names[grammar.kind]}": {text}}}}}'
+        data = fields.encode()
+        answer = ask(target, head(target, COMPLETIONS, len(data)) + data, range(200, 500), GRAMMAR_SECONDS)
+        yield replace(answer, must=False)
 
 
 def dripping_scrape(target: Target, generator: random.Random, over: threading.Event) -> Iterator[Answer]:
@@ -205,5 +246,6 @@ KINDS = (
     Kind("malformed HTTP", ("gateway", *PORTS), malformed_http, 3.0),
     Kind("adversarial JSON", ("gateway",), adversarial_json, 0.0),
     Kind("huge answers", ("gateway",), huge_answer, 5.0),
+    Kind("costly grammars", ("gateway",), costly_grammars, 0.0),
     Kind("unread answers", ("gateway",), unread(2000), 5.0),
 )

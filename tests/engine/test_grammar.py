@@ -25,6 +25,7 @@ from dynatree.common.limits import MAX_GRAMMAR_BYTES, MAX_GRAMMARS
 from dynatree.draft.text.detokenizer import Detokenizer
 from dynatree.engine.grammar.compiler import GrammarCompiler, _KnownTokens
 from dynatree.engine.grammar.state import GrammarState
+from tests.support.costly_grammars import COSTLY, an_object, regex, schema
 from tests.support.tokenizer_zoo import TEXTS, TOKENIZERS
 
 WHOLE = ("embedded", "byte level", "llama 2", "phi 3", "gemma", "unigram")  # they spell any text
@@ -43,10 +44,6 @@ HARD = (
     "é",
     "🙂",
 )
-
-
-def an_object(**properties):
-    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
 SCHEMAS = (
@@ -83,14 +80,6 @@ def end_token(name):
 @cache
 def known(name):
     return _KnownTokens(tokenizer(name), [end_token(name)])
-
-
-def schema(value):
-    return Grammar(GrammarKind.JSON_SCHEMA, value if isinstance(value, str) else json.dumps(value))
-
-
-def regex(text):
-    return Grammar(GrammarKind.REGEX, text)
 
 
 def allowed(state, size=2048):
@@ -396,69 +385,7 @@ def test_schemas_in_a_grammar_are_checked_too():
 # Limits
 
 
-def nested(depth):
-    return '{"items": ' * depth + "{}" + "}" * depth
-
-
-def exploding(kind):
-    parts = {f"s{each}": {kind: [{"$ref": f"#/$defs/s{each + 1}"}] * 2} for each in range(20)}
-    return {"$defs": {**parts, "s20": an_object(x={"type": "integer"})}, "$ref": "#/$defs/s0"}
-
-
-def crossed(count):
-    parts = {
-        f"s{each}": {"anyOf": [{"$ref": f"#/$defs/s{each + 1}"}, an_object(**{f"p{each}": {"type": "null"}})]}
-        for each in range(count)
-    }
-    return {"$defs": {**parts, f"s{count}": {}}, "allOf": [{"$ref": "#/$defs/s0"}, {"$ref": "#/$defs/s1"}]}
-
-
 SECONDS = 10  # for a compilation, and for a mask, which take at most 2 s and 0.1 s alone
-ENDLESS = an_object(b={"$ref": "#/$defs/a"})
-LIMITS = {
-    "regex that backtracks": regex("(a*)*b|(a|aa)+|(.*a){25}"),
-    "regex with many states": regex("(a|b)*a(a|b){30}c"),
-    "regex with many repetitions": regex("((a{1,100}){1,100}){1,100}"),
-    "regex with parentheses": regex("(" * 60000 + "a" + ")" * 60000),
-    "regex with parts": regex("(ab?)" * 20000),
-    "pattern with many states": schema({"pattern": "(a|b)*a(a|b){30}c"}),
-    "many patterns": schema({"allOf": [{"pattern": f"{chr(97 + each)}.*{chr(98 + each)}"} for each in range(16)]}),
-    "exploding anyOf": schema(exploding("anyOf")),
-    "exploding allOf": schema(exploding("allOf")),
-    "exploding oneOf": schema(exploding("oneOf")),
-    "crossed anyOf": schema(crossed(20)),
-    "nested 100": schema(nested(100)),
-    "nested 200": schema(nested(200)),
-    "nested 400": schema(nested(400)),
-    "nested 5000": schema(nested(5000)),
-    "nested constant": schema('{"enum": [' + "[" * 400 + "]" * 400 + "]}"),
-    "properties": schema(an_object(**{f"p{each}": {"type": "null"} for each in range(2500)})),
-    "optional properties": schema({"properties": {f"p{each}": {"type": "null"} for each in range(4000)}}),
-    "required properties": schema({"type": "object", "required": [f"p{each}" for each in range(5000)]}),
-    "no base case": schema({"$defs": {"a": ENDLESS}, "$ref": "#/$defs/a"}),
-    "references to itself": schema({"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}),
-    "long chain of references": schema(
-        {
-            "$defs": {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(2500)} | {"a2500": {}},
-            "$ref": "#/$defs/a0",
-        }
-    ),
-    "minItems": schema({"type": "array", "minItems": 10**9}),
-    "maxItems": schema({"type": "array", "items": {"type": "null"}, "maxItems": 10**9}),
-    "minLength": schema({"type": "string", "minLength": 10**9}),
-    "maxLength": schema({"type": "string", "maxLength": 10**9, "pattern": "^[a-z]*$"}),
-    "maxProperties": schema({"type": "object", "maxProperties": 10**9}),
-    "large enum": schema({"enum": [f"value {each}" for each in range(8000)]}),
-    "enum of objects": schema({"enum": [{"a": each} for each in range(8000)]}),
-    "ambiguous rules": Grammar(GrammarKind.LARK, 'start: start start | x x x x | "a" |\nx: "a"* | x x'),
-    "chain of rules": Grammar(
-        GrammarKind.LARK, "start: r0\n" + "".join(f"r{each}: r{each + 1}\n" for each in range(9000)) + 'r9000: "b"'
-    ),
-    "chain of terminals": Grammar(
-        GrammarKind.LARK, "start: R0\n" + "".join(f"R{each}: R{each + 1}\n" for each in range(9000)) + 'R9000: "b"'
-    ),
-    "nested rules": Grammar(GrammarKind.LARK, "start: " + "(" * 60000 + '"a"' + ")" * 60000),
-}
 
 
 def timed(work):
@@ -477,9 +404,9 @@ REASONS = (
 )
 
 
-@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("name", COSTLY)
 def test_a_costly_grammar_is_refused_or_followed_in_time(name):
-    choose, state = random.Random(0), timed(lambda: compiler("embedded").state(LIMITS[name]))
+    choose, state = random.Random(0), timed(lambda: compiler("embedded").state(COSTLY[name]))
     for _ in range(20):
         if isinstance(state, InvalidArgumentError):
             break

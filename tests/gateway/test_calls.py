@@ -320,14 +320,20 @@ def test_a_function_without_parameters_is_called_without_arguments(parameters: A
 
 def test_the_limits_of_the_table_hold() -> None:
     base = {"messages": [{"role": "user", "content": "a"}]}
-    tool = {"type": "function", "function": {"name": "f"}}
+    tools = [{"type": "function", "function": {"name": f"f{each}"}} for each in range(129)]
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    fields: dict[str, tuple[Any, int]] = {"tools": (tool, 128), "guided_choice": ("a", 1024)}
-    for name, (value, most) in fields.items():
-        ChatRequest.model_validate({**base, name: [value] * most})
-        with pytest.raises(ValidationError):
-            ChatRequest.model_validate({**base, name: [value] * (most + 1)})
+    fields: dict[str, tuple[list[Any], int]] = {"tools": (tools, 128), "guided_choice": (["a"] * 1025, 1024)}
+    for name, (values, most) in fields.items():
+        ChatRequest.model_validate({**base, name: values[:most]})
+        with pytest.raises(ValidationError, match="at most"):
+            ChatRequest.model_validate({**base, name: values[: most + 1]})
     for count in (128, 129):
         message = {"role": "assistant", "content": None, "tool_calls": [call] * count}
         with pytest.raises(ValidationError) if count > 128 else nullcontext():
             ChatRequest.model_validate({"messages": [*base["messages"], message]})
+
+
+def test_two_functions_of_one_name_are_refused() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    with pytest.raises(ValidationError, match="two functions have the name f"):
+        ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], "tools": [tool, tool]})

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 from pydantic_core import from_json
 
 from dynatree.gateway.no_effect import Body
@@ -105,7 +105,16 @@ class ToolCall(Body):
 
 
 ToolCalls = Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)]
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def _with_different_names(tools: list[Tool]) -> list[Tool]:
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two functions have the name {max(names, key=names.count)}")
+    return tools
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_with_different_names)]
 
 
 def call_grammar(tools: Sequence[Tool], tool_format: str, *, several: bool) -> str:

@@ -163,10 +163,7 @@ def _explicit(query: Tensor, bias: Tensor, key: Tensor, value: Tensor, scores: S
     """
     heads, count, size = query.shape
     grouped = query.float().reshape(len(key), -1, size)  # [kv_heads, heads / kv_heads * n, head_dim]
-    products = (grouped @ key.mT).view(heads, count, -1) * (size**-0.5 if scores.scale is None else scores.scale)
-    if scores.cap is not None:
-        products = scores.cap * torch.tanh(products / scores.cap)
-    products += bias
+    products = scores.capped((grouped @ key.mT).view(heads, count, -1) * scores.factor(size)) + bias
     if scores.sinks is not None:
         products = torch.cat((products, scores.sinks.float()[:, None, None].expand(-1, count, 1)), -1)
     weights = products.softmax(-1)[:, :, : key.shape[1]]
