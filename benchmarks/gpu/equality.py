@@ -82,11 +82,12 @@ def services(context: Context) -> Measured:
     from dynatree.cli.service_pair import service_pair
 
     context.models.free()
-    known = context.store.figures("3-plain-greedy")["token_ids"]
+    plain = context.store.figures("3-plain-greedy")
+    known = plain["token_ids"]
     given = [prompt for _, prompt in prompts(context.sizes.equality_prompts)]
     target, draft = map(str, context.models.folders)
-    rows = context.sizes.fixed_rows
-    settings = pair_settings(target, draft, max_sessions=2, fixed_rows=tuple(rows) if rows else None)
+    # bits depend on the number of rows, which the service might choose otherwise
+    settings = pair_settings(target, draft, max_sessions=2, fixed_rows=(plain["rows"],))
     figures: dict[str, Any] = {"new_tokens": context.sizes.equality_tokens}
     differing, says = 0, []
     with service_pair(*settings) as pair:
@@ -114,6 +115,7 @@ def _plain(context: Context, sampling: Sampling) -> Measured:
         "temperature": sampling.temperature,
         "seed": sampling.seed,
         "batch_invariant": context.models.target.batch_invariant,
+        "rows": context.models.target.most_rows,
         "token_ids": [each.token_ids for each in done],
     }
     rate = sum(len(each.token_ids) for each in done) / sum(each.seconds for each in done)

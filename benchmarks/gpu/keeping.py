@@ -14,9 +14,9 @@ from typing import Any
 
 MEASURED, NOT_MEASURED, FAILED = "measured", "not measured", "failed"
 NO_GPU = "no GPU"
-BUNDLE = "session.json"  # all steps in one file, which is easier to carry from machine to machine
+BUNDLE = "session.json"
 
-# Tokens a second of one session, T = 100, the 2.8B-shaped target in bfloat16 (README.md beside this file).
+# Tokens a second of one session, T = 100, the 2.8B-shaped target in bfloat16. README.md beside this file expects less.
 SPEEDS: Mapping[str, Mapping[str, float]] = {
     "H100": {"plain": 400.0, "default": 1000.0},
     "H200": {"plain": 540.0, "default": 1600.0},
@@ -90,10 +90,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Step:
-    """One measurement, which is kept as one file.
+    """One measurement, which is kept as one record.
 
     Attributes:
-        name: Of the file, behind the part's number.
+        name: Of the record, behind the part's number.
         work: `module:function`; the function takes a `Context` and returns what it `Measured`.
         seconds: That it takes at most, as expected of a GPU.
         needs: Steps whose figures it reads.
@@ -126,10 +126,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Store:
-    """The steps' files in one folder, and `BUNDLE` with all of them.
-
-    A folder that has only the bundle has all of its steps.
-    """
+    """The steps' records by name, all in the file `BUNDLE` of a folder, because a machine hands back few files."""
 
     folder: Path
     tiny: bool = False
@@ -137,18 +134,23 @@ class Store:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        bundle = self.folder / BUNDLE
-        for name, record in _read(bundle).items() if bundle.exists() else ():
-            if not self._path(name).exists():
-                _write(self._path(name), record)
+
+    def go_on_from(self, bundle: Path) -> None:
+        """Take the records of another machine's bundle, unless there is one here.
+
+        Raises:
+            SystemExit: There is no such file.
+        """
+        if not bundle.is_file():
+            raise SystemExit(f"{bundle} is not there; expected the {BUNDLE} of an earlier call")
+        if not self._path.exists():
+            _write(self._path, _read(bundle))
 
     def read(self, name: str) -> dict[str, Any] | None:
         """A step's record; None where there is none, or where it is of other sizes."""
-        path = self._path(name)
-        if not path.exists():
-            return None
-        record = _read(path)
-        return record if "status" in record and record.get("tiny", False) == self.tiny else None
+        record = _read(self._path).get(name)
+        fits = isinstance(record, dict) and "status" in record and record.get("tiny", False) == self.tiny
+        return record if fits else None
 
     def figures(self, name: str) -> dict[str, Any]:
         """What a step has found.
@@ -164,23 +166,23 @@ class Store:
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
         """Keep a record: what was found, or why nothing was."""
-        _write(self._path(name), {"step": name, "tiny": self.tiny, "at": self._clock(), **record})
-        paths = sorted(path for path in self.folder.glob("[0-9]-*.json"))
-        _write(self.folder / BUNDLE, {path.stem: _read(path) for path in paths})
+        kept = {"step": name, "tiny": self.tiny, "at": self._clock(), **record}
+        _write(self._path, dict(sorted({**_read(self._path), name: kept}.items())))
 
     def settled(self, name: str, since: float) -> bool:
         """Whether a step is not to be run: it was measured, or could not be, or has failed since then."""
         record = self.read(name)
         return record is not None and (record["status"] != FAILED or record["at"] >= since)
 
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.json"
+    @property
+    def _path(self) -> Path:
+        return self.folder / BUNDLE
 
 
 def _read(path: Path) -> dict[str, Any]:
     """A file's object; an empty one where it holds none, so that its steps are run again."""
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text()) if path.exists() else {}
     except ValueError:
         record = None
     if isinstance(record, dict):

@@ -1,6 +1,6 @@
 """One part of a session on one GPU: `benchmarks/gpu/session.sh PART [OUTPUT_FOLDER]` runs it.
 
-A part is a list of steps. Each is kept as a small JSON file when it ends, and is not run again. No step is begun that
+A part is a list of steps. Each is kept in one JSON file when it ends, and is not run again. No step is begun that
 the part's time does not hold. The steps run in a process of their own: if one takes it down, as a fault on the device
 does, the next process goes on behind it.
 """
@@ -17,23 +17,26 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sanitized
-from keeping import FAILED, NOT_MEASURED, Budget, Measured, NotMeasuredError, Progress, Step, Store, to_record
+from keeping import FAILED, MEASURED, NOT_MEASURED, Budget, Measured, NotMeasuredError, Progress, Step, Store, to_record
+from surroundings import commit, surroundings, version_of
 
 if TYPE_CHECKING:
     from pair import Models, Sizes
 
-PART_SECONDS = {1: 480.0, 2: 500.0, 3: 520.0}  # in which steps begin: 25 minutes in all
+PART_SECONDS = 480.0  # in which steps begin: a command has 600 s, and the last process may have to load the pair again
 OVERTIME = 60.0  # that the last step may take longer
 LOADING = 150.0  # seconds: growing and loading the pair, capturing its graphs
 BROKEN = 70  # the exit status of a process whose device has failed
 NEEDED = ("torch", "transformers", "safetensors", "numpy", "grpc", "google.protobuf")
+LEAST = {"grpcio": (1, 76), "protobuf": (6, 31)}  # that the code of protos/ runs with
+PRINTED = ("torch", "triton", "transformers", "numpy", *LEAST, "grpcio-health-checking", "grpcio-reflection")
 OF_SERVICES = ("grpc_health", "grpc_reflection", "prometheus_client")
 POLICIES = (
     *("throughput", "linear", "dynatree", "dyspec", "fixed", "sequoia", "opt-tree", "specinfer"),
@@ -45,21 +48,22 @@ PARTS: dict[int, tuple[Step, ...]] = {
     1: (
         Step("1-linear-bits", "bits:linear_bits", 30),
         Step("1-attention-bits", "bits:attention_bits", 100),
+        Step("1-rows", "loaded:rows", 60, models=True),
+        Step("1-plain", "speed:plain", 15, models=True),
+        Step("1-default", "speed:default", 15, models=True),
         Step("1-attention-float64", "bits:attention_in_float64", 40),
         Step("1-noise", "bits:noise", 20),
+        Step("1-choices", "bits:choices", 20),
         Step("1-attention-times", "bits:attention_times", 30),
-        Step("1-rows", "loaded:rows", 60, models=True),
         Step("1-sanitizer", "sanitized:sanitizer", 120),
         Step("1-blocks", "loaded:blocks", 60),
     ),
     2: (
         Step("2-pair", "loaded:pair", 10, models=True),
-        Step("2-plain", "speed:plain", 15, models=True),
-        Step("2-default", "speed:default", 15, models=True),
         Step("2-linear", "speed:linear", 15, models=True),
         Step("2-dynatree", "speed:dynatree", 15, models=True),
         Step("2-dyspec", "speed:dyspec", 15, models=True),
-        Step("2-round", "rounds_in_parts:rounds", 20, needs=("2-plain",), models=True),
+        Step("2-round", "rounds_in_parts:rounds", 20, models=True),
         Step("2-prompt", "rounds_in_parts:prompt_times", 20, models=True),
         Step("2-long", "speed:long", 40, models=True),
         Step("2-transformers", "speed:transformers", 60, models=True),
@@ -140,11 +144,12 @@ def work(part: int, store: Store, budget: Budget, since: float, models_folder: P
             return 1
         torch.set_num_threads(1)
     from pair import FULL, TINY, Models
-    from surroundings import surroundings
 
     sizes, device = TINY if store.tiny else FULL, "cuda" if on_gpu else "cpu"
     around = surroundings(device)
     print(", ".join(f"{name} {value}" for name, value in around.items() if value is not None))
+    if sizes.fixed_rows is None and (rows := store.read("1-rows")) is not None and rows["status"] == MEASURED:
+        sizes = replace(sizes, fixed_rows=(rows["figures"]["chosen"]["rows"],))  # bits depend on it
     models = Models(sizes, device, models_folder, sizes.sessions[part])
     for step in PARTS[part]:
         if store.settled(step.name, since) or not all(map(store.read, step.needs)):
@@ -172,7 +177,7 @@ def run(context: Context, around: dict[str, Any], limit: float) -> bool:
         record = to_record(measured)
     except NotMeasuredError as error:
         record = {"status": NOT_MEASURED, "reason": str(error)}
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a baseline that cannot be loaded ends the program
         traceback.print_exc()
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         record = {"status": FAILED, "reason": reason, "traceback": traceback.format_exc()[-4000:]}
@@ -206,12 +211,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", type=int, choices=PARTS)
-    parser.add_argument("output", type=Path, help="folder of the steps' files")
+    parser.add_argument("output", type=Path, help="folder of session.json")
+    parser.add_argument("--from", dest="bundle", type=Path, metavar="FILE", help="session.json of an earlier machine")
     parser.add_argument("--tiny", action="store_true", default=os.environ.get("DYNATREE_TINY") == "1")
     parser.add_argument("--seconds", type=float, help="seconds within which steps may begin (default: the part's)")
     parser.add_argument("--worker", type=float, nargs=2, metavar=("UNTIL", "SINCE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     store = Store(options.output, tiny=options.tiny)
+    if options.bundle:
+        store.go_on_from(options.bundle)
     kind = "tiny" if options.tiny else "full"
     models_folder = Path(os.environ.get("DYNATREE_MODELS") or Path(tempfile.gettempdir()) / "dynatree-grown") / kind
     if options.worker:
@@ -223,9 +231,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def drive(options: argparse.Namespace, store: Store) -> int:
     """Have processes run the part, one after the other until one ends by itself."""
     since = time.time()
-    until = since + (options.seconds or PART_SECONDS[options.part])
+    until = since + (options.seconds or PART_SECONDS)
     names = [step.name for step in PARTS[options.part]]
     print(f"part {options.part}: {len(names)} steps, kept in {store.folder}")
+    print(", ".join(f"{name} {version_of(name) or 'missing'}" for name in PRINTED))
     for line in missing():
         print(line)
     tiny = ["--tiny"] if options.tiny else []
@@ -263,12 +272,18 @@ def missing() -> list[str]:
     lines = []
     if needed := absent(NEEDED):
         lines.append(f"missing: {needed}; the models cannot be run")
+    for name, least in LEAST.items():
+        found = version_of(name)
+        if found and tuple(int(part) for part in found.split(".")[:2]) < least:
+            lines.append(f"too old: {name} {found}, expected at least {'.'.join(map(str, least))}; no services run")
     if absent(("triton",)):
         lines.append("missing: triton; no kernel of the project runs, and no graph is captured")
     if services := absent(OF_SERVICES):
         lines.append(f"missing: {services}; no services run over sockets")
     if sanitized.tool() is None:
         lines.append(f"missing: {sanitized.TOOL}; accesses to memory are not checked")
+    if commit() is None:
+        lines.append("missing: the commit; expected it in DYNATREE_COMMIT")
     return lines or ["nothing is missing"]
 
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Proves and measures the GPU path on one GPU, in three parts of less than ten minutes each (README.md beside this file).
 #
-#   benchmarks/gpu/session.sh PART [OUTPUT_FOLDER]      PART is 1, 2 or 3; the folder is build/gpu if none is named
+#   benchmarks/gpu/session.sh PART [OUTPUT_FOLDER] [--from SESSION_JSON] [--seconds N]
 #
+# PART is 1, 2 or 3. The folder, build/gpu if none is named, gets session.json and PART.log, and nothing else.
 # It needs no network and installs nothing. What a part has measured is not measured again.
 #   PYTHON            the interpreter that has torch, transformers and triton (default: python3)
 #   DYNATREE_WHEELS   a folder of wheels that it lacks: they go into a folder that is removed in the end
@@ -11,13 +12,14 @@
 #   DYNATREE_TINY     1: tiny shapes, which run on a CPU as well
 set -euo pipefail
 
-usage="usage: benchmarks/gpu/session.sh PART [OUTPUT_FOLDER]; PART is 1, 2 or 3"
+usage="usage: benchmarks/gpu/session.sh PART [OUTPUT_FOLDER] [--from SESSION_JSON]; PART is 1, 2 or 3"
 part=${1:?$usage}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 output=${2:-$root/build/gpu}
+more=("${@:3}")
 python=${PYTHON:-python3}
 
-path=$root/protos:$root/common:$root/draft_service:$root/verify_service:$root/client
+path=$root/protos:$root/common:$root/draft_service:$root/verify_service:$root/client:$root/benchmarks
 if [[ -n ${DYNATREE_WHEELS:-} ]]; then
   packages=$(mktemp -d)
   trap 'rm -rf "$packages"' EXIT
@@ -27,6 +29,5 @@ fi
 export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-status=0
-"$python" "$root/benchmarks/gpu/session.py" "$part" "$output" || status=$?
-exit "$status"
+mkdir -p "$output"
+"$python" "$root/benchmarks/gpu/session.py" "$part" "$output" ${more[@]+"${more[@]}"} 2>&1 | tee -a "$output/$part.log"

@@ -1,4 +1,4 @@
-"""Part 2: tokens a second of one session, by policy, beside transformers' own `generate`."""
+"""Parts 1 and 2: tokens a second of one session, by policy, beside transformers' own `generate`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any
 from decoding import DEFAULT, PLAIN, Completion, Method, complete
 from keeping import Measured, speed_bounds
 from pair import PROMPT_TOKENS, Prompt, prompts
-
-from dynatree.bench.baselines import LocalModel, load_baselines
-from dynatree.bench.methods import ASSISTED, BASELINES
 
 if TYPE_CHECKING:
     from session import Context
@@ -105,7 +102,7 @@ def _measured(context: Context, method: Method) -> tuple[Measured, list[Completi
         **_of_completions(completions),
         "by source": _by_source([source for source, _ in given], [each.rate for each in completions]),
     }
-    known = context.store.read("2-plain")
+    known = context.store.read("1-plain")
     if known is not None and known["status"] == "measured":
         expected = known["figures"]["token_ids"]
         pairs = zip(completions, expected, strict=True)
@@ -135,6 +132,10 @@ def _of_completions(completions: Sequence[Completion]) -> dict[str, Any]:
 
 
 def _by_transformers(context: Context, name: str, count: int, new_tokens: int) -> Measured:
+    # They need the client, and with it versions of grpcio and protobuf that a GPU machine may lack.
+    from dynatree.bench.baselines import LocalModel, load_baselines
+    from dynatree.bench.methods import ASSISTED, BASELINES
+
     target, draft = context.models.folders
     methods = [BASELINES[name]]
     models = LocalModel(str(target), context.models.target.info), LocalModel(str(draft), context.models.draft.info)
@@ -149,7 +150,7 @@ def _by_transformers(context: Context, name: str, count: int, new_tokens: int) -
         "tokens a second": _spread(rates),
         "by source": _by_source([source for source, _ in given], rates),
     }
-    known = context.store.read("2-plain")
+    known = context.store.read("1-plain")
     if known is not None and known["status"] == "measured" and new_tokens == context.sizes.new_tokens:
         # in 16 bits transformers' own kernels may decide nearly tied tokens otherwise
         pairs = zip(outputs, known["figures"]["token_ids"], strict=True)

@@ -10,29 +10,34 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def surroundings(device: str) -> dict[str, Any]:
     """For JSON; None where something is not known."""
+    import torch  # not by whoever only asks for versions
+
     on_gpu = device == "cuda"
-    commit = os.environ.get("DYNATREE_COMMIT") or _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
     return {
         "device": torch.cuda.get_device_name() if on_gpu else f"a CPU ({platform.machine()})",
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "transformers": _version("transformers"),
+        "triton": version_of("triton"),
+        "transformers": version_of("transformers"),
         "python": platform.python_version(),
-        "commit": commit,
-        "modified": bool(_output("git", "-C", str(ROOT), "status", "--porcelain")) if commit else None,
+        "commit": commit(),
+        "modified": bool(_output("git", "-C", str(ROOT), "status", "--porcelain")) if commit() else None,
     }
 
 
-def _version(package: str) -> str | None:
+def commit() -> str | None:
+    """The commit that is measured; None where neither the environment nor git knows."""
+    return os.environ.get("DYNATREE_COMMIT") or _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
+
+
+def version_of(package: str) -> str | None:
+    """A package's version; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

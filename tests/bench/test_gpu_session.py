@@ -16,8 +16,14 @@ from dynatree.draft import serve_draft
 from dynatree.draft.policies import policy_names
 from dynatree.verify import settings
 from tests.support.benchmark_modules import GPU, module
+from tests.support.paths import ROOT
 
 keeping, session = module("keeping", GPU), module("session", GPU)
+# What a call to a lent machine is held to.
+COMMAND_SECONDS = 600
+MOST_CHARACTERS = 2000
+MOST_FILES = 8
+MOST_BYTES = 16 << 20
 
 
 # What is kept
@@ -30,11 +36,10 @@ def test_a_file_that_was_harmed_counts_for_nothing(
     store = keeping.Store(tmp_path)
     store.write("1-a", keeping.to_record(keeping.Measured({"x": 1})))
     store.write("1-b", keeping.to_record(keeping.Measured({"x": 2})))
-    (tmp_path / "1-a.json").write_text(harm)
     (tmp_path / keeping.BUNDLE).write_text(harm)
     again = keeping.Store(tmp_path)
-    assert [again.settled(name, since=0.0) for name in ("1-a", "1-b")] == [False, True]
-    assert harm == "{}" or "1-a.json cannot be read" in capsys.readouterr().out
+    assert [again.settled(name, since=0.0) for name in ("1-a", "1-b")] == [False, False]
+    assert harm == "{}" or "session.json cannot be read" in capsys.readouterr().out
     again.write("1-a", keeping.to_record(keeping.Measured({"x": 3})))
     assert keeping.Store(tmp_path).figures("1-a") == {"x": 3}
 
@@ -53,15 +58,20 @@ def test_what_was_measured_is_not_run_again_and_what_failed_is(tmp_path: Path) -
             again.figures(name)
 
 
-def test_the_bundle_alone_carries_all_steps(tmp_path: Path) -> None:
+def test_another_machine_goes_on_from_the_bundle(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     store = keeping.Store(here)
     for name in ("1-a", "2-b"):
         store.write(name, keeping.to_record(keeping.Measured({"of": name})))
-    there.mkdir()
-    (here / keeping.BUNDLE).rename(there / keeping.BUNDLE)
+    assert [path.name for path in here.iterdir()] == [keeping.BUNDLE]
     moved = keeping.Store(there)
+    moved.go_on_from(here / keeping.BUNDLE)
     assert moved.figures("1-a") == {"of": "1-a"}
+    store.write("2-d", keeping.to_record(keeping.Measured({})))
+    moved.go_on_from(here / keeping.BUNDLE)
+    assert moved.read("2-d") is None, "what is there stays"
+    with pytest.raises(SystemExit, match="is not there"):
+        moved.go_on_from(tmp_path / keeping.BUNDLE)
     moved.write("2-c", keeping.to_record(keeping.Measured({})))
     assert list(json.loads((there / keeping.BUNDLE).read_text())) == ["1-a", "2-b", "2-c"]
     assert not list(tmp_path.glob("*/*.part"))
@@ -88,12 +98,15 @@ def test_a_step_begins_only_if_the_time_holds_it() -> None:
 
 
 def test_a_part_ends_in_time() -> None:
-    assert set(session.PARTS) == set(session.PART_SECONDS) == {1, 2, 3}
-    assert sum(session.PART_SECONDS.values()) <= 25 * 60
-    for part, steps in session.PARTS.items():
-        assert session.PART_SECONDS[part] + session.OVERTIME < 590
-        assert all(session.expected(step, loaded=False) < session.PART_SECONDS[part] for step in steps)
+    assert set(session.PARTS) == {1, 2, 3}
+    assert len(session.PARTS) * session.PART_SECONDS <= 25 * 60
+    assert session.PART_SECONDS + session.OVERTIME + 45 < COMMAND_SECONDS, "another process may have to begin"
+    for steps in session.PARTS.values():
+        assert all(session.expected(step, loaded=False) < session.PART_SECONDS for step in steps)
     assert sum(step.seconds for step in session.PARTS[1][:2]) <= 180, "the first answers come in three minutes"
+    first = sum(step.seconds for step in session.PARTS[1][:5]) + session.LOADING
+    assert first < session.PART_SECONDS, "and the headline figures in the first call"
+    assert [step.name for step in session.PARTS[1][3:5]] == ["1-plain", "1-default"]
 
 
 # Steps
@@ -170,6 +183,15 @@ def test_a_step_that_failed_says_why(run: Any) -> None:
     assert "in failing" in record["traceback"]
 
 
+def test_a_baseline_that_ends_the_program_fails_its_step_only(run: Any) -> None:
+    def ending(context: Any) -> None:
+        raise SystemExit("model x could not be loaded for a baseline")
+
+    fine, record = run(ending)
+    assert not fine
+    assert record["reason"] == "model x could not be loaded for a baseline"
+
+
 def test_a_step_that_cannot_be_measured_invents_nothing(run: Any) -> None:
     def without_a_gpu(context: Any) -> None:
         raise keeping.NotMeasuredError(keeping.NO_GPU)
@@ -230,10 +252,14 @@ def test_the_end_of_a_part_tells_what_is_missing() -> None:
 def test_what_is_not_installed_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "find_spec", lambda name: None if name in ("grpc_health", "triton") else object())
     monkeypatch.setattr("shutil.which", lambda name, path=None: None)
+    monkeypatch.setattr(session, "version_of", {"grpcio": "1.75.9", "protobuf": "6.31.1"}.get)
+    monkeypatch.delenv("DYNATREE_COMMIT", raising=False)
     assert session.missing() == [
+        "too old: grpcio 1.75.9, expected at least 1.76; no services run",
         "missing: triton; no kernel of the project runs, and no graph is captured",
         "missing: grpc_health; no services run over sockets",
         "missing: compute-sanitizer; accesses to memory are not checked",
+        "missing: the commit; expected it in DYNATREE_COMMIT",
     ]
 
 
@@ -244,31 +270,59 @@ def test_what_is_not_installed_is_said_first(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_tiny_session_measures_all_parts(tmp_path: Path) -> None:
-    """On a CPU, every step writes a file, no bound is missed, and a second call has nothing left to do."""
-    results = tmp_path / "results"
+    """On a CPU, every step is kept, no bound is missed, and a second call has nothing left to do.
+
+    Each call is on another machine, as after a loss: it has the bundle of the call before, and no models.
+    """
+    bundle: Path | None = None
     for part, steps in session.PARTS.items():
-        printed = tiny_part(part, results, tmp_path / "models")
+        results = tmp_path / str(part) / "results"
+        printed = tiny_part(part, results, tmp_path / str(part) / "models", bundle)
+        files = list(results.iterdir())
+        assert len(files) <= MOST_FILES
+        assert max(path.stat().st_size for path in files) < MOST_BYTES
+        assert "torch " in printed.splitlines()[1], "versions come first"
+        assert (results / f"{part}.log").read_text() == printed
+        bundle = results / keeping.BUNDLE
         for step in steps:
-            record = json.loads((results / f"{step.name}.json").read_text())
+            record = json.loads(bundle.read_text())[step.name]
             assert record["status"] in ("measured", "not measured"), printed
             assert record["tiny"]
             assert record["around"]["device"].startswith("a CPU")
             assert all(bound["met"] for bound in record.get("bounds", ())), printed
-    records = json.loads((results / keeping.BUNDLE).read_text())
+    assert bundle is not None
+    records = json.loads(bundle.read_text())
+    assert set(records) == {step.name for steps in session.PARTS.values() for step in steps}
     without_a_gpu = {"1-attention-times", "1-sanitizer", "1-blocks", "2-waits"}
     assert {name for name, record in records.items() if record.get("reason") == "no GPU"} == without_a_gpu
     assert records["3-services"]["status"] == "measured"
     assert [len(each) for each in records["3-plain-greedy"]["figures"]["token_ids"]] == [12, 12]
-    times = {path: path.stat().st_mtime_ns for path in results.iterdir()}
-    tiny_part(1, results, tmp_path / "models")
-    assert {path: path.stat().st_mtime_ns for path in results.iterdir()} == times
+    before = bundle.stat().st_mtime_ns
+    tiny_part(1, results, tmp_path / "models", bundle)
+    assert bundle.stat().st_mtime_ns == before
 
 
-def tiny_part(part: int, results: Path, models: Path) -> str:
+def test_the_command_finds_all_packages_of_the_project() -> None:
+    """The machine has no installation of the project."""
+    text = (GPU / "session.sh").read_text()
+    roots = {path.parent.relative_to(ROOT) for path in ROOT.glob("*/dynatree")}
+    assert len(roots) >= 6
+    for root in roots:
+        assert f"$root/{root}" in text
+
+
+def test_the_commands_of_the_page_fit_a_call_of_the_machine() -> None:
+    text = (GPU / "README.md").read_text()
+    commands = [line.strip() for line in text.splitlines() if "session.sh" in line and line.startswith("    ")]
+    assert len(commands) >= 4
+    assert all(len(command) < MOST_CHARACTERS for command in commands)
+
+
+def tiny_part(part: int, results: Path, models: Path, bundle: Path | None) -> str:
     """Run the command; return its output."""
     environment = os.environ | {"PYTHON": sys.executable, "DYNATREE_TINY": "1", "DYNATREE_MODELS": str(models)}
-    command = [str(GPU / "session.sh"), str(part), str(results)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    command = [str(GPU / "session.sh"), str(part), str(results), *(["--from", str(bundle)] if bundle else [])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=COMMAND_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -15,13 +15,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dynatree.engine.gpu import fused_kernels, tree_attention_kernels
+from dynatree.engine.gpu import choosing_kernels, fused_kernels, tree_attention_kernels
 from dynatree.engine.gpu.tree_attention import BLOCK, SPLIT_BLOCKS
+from dynatree.engine.sampling import noise_kernels
 
 warnings.simplefilter("ignore")
 
 SIZES = ((32, 32, 80), (32, 8, 128), (14, 2, 64))  # heads, key heads, head size
-TYPES = {80: ("bf16", "fp16", "bf16"), 90: ("fp16", "bf16", "fp16")}  # of these sizes; each pair on one architecture
+# of these sizes; each pair on one architecture of two
+TYPES = {80: ("bf16", "fp16", "bf16"), 90: ("fp16", "bf16", "fp16"), 100: ("bf16", "fp16", "bf16")}
 Kernels = dict[str, Any]
 
 
@@ -126,14 +128,46 @@ def fused(dtype: str, arch: int) -> dict[str, Kernels]:
     return kernels
 
 
+def choosing(dtype: str, arch: int) -> dict[str, Kernels]:
+    """The kernels from logits to tokens, and of noise alone."""
+    numbers = {
+        **dict.fromkeys(
+            ["temperatures", "best", "highest", "part_values", "values", "bases", "sums", "chances"], "*fp32"
+        ),
+        **dict.fromkeys(["limits", "positions", "places", "token_ids", "parents", "slots", "homes", "moves"], "*i32"),
+        **dict.fromkeys(["part_ids", "ids"], "*i32"),
+        **dict.fromkeys(["vocab_size", "row_stride", "stream", "parts", "rows"], "i32"),
+        **dict.fromkeys(["seeds", "choices"], "*i64"),
+        **{"logits": f"*{dtype}", "data": f"*{dtype}", "stride": "i64", "out": "*fp32"},
+    }
+
+    def built(kernel: Any, warps: int = 4, **constants: Any) -> Kernels:
+        types = {name: numbers[name] for name in kernel.arg_names if name not in constants}
+        return compiled(kernel, types, constants, arch, num_warps=warps)
+
+    kernels = {}
+    for noisy in (False, True):
+        sizes = {"noisy": noisy, "size": 1024}
+        kernels[f"best {noisy}"] = built(choosing_kernels.best_of_parts, **sizes, padded_parts=64)
+        kernels[f"ranked {noisy}"] = built(choosing_kernels.ranked_parts, **sizes, breadth=16)
+    kernels["choices"] = built(choosing_kernels.choices_of_rows, none=-1, padded_parts=64)
+    kernels["accepted"] = built(choosing_kernels.accepted_moves, block=64)
+    kernels["move"] = built(choosing_kernels.move_slots, warps=1, dim=80, padded_dim=128)
+    for parts in (64, 256):
+        kernels[f"merged {parts}"] = built(choosing_kernels.merged_ranks, breadth=16, padded_parts=parts)
+    kernels["noise"] = built(noise_kernels.fill, block_count=256)
+    return kernels
+
+
 def main(arch: int) -> None:
     """Compile all kernels for one architecture, such as 90."""
-    found: dict[str, Any] = {"attention": {}, "fused": {}}
+    found: dict[str, Any] = {"attention": {}, "fused": {}, "choosing": {}}
     for sizes, dtype in (*zip(SIZES, TYPES[arch], strict=True), (SIZES[0], "fp32")):
         found["attention"][f"{dtype} {sizes}"] = attention(*sizes, dtype, arch)
         found["attention"][f"{dtype} {sizes} narrow"] = attention(*sizes, dtype, arch, narrow=True)
     for dtype in ("bf16", "fp16", "fp32"):
         found["fused"][dtype] = fused(dtype, arch)
+        found["choosing"][dtype] = choosing(dtype, arch)
     print(json.dumps(found))
 
 

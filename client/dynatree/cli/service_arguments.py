@@ -204,7 +204,11 @@ def add_precision_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options for a model's device and number formats."""
     model = group(parser, "model")
     model.add_argument(
-        "--device", type=device, default="auto", help="torch device; auto is a GPU if there is one (default: auto)"
+        "--device",
+        type=device,
+        default="auto",
+        help="torch device; auto is a GPU if there is one (default: auto). GPUs are experimental: not yet measured on "
+        "a GPU",
     )
     model.add_argument(
         "--dtype",

@@ -120,6 +120,7 @@ def _verify(
         measured_rows=limits.batch_rows,
         resident_layers=options.resident_layers,
         layer_cache=options.layer_cache,
+        fixed_rows_file=options.fixed_rows_file,
         tensor_parallel=options.tensor_parallel,
         copy=copy,
     )

@@ -63,6 +63,13 @@ def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder to which the other layers are written once, laid out for this machine (default: the user's cache "
         "folder)",
     )
+    group(parser, "model").add_argument(
+        "--fixed-rows-file",
+        type=folder,
+        metavar="FILE",
+        help="file that keeps the number of rows that --fixed-rows auto chose, so that restarts, and replicas that "
+        "share the file, give the same bits (default: one in the user's cache folder)",
+    )
     memory.add_argument(
         "--tensor-parallel",
         type=positive,

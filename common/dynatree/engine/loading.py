@@ -29,6 +29,7 @@ from dynatree.engine.forward.attention import NAME
 from dynatree.engine.forward.batch_invariance import KEY_BLOCK, is_batch_invariant, is_x86
 from dynatree.engine.forward.not_finite import check_weights
 from dynatree.engine.gpu.fixed_rows import DRAFT_ROWS, with_default_rows, with_fixed_rows
+from dynatree.engine.gpu.kept_rows import KeptRows, default_path
 from dynatree.engine.kv.budget import KVBudget
 from dynatree.engine.kv.kv_cache import KVCache, KVShape
 from dynatree.engine.model.composite import KEY_MAPPING, without_report
@@ -184,7 +185,7 @@ def _engine_of(
         if ranks:
             engine = leading(engine, ranks)
         else:
-            engine = _with_rows(engine, settings, budget.session_slots)
+            engine = _with_rows(engine, settings, budget.session_slots, identity)
             check_outputs(engine, context_length)
     numerics = numerics_of(engine, ranks.size if ranks else 1, settings.weights)
     log.info("%s: numerics: %s", name, numerics)
@@ -192,15 +193,19 @@ def _engine_of(
     return with_forward_costs(replace(engine, info=info), settings.measured_rows)
 
 
-def _with_rows(engine: Engine, settings: ModelSettings, longest: int) -> Engine:
-    """Give the engine forward passes of fixed rows if they are requested or the GPU's default."""
+def _with_rows(engine: Engine, settings: ModelSettings, longest: int, identity: str) -> Engine:
+    """Give the engine forward passes of fixed rows if they are requested or the GPU's default.
+
+    A target's default is kept by its weights, `identity`, and its numerics without rows, which name the GPU.
+    """
     rows, sizes = settings.fixed_rows, (settings.sessions, longest)
     if rows:
         return with_fixed_rows(engine, rows, *sizes, settings.chooses_tokens)
     if rows is not None or engine.kv_cache.device.type != "cuda" or engine.source is not None:
         return engine
     if settings.chooses_tokens:
-        return with_default_rows(engine, *sizes)
+        key = with_numerics(identity, numerics_of(engine, weights=settings.weights))
+        return with_default_rows(engine, *sizes, KeptRows(settings.fixed_rows_file or default_path(), key))
     return with_fixed_rows(engine, DRAFT_ROWS, *sizes, decides=False)
 
 

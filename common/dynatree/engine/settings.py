@@ -51,6 +51,7 @@ class ModelSettings:
         fixed_rows: Row counts that forward passes are padded to, and captured for on a GPU. A single count makes
             tokens independent of the tree, the batch and its other sessions. An empty tuple means no padding. None
             means the device's default: no padding on a CPU, and on a GPU the count that its measured costs suggest.
+        fixed_rows_file: File that keeps this count across starts; None means one in the user's cache folder.
         measured_rows: Rows of the largest forward pass whose cost is measured; 0 means no measurement.
         chooses_tokens: Whether the model is a target, whose generation_config is adopted or refused. The
             generation_config of a draft model does not matter, because a draft only guesses.
@@ -75,6 +76,7 @@ class ModelSettings:
     max_context: int | None = None
     speculative_slots: int = 256
     fixed_rows: tuple[int, ...] | None = None
+    fixed_rows_file: Path | None = None
     measured_rows: int = 0
     chooses_tokens: bool = True
     threads: int | None = None

@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 LEAST_SHARED = 99 * 1024  # shared memory of a program on desktop GPUs (compute capability 8.6 and 8.9), in bytes
 
 
-@pytest.fixture(scope="module", name="compiled", params=[80, 90], ids=["sm_80", "sm_90"])
+@pytest.fixture(scope="module", name="compiled", params=[80, 90, 100], ids=["sm_80", "sm_90", "sm_100"])
 def compiled_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     needs_triton()
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("kernels"))}
@@ -41,7 +41,7 @@ def test_both_launches_of_tree_attention_multiply_alike(compiled: dict[str, Any]
 
 @pytest.mark.long
 def test_kernels_fit_into_a_small_gpu(compiled: dict[str, Any]) -> None:
-    every = [*compiled["fused"].values(), *compiled["attention"].values()]
+    every = [*compiled["fused"].values(), *compiled["attention"].values(), *compiled["choosing"].values()]
     kernels = {name: kernel for each in every for name, kernel in each.items()}
     assert len(kernels) >= 10
     for each in every:

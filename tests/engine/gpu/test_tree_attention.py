@@ -139,6 +139,7 @@ def test_rows_of_several_sessions_see_what_their_masks_show(way: Way, heads: int
     used = sum(len(each.token_ids) for each in segments)
     assert output.shape == (sizes.rows, heads, dim)
     assert output.isfinite().all()
+    assert not output[used:].any(), "padding attends to nothing"
     torch.testing.assert_close(output[:used].double(), in_float64(query, layer, segments, scores), rtol=1e-5, atol=2e-6)
     row = 0
     for each in segments:

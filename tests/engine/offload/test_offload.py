@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ from dynatree.engine.forward.tree_mask import ancestor_mask
 from dynatree.engine.loading import load_engine
 from dynatree.engine.offload import choice, disk_layers, layer_cache, layer_file
 from dynatree.engine.offload.disk_layers import DiskLayers, OffloadError
-from dynatree.engine.offload.host_layers import HostLayers
+from dynatree.engine.offload.host_layers import HostLayers, _CudaOrder, blob_of
 from dynatree.engine.offload.layer_file import LayerFile, write_layer
 from dynatree.engine.offload.offloaded_model import LayerPlan
 from dynatree.engine.served import served
@@ -622,6 +623,29 @@ def source_fixture(files: list[LayerFile], slots: int, request: pytest.FixtureRe
         return source
     blobs = [torch.frombuffer(bytearray(each.path.read_bytes()), dtype=torch.uint8) for each in files]
     return HostLayers(blobs, torch.device("cpu"), slots)
+
+
+def test_layers_in_memory_take_their_bytes_and_are_waited_for_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda is replaced. Locked memory is not rounded up, and is unlocked after the last copy into a slot."""
+    calls: list[tuple[Any, ...]] = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda *given: calls.append(("lock", *given)) or 0,
+        cudaHostUnregister=lambda address: calls.append(("unlock", address)) or 0,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(("wait",)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: None)
+    blob, places = blob_of({"a": torch.arange(5000, dtype=torch.int32), "b": torch.ones(3)})
+    assert blob.numel() == 20480, "whole pages"
+    assert blob.data_ptr() % 4096 == 0
+    assert all(place.offset % 256 == 0 for place in places.values())
+    assert places["a"].of(blob).tolist() == list(range(5000))
+    order = _CudaOrder(torch.device("cuda"), 2, [blob])
+    assert calls == [("lock", blob.data_ptr(), blob.numel(), 0)]
+    order.close()
+    assert calls[1:] == [("wait",), ("unlock", blob.data_ptr())]
 
 
 def held(source: LayerSource, files: list[LayerFile], layer: int) -> bool:

@@ -1,16 +1,120 @@
-"""The decision of a round on the device: the target's choices, the accepted path, and the move of its KV slots.
+"""What the device decides by logits: a target's choices and accepted path, and a draft's best continuations.
 
-Only the choices are copied to the host, which derives the same accepted path from them (`dynatree.verify.accept`).
+Of a target's round, only the choices are copied to the host, which derives the same accepted path from them
+(`dynatree.verify.accept`). On a GPU with Triton, a decision is four launches, five with noise, and a ranking two.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dynatree.common.sampling import NOT_CHOSEN
+from dynatree.engine.device import HAS_TRITON
 from dynatree.engine.gpu.rows import RowBuffers
 from dynatree.engine.kv.kv_cache import KVCache
+from dynatree.engine.sampling.device_noise import fill_noise
+from dynatree.engine.sampling.gumbel import NoiseStream
+
+_PART = 1024  # tokens of a row that a program reads; four times a power of two, because noise is drawn by fours
+_ROWS = 256  # rows whose paths are walked at a time
+_STREAM = int(NoiseStream.CHOICE)
+
+
+def decide(logits: Tensor, buffers: RowBuffers, kv_cache: KVCache, noisy: bool) -> Tensor:
+    """Choose the token after each row, and move the keys and values of accepted rows to the slots of committed tokens.
+
+    Args:
+        logits: `[rows, vocabulary]`.
+        buffers: Buffers of the rows.
+        kv_cache: KV cache of the rows, with a spare slot beyond its ranges.
+        noisy: Whether a row has a temperature above 0.
+
+    Returns:
+        int64 `[rows]`; see `chosen`.
+    """
+    of_rows = (buffers.token_ids, buffers.parents, buffers.plan.slots, buffers.homes)
+    drawn = (buffers.temperatures, buffers.seeds, buffers.positions)
+    choices: Tensor = torch.ops.dynatree.decide(logits, kv_cache.data, *of_rows, *drawn, noisy)
+    return choices
+
+
+@torch.library.custom_op("dynatree::decide", mutates_args={"data"})
+def _decide(
+    logits: Tensor,
+    data: Tensor,
+    token_ids: Tensor,
+    parents: Tensor,
+    slots: Tensor,
+    homes: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    noisy: bool,
+) -> Tensor:
+    if HAS_TRITON and logits.is_cuda:
+        choices = choices_by_triton(logits, temperatures, seeds, positions, noisy)
+        move_by_triton(data, moves_by_triton(token_ids, parents, slots, homes, choices))
+        return choices
+    noise = None
+    if noisy:
+        noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        fill_noise(noise, seeds, positions + 1, _STREAM)
+    choices = chosen(logits, temperatures, noise)
+    drafted = parents != torch.arange(len(parents), device=parents.device)
+    kept = (accepted(token_ids, parents.long(), choices) & drafted).nonzero()[:, 0]
+    # index_select copies first, so no row overwrites the source of another row
+    data.index_copy_(3, homes[kept].long(), data.index_select(3, slots[kept]))
+    return choices
+
+
+@_decide.register_fake
+def _(logits: Tensor, *_: object) -> Tensor:
+    return logits.new_empty(len(logits), dtype=torch.int64)
+
+
+def rank(
+    logits: Tensor, limits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, noisy: bool, breadth: int
+) -> tuple[Tensor, Tensor]:
+    """Return the best continuations of each row and their log-probabilities, `[rows, breadth]` each.
+
+    The first log-probability of a row is NaN if its best logit is not finite.
+
+    Args:
+        logits: `[rows, vocabulary]`.
+        limits: int32 `[rows]`; only smaller tokens are continuations.
+        temperatures: float32 `[rows]`; 0 means greedy.
+        seeds: int64 `[rows]`.
+        positions: `[rows]`; of the row's own token.
+        noisy: Whether a row has a temperature above 0.
+        breadth: Number of continuations.
+    """
+    ids, chances = torch.ops.dynatree.rank(logits, limits, temperatures, seeds, positions, noisy, breadth)
+    return ids, chances
+
+
+@torch.library.custom_op("dynatree::rank", mutates_args=())
+def _rank(
+    logits: Tensor, limits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, noisy: bool, breadth: int
+) -> tuple[Tensor, Tensor]:
+    if HAS_TRITON and logits.is_cuda:
+        return ranks_by_triton(logits, limits, temperatures, seeds, positions, noisy, breadth)
+    tokens = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    ranks = logits.float().masked_fill(tokens >= limits[:, None], -torch.inf)
+    if noisy:
+        noise = torch.empty(ranks.shape, dtype=torch.float32, device=ranks.device)
+        fill_noise(noise, seeds, positions + 1, _STREAM)
+        ranks = ranking(ranks, temperatures, noise)
+    best = ranks.topk(breadth)
+    return best.indices.int(), best.values - ranks.logsumexp(-1, keepdim=True)
+
+
+@_rank.register_fake
+def _(logits: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    shape = (len(logits), given[-1])
+    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
 
 
 def chosen(logits: Tensor, temperatures: Tensor, noise: Tensor | None) -> Tensor:
@@ -57,15 +161,98 @@ def accepted(token_ids: Tensor, parents: Tensor, choices: Tensor) -> Tensor:
     return holds
 
 
-def put_in_place(kv_cache: KVCache, buffers: RowBuffers, kept: Tensor) -> None:
-    """Copy the keys and values of kept rows to the slots of committed tokens, and those of other rows to a spare slot.
+def choices_by_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, noisy: bool) -> Tensor:
+    """Compute `chosen` with Triton kernels, which draw the noise of the next positions."""
+    from dynatree.engine.gpu import choosing_kernels as kernels
 
-    Args:
-        kv_cache: KV cache with a spare slot beyond its ranges, which is never read.
-        buffers: Buffers of the rows.
-        kept: Bool `[rows]`.
+    rows, vocab_size = logits.shape
+    parts = -(-vocab_size // _PART)
+    highest, best = logits.new_empty(2, rows, parts, dtype=torch.float32)
+    places = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    choices = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    for noisily in (False, True)[: 1 + noisy]:
+        kernels.best_of_parts[rows, parts](
+            logits,
+            highest,
+            temperatures,
+            seeds,
+            positions,
+            best if noisily == noisy else highest,
+            places,
+            vocab_size,
+            logits.stride(0),
+            _STREAM,
+            parts,
+            noisy=noisily,
+            size=_PART,
+            padded_parts=_padded(parts),
+            enable_fp_fusion=False,
+        )
+    kernels.choices_of_rows[rows,](best, places, choices, parts, none=NOT_CHOSEN, padded_parts=_padded(parts))
+    return choices
+
+
+def moves_by_triton(token_ids: Tensor, parents: Tensor, slots: Tensor, homes: Tensor, choices: Tensor) -> Tensor:
+    """List the moves of accepted rows, for `move_by_triton`.
+
+    A row's home is before or at its slot, and the slots of a session's rows ascend, so no home is a later row's slot.
     """
-    destination = torch.where(kept, buffers.homes, kv_cache.size)
-    data = kv_cache.data
-    # index_select copies first, so no row overwrites the source of another row
-    data.index_copy_(3, destination.long(), data.index_select(3, buffers.plan.slots))
+    from dynatree.engine.gpu import choosing_kernels as kernels
+
+    rows = len(token_ids)
+    moves = torch.empty(1 + 2 * rows, dtype=torch.int32, device=token_ids.device)
+    block = min(_padded(rows), _ROWS)
+    kernels.accepted_moves[1,](token_ids, parents, choices, slots, homes, moves, rows, block=block)
+    return moves
+
+
+def move_by_triton(data: Tensor, moves: Tensor) -> None:
+    """Copy the slots of `moves`, the number of copies and then source and destination of each, one after the other."""
+    from dynatree.engine.gpu import choosing_kernels as kernels
+
+    *heads, _, dim = data.shape
+    kernels.move_slots[torch.Size(heads).numel(),](
+        data, moves, data.stride(2), dim=dim, padded_dim=_padded(dim), num_warps=1
+    )
+
+
+def ranks_by_triton(
+    logits: Tensor, limits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, noisy: bool, breadth: int
+) -> tuple[Tensor, Tensor]:
+    """Compute `rank` with Triton kernels."""
+    from dynatree.engine.gpu import choosing_kernels as kernels
+
+    rows, vocab_size = logits.shape
+    parts = -(-vocab_size // _PART)
+    part_ids = torch.empty(rows, parts, breadth, dtype=torch.int32, device=logits.device)
+    values = torch.empty(rows, parts, breadth, dtype=torch.float32, device=logits.device)
+    bases, sums = logits.new_empty(2, rows, parts, dtype=torch.float32)
+    kernels.ranked_parts[rows, parts](
+        logits,
+        limits,
+        temperatures,
+        seeds,
+        positions,
+        part_ids,
+        values,
+        bases,
+        sums,
+        vocab_size,
+        logits.stride(0),
+        _STREAM,
+        parts,
+        noisy=noisy,
+        breadth=breadth,
+        size=_PART,
+        enable_fp_fusion=False,
+    )
+    ids = torch.empty(rows, breadth, dtype=torch.int32, device=logits.device)
+    chances = torch.empty(rows, breadth, dtype=torch.float32, device=logits.device)
+    kernels.merged_ranks[rows,](
+        part_ids, values, bases, sums, ids, chances, parts, breadth=breadth, padded_parts=_padded(parts)
+    )
+    return ids, chances
+
+
+def _padded(size: int) -> int:
+    return 1 << (size - 1).bit_length()

@@ -5,25 +5,31 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from statistics import median
 
 import torch
 from torch import Tensor
 
-from dynatree.engine.device import synchronize
 from dynatree.engine.engine import Engine
 from dynatree.engine.forward.runner import Choosing
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.forward.tree_mask import ancestor_mask
 from dynatree.engine.gpu.fused_forward import forward_of
+from dynatree.engine.gpu.kept_rows import KeptRows
 from dynatree.engine.gpu.row_runner import RowForward, RowRunner
 
 log = logging.getLogger(__name__)
 
-TARGET_ROWS = (32, 64, 128, 256)  # candidates, of which the GPU's measured costs select one
+TARGET_ROWS = (32, 64, 96, 128, 256)  # candidates; 96 hold a tree of 64 nodes and its root, which `dyspec` sends
 DRAFT_ROWS = (16, 64, 256)  # a draft needs no equal bits, so each forward pass takes the smallest that fits
-NEARLY = 1.05  # a cost within this factor of the cost of the fewest rows counts as equal
-_TIMES = 5
+# A round that costs at most this factor more than with the fewest rows counts as cheap. The default policy's trees have
+# 55 nodes on average where rows are free (benchmarks/replay/gpu.json), and with 32 rows some 10 % fewer tokens a round
+# are accepted; a target's forward pass is about half of a round. Not measured on a GPU yet.
+NEARLY = 1.2
+_WARM_UPS = 20  # rounds before the timed ones, because an idle GPU has a low clock
+_TIMES = 9
 _PREFIX = 70  # tokens, so that the tree begins in the second block of keys
 _CHAIN = 12  # tokens of the compared path
 
@@ -49,14 +55,35 @@ def with_fixed_rows(engine: Engine, counts: Sequence[int], sessions: int, longes
     return replace(fixed, batch_invariant=len(counts) == 1 and gives_equal_bits(fixed, counts[0]))
 
 
-def with_default_rows(engine: Engine, sessions: int, longest: int) -> Engine:
+def with_default_rows(engine: Engine, sessions: int, longest: int, kept: KeptRows | None = None) -> Engine:
     """Return a target's engine with the most fixed rows that cost about the same as the fewest and are batch-invariant.
 
     If no number of rows is batch-invariant, the largest cheap number is taken. A tree with more rows takes several
-    forward passes.
+    forward passes. Bits depend on the number, and costs vary from start to start, so the number is kept in a file.
+
+    Args:
+        engine: Engine without open sessions.
+        sessions: Number of sessions open at once.
+        longest: KV slots of the longest session.
+        kept: Where the number is kept; None means nowhere.
     """
-    forwards = _runner(engine, TARGET_ROWS, sessions, longest, decides=False).forwards
-    seconds = {each.sizes.rows: _seconds(each, engine) for each in forwards}
+    with kept.alone() if kept else nullcontext():
+        if kept and (rows := kept.read()):
+            tried = with_fixed_rows(engine, (rows,), sessions, longest)
+            if tried.batch_invariant:
+                log.info("%s: forward passes have %d rows, as %s says", engine.info.name, rows, kept.path)
+                return tried
+            log.warning("%s: %d rows, as %s says, are not batch-invariant here", engine.info.name, rows, kept.path)
+        fixed = _chosen(engine, sessions, longest)
+        if kept and fixed.batch_invariant and fixed.most_rows:
+            kept.write(fixed.most_rows)
+        return fixed
+
+
+def _chosen(engine: Engine, sessions: int, longest: int) -> Engine:
+    """Choose a number of rows by measured costs and batch invariance."""
+    forwards = _runner(engine, TARGET_ROWS, sessions, longest, decides=True).forwards
+    seconds = round_seconds(forwards, engine)
     measured = ", ".join(f"{rows} rows {1000 * each:.2f} ms" for rows, each in seconds.items())
     cheap = [rows for rows, each in seconds.items() if each <= NEARLY * seconds[TARGET_ROWS[0]]]
     del forwards  # frees their memory
@@ -92,40 +119,44 @@ def _runner(engine: Engine, counts: Sequence[int], sessions: int, longest: int, 
 
 
 @torch.inference_mode()
-def _seconds(forward: RowForward, engine: Engine) -> float:
-    """Return the least seconds of a few full forward passes behind half a context."""
+def round_seconds(forwards: Sequence[RowForward], engine: Engine) -> dict[int, float]:
+    """Return the median seconds of full forward passes with their decisions, behind half a context, by their rows.
+
+    The forward passes take turns, so that a clock that rises or falls meanwhile favours none.
+    """
     context = engine.info.context_length // 2
-    rows = min(forward.sizes.rows, engine.info.context_length - context)
-    kv = engine.kv_cache.reserve(context + rows)
+    room = engine.info.context_length - context
+    kv = engine.kv_cache.reserve(context + min(room, max(each.sizes.rows for each in forwards)))
     assert kv is not None, "measured before any session is open"
-    segment = Segment(kv, context, [0] * rows, range(context, context + rows), mask=torch.eye(rows, dtype=torch.bool))
-    [pieces] = forward.sizes.cut([segment])
-    forward.buffers.fill([segment], pieces)
-    taken = []
-    for _ in range(_TIMES):
-        synchronize(engine.kv_cache.device)
-        started = time.perf_counter()
-        forward.run()
-        synchronize(engine.kv_cache.device)
-        taken.append(time.perf_counter() - started)
+    for each in forwards:
+        rows = min(each.sizes.rows, room)
+        chain = Segment(kv, context, [0] * rows, range(context, context + rows), mask=torch.eye(rows, dtype=torch.bool))
+        [pieces] = each.sizes.cut([chain])
+        each.buffers.fill([chain], pieces, [Choosing([-1] * rows)])
+    taken: dict[int, list[float]] = {each.sizes.rows: [] for each in forwards}
+    for _ in range(_WARM_UPS + _TIMES):
+        for each in forwards:
+            started = time.perf_counter()
+            each.decide(noisy=False)  # waits for the device
+            taken[each.sizes.rows].append(time.perf_counter() - started)
     engine.kv_cache.release(kv)
-    return min(taken)
+    return {rows: median(seconds[_WARM_UPS:]) for rows, seconds in taken.items()}
 
 
 def gives_equal_bits(engine: Engine, rows: int) -> bool:
     """Whether a chain of tokens has the same bits one by one and as a branch of a tree beside another session.
 
     The test compares logits, keys and values, and the logits of a forward pass with the decision after it. One by one,
-    each token has the first row of a forward pass. In the tree, the chain follows another branch and the other session,
-    so it has the last rows of a forward pass of `rows`.
+    each token has the first row of a forward pass. In the tree, the chain follows another branch. The tree has the
+    first, the middle and the last rows of forward passes of `rows`, and the other session those before or after it.
     """
     vocab = engine.info.vocab_size
     # a model may have a short context
     prefix = min(_PREFIX, engine.info.context_length // 2)
     chain = min(_CHAIN, engine.info.context_length - prefix - 1)
     tokens = [(7 * place + 3) % vocab for place in range(prefix + chain)]
-    before = min(max(rows - 2 * chain + 1, 1), engine.info.context_length)  # rows of the other session
-    kv, other = engine.kv_cache.reserve(prefix + 2 * chain), engine.kv_cache.reserve(before)
+    most = min(max(rows - 2 * chain + 1, 1), engine.info.context_length)  # rows of the other session
+    kv, other = engine.kv_cache.reserve(prefix + 2 * chain), engine.kv_cache.reserve(most)
     if kv is None or other is None:
         for each in (kv, other):
             if each is not None:
@@ -133,24 +164,27 @@ def gives_equal_bits(engine: Engine, rows: int) -> bool:
         return False
     try:
         engine.forward([Segment(kv, 0, tokens[:prefix], range(prefix), keep=[])])
-        plain = [
-            engine.forward([Segment(kv, place, [tokens[place]], [place])])[0] for place in range(prefix, prefix + chain)
-        ]
+        plain = torch.cat(
+            [engine.forward([Segment(kv, place, [tokens[place]], [place])])[0] for place in range(prefix, len(tokens))]
+        )
         held = engine.kv_cache.slots(kv, prefix + chain)[:, :, :, prefix:].clone()
-        tree, positions, mask = _branches(tokens[prefix:], prefix, vocab)
-        beside = Segment(other, 0, [tokens[place % prefix] for place in range(before)], range(before), keep=[])
-        inside = engine.forward([beside, Segment(kv, prefix, tree, positions, mask=mask)])[1]
+        ids, positions, mask = _branches(tokens[prefix:], prefix, vocab)
+        tree = Segment(kv, prefix, ids, positions, mask=mask)
         places = [0, *range(chain, 2 * chain - 1)]  # places of the chain's tokens in the tree
         slots = torch.tensor([prefix + place for place in places], device=engine.kv_cache.device)
-        in_tree = engine.kv_cache.slots(kv, prefix + 2 * chain).index_select(3, slots)
-        common = min(before, prefix)
-        prompts = (engine.kv_cache.slots(each, common) for each in (other, kv))
+        equal = True
+        for before in (most, max(most // 2, 1), 0):
+            count = before or most
+            beside = Segment(other, 0, [tokens[place % prefix] for place in range(count)], range(count), keep=[])
+            inside = engine.forward([beside, tree] if before else [tree, beside])[1 if before else 0]
+            in_tree = engine.kv_cache.slots(kv, prefix + 2 * chain).index_select(3, slots)
+            common = min(count, prefix)
+            prompts = (engine.kv_cache.slots(each, common) for each in (other, kv))
+            equal &= torch.equal(*prompts) and torch.equal(plain, inside[places]) and torch.equal(held, in_tree)
         for temperature in (0.0, 1.0):
-            choosing = Choosing([-1] * len(tree), temperature)
-            decided = engine.decide([Segment(kv, prefix, tree, positions, mask=mask)], [choosing])
-            if decided is not None and not torch.equal(decided[0][0], inside):
-                return False
-        return torch.equal(*prompts) and torch.equal(torch.cat(plain), inside[places]) and torch.equal(held, in_tree)
+            decided = engine.decide([tree], [Choosing([-1] * len(ids), temperature)])
+            equal &= decided is None or torch.equal(decided[0][0], inside)
+        return equal
     finally:
         engine.kv_cache.release(kv)
         engine.kv_cache.release(other)

@@ -17,15 +17,13 @@ from torch import Tensor
 
 from dynatree.engine.device import synchronize
 from dynatree.engine.forward.level_runner import KVMove, LevelRead, LevelsWanted, NodesRead, SegmentRead
-from dynatree.engine.gpu.decisions import ranking
+from dynatree.engine.gpu.decisions import rank
 from dynatree.engine.gpu.fused_forward import RowsForward
 from dynatree.engine.gpu.graphs import GraphPool, Replayed
 from dynatree.engine.gpu.row_attention import RowAttention
 from dynatree.engine.gpu.rows import RowBuffers, RowSizes
 from dynatree.engine.gpu.tree_attention import RowPlan
 from dynatree.engine.kv.kv_cache import KVCache
-from dynatree.engine.sampling.device_noise import fill_noise
-from dynatree.engine.sampling.gumbel import NoiseStream
 
 WIDTH = 8
 BREADTH = 16
@@ -99,7 +97,6 @@ class Levels:
             torch.tensor([0, level], dtype=torch.int32, device=kv_cache.device) for level in range(1, sizes.levels + 1)
         ]
         self._first = torch.arange(sizes.sessions, device=kv_cache.device)[:, None]
-        self._tokens = torch.arange(forward.vocab_size, dtype=torch.int32, device=kv_cache.device)
         each = 2 * sizes.breadth
         self._told = torch.zeros(
             rows.rows * each + sizes.levels * below * (2 + each),
@@ -188,19 +185,10 @@ class Levels:
         positions: Tensor,
         noisy: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return the best continuations of each row and their log-probabilities, `[rows, breadth]` each.
-
-        The first log-probability of a row is NaN if its best logit is not finite.
-        """
+        """Return the best continuations of each row and their log-probabilities; see `rank`."""
         attention = RowAttention(self._kv_cache, plan, self._longest)
         logits = self._forward(token_ids.long()[None], positions.long()[None], attention)
-        ranks = logits.float().masked_fill(self._tokens >= limits[:, None], -torch.inf)
-        if noisy:
-            noise = torch.empty(ranks.shape, dtype=torch.float32, device=ranks.device)
-            fill_noise(noise, seeds, positions + 1, NoiseStream.CHOICE)
-            ranks = ranking(ranks, temperatures, noise)
-        best = ranks.topk(self.sizes.breadth)
-        return best.indices, best.values - ranks.logsumexp(-1, keepdim=True)
+        return rank(logits, limits, temperatures, seeds, positions, noisy, self.sizes.breadth)
 
     def _unpacked(self, spans: Sequence[tuple[int, int]]) -> list[SegmentRead]:
         sizes, breadth = self.sizes, self.sizes.breadth

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from dynatree.common.sampling import NOT_CHOSEN
 from dynatree.engine.device import HAS_TRITON, synchronize
 from dynatree.engine.forward.runner import Choosing
 from dynatree.engine.forward.segment import Segment
-from dynatree.engine.gpu.decisions import accepted, chosen, put_in_place
+from dynatree.engine.gpu.decisions import decide
 from dynatree.engine.gpu.fused_forward import RowsForward
 from dynatree.engine.gpu.graphs import GraphPool, Replayed, graph_pool
 from dynatree.engine.gpu.levels import RowLevelRunner
@@ -19,8 +20,6 @@ from dynatree.engine.gpu.row_attention import RowAttention
 from dynatree.engine.gpu.rows import Piece, RowBuffers, RowSizes
 from dynatree.engine.gpu.tree_attention import tile_rows
 from dynatree.engine.kv.kv_cache import KVCache
-from dynatree.engine.sampling.device_noise import fill_noise
-from dynatree.engine.sampling.gumbel import NoiseStream
 
 
 class RowForward:
@@ -42,7 +41,7 @@ class RowForward:
         self._attention = RowAttention(kv_cache, self.buffers.plan, longest)
         self.run = Replayed(self._logits, pool)
         self._choices = torch.zeros(sizes.rows, dtype=torch.int64, pin_memory=kv_cache.device.type == "cuda")
-        self._decisions = [Replayed(decide, pool) for decide in (self._greedily, self._with_noise) if decides]
+        self._decisions = [Replayed(partial(self._decided, noisy), pool) for noisy in (False, True) if decides]
 
     def decide(self, noisy: bool) -> tuple[Tensor, list[int]]:
         """Return the logits, which the next forward pass overwrites, and the choices; waits for the device.
@@ -54,22 +53,9 @@ class RowForward:
         synchronize(self._kv_cache.device)
         return logits, self._choices.tolist()
 
-    def _greedily(self) -> tuple[Tensor, Tensor]:
-        return self._decided(self._logits(), None)
-
-    def _with_noise(self) -> tuple[Tensor, Tensor]:
+    def _decided(self, noisy: bool) -> tuple[Tensor, Tensor]:
         logits = self._logits()
-        noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-        fill_noise(noise, self.buffers.seeds, self.buffers.positions + 1, NoiseStream.CHOICE)
-        return self._decided(logits, noise)
-
-    def _decided(self, logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        buffers = self.buffers
-        choices = chosen(logits, buffers.temperatures, noise)
-        parents = buffers.parents.long()
-        drafted = parents != torch.arange(len(parents), device=parents.device)
-        put_in_place(self._kv_cache, buffers, accepted(buffers.token_ids, parents, choices) & drafted)
-        return logits, choices
+        return logits, decide(logits, self.buffers, self._kv_cache, noisy)
 
     def _logits(self) -> Tensor:
         """Compute the logits of all rows, `[rows, vocabulary]`."""

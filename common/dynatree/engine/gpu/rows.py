@@ -174,7 +174,7 @@ class RowBuffers:
         host["token_ids"][used:] = 0
         host["positions"][used:] = 0
         host["slots"][used:] = self._scratch
-        host["rows"][used:] = (0, 1)
+        host["rows"][used:] = 0
         host["paths"][used:, 0] = self._scratch
         host["parents"][:] = np.arange(self._sizes.rows)
         host["temperatures"][:] = 0

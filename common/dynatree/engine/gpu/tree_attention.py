@@ -31,7 +31,8 @@ class RowPlan:
             number of rows (0 means an unused tile), the first slot of the session's range, and the number of blocks of
             the range that all its rows share.
         slots: `[rows]`: slot for each row's new key and value.
-        rows: `[rows, 2]`: the number of shared blocks, and the length of the row's own path behind them.
+        rows: `[rows, 2]`: the number of shared blocks, and the length of the row's own path behind them. A row without
+            a path is padding, whose output is zeros.
         paths: `[rows, path]`: slots of the row's own path, in the order of their positions.
     """
 
@@ -242,7 +243,7 @@ def by_torch(
             log_sum[:, :, at] = torch.logaddexp(before, within)
             weights = (products - log_sum[:, :, at, None]).exp().nan_to_num(0.0)  # NaN where no key is seen
             out[:, :, at] = weights.to(dtype).float() @ layer[1, :, None, span].float()
-    reached = int(lengths.max())
+    reached = max(int(lengths.max()), 1)
     places = torch.arange(reached, device=query.device)
     unseen = (places >= lengths[:, None]) | (shared[:, None] + places < lowest[:, None])  # [rows, path]
     # past its end, a path repeats its first slot, whose values are finite and get no weight
@@ -252,5 +253,5 @@ def by_torch(
     own_sum = products.logsumexp(-1)
     own_out = torch.einsum("kgrp,krpd->kgrd", products.softmax(-1).to(dtype).float(), values)
     share = torch.sigmoid(own_sum - log_sum)[..., None]  # share of the row's total weight that its own path has
-    merged = own_out * share + out * (1 - share)
+    merged = torch.where(lengths[:, None] > 0, own_out * share + out * (1 - share), 0.0)  # padding has no path
     return merged.reshape(heads, count, dim).transpose(0, 1).to(query.dtype)

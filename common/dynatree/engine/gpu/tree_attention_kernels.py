@@ -228,7 +228,10 @@ def own_paths(
     cap: tl.constexpr,
     wide: tl.constexpr,
 ):
-    """Finish one row and one key head: continue each split from the shared blocks' sums, then merge the splits."""
+    """Finish one row and one key head: continue each split from the shared blocks' sums, then merge the splits.
+
+    Padding, which has no path, costs a store of zeros.
+    """
     row, kv_head = tl.program_id(0), tl.program_id(1)
     blocks = tl.load(rows + row * 2)
     length = tl.load(rows + row * 2 + 1)
@@ -241,6 +244,10 @@ def own_paths(
     head = kv_head * group + places % padded_group
     real = (places < padded_group) & (places % padded_group < group)
     inside = real[:, None] & in_head[None, :]
+    to = output + (row * heads + head[:, None]) * dim + dims[None, :]
+    if length == 0:
+        tl.store(to, tl.zeros([tile, padded_dim], output.dtype.element_ty), mask=inside)
+        return
     q = tl.load(query + head[:, None] * q_head + row * q_row + dims[None, :], mask=inside, other=0.0)
     offsets = tl.arange(0, block)
     local: tl.constexpr = window > 0 or chunk > 0
@@ -294,6 +301,4 @@ def own_paths(
         out = out * fade[:, None] + acc * weight[:, None]
         highest = new
     result = out / sums[:, None]
-    tl.store(
-        output + (row * heads + head[:, None]) * dim + dims[None, :], result.to(output.dtype.element_ty), mask=inside
-    )
+    tl.store(to, result.to(output.dtype.element_ty), mask=inside)

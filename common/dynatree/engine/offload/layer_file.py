@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 PAGE = 4096  # bytes; reads that bypass the page cache begin and end at whole pages
-_LINE = 64  # bytes of a cache line
+_LINE = 256  # bytes; cuBLAS may choose another algorithm for operands that are aligned to less
 PIECE = 1 << 23  # bytes that are read and checked at a time
 
 
@@ -62,7 +62,7 @@ def remedy(path: Path) -> str:
 
 
 def places_of(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Place], int]:
-    """Place tensors one after another, each aligned to a cache line; also return the total bytes, in whole pages."""
+    """Place tensors one after another, each aligned to `_LINE`; also return the total bytes, in whole pages."""
     places: dict[str, Place] = {}
     at = 0
     for name, tensor in tensors.items():

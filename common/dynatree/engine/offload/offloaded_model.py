@@ -181,7 +181,7 @@ def load_offloaded(
         blobs = []
         for index in range(resident, len(layers)):
             tensors, own = build(index)
-            blob, where = blob_of(tensors, pinned=device.type == "cuda")
+            blob, where = blob_of(tensors)
             blobs.append(blob)
             places.append(where)
             sums |= {f"{prefix}.{index}.{name}": each for name, each in own.items()}

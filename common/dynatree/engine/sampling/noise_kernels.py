@@ -26,6 +26,14 @@ def noise_of(words: tl.tensor) -> Any:
     return (-tl.log(-tl.log(tl.maximum(uniform, 2.0**-60)))).to(tl.float32)
 
 
+@triton.jit
+def noise_at(seed: tl.tensor, position: tl.tensor, stream: tl.tensor, first: tl.tensor, count: tl.constexpr) -> Any:
+    """Return the noise of tokens `4 * first` to `4 * (first + count)` of a row, for kernels; float32 `[4 * count]`."""
+    blocks = first.to(tl.int64) + tl.arange(0, count)
+    one, two, three, four = random_words(seed, position, stream, blocks)
+    return noise_of(tl.interleave(tl.interleave(one, three), tl.interleave(two, four)))
+
+
 @triton.jit(do_not_specialize=["stream"])
 def fill(
     out: tl.tensor,
@@ -38,8 +46,6 @@ def fill(
 ) -> None:
     """Fill `block_count` Philox blocks of one row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    blocks = part * block_count + tl.arange(0, block_count)
-    first, second, third, fourth = random_words(tl.load(seeds + row), tl.load(positions + row), stream, blocks)
-    words = tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))  # [4 * block_count], in order
+    noise = noise_at(tl.load(seeds + row), tl.load(positions + row), stream, part * block_count, block_count)
     tokens = part * block_count * 4 + tl.arange(0, block_count * 4)
-    tl.store(out + row * stride + tokens, noise_of(words), mask=tokens < vocab_size)
+    tl.store(out + row * stride + tokens, noise, mask=tokens < vocab_size)

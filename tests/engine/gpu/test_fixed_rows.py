@@ -1,0 +1,170 @@
+"""Tests the choice of the number of fixed rows: by costs, once, and kept in a file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dynatree.engine.gpu import fixed_rows
+from dynatree.engine.gpu.fixed_rows import gives_equal_bits, round_seconds, with_default_rows, with_fixed_rows
+from dynatree.engine.gpu.kept_rows import KeptRows
+from dynatree.engine.loading import load_engine
+from dynatree.engine.settings import ModelSettings
+from tests.support.model_zoo import save_random_model
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Stands for an engine."""
+
+    most_rows: int | None = None
+    batch_invariant: bool = False
+    info: Any = field(default_factory=lambda: SimpleNamespace(name="m"))
+
+
+class Gpu:
+    """Stands for a GPU: the seconds of a round by its rows, and the numbers of rows that give equal bits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds: dict[int, float] = {}
+        self.equal: set[int] = set(fixed_rows.TARGET_ROWS)
+        self.measured = 0
+        monkeypatch.setattr(fixed_rows, "_runner", lambda *_, **__: SimpleNamespace(forwards=[]))
+        monkeypatch.setattr(fixed_rows, "round_seconds", self._measure)
+        monkeypatch.setattr(fixed_rows, "with_fixed_rows", self._fixed)
+
+    def _measure(self, *_: Any) -> dict[int, float]:
+        self.measured += 1
+        return {rows: self.seconds.get(rows, 1.0) for rows in fixed_rows.TARGET_ROWS}
+
+    def _fixed(self, engine: Any, counts: tuple[int, ...], *_: Any) -> Any:
+        return replace(engine, most_rows=counts[0], batch_invariant=counts[0] in self.equal)
+
+
+@pytest.fixture(name="gpu")
+def gpu_fixture(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return Gpu(monkeypatch)
+
+
+def chosen(kept: KeptRows | None = None) -> Any:
+    return with_default_rows(Engine(), 4, 300, kept)  # type: ignore[arg-type]
+
+
+def test_the_most_rows_that_cost_little_more_than_the_fewest_are_chosen(gpu: Gpu) -> None:
+    gpu.seconds = {32: 3.0, 64: 3.2, 96: 3.5, 128: 3.7, 256: 5.0}
+    assert chosen().most_rows == 96
+    gpu.equal = {32, 64, 256}
+    assert chosen().most_rows == 64
+    gpu.equal = set()
+    assert (chosen().most_rows, chosen().batch_invariant) == (96, False)
+
+
+def test_the_choice_is_kept_and_costs_that_vary_do_not_change_it(gpu: Gpu, tmp_path: Path) -> None:
+    kept = KeptRows(tmp_path / "new" / "rows.json", "an H100 and these weights")
+    gpu.seconds = {128: 2.0, 256: 2.0}
+    assert chosen(kept).most_rows == 96
+    gpu.seconds = {}
+    assert chosen(kept).most_rows == 96
+    assert gpu.measured == 1
+    assert chosen(replace(kept, key="an A100")).most_rows == 256
+    assert json.loads(kept.path.read_text()) == {kept.key: 96, "an A100": 256}
+
+
+def test_a_kept_number_that_fails_the_trial_is_chosen_anew(
+    gpu: Gpu, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = KeptRows(tmp_path / "rows.json", "k")
+    kept.write(128)
+    gpu.equal = {32, 64}
+    assert chosen(kept).most_rows == 64
+    assert "128 rows" in caplog.text
+    assert kept.read() == 64
+
+
+def test_rows_without_equal_bits_are_not_kept(gpu: Gpu, tmp_path: Path) -> None:
+    gpu.equal = set()
+    kept = KeptRows(tmp_path / "rows.json", "k")
+    chosen(kept)
+    assert kept.read() is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"k": "64"}', '{"k": 0}', '{"k": 99999}', '{"k": null}'])
+def test_a_file_without_a_number_is_as_none(gpu: Gpu, tmp_path: Path, text: str) -> None:
+    kept = KeptRows(tmp_path / "rows.json", "k")
+    kept.path.write_text(text)
+    assert kept.read() is None
+    assert chosen(kept).most_rows == 256
+    assert kept.read() == 256
+
+
+def test_a_file_that_cannot_be_written_is_said_with_the_remedy(
+    gpu: Gpu, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        assert chosen(KeptRows(tmp_path / "file" / "rows.json", "k")).most_rows == 256
+    assert "--fixed-rows 256" in caplog.text
+
+
+# On a CPU
+
+
+@pytest.fixture(scope="module", name="eager")
+def eager_fixture(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("models") / "target"
+    save_random_model(folder, "gpt_neox", seed=1)
+    return load_engine(ModelSettings(str(folder), sessions=2, fixed_rows=()))
+
+
+def test_rounds_are_timed_in_turns_and_leave_no_slots(eager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixed_rows, "_WARM_UPS", 1)
+    monkeypatch.setattr(fixed_rows, "_TIMES", 2)
+    turns: list[int] = []
+    forwards = [
+        forward
+        for count in (8, 16)
+        for forward in with_fixed_rows(eager, (count,), 2, 600).runner.forwards  # type: ignore[attr-defined]
+    ]
+    for each in forwards:
+        decide = each.decide
+
+        def counted(noisy: bool, decide: Any = decide, rows: int = each.sizes.rows) -> Any:
+            turns.append(rows)
+            return decide(noisy)
+
+        monkeypatch.setattr(each, "decide", counted)
+    seconds = round_seconds(forwards, eager)
+    assert turns == [8, 16] * 3
+    assert all(seconds[rows] > 0 for rows in (8, 16))
+    assert eager.kv_cache.free_slots == eager.kv_cache.size
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_the_trial_sees_rows_that_differ_wherever_they_stand(
+    eager: Any, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One group of rows of a forward pass, such as a tile of a matrix product, gives other bits than the others."""
+    if not eager.batch_invariant:
+        pytest.skip("this CPU has no kernels of the project's that give equal bits")
+    harmed = {"first": range(12, 20), "middle": range(48, 52), "last": range(90, 96)}[place]
+    run = eager.runner.run
+
+    def by_row(segments: Any) -> Any:
+        logits = run(segments)
+        row = 0
+        for segment, each in zip(segments, logits, strict=True):
+            rows = torch.arange(row, row + len(each))
+            each[(rows >= harmed.start) & (rows < harmed.stop)] += 1e-3
+            row += len(segment.token_ids)
+        return logits
+
+    assert gives_equal_bits(eager, 96)
+    monkeypatch.setattr(eager.runner, "run", by_row)
+    assert not gives_equal_bits(eager, 96)
