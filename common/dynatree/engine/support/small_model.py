@@ -29,7 +29,7 @@ _EXPERTS = re.compile(r"experts(_per_tok(en)?)?$")  # of a layer, and of a row
 def small_model(config: PretrainedConfig, context_length: int, seed: int) -> PreTrainedModel:
     """Make a narrow float32 model on the CPU with the layers of `config`, and with spans reduced to `SPAN`.
 
-    Layers keep their number and kinds, and heads keep their size.
+    Layers keep their number and kinds (but see `_narrow_alone`), and heads keep their size.
 
     Args:
         config: Configuration of the real model.
@@ -123,7 +123,11 @@ def _narrow_recurrent(text: Any) -> None:
 
 
 def _narrow_alone(text: Any) -> None:
-    """Reduce the heads and the width of Mamba-2, which has no attention, and the sizes of `_cut`."""
+    """Reduce the heads, the width and the layers of Mamba-2, and the sizes of `_cut`.
+
+    Its layers are all alike, so few stand for all: 64 random ones amplify rounding without bound.
+    """
+    text.num_hidden_layers = min(text.num_hidden_layers, 8)
     text.num_heads = text.n_groups
     text.hidden_size = text.num_heads * text.head_dim // text.expand
     _cut(text)
@@ -186,6 +190,7 @@ def _with_weights(model: PreTrainedModel, seed: int) -> PreTrainedModel:
         model.get_submodule(owner).register_parameter(last, nn.Parameter(weights, requires_grad=False))
     for module in model.modules():
         _soften(module)
+        _damp(module, model.config.get_text_config().num_hidden_layers)
     model.tie_weights()
     return model
 
@@ -207,3 +212,15 @@ def _soften(attention: nn.Module) -> None:
             weight = getattr(norm, "weight", None)
             if isinstance(weight, nn.Parameter):
                 weight.mul_(len(weight) ** -0.25)
+
+
+def _damp(mixer: nn.Module, layers: int) -> None:
+    """Divide a recurrent mixer's output by the root of the number of layers, as the initialisation of deep models does.
+
+    Otherwise 32 random layers amplify the rounding of the first one by a factor of 1,000 (Mamba-2).
+    """
+    if any(isinstance(child, nn.Conv1d) for child in mixer.children()):
+        for name in ("out_proj", "o_proj"):
+            weight = getattr(getattr(mixer, name, None), "weight", None)
+            if isinstance(weight, nn.Parameter):
+                weight.mul_(layers**-0.5)
