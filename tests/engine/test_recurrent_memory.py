@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from dynatree.common.errors import StartupError
+from dynatree.engine.forward.recurrent_batch import RecurrentBatch
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.forward.tree_mask import ancestor_mask
 from dynatree.engine.kv.budget import KVBudget
 from dynatree.engine.kv.kv_cache import KVCache, KVShape
 from dynatree.engine.kv.prefix_cache import PrefixCache
-from dynatree.engine.recurrent.batch import RecurrentBatch
 from dynatree.engine.recurrent.memory import KEPT, RecurrentSize
 from dynatree.engine.recurrent.scan import Scan
 

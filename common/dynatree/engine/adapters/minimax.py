@@ -9,7 +9,7 @@ from torch.nn.functional import sigmoid
 from transformers import PreTrainedModel
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
-from dynatree.engine.adapters.recurrent import LayerCall
+from dynatree.engine.adapters.layer_call import LayerCall
 from dynatree.engine.forward.attention import AttentionCall
 from dynatree.engine.recurrent import linear_attention
 from dynatree.engine.recurrent.scan import Scan

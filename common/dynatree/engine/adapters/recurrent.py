@@ -7,9 +7,8 @@ several sessions. Projections, gates and norms stay those of transformers.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -18,30 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from dynatree.common.errors import StartupError
 from dynatree.engine.adapters import state_spaces
-from dynatree.engine.forward.attention import AttentionCall
+from dynatree.engine.adapters.layer_call import LayerCall
 from dynatree.engine.recurrent import gated_delta, linear_attention, short_conv
 from dynatree.engine.recurrent.linear_attention import Records
 from dynatree.engine.recurrent.scan import Scan
-
-
-@dataclass(frozen=True)
-class LayerCall:
-    """An `AttentionCall` for one recurrent layer, because the functions of a mixer do not get its index."""
-
-    call: AttentionCall
-    layer: int
-
-    def scan(self, scan: Scan, tokens: Sequence[Tensor]) -> Tensor:
-        """See `Recurring.scan`.
-
-        Raises:
-            StartupError: The forward pass computes no recurrent layers.
-        """
-        if self.call.recurring is None:
-            raise StartupError("its recurrent layers are not computed by this kind of forward pass")
-        return self.call.recurring.scan(self.layer, scan, tokens)
 
 
 class _StepLinear(nn.Linear):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from dynatree.engine.adapters.layer_call import LayerCall
 from dynatree.engine.recurrent import linear_attention, selective_scan
 from dynatree.engine.recurrent.scan import Scan
-
-if TYPE_CHECKING:
-    from dynatree.engine.adapters.recurrent import LayerCall
 
 
 def mamba2(

@@ -11,9 +11,9 @@ from torch import Tensor
 from dynatree.engine.forward.attention import SegmentAttending
 from dynatree.engine.forward.flat_forward import FlatForward
 from dynatree.engine.forward.not_finite import spoil
+from dynatree.engine.forward.recurrent_batch import RecurrentBatch
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.kv_cache import KVCache
-from dynatree.engine.recurrent.batch import RecurrentBatch
 
 
 class EagerRunner:

@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from dynatree.engine.recurrent.memory import Memory
+
+class Memory(Protocol):
+    """What recurrent layers keep of a session; `recurrent.memory` implements it, with torch."""
+
+    @property
+    def position(self) -> int:
+        """Number of the session's first tokens that are in the states."""
+        ...
+
+    @property
+    def stop(self) -> int:
+        """One past the last slot with a record."""
+        ...
+
+    @property
+    def layers(self) -> Mapping[Any, Any]:
+        """State and records of each scan of each layer."""
+        ...
+
+    def moved(self, sources: Sequence[int], start: int) -> Memory:
+        """Return the memory whose slots from `start` on, and only these, hold the records of the slots `sources`."""
+        ...
+
+    def cut(self, stop: int) -> Memory:
+        """Return the memory of the slots before `stop`, which is not before `position`."""
+        ...
 
 
 @dataclass(eq=False)
