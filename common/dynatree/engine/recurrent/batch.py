@@ -34,7 +34,7 @@ class RecurrentBatch:
     def scan(self, layer: int, scan: Scan, tokens: Sequence[Tensor]) -> Tensor:
         """See `Recurring.scan`."""
         tokens = [self._finite(each) for each in tokens]
-        pieces = zip(*(each.split(self._counts) for each in tokens), strict=True)
+        pieces = zip(*(each.split_with_sizes(self._counts) for each in tokens), strict=True)
         outputs = [part.scan((layer, scan.name), scan, piece) for part, piece in zip(self._parts, pieces, strict=True)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
