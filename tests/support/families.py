@@ -41,6 +41,7 @@ _VALUES: dict[str, dict[str, object]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": _MAMBA2 | {"layer_types": ["linear_attention", "full_attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "num_experts": 2},
+    "kimi_linear": {"linear_num_heads": 4, "linear_head_dim": 16},
     "laguna": _WINDOWS,
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS,

@@ -38,7 +38,7 @@ def mamba2(
     state = v.new_zeros(v.shape[1], b.shape[2], v.shape[2])
     scan = Scan("a state space", linear_attention.linear_attention, linear_attention.fold, state, (b[:0], v[:0], g[:0]))
     output = call.scan(scan, (c, b, v, g))
-    return (output if D is None else output + D[:, None] * x)[None]
+    return (output if D is None else output + D[:, None] * x).contiguous()[None]  # Falcon-H1 takes a view of it
 
 
 def mamba(
@@ -58,10 +58,9 @@ def mamba(
     x, dt, b, c = (each[0].T for each in (x, dt, b, c))
     step = _step(dt, delta_bias, delta_softplus).float()
     v, wide = step * x.float(), b.float()
-    compute, fold = (partial(each, a.float()) for each in (selective_scan.selective_scan, selective_scan.fold))
-    scan = Scan(
-        "a selective scan", compute, fold, torch.zeros_like(a, dtype=torch.float32), (step[:0], v[:0], wide[:0])
-    )
+    a = a.float()
+    compute, fold = partial(selective_scan.selective_scan, a), partial(selective_scan.fold, a)
+    scan = Scan("a selective scan", compute, fold, torch.zeros_like(a), (step[:0], v[:0], wide[:0]))
     output = call.scan(scan, (step, v, wide, c.float()))
     output = (output if D is None else output + x * D).T[None]
     return output if z is None else output * silu(z)

@@ -188,6 +188,8 @@ def _with_weights(model: PreTrainedModel, seed: int) -> PreTrainedModel:
             weights *= parameter.shape[-1] ** -0.5
         else:
             weights = weights * 0.1 + (1.0 if last == "weight" and not _adds_one(model.get_submodule(owner)) else 0.0)
+        if last == "D":  # what passes by a state, without which the first tokens' norms amplify rounding
+            weights += 1.0
         if last == "A_log":  # slow decays, so that a state still counts when its tokens are many
             weights -= 4.0
         model.get_submodule(owner).register_parameter(last, nn.Parameter(weights, requires_grad=False))
