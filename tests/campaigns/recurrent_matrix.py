@@ -30,7 +30,7 @@ from tests.support.services import running_services
 FEW = {token: 12.0 + token % 2 for token in range(100, 104)}  # bias towards four tokens, which drafts then often guess
 PROMPTS, NEW = 12, 60  # tokens; the context of a tiny model is 256
 LENGTHS = (1, 2, 3, 5, 17, 40, 63, 64, 65, 90, 129, 190)  # around the chunk of 64 tokens
-SMALL = {"max_nodes": 24}
+SMALL = {"max_nodes": 24.0}
 SETTINGS: dict[str, dict[str, float]] = {
     "fixed": {"depth": 4, "breadth": 3, "tau": 0},
     "linear": {"depth": 6},
@@ -100,7 +100,7 @@ def saved_pair(family: str, folder: Path) -> tuple[Path, Path]:
 def compare(family: str, folder: Path, policies: Sequence[str], prompts: int, new: int = NEW) -> dict[str, Any]:
     """Compare the tokens of a family's tiny model under policies with those of `generate()`."""
     target, draft = saved_pair(family, folder)
-    plain = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, attn_implementation="eager").eval()
+    plain = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, attn_implementation="eager")
     every = list(requests(prompts))
     right = [generated(plain, prompt, new, **options) for prompt, options in every]
     result: dict[str, Any] = {"family": family, "completions": 0, "tokens": 0, "wrong": [], "distinct": 0}

@@ -123,13 +123,18 @@ def _narrow_recurrent(text: Any) -> None:
 
 
 def _narrow_alone(text: Any) -> None:
-    """Reduce the heads, the width and the layers of Mamba-2, and the sizes of `_cut`.
+    """Reduce the layers of Mamba and Mamba-2, the heads and the width of Mamba-2, and the sizes of `_cut`.
 
-    Its layers are all alike, so few stand for all: 64 random ones amplify rounding without bound.
+    Their layers are all alike, so few stand for all: 64 random ones amplify rounding without bound.
+
+    Raises:
+        AttributeError: It is another family.
     """
+    width = text.expand * text.hidden_size
     text.num_hidden_layers = min(text.num_hidden_layers, 8)
-    text.num_heads = text.n_groups
-    text.hidden_size = text.num_heads * text.head_dim // text.expand
+    if width == getattr(text, "num_heads", 0) * getattr(text, "head_dim", 0):
+        text.num_heads = text.n_groups
+        text.hidden_size = text.num_heads * text.head_dim // text.expand
     _cut(text)
 
 
