@@ -16,7 +16,7 @@ from dynatree.engine.forward.attention import NAME
 from dynatree.engine.kv.locality import Locality
 from dynatree.engine.loading import load_engine
 from dynatree.engine.offload.choice import kv_bytes_of
-from dynatree.engine.recurrent import batch
+from dynatree.engine.forward import recurrent_batch
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.small_engine import small_engine
 from dynatree.engine.support import probe
@@ -233,9 +233,9 @@ def test_options_that_recurrent_layers_do_not_have_are_refused_by_name(tmp_path,
 )
 def test_a_mistake_in_recurrent_layers_fails_the_probe(monkeypatch, family, mistake):
     if mistake == "siblings are seen":
-        monkeypatch.setattr(batch, "_ancestors", lambda segment, kept: None)
+        monkeypatch.setattr(recurrent_batch, "_ancestors", lambda segment, kept: None)
     else:
-        scan = batch._Part.scan
+        scan = recurrent_batch._Part.scan
         times = 2 if "twice" in mistake else 0
 
         def wrong(self, key, each, tokens):
@@ -246,7 +246,7 @@ def test_a_mistake_in_recurrent_layers_fails_the_probe(monkeypatch, family, mist
 
             return scan(self, key, replace(each, fold=fold), tokens)
 
-        monkeypatch.setattr(batch._Part, "scan", wrong)
+        monkeypatch.setattr(recurrent_batch._Part, "scan", wrong)
     with torch.inference_mode(), pytest.raises(StartupError, match="gives different logits under tree attention"):
         probe.check_computation(tiny_config(family), 256, partial(small_engine))
 
@@ -256,6 +256,14 @@ def test_a_mistake_in_recurrent_layers_fails_the_probe(monkeypatch, family, mist
 def test_forward_passes_of_fixed_rows_have_the_right_tokens(tmp_path, family):
     found = served(saved(tiny_model(tiny_config(family)), tmp_path / "model"), "float32", fixed_rows=(32,))
     assert (found.refusal, found.wrong) == (None, 0)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "bamba"])
+def test_bounds_of_time_steps_are_refused(tmp_path, family):
+    for limit, reason in (((0.0, float("inf")), None), ((0.01, 0.1), "obeys in the prompt only")):
+        path = saved(tiny_model(tiny_config(family, time_step_limit=limit)), tmp_path / str(limit[0]))
+        found = served(path, "float32")
+        assert (found.refusal is None) if reason is None else (reason in found.refusal)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
-"""Refuses a configuration with which `generate()` forgets tokens that the model's attention sees."""
+"""Refuses a configuration with which `generate()` computes later tokens otherwise than a pass over the whole text."""
 
 from __future__ import annotations
+
+import math
 
 from transformers import DynamicCache, PretrainedConfig
 
@@ -13,11 +15,16 @@ def check_cache(config: PretrainedConfig, context_length: int) -> None:
     """Refuse a configuration with which transformers' KV cache holds other tokens than the attention sees.
 
     With a window of 1 token, the cache keeps all of them. It obeys keys such as `sliding_window` even for families
-    whose attention ignores them. `generate()` then gives tokens that differ from those of whole sequences.
+    whose attention ignores them. `generate()` then gives tokens that differ from those of whole sequences. So it does
+    where `time_step_limit` bounds the steps of Mamba-2: it obeys the bound in its prompt only.
 
     Raises:
-        StartupError: A layer of the cache keeps fewer tokens than its attention sees within the context, or more.
+        StartupError: A layer of the cache keeps fewer tokens than its attention sees within the context, or more; or
+            the steps of recurrent layers are bounded.
     """
+    limit = getattr(config, "time_step_limit", None)
+    if config.model_type != "nemotron_h" and limit and tuple(map(float, limit)) != (0.0, math.inf):
+        raise StartupError(f"its time_step_limit is {list(limit)}, which generate() obeys in the prompt only")
     kept = {}
     for layer, each in enumerate(DynamicCache(config=config).layers):
         window = getattr(each, "sliding_window", None)
