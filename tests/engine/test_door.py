@@ -12,11 +12,11 @@ from transformers.models.llama import modeling_llama
 from dynatree.common.errors import StartupError
 from dynatree.engine.adapters.registry import adapt
 from dynatree.engine.examined import examined
+from dynatree.engine.forward import recurrent_batch
 from dynatree.engine.forward.attention import NAME
 from dynatree.engine.kv.locality import Locality
 from dynatree.engine.loading import load_engine
 from dynatree.engine.offload.choice import kv_bytes_of
-from dynatree.engine.forward import recurrent_batch
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.small_engine import small_engine
 from dynatree.engine.support import probe
