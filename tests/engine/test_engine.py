@@ -9,11 +9,11 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedTokenizerFast,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
 )
 
 from dynatree import embedded
@@ -147,8 +147,8 @@ def test_in_16_bits_a_prompt_has_the_same_bits_in_whatever_pieces_it_is_read(tmp
     ("model", "message"),
     [
         (
-            lambda: MambaForCausalLM(MambaConfig(**SMALL, state_size=4)),
-            "mamba has linear_attention layers, which DynaTree does not compute",
+            lambda: RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**SMALL, lru_width=32, num_attention_heads=2)),
+            "recurrent_gemma has linear_attention layers, which DynaTree does not compute",
         ),
         (
             lambda: BloomForCausalLM(BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=2)),

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 
 from dynatree import embedded
 from dynatree.common.errors import StartupError
+from dynatree.engine.adapters.registry import RECURRENT
 from dynatree.engine.cpu.native_runner import NativeRunner
 from dynatree.engine.loading import load_engine
 from dynatree.engine.model.composite import COMPOSITES
@@ -38,7 +39,6 @@ TINY: dict[str, Any] = {
     "initializer_range": 0.06,
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
-GATED = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
 GROUPS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
@@ -56,9 +56,11 @@ ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "Qwen3": [("qwen3", {})],
     "Qwen3 MoE": [("qwen3_moe", EXPERTS | {"num_experts": 4})],
     "Qwen2-VL, Qwen2.5-VL, Qwen3-VL (text)": [("qwen2_vl", {}), ("qwen2_5_vl", {}), ("qwen3_vl", {})],
-    "Qwen3-Next, Qwen3.5": [
-        ("qwen3_next", EXPERTS | GATED | {"num_experts": 4, "shared_expert_intermediate_size": 64}),
-        ("qwen3_5_text", GATED),
+    "Qwen3-Next, Qwen3.5, LFM2, OLMo hybrid": [
+        ("qwen3_next", {}),
+        ("qwen3_5_text", {}),
+        ("lfm2", {}),
+        ("olmo_hybrid", {}),
     ],
     "SmolLM2": [("llama", {})],
     "SmolLM3": [("smollm3", {})],
@@ -121,7 +123,7 @@ def test_every_row_has_its_configurations() -> None:
 
 def save(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
     """Save a random model of the family."""
-    if model_type in COMPOSITES | {"falcon"}:  # which have other fields
+    if model_type in COMPOSITES | RECURRENT | {"falcon"}:  # which have other fields
         return saved(tiny_model(tiny_config(model_type, **{"max_position_embeddings": CONTEXT} | changes)), folder)
     config: PretrainedConfig = CONFIG_MAPPING[model_type](**TINY | changes)
     torch.manual_seed(0)
