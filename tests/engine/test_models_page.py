@@ -89,13 +89,7 @@ ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "Phi-4 (14B)": [("phi3", {"sliding_window": None})],
     "Granite 3": [("granite", {})],
-    "Granite 4 hybrids": [
-        (
-            "granitemoehybrid",
-            {"layer_types": ["mamba", "mamba", "mamba", "attention"], "num_local_experts": 2}
-            | {"mamba_n_heads": 8, "mamba_d_head": 16, "shared_intermediate_size": 64},
-        ),
-    ],
+    "Granite 4 hybrids, Nemotron-H, Falcon-H1": [("granitemoehybrid", {}), ("nemotron_h", {}), ("falcon_h1", {})],
     "OLMo 2": [("olmo2", {})],
     "OLMo 3": [("olmo3", {"sliding_window": WINDOW})],
     "DeepSeek-V2, V3, R1": [("deepseek_v3", EXPERTS | GROUPS | LATENT | {"num_key_value_heads": 4, "head_dim": 8})],
