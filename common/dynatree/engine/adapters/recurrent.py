@@ -90,7 +90,7 @@ def _convolve(
 ) -> tuple[Tensor, Records]:
     """Compute `short_conv` in float64; inputs are kept in their own dtype."""
     wide = None if bias is None else bias.double()
-    output = short_conv.short_conv(x.double(), weight.double(), wide, kept[0].double(), ancestors, state.double())
+    output = short_conv.short_conv(x.double(), weight.double(), wide, kept[0], ancestors, state)
     return output.to(x.dtype), (x,)
 
 

@@ -26,8 +26,11 @@ def short_conv(
     Returns:
         `[n, channels]`.
     """
+    m = len(kept)
+    if ancestors is None or ancestors[:, :m].all():  # the kept tokens are a chain before all new ones
+        state, kept, ancestors = fold(state, kept), kept[:0], None if ancestors is None else ancestors[:, m:]
     n, m, width = len(x), len(kept), weight.shape[1]
-    inputs = torch.cat((state, kept, x))
+    inputs = torch.cat((state.to(x.dtype), kept.to(x.dtype), x))
     places = torch.arange(len(inputs), device=x.device)
     if ancestors is None:
         taps = places[m : m + n, None] + places[:width]
