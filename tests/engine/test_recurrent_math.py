@@ -357,3 +357,15 @@ def test_short_convolution_equals_that_of_transformers():
     right = causal_conv1d_fn(x.T[None], kind.weight.float(), kind.bias.float())[0].T
     ours, _ = kind.run(x, kind.nothing((x,)), None, torch.zeros(*kind.shape))
     assert_near(ours, right.double())
+
+
+def test_the_state_of_a_convolution_holds_no_memory_of_a_prompt():
+    state = short_conv.fold(torch.zeros(WIDTH - 1, CHANNELS), torch.zeros(500, CHANNELS))
+    assert state.untyped_storage().nbytes() == state.nbytes
+
+
+def test_one_step_folds_nothing(monkeypatch):
+    monkeypatch.setattr(linear_attention, "fold", None)
+    kind = LinearAttention()
+    tokens = single(kind.tokens(torch.Generator().manual_seed(0), 30, "any"))
+    kind.run(*tokens, kind.nothing(tokens), None, torch.zeros(*kind.shape))

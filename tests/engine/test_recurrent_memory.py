@@ -35,7 +35,9 @@ def fold(state, records):
     return state
 
 
-SCAN = Scan("a sum", compute, fold, torch.zeros(1, dtype=torch.float64), (torch.zeros(0, 1, dtype=torch.float64),))
+SCAN = Scan(
+    "a sum", compute, fold, lambda: torch.zeros(1, dtype=torch.float64), (torch.zeros(0, 1, dtype=torch.float64),)
+)
 
 
 def numbers(tokens):

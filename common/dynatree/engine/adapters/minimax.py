@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,9 +28,9 @@ class _Lightning(MiniMaxLightningAttention):
         qkv = self.act_fn(self.qkv_proj(hidden_states))[0].unflatten(-1, (self.num_attention_heads, -1))
         query, key, value = qkv.double().split(self.head_dim, -1)  # each [n, heads, head_dim]
         decays = -self.slope_rate.double().view(1, -1).expand(len(qkv), -1)
-        state = value.new_zeros(self.num_attention_heads, self.head_dim, self.head_dim)
+        start = partial(value.new_zeros, (self.num_attention_heads, self.head_dim, self.head_dim))
         none = (key[:0], value[:0], decays[:0])
-        scan = Scan("lightning attention", linear_attention.linear_attention, linear_attention.fold, state, none)
+        scan = Scan("lightning attention", linear_attention.linear_attention, linear_attention.fold, start, none)
         output = LayerCall(dynatree_call, self.layer_idx).scan(scan, (query, key, value, decays))
         output = self.norm(output.flatten(1).to(hidden_states.dtype)[None])
         return self.out_proj(sigmoid(self.output_gate(hidden_states)) * output), None

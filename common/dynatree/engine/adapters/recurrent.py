@@ -79,8 +79,8 @@ def _convolution(
 ) -> Tensor:
     """Compute the convolution of each channel of `x`, `[1, channels, n]`."""
     rows = x[0].T  # [n, channels]
-    state = rows.new_zeros(weight.shape[1] - 1, len(weight))
-    scan = Scan("a convolution", partial(_convolve, weight, bias), _shift, state, (state[:0],))
+    start = partial(rows.new_zeros, (weight.shape[1] - 1, len(weight)))
+    scan = Scan("a convolution", partial(_convolve, weight, bias), _shift, start, (rows[:0],))
     output = call.scan(scan, (rows,)).T[None]
     return output if activation is None else ACT2FN[activation](output)
 
@@ -110,9 +110,9 @@ def _delta_rule(
         rows[:2] = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in rows[:2])
     rows[0] = rows[0] * query.shape[-1] ** -0.5
     heads, size = value.shape[2:]
-    state = rows[0].new_zeros(heads, key.shape[3], size)
+    start = partial(rows[0].new_zeros, (heads, key.shape[3], size))
     none = (rows[1][:0], rows[2][:0], rows[3][:0])
-    scan = Scan("a gated delta rule", gated_delta.gated_delta, linear_attention.fold, state, none)
+    scan = Scan("a gated delta rule", gated_delta.gated_delta, linear_attention.fold, start, none)
     return call.scan(scan, rows)[None].to(value.dtype), None
 
 

@@ -47,6 +47,7 @@ def adapt(model: PreTrainedModel) -> None:
         return args, options | current
 
     model.register_forward_pre_hook(take, with_kwargs=True)
+    model.register_forward_hook(lambda *_: current.clear(), always_call=True)  # it holds what a pass computed
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             module.register_forward_pre_hook(give, with_kwargs=True, prepend=True)

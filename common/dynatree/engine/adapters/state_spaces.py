@@ -33,8 +33,8 @@ def mamba2(
     x, b, c = x[0].double(), b[0].double(), c[0].double()
     step = _step(dt[0], dt_bias, dt_softplus).clamp(*dt_limit).double()
     v, g = x * step[..., None], step * a.double()
-    state = v.new_zeros(v.shape[1], b.shape[2], v.shape[2])
-    scan = Scan("a state space", linear_attention.linear_attention, linear_attention.fold, state, (b[:0], v[:0], g[:0]))
+    start = partial(v.new_zeros, (v.shape[1], b.shape[2], v.shape[2]))
+    scan = Scan("a state space", linear_attention.linear_attention, linear_attention.fold, start, (b[:0], v[:0], g[:0]))
     output = call.scan(scan, (c, b, v, g))
     return (output if D is None else output + D[:, None] * x).contiguous()[None]  # Falcon-H1 takes a view of it
 
@@ -58,7 +58,7 @@ def mamba(
     v, wide = step * x.double(), b.double()
     a = a.double()
     compute, fold = partial(selective_scan.selective_scan, a), partial(selective_scan.fold, a)
-    scan = Scan("a selective scan", compute, fold, torch.zeros_like(a), (step[:0], v[:0], wide[:0]))
+    scan = Scan("a selective scan", compute, fold, partial(torch.zeros_like, a), (step[:0], v[:0], wide[:0]))
     output = call.scan(scan, (step, v, wide, c.double()))
     output = (output if D is None else output + x * D).T[None]
     return output if z is None else output * silu(z)

@@ -81,7 +81,7 @@ class _Part:
 
     def scan(self, key: Key, scan: Scan, tokens: Sequence[Tensor]) -> Tensor:
         """Compute a scan for the tokens of the segment; see `Recurring.scan`."""
-        state, records = self._memory.layers.get(key, (scan.state, scan.none))
+        state, records = self._memory.layers[key] if self._memory.stop else (scan.start(), scan.none)
         kept = tuple(each[: self._kept] for each in records)
         if self._folds:
             state, kept = scan.fold(state, kept), scan.none

@@ -80,10 +80,11 @@ class KVBudget:
         """
         each = 2 * self.session_bytes
         if self.sessions * each > share * free:
+            most = int(share * free) // each
             raise StartupError(
                 f"the recurrent layers of {self.sessions} sessions and of as many cached prefixes take "
                 f"{_gib(self.sessions * each)}, but only {_gib(int(share * free))} of the free {_gib(free)} may be "
-                f"used; expected --max-sessions of at most {int(share * free) // each}"
+                f"used; expected {f'--max-sessions of at most {most}' if most else 'more memory'}"
             )
         return free - self.sessions * each
 

@@ -25,7 +25,7 @@ from torch import Tensor
 Records: TypeAlias = tuple[Tensor, ...]
 
 CHUNK = 64  # tokens of a chain that are computed at once; the chunk of transformers' functions
-_MOST_DECAYS = 1 << 22  # decays per channel that are computed at a time; 16 MiB
+_MOST_DECAYS = 1 << 22  # decays per channel that are computed at a time; 32 MiB
 
 
 def linear_attention(
@@ -132,8 +132,9 @@ def in_chunks(
         output, new = step(*pieces, kept, chain, state)
         outputs.append(output)
         records.append(new)
-        state = fold(state, append(kept, new))
-        kept = tuple(each[:0] for each in kept)
+        if start + CHUNK < len(tokens[0]):
+            state = fold(state, append(kept, new))
+            kept = tuple(each[:0] for each in kept)
     return torch.cat(outputs), tuple(torch.cat(each) for each in zip(*records, strict=True))
 
 

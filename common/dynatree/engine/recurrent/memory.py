@@ -13,7 +13,7 @@ from dynatree.engine.recurrent.linear_attention import Records
 
 # Tokens whose records are kept, so that the states need not be folded in every forward pass, and so that the prefix
 # cache can go back by some tokens.
-KEPT = 32
+KEPT = 64
 Key: TypeAlias = tuple[int, str]  # a layer's index, and the name of one of its scans
 
 

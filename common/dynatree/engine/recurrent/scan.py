@@ -21,14 +21,14 @@ class Scan:
             of `m` kept tokens, the ancestors (bool `[n, m + n]`, or None for a chain), and the state before the kept
             tokens.
         fold: Computes the state after a chain of tokens, from the state before them and their records.
-        state: The state before the first token.
+        start: Makes the state before the first token.
         none: The records of no tokens.
     """
 
     name: str
     compute: Callable[..., tuple[Tensor, Records]]
     fold: Callable[[Tensor, Records], Tensor]
-    state: Tensor
+    start: Callable[[], Tensor]
     none: Records
 
 

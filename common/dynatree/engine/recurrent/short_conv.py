@@ -45,4 +45,4 @@ def short_conv(
 
 def fold(state: Tensor, kept: Tensor) -> Tensor:
     """Compute the state after a chain of tokens with the inputs `kept`: `[width - 1, channels]`."""
-    return torch.cat((state, kept))[len(kept) :]
+    return torch.cat((state, kept))[len(kept) :].clone()  # a view would hold the memory of all inputs

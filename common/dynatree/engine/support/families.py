@@ -92,9 +92,10 @@ class KVShapeRecorder:
         """Compute a scan over the tokens of the forward pass; see `Recurring.scan`."""
         if (layer, scan.name) in self._sizes:
             raise StartupError(f"it computes {scan.name} more than once in layer {layer}")
-        outputs, records = scan.compute(*tokens, scan.none, None, scan.state)
+        state = scan.start()
+        outputs, records = scan.compute(*tokens, scan.none, None, state)
         record_bytes = sum(each[0].nbytes for each in records)
-        self._sizes[layer, scan.name] = RecurrentSize(scan.fold(scan.state, records).nbytes, record_bytes)
+        self._sizes[layer, scan.name] = RecurrentSize(scan.fold(state, records).nbytes, record_bytes)
         self._features.add(RECURRENT_LAYERS)
         return outputs
 

@@ -23,7 +23,7 @@ from dynatree.engine.support.small_model import CONTEXT_LENGTH, SPAN, small_mode
 # Number of prompt tokens of each session; the last one is the tree's root. A loaded model is probed with few rows, so
 # that any engine needs only one forward pass. A small model is probed with more tokens than any span of its config.
 FEW = (4, 12)
-FEW_RECURRENT = (12, KEPT + 12)  # beyond a convolution, and beyond a chunk and what is kept behind the states
+FEW_RECURRENT = (KEPT + 8, 64 + 12)  # beyond what is kept behind the states, and beyond a chunk
 MANY = (100, 8 * SPAN)  # the second tree's root ends a chunk
 BRANCHES = ((4, 6), (5, 7))  # below each root: two branches of two tokens
 _BRANCH = len(BRANCHES[0])
