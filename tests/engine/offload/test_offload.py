@@ -683,10 +683,14 @@ def test_a_source_of_layers_is_closed_if_the_model_cannot_be_filled(
     def failing(*_: Any) -> None:
         raise StartupError("no such tensor")
 
-    closed = []
+    def counted(source: LayerSource) -> None:
+        closed.append(source)
+        close(source)
+
+    closed: list[LayerSource] = []
     kind: type[HostLayers | DiskLayers] = HostLayers if from_memory else DiskLayers
-    close = kind.close
-    monkeypatch.setattr(kind, "close", lambda source: (closed.append(source), close(source)))
+    close: Callable[[Any], None] = kind.close
+    monkeypatch.setattr(kind, "close", counted)
     monkeypatch.setattr(choice, "_from_memory", lambda device: from_memory)
     monkeypatch.setattr(offloaded_model, "bind", failing)
     with pytest.raises(StartupError, match="no such tensor"):
