@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from dynatree.common.errors import StartupError
 from dynatree.engine.gpu import fixed_rows
 from dynatree.engine.gpu.fixed_rows import gives_equal_bits, round_seconds, with_default_rows, with_fixed_rows
 from dynatree.engine.gpu.kept_rows import KeptRows
@@ -216,6 +217,12 @@ def test_rounds_are_timed_in_turns_and_leave_no_slots(eager: Any, monkeypatch: p
     with pytest.raises(RuntimeError, match="no memory"):
         round_seconds(forwards, eager)
     assert eager.kv_cache.free_slots == eager.kv_cache.size
+
+
+def test_a_file_is_refused_where_torch_finds_no_gpu(tmp_path: Path) -> None:
+    save_random_model(tmp_path / "m", "llama", seed=1)
+    with pytest.raises(StartupError, match="--fixed-rows-file keeps a number that is measured on a GPU only"):
+        load_engine(ModelSettings(str(tmp_path / "m"), device="cpu", fixed_rows_file=tmp_path / "rows.json"))
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])

@@ -28,7 +28,7 @@ from dynatree import embedded
 from dynatree.client import Client
 from dynatree.common.errors import StartupError
 from dynatree.common.limits import ALL_LAYERS
-from dynatree.engine import timing
+from dynatree.engine import loading, timing
 from dynatree.engine.cpu import native
 from dynatree.engine.engine import Engine
 from dynatree.engine.forward.layer_source import LayerSource
@@ -221,6 +221,14 @@ def test_a_cache_is_written_once_and_anew_for_another_checkpoint(model: Path, tm
 @pytest.fixture(name="llama")
 def llama_fixture(tmp_path: Path) -> Path:
     return save_random_model(tmp_path / "model", "llama", 4)
+
+
+def test_a_file_for_rows_is_refused_because_none_are_measured(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "chosen_device", lambda name: torch.device("cuda"))
+    with pytest.raises(StartupError, match=r"only 1 of 3 layers .* no number of rows .* --fixed-rows-file"):
+        load(llama, tmp_path / "cache", 1, fixed_rows_file=tmp_path / "rows.json")
 
 
 def test_a_folder_that_was_not_finished_is_written_anew(llama: Path, tmp_path: Path) -> None:
