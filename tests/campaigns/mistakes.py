@@ -125,6 +125,10 @@ def _mistakes(folder: Path, http: str, free: str) -> list[Mistake]:
         Mistake("serve: a GPU for the draft", [*serve, "--draft-device", "cuda:77"], "--draft-device is cuda:77, but"),
         Mistake("traces to nowhere", [*verify, "embedded", "--traces", "nowhere"], "--traces is 'nowhere'"),
         Mistake("a layer cache in a file", [*verify, "embedded", "--layer-cache", str(text)], "--layer-cache is"),
+        Mistake("rows on a CPU", [*verify, "embedded", "--device", "cpu", "--fixed-rows-file", "f"], "on a GPU only"),
+        Mistake(
+            "serve: given rows", [*serve, "--fixed-rows", "8", "--fixed-rows-file", "f"], "expected --fixed-rows a"
+        ),
         Mistake("a history in a folder", [*alone, "--history-file", str(text.parent)], "which is not a file"),
         Mistake("serve: a history nowhere", [*serve, "--history-file", "/no/file"], "expected a file in a folder that"),
         Mistake("no history", [*alone, "--history-tokens", "0", "--history-file", "h"], "--history-tokens is 0"),

@@ -264,6 +264,33 @@ def test_a_copy_that_is_none_is_refused_in_words(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [VERIFY, ["serve", *PAIR]])
+@pytest.mark.parametrize(
+    ("gpus", "options", "words"),
+    [
+        (1, ["--device", "cpu"], "measured on a GPU only, but the device is a CPU"),
+        (0, [], "measured on a GPU only, but the device is a CPU"),
+        (1, ["--fixed-rows", "64"], "expected --fixed-rows auto"),
+        (1, ["--fixed-rows", "off", "--device", "cuda"], "expected --fixed-rows auto"),
+        (1, ["--fixed-rows-file", "/"], "--fixed-rows-file is /, which is not a file"),
+        (1, ["--fixed-rows-file", ""], "--fixed-rows-file is ., which is not a file"),
+        (1, ["--traces", "nowhere"], "--traces is"),  # a later check
+    ],
+)
+def test_a_file_for_rows_is_refused_where_none_are_measured(
+    command: list[str],
+    gpus: int,
+    options: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("dynatree.cli.gpus._count", lambda: gpus)
+    monkeypatch.setattr("dynatree.cli.gpus._ROCM", Path("/no/driver"))
+    assert main([*command, "--port", "0", "--fixed-rows-file", "rows.json", *options]) == 1
+    assert words in capsys.readouterr().err
+
+
 def test_a_draft_service_is_told_how_to_name_the_copy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["draft", "--draft-model", "self:int4", "--verify", "localhost:1"]) == 1
     assert "expected --draft-model with the target's folder, hub name or file, and --weights int4" in (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from dynatree.cli.gpus import check_device
+from dynatree.cli.gpus import check_device, may_have_gpu
 from dynatree.cli.probe import another_service
 from dynatree.common.errors import InvalidArgumentError, StartupError
 from dynatree.common.model_info import NO_MODEL
@@ -24,6 +24,7 @@ from dynatree.serving.listening import check_free
 
 if TYPE_CHECKING:
     from dynatree.draft.settings import DraftSettings
+    from dynatree.engine.settings import ModelSettings
     from dynatree.serving.operation import OperationSettings
     from dynatree.verify.settings import VerifySettings
 
@@ -32,6 +33,7 @@ def check_verify(settings: VerifySettings) -> None:
     """Check the settings of `dynatree verify`."""
     _check_writable(settings.model.layer_cache, "--layer-cache")
     check_device("--device", settings.model.device)
+    _check_rows_file(settings.model)
     _check_operation(settings.operation)
     check_free(*_addresses(settings.operation))
     check_model(settings.model.model)
@@ -74,6 +76,7 @@ def check_serve(options: argparse.Namespace) -> tuple[VerifySettings, DraftSetti
         check_device("--draft-device", options.draft_device)
     verify, draft = serve_settings(options)
     _check_writable(options.layer_cache, "--layer-cache")
+    _check_rows_file(verify.model)
     _check_writable(options.record, "--record")
     _check_history(draft)
     http = SecuritySettings(options.tls_cert, options.tls_key, insecure=options.insecure)
@@ -149,6 +152,21 @@ def _check_history(settings: DraftSettings) -> None:
         raise StartupError(f"--history-file is {file}, which is not a file")
     if not os.access(file.absolute().parent, os.W_OK | os.X_OK):
         raise StartupError(f"--history-file is {file}; expected a file in a folder that exists and is writable")
+
+
+def _check_rows_file(model: ModelSettings) -> None:
+    """Refuse a file for the number of rows where none is measured, and one that is not a file."""
+    file = model.fixed_rows_file
+    if file is None:
+        return
+    if model.fixed_rows is not None:
+        raise StartupError(
+            "--fixed-rows-file keeps the number that --fixed-rows auto chooses; expected --fixed-rows auto"
+        )
+    if not may_have_gpu(model.device):
+        raise StartupError("--fixed-rows-file keeps a number that is measured on a GPU only, but the device is a CPU")
+    if file.exists() and not file.is_file():
+        raise StartupError(f"--fixed-rows-file is {file}, which is not a file")
 
 
 def _check_writable(folder: Path | None, option: str) -> None:

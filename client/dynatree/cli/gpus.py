@@ -27,6 +27,11 @@ def check_device(option: str, name: str) -> None:
         )
 
 
+def may_have_gpu(name: str) -> bool:
+    """Whether a device, or the one that "auto" stands for, may be a CUDA GPU; torch decides in the end."""
+    return name.startswith("cuda") or (name == "auto" and (_ROCM.exists() or _count() > 0))
+
+
 def _count() -> int:
     """Number of GPUs that NVIDIA's driver lists; 0 without a driver."""
     try:

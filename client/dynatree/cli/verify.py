@@ -65,7 +65,7 @@ def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group(parser, "model").add_argument(
         "--fixed-rows-file",
-        type=folder,
+        type=Path,
         metavar="FILE",
         help="file that keeps the number of rows that --fixed-rows auto chose, so that restarts, and replicas that "
         "share the file, give the same bits (default: one in the user's cache folder)",

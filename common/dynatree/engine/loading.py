@@ -71,6 +71,8 @@ def load_engine(settings: ModelSettings, ranks: Ranks | None = None) -> Engine:
     """
     if settings.device != "auto":
         check_device(settings.device)
+    if settings.fixed_rows_file is not None and chosen_device(settings.device).type != "cuda":
+        raise StartupError("--fixed-rows-file keeps a number that is measured on a GPU only, and torch finds none here")
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     if settings.dtype not in {"auto", *DTYPES}:

@@ -52,6 +52,7 @@ class ModelSettings:
             tokens independent of the tree, the batch and its other sessions. An empty tuple means no padding. None
             means the device's default: no padding on a CPU, and on a GPU the count that its measured costs suggest.
         fixed_rows_file: File that keeps this count across starts; None means one in the user's cache folder.
+            Refused where no count is measured.
         measured_rows: Rows of the largest forward pass whose cost is measured; 0 means no measurement.
         chooses_tokens: Whether the model is a target, whose generation_config is adopted or refused. The
             generation_config of a draft model does not matter, because a draft only guesses.
@@ -109,6 +110,7 @@ class ModelSettings:
             ("--resident-layers", self.resident_layers is not None),
             ("--layer-cache", self.layer_cache is not None),
             ("--fixed-rows", bool(self.fixed_rows)),
+            ("--fixed-rows-file", self.fixed_rows_file is not None),
         )
         for option, given in others:
             if given:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
+import threading
+import weakref
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from dynatree.common.errors import StartupError
 from dynatree.engine.gpu import fixed_rows
 from dynatree.engine.gpu.fixed_rows import gives_equal_bits, round_seconds, with_default_rows, with_fixed_rows
 from dynatree.engine.gpu.kept_rows import KeptRows
@@ -36,16 +41,21 @@ class Gpu:
         self.seconds: dict[int, float] = {}
         self.equal: set[int] = set(fixed_rows.TARGET_ROWS)
         self.measured = 0
+        self.freed = True  # whether no engine was left at the last measurement
+        self._engines: list[weakref.ref[Engine]] = []
         monkeypatch.setattr(fixed_rows, "_runner", lambda *_, **__: SimpleNamespace(forwards=[]))
         monkeypatch.setattr(fixed_rows, "round_seconds", self._measure)
         monkeypatch.setattr(fixed_rows, "with_fixed_rows", self._fixed)
 
     def _measure(self, *_: Any) -> dict[int, float]:
         self.measured += 1
+        self.freed = all(engine() is None for engine in self._engines)
         return {rows: self.seconds.get(rows, 1.0) for rows in fixed_rows.TARGET_ROWS}
 
     def _fixed(self, engine: Any, counts: tuple[int, ...], *_: Any) -> Any:
-        return replace(engine, most_rows=counts[0], batch_invariant=counts[0] in self.equal)
+        fixed = replace(engine, most_rows=counts[0], batch_invariant=counts[0] in self.equal)
+        self._engines.append(weakref.ref(fixed))
+        return fixed
 
 
 @pytest.fixture(name="gpu")
@@ -88,6 +98,14 @@ def test_a_kept_number_that_fails_the_trial_is_chosen_anew(
     assert kept.read() == 64
 
 
+def test_the_memory_of_a_kept_number_that_fails_is_free_for_the_choice(gpu: Gpu, tmp_path: Path) -> None:
+    kept = KeptRows(tmp_path / "rows.json", "k")
+    kept.write(128)
+    gpu.equal = {32}
+    chosen(kept)
+    assert gpu.freed
+
+
 def test_rows_without_equal_bits_are_not_kept(gpu: Gpu, tmp_path: Path) -> None:
     gpu.equal = set()
     kept = KeptRows(tmp_path / "rows.json", "k")
@@ -111,6 +129,53 @@ def test_a_file_that_cannot_be_written_is_said_with_the_remedy(
     with caplog.at_level(logging.WARNING):
         assert chosen(KeptRows(tmp_path / "file" / "rows.json", "k")).most_rows == 256
     assert "--fixed-rows 256" in caplog.text
+
+
+def test_a_file_system_without_locks_keeps_the_number_all_the_same(
+    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", failing)
+    kept = KeptRows(tmp_path / "rows.json", "k")
+    assert chosen(kept).most_rows == kept.read() == 256
+    assert "cannot be locked (No locks available)" in caplog.text
+
+
+def test_an_error_of_the_choice_is_not_taken_for_one_of_the_lock(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "rows.json", tmp_path / "file" / "rows.json"):
+        with pytest.raises(OSError, match="no device") as raised, KeptRows(path, "k").alone():
+            raise OSError("no device")
+        assert raised.value.__context__ is None
+
+
+def test_a_service_says_that_it_waits_for_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = KeptRows(tmp_path / "rows.json", "k")
+    entered = threading.Event()
+
+    def enter() -> None:
+        with kept.alone():
+            entered.set()
+
+    waiting = threading.Thread(target=enter)
+    with caplog.at_level(logging.INFO):
+        with kept.alone():
+            waiting.start()
+            assert not entered.wait(0.3)
+        waiting.join(20)
+    assert entered.is_set()
+    assert caplog.text.count("waiting for another service") == 1
+
+
+@pytest.mark.parametrize("ending", ["new", "lock"])
+def test_a_file_may_have_any_ending(tmp_path: Path, ending: str) -> None:
+    kept = KeptRows(tmp_path / f"rows.{ending}", "k")
+    with kept.alone():
+        kept.write(64)
+        assert sorted(each.name for each in tmp_path.iterdir()) == [f"rows.{ending}", f"rows.{ending}.lock"]
+    assert kept.read() == 64
 
 
 # On a CPU
@@ -144,6 +209,20 @@ def test_rounds_are_timed_in_turns_and_leave_no_slots(eager: Any, monkeypatch: p
     assert turns == [8, 16] * 3
     assert all(seconds[rows] > 0 for rows in (8, 16))
     assert eager.kv_cache.free_slots == eager.kv_cache.size
+
+    def failing(noisy: bool) -> Any:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(forwards[0], "decide", failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        round_seconds(forwards, eager)
+    assert eager.kv_cache.free_slots == eager.kv_cache.size
+
+
+def test_a_file_is_refused_where_torch_finds_no_gpu(tmp_path: Path) -> None:
+    save_random_model(tmp_path / "m", "llama", seed=1)
+    with pytest.raises(StartupError, match="--fixed-rows-file keeps a number that is measured on a GPU only"):
+        load_engine(ModelSettings(str(tmp_path / "m"), device="cpu", fixed_rows_file=tmp_path / "rows.json"))
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])

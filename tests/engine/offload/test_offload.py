@@ -28,14 +28,14 @@ from dynatree import embedded
 from dynatree.client import Client
 from dynatree.common.errors import StartupError
 from dynatree.common.limits import ALL_LAYERS
-from dynatree.engine import timing
+from dynatree.engine import loading, timing
 from dynatree.engine.cpu import native
 from dynatree.engine.engine import Engine
 from dynatree.engine.forward.layer_source import LayerSource
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.forward.tree_mask import ancestor_mask
 from dynatree.engine.loading import load_engine
-from dynatree.engine.offload import choice, disk_layers, layer_cache, layer_file
+from dynatree.engine.offload import choice, disk_layers, layer_cache, layer_file, offloaded_model
 from dynatree.engine.offload.disk_layers import DiskLayers, OffloadError
 from dynatree.engine.offload.host_layers import HostLayers, _CudaOrder, blob_of
 from dynatree.engine.offload.layer_file import LayerFile, write_layer
@@ -221,6 +221,14 @@ def test_a_cache_is_written_once_and_anew_for_another_checkpoint(model: Path, tm
 @pytest.fixture(name="llama")
 def llama_fixture(tmp_path: Path) -> Path:
     return save_random_model(tmp_path / "model", "llama", 4)
+
+
+def test_a_file_for_rows_is_refused_because_none_are_measured(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "chosen_device", lambda name: torch.device("cuda"))
+    with pytest.raises(StartupError, match=r"only 1 of 3 layers .* no number of rows .* --fixed-rows-file"):
+        load(llama, tmp_path / "cache", 1, fixed_rows_file=tmp_path / "rows.json")
 
 
 def test_a_folder_that_was_not_finished_is_written_anew(llama: Path, tmp_path: Path) -> None:
@@ -625,18 +633,29 @@ def source_fixture(files: list[LayerFile], slots: int, request: pytest.FixtureRe
     return HostLayers(blobs, torch.device("cpu"), slots)
 
 
-def test_layers_in_memory_take_their_bytes_and_are_waited_for_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.cuda is replaced. Locked memory is not rounded up, and is unlocked after the last copy into a slot."""
+@pytest.fixture(name="calls")
+def calls_fixture(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The calls of a CUDA runtime in which a second block of memory cannot be locked."""
+
+    def failing(code: int) -> None:
+        if code:
+            raise RuntimeError("out of memory")
+
     calls: list[tuple[Any, ...]] = []
     cudart = SimpleNamespace(
-        cudaHostRegister=lambda *given: calls.append(("lock", *given)) or 0,
+        cudaHostRegister=lambda *given: calls.append(("lock", *given)) or 2 * (len(calls) > 1),
         cudaHostUnregister=lambda address: calls.append(("unlock", address)) or 0,
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(torch.cuda, "check_error", failing)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(("wait",)))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: None)
+    return calls
+
+
+def test_layers_in_memory_take_their_bytes_and_are_waited_for_in_the_end(calls: list[tuple[Any, ...]]) -> None:
+    """Locked memory is not rounded up, and is unlocked after the last copy into a slot."""
     blob, places = blob_of({"a": torch.arange(5000, dtype=torch.int32), "b": torch.ones(3)})
     assert blob.numel() == 20480, "whole pages"
     assert blob.data_ptr() % 4096 == 0
@@ -646,6 +665,45 @@ def test_layers_in_memory_take_their_bytes_and_are_waited_for_in_the_end(monkeyp
     assert calls == [("lock", blob.data_ptr(), blob.numel(), 0)]
     order.close()
     assert calls[1:] == [("wait",), ("unlock", blob.data_ptr())]
+
+
+def test_memory_that_cannot_be_locked_leaves_none_locked(calls: list[tuple[Any, ...]]) -> None:
+    blobs = [blob_of({"a": torch.ones(3)})[0] for _ in range(2)]
+    with pytest.raises(StartupError, match=r"cannot be locked for the GPU \(out of memory\)"):
+        _CudaOrder(torch.device("cuda"), 2, blobs)
+    assert calls[2:] == [("wait",), ("unlock", blobs[0].data_ptr())]
+
+
+def test_layers_in_memory_are_in_private_pages() -> None:
+    """Shared pages would count as a temporary file, for which a container may have a limit."""
+    blob, _ = blob_of({"a": torch.ones(3)})
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, flags, *_ = line.split()
+        first, stop = (int(each, 16) for each in bounds.split("-"))
+        if first <= blob.data_ptr() < stop:
+            assert flags == "rw-p"
+
+
+@pytest.mark.parametrize("from_memory", [True, False])
+def test_a_source_of_layers_is_closed_if_the_model_cannot_be_filled(
+    llama: Path, tmp_path: Path, from_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise StartupError("no such tensor")
+
+    def counted(source: LayerSource) -> None:
+        closed.append(source)
+        close(source)
+
+    closed: list[LayerSource] = []
+    kind: type[HostLayers | DiskLayers] = HostLayers if from_memory else DiskLayers
+    close: Callable[[Any], None] = kind.close
+    monkeypatch.setattr(kind, "close", counted)
+    monkeypatch.setattr(choice, "_from_memory", lambda device: from_memory)
+    monkeypatch.setattr(offloaded_model, "bind", failing)
+    with pytest.raises(StartupError, match="no such tensor"):
+        load(llama, tmp_path / "cache", 1)
+    assert len(closed) == 1
 
 
 def held(source: LayerSource, files: list[LayerFile], layer: int) -> bool:

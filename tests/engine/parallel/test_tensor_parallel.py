@@ -265,6 +265,8 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, monkeypatch
         load_engine(ModelSettings(str(packed), tensor_parallel=2))
     with pytest.raises(StartupError, match="--tensor-parallel and --layer-cache cannot be combined"):
         load_engine(ModelSettings(str(model), tensor_parallel=2, layer_cache=tmp_path))
+    with pytest.raises(StartupError, match="--tensor-parallel and --fixed-rows-file cannot be combined"):
+        load_engine(ModelSettings(str(model), tensor_parallel=2, fixed_rows_file=tmp_path / "rows.json"))
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(StartupError, match=r"pip install 'dynatree\[parallel\]'"):
         load_engine(ModelSettings(str(model), tensor_parallel=2))

@@ -74,8 +74,10 @@ def with_default_rows(engine: Engine, sessions: int, longest: int, kept: KeptRow
                 log.info("%s: forward passes have %d rows, as %s says", engine.info.name, rows, kept.path)
                 return tried
             log.warning("%s: %d rows, as %s says, are not batch-invariant here", engine.info.name, rows, kept.path)
+            del tried  # frees its memory
         fixed = _chosen(engine, sessions, longest)
-        if kept and fixed.batch_invariant and fixed.most_rows:
+        if kept and fixed.batch_invariant:
+            assert fixed.most_rows is not None, "the passes have fixed rows"
             kept.write(fixed.most_rows)
         return fixed
 
@@ -128,18 +130,21 @@ def round_seconds(forwards: Sequence[RowForward], engine: Engine) -> dict[int, f
     room = engine.info.context_length - context
     kv = engine.kv_cache.reserve(context + min(room, max(each.sizes.rows for each in forwards)))
     assert kv is not None, "measured before any session is open"
-    for each in forwards:
-        rows = min(each.sizes.rows, room)
-        chain = Segment(kv, context, [0] * rows, range(context, context + rows), mask=torch.eye(rows, dtype=torch.bool))
-        [pieces] = each.sizes.cut([chain])
-        each.buffers.fill([chain], pieces, [Choosing([-1] * rows)])
-    taken: dict[int, list[float]] = {each.sizes.rows: [] for each in forwards}
-    for _ in range(_WARM_UPS + _TIMES):
+    try:
         for each in forwards:
-            started = time.perf_counter()
-            each.decide(noisy=False)  # waits for the device
-            taken[each.sizes.rows].append(time.perf_counter() - started)
-    engine.kv_cache.release(kv)
+            rows = min(each.sizes.rows, room)
+            mask = torch.eye(rows, dtype=torch.bool)
+            chain = Segment(kv, context, [0] * rows, range(context, context + rows), mask=mask)
+            [pieces] = each.sizes.cut([chain])
+            each.buffers.fill([chain], pieces, [Choosing([-1] * rows)])
+        taken: dict[int, list[float]] = {each.sizes.rows: [] for each in forwards}
+        for _ in range(_WARM_UPS + _TIMES):
+            for each in forwards:
+                started = time.perf_counter()
+                each.decide(noisy=False)  # waits for the device
+                taken[each.sizes.rows].append(time.perf_counter() - started)
+    finally:
+        engine.kv_cache.release(kv)
     return {rows: median(seconds[_WARM_UPS:]) for rows, seconds in taken.items()}
 
 

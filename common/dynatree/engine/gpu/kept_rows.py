@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,15 +36,32 @@ class KeptRows:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Hold the file's lock, so that of two services that start together one chooses, and the other reads."""
+        with ExitStack() as held:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                lock = os.open(self._beside(".lock"), flags, 0o600)
+                held.callback(os.close, lock)
+                self._wait_for(lock)
+            except OSError as error:  # the file may still be read
+                log.warning(
+                    "%s cannot be locked (%s); services that start together may choose different rows, unless it "
+                    "holds a number",
+                    self.path,
+                    error.strerror or error,
+                )
+            yield
+
+    def _wait_for(self, lock: int) -> None:
+        """Lock an open file, whose closing unlocks it."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError:  # nothing can be kept there, as `write` says; it may still be read
-            yield
-            return
-        with os.fdopen(lock) as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
-            yield
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("waiting for another service, which chooses a number of rows and holds the lock of %s", self.path)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+
+    def _beside(self, ending: str) -> Path:
+        return self.path.with_name(self.path.name + ending)
 
     def read(self) -> int | None:
         """Return the number of rows, or None if none is kept."""
@@ -53,7 +70,7 @@ class KeptRows:
 
     def write(self, rows: int) -> None:
         """Keep a number of rows; log a warning if the file cannot be written."""
-        unfinished = self.path.with_suffix(".new")
+        unfinished = self._beside(".new")
         try:
             unfinished.write_text(json.dumps(self._entries() | {self.key: rows}, indent=1) + "\n")
             unfinished.replace(self.path)

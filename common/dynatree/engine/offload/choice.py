@@ -181,6 +181,11 @@ def offloaded_model(
     placed = placement(settings, config, model, size, beside)
     if placed is None:
         return None
+    if settings.fixed_rows_file is not None:
+        raise StartupError(
+            f"only {placed.resident} of {placed.layers} layers stay in memory, and with offloaded layers no number of "
+            "rows is measured that --fixed-rows-file could keep"
+        )
     where = chosen_device(settings.device)
     cache = None if _from_memory(where) else settings.layer_cache or default_folder()
     if cache is None:

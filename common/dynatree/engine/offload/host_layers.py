@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynatree.common.errors import StartupError
 from dynatree.engine.forward.layer_source import SLOTS, LayerSource
 from dynatree.engine.offload.layer_file import Place, places_of
 
@@ -17,7 +18,7 @@ from dynatree.engine.offload.layer_file import Place, places_of
 def blob_of(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Place]]:
     """Copy tensors into one block of host memory, uint8 and in pages of its own; return it with each tensor's place."""
     places, size = places_of(tensors)
-    blob = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    blob = torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
     for name, tensor in tensors.items():
         places[name].of(blob).copy_(tensor)
     return blob, places
@@ -37,6 +38,9 @@ class HostLayers(LayerSource):
             blobs: Memory blocks of the layers, in their order.
             device: Device that computes.
             slots: Number of layers on the device.
+
+        Raises:
+            StartupError: The blobs' pages cannot be locked for a GPU.
         """
         self._blobs = blobs
         size = max(blob.numel() for blob in blobs)
@@ -112,13 +116,19 @@ class _CudaOrder:
     def __init__(self, device: torch.device, slots: int, blobs: Sequence[Tensor]) -> None:
         self._device = device
         self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        self._locked: list[int] = []  # addresses
-        for blob in blobs:
-            torch.cuda.check_error(self._runtime.cudaHostRegister(blob.data_ptr(), blob.numel(), 0))
-            self._locked.append(blob.data_ptr())
         self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copied = [torch.cuda.Event() for _ in range(slots)]  # type: ignore[no-untyped-call]
         self._computed = [torch.cuda.Event() for _ in range(slots)]  # type: ignore[no-untyped-call]
+        self._locked: list[int] = []  # addresses
+        try:
+            for blob in blobs:
+                torch.cuda.check_error(self._runtime.cudaHostRegister(blob.data_ptr(), blob.numel(), 0))
+                self._locked.append(blob.data_ptr())
+        except RuntimeError as error:
+            self.close()
+            raise StartupError(
+                f"the offloaded layers' memory cannot be locked for the GPU ({error}); expected more --resident-layers"
+            ) from error
 
     def copy(self, slot: int, into: Tensor, blob: Tensor) -> None:
         """Copy into the slot after the computation that uses it."""

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 PAGE = 4096  # bytes; reads that bypass the page cache begin and end at whole pages
-_LINE = 256  # bytes; cuBLAS may choose another algorithm for operands that are aligned to less
+_ALIGNMENT = 256  # bytes; cuBLAS may choose another algorithm for operands that are aligned to less
 PIECE = 1 << 23  # bytes that are read and checked at a time
 
 
@@ -62,11 +62,11 @@ def remedy(path: Path) -> str:
 
 
 def places_of(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Place], int]:
-    """Place tensors one after another, each aligned to `_LINE`; also return the total bytes, in whole pages."""
+    """Place tensors one after another, each aligned to 256 bytes; also return the total bytes, in whole pages."""
     places: dict[str, Place] = {}
     at = 0
     for name, tensor in tensors.items():
-        at += -at % _LINE
+        at += -at % _ALIGNMENT
         places[name] = Place(at, tensor.dtype, tuple(tensor.shape))
         at += tensor.nbytes
     return places, at + -at % PAGE

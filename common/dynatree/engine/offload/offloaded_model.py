@@ -192,18 +192,22 @@ def load_offloaded(
             places.append(each.file.places)
             sums |= {f"{prefix}.{index}.{name}": value for name, value in each.sums.items()}
         source = DiskLayers([each.file for each in cached[resident:]])
-    for index, layer in enumerate(layers):
-        if index < resident:
-            sums |= {f"{prefix}.{index}.{name}": each for name, each in filled(index, layer).items()}
-        else:
-            memory, where = source.memory(index - resident), places[index - resident]
-            bind(layer, {name: place.of(memory) for name, place in where.items()})
-    files.fill(model)
-    if bits is not None:
-        sums |= {name: sums_of(each) for name, each in model.state_dict().items() if name not in sums}
-        output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        quantize(model, bits, model.dtype, native, output, apart=list(layers))
-    model.to(device)  # type: ignore[arg-type]
+    try:
+        for index, layer in enumerate(layers):
+            if index < resident:
+                sums |= {f"{prefix}.{index}.{name}": each for name, each in filled(index, layer).items()}
+            else:
+                memory, where = source.memory(index - resident), places[index - resident]
+                bind(layer, {name: place.of(memory) for name, place in where.items()})
+        files.fill(model)
+        if bits is not None:
+            sums |= {name: sums_of(each) for name, each in model.state_dict().items() if name not in sums}
+            output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+            quantize(model, bits, model.dtype, native, output, apart=list(layers))
+        model.to(device)  # type: ignore[arg-type]
+    except BaseException:
+        source.close()
+        raise
     turns = OffloadedLayers(source, resident, len(layers))
     turns.hook(layers)
     return OffloadedModel(model, turns, sums, parameters, step_bytes_of(model))
