@@ -26,7 +26,7 @@ class Memory(Protocol):
         ...
 
     def moved(self, sources: Sequence[int], start: int) -> Memory:
-        """Return the memory whose slots from `start` on, and only these, hold the records of the slots `sources`."""
+        """Return the memory with the records before `start`, and those of the slots `sources` from `start` on."""
         ...
 
     def cut(self, stop: int) -> Memory:

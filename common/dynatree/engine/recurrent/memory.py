@@ -58,7 +58,7 @@ class Memory:
         return self.position + self.count
 
     def moved(self, sources: Sequence[int], start: int) -> Memory:
-        """Return the memory whose slots from `start` on, and only these, hold the records of the slots `sources`."""
+        """Return the memory with the records before `start`, and those of the slots `sources` from `start` on."""
         return self._taken([*range(self.position, start), *sources])
 
     def cut(self, stop: int) -> Memory:

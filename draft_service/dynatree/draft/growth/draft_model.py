@@ -108,8 +108,8 @@ class EngineDraftModel:
     def guesses(self, kv: KVRange, token_ids: Sequence[int]) -> list[int]:
         """Read a text of the target's tokens into an empty KV range, and return the likeliest token after each of them.
 
-        A draft with another tokenizer reads its own tokens of the text. There is no guess, but NONE, where none of them
-        ends, or where they would be others if the text ended there.
+        A draft with another tokenizer reads its own tokens of the text. Some tokens of the target end where no token of
+        the draft ends, or where the draft's tokens would change if the text ended there. The guess after them is NONE.
         """
         read, ends = token_ids, [*range(1, len(token_ids) + 1)]
         if self._shared is not None:
