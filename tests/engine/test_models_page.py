@@ -89,7 +89,8 @@ ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "Phi-4 (14B)": [("phi3", {"sliding_window": None})],
     "Granite 3": [("granite", {})],
-    "Granite 4 hybrids, Nemotron-H, Falcon-H1": [("granitemoehybrid", {}), ("nemotron_h", {}), ("falcon_h1", {})],
+    "Granite 4 hybrids, Falcon-H1": [("granitemoehybrid", {}), ("falcon_h1", {})],
+    "Nemotron-H": [("nemotron_h", {})],
     "OLMo 2": [("olmo2", {})],
     "OLMo 3": [("olmo3", {"sliding_window": WINDOW})],
     "DeepSeek-V2, V3, R1": [("deepseek_v3", EXPERTS | GROUPS | LATENT | {"num_key_value_heads": 4, "head_dim": 8})],
@@ -117,7 +118,7 @@ def test_every_row_has_its_configurations() -> None:
 
 def save(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
     """Save a random model of the family."""
-    if model_type in COMPOSITES | RECURRENT | {"falcon"}:  # which have other fields
+    if model_type in COMPOSITES | RECURRENT | {"falcon", "nemotron_h"}:  # which have other fields
         return saved(tiny_model(tiny_config(model_type, **{"max_position_embeddings": CONTEXT} | changes)), folder)
     config: PretrainedConfig = CONFIG_MAPPING[model_type](**TINY | changes)
     torch.manual_seed(0)

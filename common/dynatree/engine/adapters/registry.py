@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 
 # Families whose attention has an adapter, and families that need none but whose layers get no keyword arguments.
 ADAPTED = frozenset({"falcon", "falcon_mamba", "gptj", "jamba", "mamba", "mamba2", "nemotron", "stablelm"})
-# Families with recurrent layers.
+# Families with recurrent layers. Nemotron-H is none of them: in its prompt only, generate() bounds the time steps.
 RECURRENT = frozenset(
     {
         *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"),
-        *("mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+        *("mamba", "mamba2", "minimax", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
     }
 )
 _OWN = ("falcon", "gptj", "minimax")  # families with a module of this package

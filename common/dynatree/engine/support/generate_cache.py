@@ -23,7 +23,7 @@ def check_cache(config: PretrainedConfig, context_length: int) -> None:
             the steps of recurrent layers are bounded.
     """
     limit = getattr(config, "time_step_limit", None)
-    if config.model_type != "nemotron_h" and limit and tuple(map(float, limit)) != (0.0, math.inf):
+    if limit and tuple(map(float, limit)) != (0.0, math.inf):
         raise StartupError(f"its time_step_limit is {list(limit)}, which generate() obeys in the prompt only")
     kept = {}
     for layer, each in enumerate(DynamicCache(config=config).layers):
