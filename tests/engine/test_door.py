@@ -225,7 +225,7 @@ def test_options_that_recurrent_layers_do_not_have_are_refused_by_name(tmp_path,
     [
         *(
             (family, each)
-            for family in ("lfm2", "qwen3_next")
+            for family in ("lfm2", "qwen3_next", "mamba2", "bamba", "jamba")
             for each in ("siblings are seen", "a state is not folded")
         ),
         ("qwen3_next", "a state is folded twice"),

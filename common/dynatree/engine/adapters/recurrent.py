@@ -28,7 +28,7 @@ class _StepLinear(nn.Linear):
     """A linear layer whose weight the mixer of Mamba-1 reads itself, so that no layout may take its place."""
 
 
-# Of the mixer that computes at the moment; mixers of Mamba-1 hand no keyword arguments to their functions.
+# The call of the mixer that runs now. It is a variable because Mamba-1's mixers pass no keyword arguments on.
 _CURRENT: ContextVar[LayerCall | None] = ContextVar("_CURRENT", default=None)
 
 

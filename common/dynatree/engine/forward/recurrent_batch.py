@@ -1,4 +1,4 @@
-"""Recurrent layers over segments side by side: each scans behind the memory of its own session.
+"""Computes recurrent layers over segments side by side; each segment continues from its own session's memory.
 
 A forward pass first folds: if many committed tokens of a session have records, their records go into the states. Then
 the outputs of all new tokens follow from the states, the records and the ancestors of each token, and the records of

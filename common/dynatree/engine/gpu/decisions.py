@@ -1,6 +1,6 @@
 """What the device decides by logits: a target's choices and accepted path, and a draft's best continuations.
 
-Of a target's round, only the choices are copied to the host, which derives the same accepted path from them
+A target's round copies only its choices to the host. The host derives the same accepted path from them
 (`dynatree.verify.accept`). On a GPU with Triton, a decision is four launches, five with noise, and a ranking two.
 """
 

@@ -16,7 +16,11 @@ from dynatree.engine.offload.layer_file import Place, places_of
 
 
 def blob_of(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Place]]:
-    """Copy tensors into one block of host memory, uint8 and in pages of its own; return it with each tensor's place."""
+    """Copy tensors into one block of host memory, which has its own pages.
+
+    Returns:
+        The block, uint8, and each tensor's place in it.
+    """
     places, size = places_of(tensors)
     blob = torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
     for name, tensor in tensors.items():

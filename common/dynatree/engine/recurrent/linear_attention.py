@@ -21,7 +21,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-# Of m tokens in the order of their slots: keys [m, G, dk], values [m, H, dv], log-decays [m, H] or [m, H, dk].
+# The keys [m, G, dk], values [m, H, dv] and log-decays [m, H] or [m, H, dk] of m tokens, in the order of their slots.
 Records: TypeAlias = tuple[Tensor, ...]
 
 CHUNK = 64  # tokens of a chain that are computed at once; the chunk of transformers' functions
@@ -146,8 +146,8 @@ def _path_decays(decays: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         seen: Bool `[n, a]`.
 
     Returns:
-        Those of all tokens that a token sees, `[n, ...]`; and those that follow each of them, `[n, a, ...]`, zero for
-        the tokens that it does not see.
+        The product of the decays of all tokens that a token sees, `[n, ...]`. And for each token that it sees, the
+        product of the decays behind that token, `[n, a, ...]`; it is zero for tokens that it does not see.
     """
     seen = seen.reshape(*seen.shape, *(1 for _ in decays.shape[1:]))
     later = decays.where(seen, decays.new_zeros(())).flip(1).cumsum(1).flip(1)  # of a token and those after it
