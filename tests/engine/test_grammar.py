@@ -82,8 +82,15 @@ def known(name):
     return _KnownTokens(tokenizer(name), [end_token(name)])
 
 
+def usable(state):
+    """A state, or its error."""
+    if state.error is not None:
+        raise state.error
+    return state
+
+
 def allowed(state, size=2048):
-    return state.allowed(size).nonzero()[0].tolist()
+    return usable(state).allowed(size).nonzero()[0].tolist()
 
 
 def walked(state, end, choose, most=300):
@@ -382,6 +389,22 @@ def test_schemas_in_a_grammar_are_checked_too():
         compiler("embedded").state(Grammar(GrammarKind.LARK, "start: %json {not JSON"))
 
 
+@pytest.mark.parametrize(
+    "named", ["<|padding|>", "<[1]>", "<[0-5]>", "<[*]>", "<[^7]>", 'x "b"\nx: (<|padding|> "c")?', '"<b>" | <[7,1]>']
+)
+@pytest.mark.parametrize("rest", ['"a"', '"/" // no "comment', ""])
+def test_a_grammar_that_names_an_end_token_is_refused(named, rest):
+    """The completion would end with the token, whatever the grammar wants after it."""
+    with pytest.raises(InvalidArgumentError, match=r"names <\|padding\|>, which ends"):
+        compiler("embedded").state(Grammar(GrammarKind.LARK, f"start: {named} {rest}"))
+
+
+def test_a_grammar_may_name_other_tokens_and_spell_the_name_of_an_end_token():
+    lark = 'start: <|endoftext|> "<|padding|>" /<[1]>/ "</" <[^1]> "é" // <|padding|>\n # <|padding|>\n%ignore /<[1]> /'
+    state = compiler("embedded").state(Grammar(GrammarKind.LARK, lark))
+    assert [*allowed(state)] == [0]
+
+
 # Limits
 
 
@@ -411,7 +434,7 @@ def test_a_costly_grammar_is_refused_or_followed_in_time(name):
         if isinstance(state, InvalidArgumentError):
             break
         token = choose.choice(allowed(state))
-        state = timed(lambda state=state, token=token: (below := state.after(token)).bits and below)
+        state = timed(lambda state=state, token=token: usable(state.after(token)))
     if isinstance(state, InvalidArgumentError):
         assert re.match(REASONS, str(state))
 
@@ -424,8 +447,14 @@ def test_a_long_grammar_is_refused_before_it_is_compiled():
 def test_a_grammar_that_becomes_too_complex_is_an_error_of_its_argument():
     """Neither None, which would lift the mask, nor an error of another kind."""
     state = compiler("embedded").state(regex("((a{1,100}){1,100}){1,100}"))
+    for token in known("embedded")("a") * 10**4:
+        if state.error is not None:
+            break
+        state = state.after(token)
     with pytest.raises(InvalidArgumentError, match="cannot be followed further"):
-        state.after_all(known("embedded")("a") * 10**4)
+        raise state.error
+    assert not state.allowed(2048).any()
+    assert state.forced is state.after(token) is None
 
 
 def test_the_last_grammars_are_kept():

@@ -36,6 +36,8 @@ _BYTES = {*range(0xF5)} - {0xC0, 0xC1}  # those of UTF-8
 # Control characters, and bytes of planes without everyday characters: vocabularies that are otherwise whole lack some.
 _RARE = ({*range(0x20), 0x7F} - {*b"\t\n\r"}) | {*range(0xF1, 0xF5)}
 _SCHEMA = re.compile(r"%json\s*(?=\{)")  # in a Lark grammar
+# Lexemes of a Lark grammar in which `<` is a character, and the tokens that it names
+_NAMED_TOKENS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|//.*|#.*|(<[^<>\s]+>)', re.MULTILINE)
 _ESCAPES = 'nrbtf\\"'  # without \uXXXX, by which a property that the schema names would pass as another one
 _JSON: JsonCompileOptions = {
     # the white space of Python's json.dumps: with free white space, a small model may write spaces without end
@@ -81,6 +83,8 @@ class GrammarCompiler:
                 self._compiled.move_to_end(grammar)
         if compiled is None:
             compiled = on_large_stack(partial(_compiled, grammar, self._tokens, self._missing))
+            if grammar.kind is GrammarKind.LARK:
+                self._check_named_tokens(grammar.text, self._tokens)
             with self._lock:
                 self._compiled[grammar] = compiled
                 while len(self._compiled) > MAX_GRAMMARS:
@@ -89,6 +93,16 @@ class GrammarCompiler:
         if state is None:
             raise InvalidArgumentError("the tokens that the completion already has do not follow the grammar")
         return state
+
+    def _check_named_tokens(self, lark: str, tokens: LLTokenizer) -> None:
+        """Refuse a Lark grammar that names an end token: the completion would end there, whatever should follow."""
+        named = sorted({found[1] for found in _NAMED_TOKENS.finditer(lark) if found[1]})
+        if not named:
+            return
+        state = GrammarState(LLMatcher(tokens, LLMatcher.grammar_from_lark(f"start: {' | '.join(named)}"), log_level=0))
+        for end in filter(state.allows, self._end_tokens):
+            name = self._tokenizer.convert_ids_to_tokens(end)
+            raise InvalidArgumentError(f"the grammar names {name}, which ends every completion; expected other tokens")
 
 
 def _compiled(grammar: Grammar, tokens: LLTokenizer, missing: frozenset[int]) -> GrammarState:
@@ -103,7 +117,8 @@ def _compiled(grammar: Grammar, tokens: LLTokenizer, missing: frozenset[int]) ->
     for warning in matcher.get_grammar_warnings():
         log.debug("grammar: %s", warning)
     state = GrammarState(matcher, missing)
-    _ = state.bits  # a grammar that no token can begin is refused at once
+    if state.error is not None:  # a grammar that no token can begin is refused at once
+        raise state.error
     return state
 
 
