@@ -126,7 +126,8 @@ def call_grammar(tools: Sequence[Tool], tool_format: str, *, several: bool) -> s
         opening = f'{{"name": "{tool.function.name}", "{key}": '
         # the parameters stay a separate schema, because their references count from their own root
         parameters = _closed({"type": "object", **(tool.function.parameters or {"properties": {}})})
-        schema = json.dumps({"x-guidance": layout, **parameters})
+        title = f"parameters of the function {tool.function.name}"  # errors name it
+        schema = json.dumps({"x-guidance": layout, **parameters, "title": title})
         rules.append(f'call_{place}: {json.dumps(opening)} arguments_{place} "}}"\narguments_{place}: %json {schema}')
     rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
     begin, end, between = {

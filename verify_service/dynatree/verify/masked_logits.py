@@ -36,7 +36,7 @@ class MaskedLogits:
         the next round may need a token behind it.
 
         Raises:
-            InvalidArgumentError: The grammar cannot be followed behind the root.
+            GrammarError: The grammar cannot be followed behind the root.
         """
         row = self._logits[node + 1 : node + 2]
         if not self._states:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.errors import GrammarError
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # their values are schemas
 _DATA = ("const", "enum", "default", "examples")  # their values are no schemas
@@ -33,7 +33,7 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema for llguidance whose texts are all valid under the original schema.
 
     Raises:
-        InvalidArgumentError: The schema has a keyword or a value that llguidance would not follow.
+        GrammarError: The schema has a keyword or a value that llguidance would not follow.
         RecursionError: It is nested too deeply.
     """
     _check(schema)
@@ -52,7 +52,7 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
     name = out.get("format")
     if isinstance(name, str) and name in _FORMATS:
         if not isinstance(out.setdefault("allOf", []), list):
-            raise InvalidArgumentError("allOf is not a list")
+            raise GrammarError("allOf is not a list")
         del out["format"]
         out["allOf"].append({"pattern": _FORMATS[name]})
     return out
@@ -67,13 +67,13 @@ def _prepared(value: Any) -> Any:
 def _check(schema: dict[str, Any]) -> None:
     for key in _IGNORED:
         if key in schema:
-            raise InvalidArgumentError(f"{key} is not supported in a JSON schema")
+            raise GrammarError(f"{key} is not supported in a JSON schema")
     guidance = schema.get("x-guidance", {})
     if not isinstance(guidance, dict):
-        raise InvalidArgumentError("x-guidance is not an object")
+        raise GrammarError("x-guidance is not an object")
     for key in guidance:
         if key not in _LAYOUT:
-            raise InvalidArgumentError(f"x-guidance has the option {key!r}, expected one of {', '.join(_LAYOUT)}")
+            raise GrammarError(f"x-guidance has the option {key!r}, expected one of {', '.join(_LAYOUT)}")
     for key in _NUMBERS:
         if not _is_of_64_bits(schema, key):
             _check_number(schema.get(key))
@@ -85,7 +85,7 @@ def _check(schema: dict[str, Any]) -> None:
     most = 1 + (len(required) if isinstance(required, list) else 0)
     fewest = schema.get("minProperties")
     if isinstance(fewest, int | float) and fewest > most:  # llguidance counts a property that is repeated
-        raise InvalidArgumentError(
+        raise GrammarError(
             f"minProperties is {fewest}, expected at most {most}, the number of required properties and one"
         )
 
@@ -106,13 +106,13 @@ def _check_interval(schema: dict[str, Any], exclusive: str, others: tuple[str, .
     for key in others:
         other = schema.get(key)
         if isinstance(other, int | float) and 0 < sign * (other - bound) < 1:
-            raise InvalidArgumentError(f"{exclusive} {bound} with {key} {other} is not supported in a JSON schema")
+            raise GrammarError(f"{exclusive} {bound} with {key} {other} is not supported in a JSON schema")
 
 
 def _check_data(value: Any) -> None:
     if isinstance(value, str):
         if found := _UNSPELT.search(value):
-            raise InvalidArgumentError(f"the JSON schema has a constant with the control character {found[0]!r}")
+            raise GrammarError(f"the JSON schema has a constant with the control character {found[0]!r}")
     elif isinstance(value, dict):
         for name, each in value.items():
             _check_data(name)
@@ -126,7 +126,7 @@ def _check_data(value: Any) -> None:
 
 def _check_number(value: Any) -> None:
     if isinstance(value, int | float) and abs(value) > _LARGEST:
-        raise InvalidArgumentError(f"the JSON schema has the number {value}, expected numbers up to 2**53")
+        raise GrammarError(f"the JSON schema has the number {value}, expected numbers up to 2**53")
 
 
 def _with_spaces(pattern: str) -> str:

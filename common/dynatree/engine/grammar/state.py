@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable
 from functools import cached_property
@@ -10,8 +11,10 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.errors import GrammarError
 
+# llguidance names an option that requests do not have.
+_ONE_OF = re.compile(r"oneOf constraints are not supported\..*")
 LONGEST_REASON = 500  # characters
 NO_TOKEN = "no token of the vocabulary continues a text that the grammar allows"
 
@@ -57,9 +60,9 @@ class GrammarState:
         return token < 8 * len(bits) and bool(bits[token >> 3] >> (token & 7) & 1)
 
     @property
-    def error(self) -> InvalidArgumentError | None:
+    def error(self) -> GrammarError | None:
         """Why no token may follow: the grammar has become too complex, or no token continues it; None if one may."""
-        return None if self.bits else InvalidArgumentError(self._reason)
+        return None if self.bits else GrammarError(self._reason)
 
     @property
     def bits(self) -> bytes:
@@ -97,4 +100,5 @@ class GrammarState:
 
 def reason_of(matcher: LLMatcher) -> str:
     """Why a matcher has failed, in at most `LONGEST_REASON` characters."""
-    return matcher.get_error().split("\n<state>")[0].strip()[:LONGEST_REASON]
+    reason = _ONE_OF.sub("oneOf with alternatives that may overlap is not supported", matcher.get_error())
+    return reason.split("\n<state>")[0].strip()[:LONGEST_REASON]
