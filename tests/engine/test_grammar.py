@@ -295,8 +295,8 @@ def test_threads_share_states():
         ({"type": "integer", "minimum": 2**53 + 1}, "9007199254740993"),
         ({"items": {"contentEncoding": "base64"}}, "contentEncoding"),
         ({"contentMediaType": "application/json"}, "contentMediaType"),
-        ({"exclusiveMinimum": 3, "maximum": 3.5}, "exclusiveMinimum 3 with maximum 3.5"),
-        ({"exclusiveMaximum": -3.0, "exclusiveMinimum": -3.5}, "exclusiveMaximum -3.0"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf with alternatives that may overlap is not"),
+        ({"type": "integer", "exclusiveMinimum": 1, "maximum": 1.5}, "minimum and maximum: integer interval"),
         ({"minProperties": 2}, "minProperties"),
         ({"const": {"a": ["\x01"]}}, "control character"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "lenient"),
@@ -365,6 +365,15 @@ def accepts(grammar, text):
         ({"const": {"format": "date"}}, '{"format": "date"}', "{}"),
         ({"properties": {"format": {"const": "date"}}}, '{"format": "date"}', '{"format": "time"}'),
         ({"type": "object", "required": ["a"], "minProperties": 2}, '{"a": 1, "b": 2}', '{"a": 1, "a": 2}'),
+        ({"type": "number", "exclusiveMinimum": 3, "maximum": 3.5}, "3.0001", "3"),
+        ({"type": "number", "exclusiveMaximum": -3.0, "exclusiveMinimum": -3.5}, "-3.25", "-3.0"),
+        (
+            {"type": "number", "exclusiveMinimum": 2**40, "allOf": [{"maximum": 2**40 + 0.5}]},
+            "1099511627776.5",
+            f"{2**40}",
+        ),
+        ({"type": "number", "minimum": 1, "maximum": 1.5, "exclusiveMinimum": True}, "1.25", "1"),
+        ({"properties": {"exclusiveMinimum": {"const": 0.5}}}, '{"exclusiveMinimum": 0.5}', '{"exclusiveMinimum": 0}'),
         ({"type": "integer", "maximum": 2**63 - 1}, str(2**63 - 1), str(2**63)),
         ({"x-guidance": {"item_separator": ","}}, '[1,"a"]', '[1, "a"]'),
         ({"x-guidance": {"item_separator": ","}, "properties": {"a": False}}, "{}", r'{"\u0061": 1}'),
@@ -373,6 +382,52 @@ def accepts(grammar, text):
 def test_what_is_accepted_is_valid(grammar, yes, no):
     assert accepts(schema(grammar), yes)
     assert not accepts(schema(grammar), no)
+
+
+BOUNDS = st.dictionaries(
+    st.sampled_from(["minimum", "exclusiveMinimum"]), st.sampled_from([-2.5, -2, -1, -0.5, 0, 0.5, 1, 3]), max_size=2
+)
+BOUNDS = st.builds(
+    lambda least, most, kind: least | most | kind,
+    BOUNDS,
+    st.dictionaries(
+        st.sampled_from(["maximum", "exclusiveMaximum"]),
+        st.sampled_from([-1, 0, 0.25, 1, 1.5, 2, 2.0, 7.25]),
+        max_size=2,
+    ),
+    st.sampled_from([{}, {}, {"type": "integer"}, {"type": "number"}, {"multipleOf": 0.5}]),
+)
+BOUNDED = st.recursive(
+    BOUNDS,
+    lambda each: st.builds(
+        lambda own, key, parts: own | {key: parts},
+        BOUNDS,
+        st.sampled_from(["allOf", "anyOf"]),
+        st.lists(each, min_size=1),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(BOUNDED, st.sampled_from(["integer", "number"]))
+def test_numbers_that_are_accepted_are_within_all_bounds(bounds, kind):
+    """The compiler merges the bounds of schemas that are combined; the schema may refer to them."""
+    value = {"$ref": "#/$defs/a", "type": kind, "$defs": {"a": bounds}}
+    try:
+        state = compiler("embedded").state(schema(value))
+    except InvalidArgumentError as error:
+        reason = str(error)
+    else:
+        reason = ""
+    if reason:
+        assert re.search("[mM]inimum|[mM]axim|multiple|anyOf|allOf", reason)
+        return
+    validator = jsonschema_rs.validator_for(value)
+    for text in {json.dumps(each) for step in range(-13, 40) for each in (step / 4, step)} | {"-0", "-0.0", "1e0"}:
+        after = state.after_all(known("embedded")(text))
+        if after is not None and after.allows(end_token("embedded")):
+            assert validator.is_valid(json.loads(text)), text
 
 
 def test_schemas_in_a_grammar_are_checked_too():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dynatree.common.errors import GrammarError
@@ -13,6 +15,7 @@ _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multi
 _IGNORED = ("contentEncoding", "contentMediaType")  # llguidance allows any text
 _LAYOUT = ("item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern")  # of `x-guidance`
 _LARGEST = 2**53  # llguidance reads numbers as floats of 64 bits
+_SLIVER = 1e-9
 _UNSPELT = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # control characters without an escape of one letter
 
 # White space as ECMA-262 defines it for `\s`; that of Rust has U+0085 and lacks U+FEFF.
@@ -36,6 +39,12 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
         GrammarError: The schema has a keyword or a value that llguidance would not follow.
         RecursionError: It is nested too deeply.
     """
+    out = _followed(schema)
+    _narrow([*_schemas_in(out)])
+    return out
+
+
+def _followed(schema: dict[str, Any]) -> dict[str, Any]:
     _check(schema)
     out: dict[str, Any] = {}
     for key, value in schema.items():
@@ -61,7 +70,35 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
 def _prepared(value: Any) -> Any:
     if isinstance(value, list):
         return [_prepared(each) for each in value]
-    return prepared(value) if isinstance(value, dict) else value
+    return _followed(value) if isinstance(value, dict) else value
+
+
+def _schemas_in(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the schemas of a document, and the objects that hold some by name."""
+    if isinstance(value, dict):
+        yield value
+        value = [each for key, each in value.items() if key not in _DATA]
+    if isinstance(value, list):
+        for each in value:
+            yield from _schemas_in(each)
+
+
+def _narrow(schemas: Sequence[dict[str, Any]]) -> None:
+    """Move an exclusive bound that is an integer inwards by a sliver if an opposite bound is less than 1 from it.
+
+    Between the two, llguidance would include the exclusive one. It merges schemas, so that both may stand anywhere.
+    """
+    for exclusive, inclusive, others, whole, sign in (
+        ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), math.floor, 1),
+        ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), math.ceil, -1),
+    ):
+        opposite = [each[key] for each in schemas for key in others if isinstance(each.get(key), float)]
+        near = {whole(bound) for bound in opposite if not bound.is_integer()}
+        for schema in schemas:
+            bound = schema.get(exclusive)
+            bound = schema.get(inclusive) if bound is True else bound  # as draft 4 writes it
+            if type(bound) in (int, float) and bound in near:
+                schema[exclusive] = bound + sign * max(_SLIVER, math.ulp(bound))
 
 
 def _check(schema: dict[str, Any]) -> None:
@@ -77,8 +114,6 @@ def _check(schema: dict[str, Any]) -> None:
     for key in _NUMBERS:
         if not _is_of_64_bits(schema, key):
             _check_number(schema.get(key))
-    _check_interval(schema, "exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1)
-    _check_interval(schema, "exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1)
     for key in ("const", "enum"):
         _check_data(schema.get(key))
     required = schema.get("required")
@@ -96,17 +131,6 @@ def _is_of_64_bits(schema: dict[str, Any], key: str) -> bool:
     if schema.get("type") != "integer" or not isinstance(bound, int):
         return False
     return bound >= 2**63 - 1 if key == "maximum" else key == "minimum" and bound <= -(2**63)
-
-
-def _check_interval(schema: dict[str, Any], exclusive: str, others: tuple[str, ...], sign: int) -> None:
-    """Refuse an exclusive bound that is an integer, and another bound less than 1 from it: llguidance includes both."""
-    bound = schema.get(exclusive)
-    if not isinstance(bound, int | float) or bound != int(bound):
-        return
-    for key in others:
-        other = schema.get(key)
-        if isinstance(other, int | float) and 0 < sign * (other - bound) < 1:
-            raise GrammarError(f"{exclusive} {bound} with {key} {other} is not supported in a JSON schema")
 
 
 def _check_data(value: Any) -> None:

@@ -13,8 +13,14 @@ from numpy.typing import NDArray
 
 from dynatree.common.errors import GrammarError
 
-# llguidance names an option that requests do not have.
-_ONE_OF = re.compile(r"oneOf constraints are not supported\..*")
+# Words of llguidance that name an option which requests do not have, or no keyword, and those that replace them
+_WORDS = (
+    (
+        re.compile(r"oneOf constraints are not supported\..*"),
+        "oneOf with alternatives that may overlap is not supported",
+    ),
+    (re.compile(r"(?=(integer interval|range) [\[(])"), "minimum and maximum: "),
+)
 LONGEST_REASON = 500  # characters
 NO_TOKEN = "no token of the vocabulary continues a text that the grammar allows"
 
@@ -100,5 +106,7 @@ class GrammarState:
 
 def reason_of(matcher: LLMatcher) -> str:
     """Why a matcher has failed, in at most `LONGEST_REASON` characters."""
-    reason = _ONE_OF.sub("oneOf with alternatives that may overlap is not supported", matcher.get_error())
+    reason = matcher.get_error()
+    for theirs, ours in _WORDS:
+        reason = theirs.sub(ours, reason, count=1)
     return reason.split("\n<state>")[0].strip()[:LONGEST_REASON]
