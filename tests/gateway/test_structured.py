@@ -251,6 +251,12 @@ def test_without_tools_the_model_is_not_told_of_them(served: Served) -> None:
     assert free.choices[0].finish_reason == "length"
 
 
+def test_the_tokens_of_a_chat_with_tools_are_counted(served: Served) -> None:
+    body = {"messages": CHAT, "tools": TOOLS}
+    counted = requests.post(f"{served.url}/tokenize", json=body, timeout=60).json()["count"]
+    assert counted == served.chat(max_tokens=1, tools=TOOLS).usage.prompt_tokens
+
+
 def test_a_free_answer_may_be_limited_and_calls_are_found_in_it(served: Served) -> None:
     text = 'So: <tool_call>{"name": "add", "arguments": {"terms": [1, "é"]}}</tool_call>'
     [choice] = served.chat(tools=TOOLS, extra_body={"guided_choice": [text]}).choices

@@ -159,6 +159,7 @@ class Gateway:
             special_tokens=bool(body.special_tokens),
             continue_final_message=body.continues,
             token_strings=bool(body.return_token_strs),
+            tools=[each.described for each in body.tools or ()],
             metadata=metadata,
         )
         answer = {

@@ -407,6 +407,7 @@ class TokenizeRequest(Template):
             default. A chat has only the special tokens of its template.
         special_tokens: Whether the text may name special tokens.
         return_token_strs: Whether to return the tokens' spellings in the vocabulary.
+        tools: The functions that the chat's template describes, as in a chat that is completed.
     """
 
     model: str | None = None
@@ -415,11 +416,14 @@ class TokenizeRequest(Template):
     add_special_tokens: bool | None = None
     special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    tools: Tools | None = None
 
     @model_validator(mode="after")
     def _one_prompt(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("expected either prompt or messages")
+        if self.messages is None and self.tools:
+            raise ValueError("tools are for messages")
         if self.messages is not None and self.add_special_tokens:
             raise ValueError("add_special_tokens is for a prompt; a chat's template writes its own special tokens")
         return self
