@@ -6,6 +6,7 @@ import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
+from threading import Barrier, current_thread
 
 import grpc
 import jsonschema_rs
@@ -20,6 +21,7 @@ from dynatree.client import Client, InvalidRequestError
 from dynatree.client._request import build_request
 from dynatree.common.grammar import Grammar, GrammarKind
 from dynatree.draft.policies import policy_names, residual_policies
+from dynatree.engine.grammar import compiler
 from dynatree.engine.grammar.compiler import _source
 from dynatree.engine.grammar.state import GrammarState
 from dynatree.v1 import draft_pb2_grpc
@@ -183,6 +185,25 @@ def test_greedy_tokens_are_those_of_generate_with_masks(pair):
         )
         completion = client.generate(prompt, max_new_tokens=40, json_schema=schema)
         assert list(completion.token_ids) == found[0, len(prompt) :].tolist()
+
+
+def test_no_completion_waits_for_the_vocabulary(pair, tmp_path, monkeypatch):
+    """Both services read it at their start, on other threads."""
+    _, target, _ = pair
+    threads, both = [], Barrier(3)
+    read = compiler._tokens_of
+
+    def reading(*arguments):
+        threads.append(current_thread().name)
+        both.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(compiler, "_tokens_of", reading)
+    with running_services(tmp_path, target, target, dtype="float32") as services:
+        both.wait(60)
+        with Client(services.draft_address) as client:
+            assert client.generate([5], regex="ab").text == "ab"
+    assert threads == ["grammar tokens"] * 2
 
 
 def test_without_a_draft_model_forced_tokens_are_drafted(pair, tmp_path):

@@ -61,9 +61,20 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._end_tokens = sorted(end_tokens)
         self._missing: frozenset[int] = frozenset()  # bytes without a token
-        self._tokens: LLTokenizer | GrammarError | None = None  # found at the first use, in about a second
+        self._tokens: LLTokenizer | GrammarError | None = None  # found in about a second
         self._compiled: OrderedDict[Grammar, GrammarState] = OrderedDict()
         self._lock = threading.Lock()
+
+    def read_ahead(self) -> None:
+        """Begin to read the tokenizer on another thread, so that the first grammar does not wait for that."""
+        if self._end_tokens:
+            threading.Thread(target=self._read, name="grammar tokens", daemon=True).start()
+
+    def _read(self) -> LLTokenizer | GrammarError:
+        with self._lock:
+            if self._tokens is None:
+                self._tokens, self._missing = _tokens_of(self._tokenizer, self._end_tokens)
+            return self._tokens
 
     def state(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> GrammarState:
         """Return the state of a grammar after the tokens of a completion; this may take a second.
@@ -74,18 +85,17 @@ class GrammarCompiler:
         """
         if not self._end_tokens:
             raise GrammarError("the target has no end-of-sequence token, which a grammar needs")
+        tokens = self._read()
+        if isinstance(tokens, GrammarError):
+            raise GrammarError(str(tokens))
         with self._lock:
-            if self._tokens is None:
-                self._tokens, self._missing = _tokens_of(self._tokenizer, self._end_tokens)
-            if isinstance(self._tokens, GrammarError):
-                raise GrammarError(str(self._tokens))
             compiled = self._compiled.get(grammar)
             if compiled is not None:
                 self._compiled.move_to_end(grammar)
         if compiled is None:
-            compiled = on_large_stack(partial(_compiled, grammar, self._tokens, self._missing))
+            compiled = on_large_stack(partial(_compiled, grammar, tokens, self._missing))
             if grammar.kind is GrammarKind.LARK:
-                self._check_named_tokens(grammar.text, self._tokens)
+                self._check_named_tokens(grammar.text, tokens)
             with self._lock:
                 self._compiled[grammar] = compiled
                 while len(self._compiled) > MAX_GRAMMARS:
