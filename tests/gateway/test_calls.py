@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import pairwise
@@ -72,10 +73,16 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 ARGUMENTS = st.dictionaries(STRINGS, VALUES, max_size=2)
 CALLS = st.builds(call, st.sampled_from(sorted(NAMES)), ARGUMENTS, st.sampled_from(["arguments", "parameters"]))
+NAMED = st.builds(
+    lambda name, marks, arguments: "{}{}{}{}{}{}".format(marks[0], name, *marks[1:], json.dumps(arguments)),
+    st.sampled_from(sorted(NAMES)),
+    st.sampled_from([("[TOOL_CALLS]", "[CALL_ID]", "a1b2c3d4e", "[ARGS]"), ("", "", "a1b2c3d4e", ""), ("",) * 4]),
+    ARGUMENTS,
+)
 ODD = st.builds(call, st.sampled_from(["unknown", ""]), VALUES) | VALUES.map(json.dumps)
 BARE = CALLS | ODD | st.lists(CALLS | ODD, max_size=2).map(lambda some: f"[{', '.join(some)}]")
 CUT = st.tuples(BARE, st.integers(0, 60)).map(lambda pair: pair[0][: pair[1]])
-PIECES = STRINGS | BARE | CUT | CALLS.map(tagged) | CUT.map(tagged) | BARE.map(lambda text: CALL_BEGIN + text)
+PIECES = STRINGS | NAMED | BARE | CUT | CALLS.map(tagged) | CUT.map(tagged) | BARE.map(lambda text: CALL_BEGIN + text)
 TEXTS = st.lists(PIECES, max_size=5).map("".join)
 
 
@@ -90,6 +97,22 @@ def test_how_a_text_is_cut_changes_nothing(text: str, cuts: list[int]) -> None:
     assert read(list(text)) == (content, calls)
     if not calls:
         assert content == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS, st.from_regex("[a-zA-Z0-9]{9}", fullmatch=True))),
+    st.sampled_from(["[TOOL_CALLS]{}[CALL_ID]{}[ARGS]{}", "[TOOL_CALLS]{0}[ARGS]{2}", "[TOOL_CALLS]{0}{2}"]),
+    st.booleans(),
+)
+def test_calls_by_name_are_those_that_the_template_writes(
+    calls: list[tuple[str, Any, str]], form: str, shown: bool
+) -> None:
+    """Marks are special tokens, which the text of an answer lacks."""
+    if not shown:
+        form = re.sub(r"\[[A-Z_]+\]", "", form)
+    text = "".join(form.format(name, id_, json.dumps(arguments)) for name, arguments, id_ in calls)
+    assert read([text]) == read(list(text)) == ("", [(name, arguments) for name, arguments, _ in calls])
 
 
 PROSE = STRINGS.map(lambda text: text.replace("<", "").strip()).filter(bool).map(lambda text: f"I {text}.")
@@ -154,6 +177,16 @@ BOTH = [("weather", {"city": "Łódź"}), ("add", {"a": {"b": [1, {"c": "}"}]}})
         ('{"name": "add", "arguments": {"a": NaN}}', '{"name": "add", "arguments": {"a": NaN}}', []),
         ('{"name": "add", "arguments": "{}"}', '{"name": "add", "arguments": "{}"}', []),
         ('{"name": "Oslo", "harbour": true}', '{"name": "Oslo", "harbour": true}', []),
+        ('weather{"city": "Łódź"}add{"a": {"b": [1, {"c": "}"}]}}', "", BOTH),
+        ('[TOOL_CALLS]weather[ARGS]{"city": "Łódź"}\n[TOOL_CALLS]add[ARGS]{"a": {"b": [1, {"c": "}"}]}}', "", BOTH),
+        ('[TOOL_CALLS]weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Łódź"}', "", BOTH[:1]),
+        ('weathera1b2c3d4e{"city": "Łódź"}', "", BOTH[:1]),
+        ('weather{"city": "Łódź"} is a call', 'weather{"city": "Łódź"} is a call', []),
+        ('weather{"city"', 'weather{"city"', []),
+        ("weather[1]", "weather[1]", []),
+        ('other{"city": "Łódź"}', 'other{"city": "Łódź"}', []),
+        ("addition and", "addition and", []),
+        ("add", "add", []),
         ("[]", "[]", []),
         ("[1, 2]", "[1, 2]", []),
         ("", "", []),
@@ -176,7 +209,7 @@ TOOLS = [
 
 
 @pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("tool_format", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("tool_format", ["hermes", "llama3", "mistral", "mistral_named"])
 def test_what_the_grammar_of_calls_allows_is_read_as_calls(tool_format: str, several: bool) -> None:
     """The texts are random walks through the grammar, which end as soon as they may."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded.target_path())
@@ -275,7 +308,7 @@ def test_nesting_without_end_is_content() -> None:
         CallReader(NAMES).push(tagged(f'{{"name": "add", "arguments": {{"a": {"[" * depth}{"]" * depth}}}}}'))
 
 
-STARTS = (CALL_BEGIN, '{"name":"', '{"arguments', '{"type', '[{"type')
+STARTS = ("additionalto", CALL_BEGIN, '{"name":"', '{"arguments', '{"type', '[{"type')
 
 
 @pytest.mark.parametrize(
@@ -287,6 +320,7 @@ STARTS = (CALL_BEGIN, '{"name":"', '{"arguments', '{"type', '[{"type')
         '[{"town": 1}, 2]',
         "[1, 2, 3]",
         f"The tag {CALL_BEGIN} begins a call, and {CALL_END} ends it.",
+        "additional towns {here}",
     ],
 )
 def test_a_stream_keeps_back_only_what_may_begin_a_call(text: str) -> None:

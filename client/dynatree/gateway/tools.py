@@ -7,7 +7,7 @@ import math
 import re
 import secrets
 import string
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -30,6 +30,7 @@ _IN_STRING = re.compile(r'["\n]|\\[\s\S]')  # JSON's strings have no line breaks
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # Mistral's templates accept no other length
+_ID = f"[a-zA-Z0-9]{{{_ID_LENGTH}}}"
 
 _Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
@@ -123,16 +124,20 @@ def call_grammar(tools: Sequence[Tool], tool_format: str, *, several: bool) -> s
     layout = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     rules = []
     for place, tool in enumerate(tools):
-        opening = f'{{"name": "{tool.function.name}", "{key}": '
+        opening, closing = f'{{"name": "{tool.function.name}", "{key}": ', "}"
+        if tool_format == "mistral_named":
+            opening, closing = tool.function.name, ""
         # the parameters stay a separate schema, because their references count from their own root
         parameters = _closed({"type": "object", **(tool.function.parameters or {"properties": {}})})
         title = f"parameters of the function {tool.function.name}"  # errors name it
         schema = json.dumps({"x-guidance": layout, **parameters, "title": title})
-        rules.append(f'call_{place}: {json.dumps(opening)} arguments_{place} "}}"\narguments_{place}: %json {schema}')
+        rules.append(f'call_{place}: {json.dumps(opening)} arguments_{place} "{closing}"')
+        rules.append(f"arguments_{place}: %json {schema}")
     rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
     begin, end, between = {
         "llama3": ("", "", "; "),
         "mistral": ("[", "]", ", "),
+        "mistral_named": ("", "", ""),
     }.get(tool_format, (f"{CALL_BEGIN}\n", f"\n{CALL_END}", f"\n{CALL_END}\n{CALL_BEGIN}\n"))
     more = f" ({json.dumps(between)} call){{0,{MAX_CALLS - 1}}}" if several else ""
     start = " ".join([json.dumps(begin)] * bool(begin) + ["call" + more] + [json.dumps(end)] * bool(end))
@@ -187,8 +192,9 @@ class CallReader:
     """Finds the calls in the text of an answer as it arrives. Text that is no call of a known function stays text.
 
     A call is a JSON object with `name` and `arguments` or `parameters`: between `<tool_call>` and `</tool_call>`, or,
-    one or more of them or a list, as the whole answer. White space beside calls is dropped. How the text is cut changes
-    neither the content nor the calls, and a text without calls is the content.
+    one or more of them or a list, as the whole answer. As the whole answer, calls may also be names, each with a JSON
+    object of arguments behind it (`_named`). White space beside calls is dropped. How the text is cut changes neither
+    the content nor the calls, and a text without calls is the content.
 
     Args:
         names: The names of the functions.
@@ -198,6 +204,10 @@ class CallReader:
         self._names = names
         firsts = [*(f'"name":"{name}"' for name in names), '"arguments"', '"parameters"', '"type"', '"id"']
         self._starts = (*_MARKERS, *(begin + first for begin in ("{", "[{") for first in firsts))
+        known = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+        # As newer models of Mistral write it. The marks are special tokens, so the text may lack them, but not the id.
+        self._named = re.compile(rf"\s*(?:\[TOOL_CALLS\]\s*)?({known})(?:\[CALL_ID\])?(?:{_ID})?(?:\[ARGS\])?\s*(?={{)")
+        self._before_arguments = re.compile(rf"(?:{known})[a-zA-Z0-9]{{0,{_ID_LENGTH}}}")
         self._whole: bool | None = None  # whether the whole answer may be calls; None: too early to tell
         self._pending = ""  # text that is neither told as content nor part of a complete call
         self._place = 0  # where the search for the end of an open call goes on in it
@@ -214,16 +224,19 @@ class CallReader:
 
     def end(self) -> tuple[str, list[Call]]:
         """Return the rest of the content and of the calls."""
-        if self._whole is not False and (calls := self._calls_in(_without_marker(self._pending))):
-            return "", calls
+        if self._whole is not False:
+            text = self._pending.strip()
+            if calls := self._calls_in(_objects(_without_marker(text))) or self._calls_in(self._named_objects(text)):
+                return "", calls
         return self._parts(final=True)
 
     def _may_be_calls(self) -> bool | None:
         """Whether the whole answer may be calls, by its first characters; None if they are too few to tell."""
         begun = "".join(self._pending.split())
-        if begun.startswith(self._starts):
+        if begun.startswith(self._starts) or self._named.match(begun):
             return True
-        return None if any(start.startswith(begun) for start in self._starts) else False
+        unsure = any(start.startswith(begun) for start in (*self._starts, *self._names))
+        return None if unsure or self._before_arguments.fullmatch(begun) else False
 
     def _parts(self, *, final: bool) -> tuple[str, list[Call]]:
         content: list[str] = []
@@ -234,7 +247,7 @@ class CallReader:
             end = self._end(text, inside, final)
             if end is None:
                 break
-            found = self._calls_in(text[inside:end])
+            found = self._calls_in(_objects(text[inside:end]))
             ended = text.startswith(CALL_END, end)
             behind = end + len(CALL_END) if ended else inside + len(text[inside:end].rstrip())
             content.append(self._beside_calls(text[done:begin].rstrip() if found else text[done:behind]))
@@ -272,10 +285,21 @@ class CallReader:
             self._behind_call = not text
         return text
 
-    def _calls_in(self, text: str) -> list[Call]:
-        """Return the calls of a text; none if it is anything else."""
+    def _named_objects(self, text: str) -> Iterator[Any]:
+        """Yield an object for each name with arguments behind it; None for anything else."""
+        place = 0
+        while place < len(text):
+            found = self._named.match(text, place)
+            if found is None:
+                yield None
+                return
+            arguments, place = _decoded(text, found.end())
+            yield {"name": found[1], "arguments": arguments}
+
+    def _calls_in(self, objects: Iterable[Any]) -> list[Call]:
+        """Return the calls that these objects are; none if one is anything else."""
         calls = []
-        for found in _objects(text):
+        for found in objects:
             name = found.get("name") if isinstance(found, dict) else None
             if not isinstance(name, str) or name not in self._names:
                 return []
@@ -292,7 +316,6 @@ class CallReader:
 
 
 def _without_marker(text: str) -> str:
-    text = text.strip()
     for marker in _MARKERS:
         text = text.removeprefix(marker)
     return text
@@ -300,17 +323,20 @@ def _without_marker(text: str) -> str:
 
 def _objects(text: str) -> Iterator[Any]:
     """Yield the JSON values of a text, and the elements of lists among them; None for anything else."""
-    decoder, place = json.JSONDecoder(parse_float=_finite, parse_constant=_finite), 0
-    text = text.strip()
+    text, place = text.strip(), 0
     while place < len(text):
-        try:
-            value, place = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            yield None
-            return
+        value, place = _decoded(text, place)
         yield from value if isinstance(value, list) else [value]
         if between := re.compile(r"[\s;,]*").match(text, place):
             place = between.end()
+
+
+def _decoded(text: str, place: int) -> tuple[Any, int]:
+    """Return the JSON value at a place of a text, and where it ends; None, and the text's end, if there is none."""
+    try:
+        return json.JSONDecoder(parse_float=_finite, parse_constant=_finite).raw_decode(text, place)
+    except (ValueError, RecursionError):
+        return None, len(text)
 
 
 def _finite(text: str) -> float:
