@@ -77,11 +77,31 @@ MISTRAL_NAMED = """{{- bos_token }}
 {%- elif message.role == 'tool' %}
 {{- '[TOOL_RESULTS]' + message.tool_call_id + '[TOOL_CONTENT]' + message.content + '[/TOOL_RESULTS]' }}
 {%- else %}{{- message.content + eos_token }}{%- endif %}{%- endfor %}"""
+QWEN3_CODER = """{%- if tools %}{{- '<|im_start|>system\\n<tools>' + (tools | tojson) + '</tools>\\nAnswer with ' }}
+{{- '<tool_call>\\n<function=NAME>\\n<parameter=P>\\nVALUE\\n</parameter>\\n</function>\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}{%- for message in messages %}
+{%- if message.tool_calls %}{{- '<|im_start|>assistant' }}
+{%- for call in message.tool_calls %}{{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for name, value in call.function.arguments | items %}{{- '<parameter=' + name + '>\\n' }}
+{%- set value = value | tojson if value is mapping or (value is sequence and value is not string) else value | string %}
+{{- value + '\\n</parameter>\\n' }}{%- endfor %}{{- '</function>\\n</tool_call>' }}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 SMOLLM = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}
 {{- '<|im_start|>system\\nYou are a helpful AI assistant<|im_end|>\\n' }}{% endif %}
 {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-STYLES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "mistral_named": MISTRAL_NAMED, "none": SMOLLM}
+STYLES = {
+    "hermes": HERMES,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "mistral_named": MISTRAL_NAMED,
+    "qwen3_coder": QWEN3_CODER,
+    "none": SMOLLM,
+}
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 SPECIAL += [
     "[INST]",
@@ -146,7 +166,7 @@ def test_a_template_tells_how_it_writes_calls(loaded: Any) -> None:
     assert PromptEncoder(loaded).tool_format == "hermes"
 
 
-@pytest.mark.parametrize("style", ["hermes", "llama3", "mistral", "mistral_named"])
+@pytest.mark.parametrize("style", ["hermes", "llama3", "mistral", "mistral_named", "qwen3_coder"])
 def test_functions_calls_and_results_are_what_the_template_makes_of_them(loaded: Any, style: str) -> None:
     loaded.chat_template = STYLES[style]
     messages, tools = chat("☂"), described("☂")
@@ -155,9 +175,11 @@ def test_functions_calls_and_results_are_what_the_template_makes_of_them(loaded:
     )
     assert decoded(loaded, messages, tools) == expected
     key = "parameters" if style == "llama3" else "arguments"
-    named = style == "mistral_named"
-    opening = "weather[CALL_ID]a1b2c3d4e[ARGS]" if named else f'{{"name": "weather", "{key}": '
-    assert f'{opening}{{"city ☂": "☂"}}' in expected
+    forms = {
+        "mistral_named": 'weather[CALL_ID]a1b2c3d4e[ARGS]{"city ☂": "☂"}',
+        "qwen3_coder": "<function=weather>\n<parameter=city ☂>\n☂\n</parameter>\n</function>",
+    }
+    assert forms.get(style, f'{{"name": "weather", "{key}": {{"city ☂": "☂"}}') in expected
     assert '"description": "☂"' in expected
     assert '"sun": "☂"' in expected.replace("\\", "")
 

@@ -25,12 +25,12 @@ from dynatree.engine.model.vocabulary import token_bytes
 from dynatree.gateway.requests import ChatRequest
 from dynatree.gateway.tools import CALL_BEGIN, CALL_END, MAX_CALLS, CallReader, Tool, call_grammar
 
-NAMES = frozenset(("weather", "add", "f.g-h_1"))
+NAMES: dict[str, dict[str, Any]] = {name: {} for name in ("weather", "add", "f.g-h_1")}
 Read = tuple[str, list[tuple[str, Any]]]  # the content, and the name and the arguments of each call
 
 
-def read(pieces: Sequence[str]) -> Read:
-    reader = CallReader(NAMES)
+def read(pieces: Sequence[str], functions: Any = None) -> Read:
+    reader = CallReader(functions or NAMES)
     parts = [*map(reader.push, pieces), reader.end()]
     calls = [call for _, found in parts for call in found]
     assert reader.calls == len(calls)
@@ -79,10 +79,21 @@ NAMED = st.builds(
     st.sampled_from([("[TOOL_CALLS]", "[CALL_ID]", "a1b2c3d4e", "[ARGS]"), ("", "", "a1b2c3d4e", ""), ("",) * 4]),
     ARGUMENTS,
 )
+XML = st.lists(
+    st.sampled_from(
+        [
+            *("<function=add>\n", "<parameter=a>\n", "1", "x", "\n</parameter>\n", "</function>", "\n", " ", "</para"),
+            *(CALL_END, CALL_BEGIN, "<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n"),
+        ]
+    ),
+    max_size=9,
+).map(lambda parts: f"{CALL_BEGIN}\n<function=add>\n{''.join(parts)}")
 ODD = st.builds(call, st.sampled_from(["unknown", ""]), VALUES) | VALUES.map(json.dumps)
 BARE = CALLS | ODD | st.lists(CALLS | ODD, max_size=2).map(lambda some: f"[{', '.join(some)}]")
 CUT = st.tuples(BARE, st.integers(0, 60)).map(lambda pair: pair[0][: pair[1]])
-PIECES = STRINGS | NAMED | BARE | CUT | CALLS.map(tagged) | CUT.map(tagged) | BARE.map(lambda text: CALL_BEGIN + text)
+PIECES = (
+    STRINGS | NAMED | XML | BARE | CUT | CALLS.map(tagged) | CUT.map(tagged) | BARE.map(lambda text: CALL_BEGIN + text)
+)
 TEXTS = st.lists(PIECES, max_size=5).map("".join)
 
 
@@ -116,6 +127,85 @@ def test_calls_by_name_are_those_that_the_template_writes(
 
 
 PROSE = STRINGS.map(lambda text: text.replace("<", "").strip()).filter(bool).map(lambda text: f"I {text}.")
+TYPED: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
+    "text": ({"type": "string"}, STRINGS.filter(lambda text: "\n</parameter>\n" not in f"{text}\n")),
+    "choice": ({"enum": ["1", "None", "é\n"]}, st.sampled_from(["1", "None", "é\n"])),
+    "flag": ({"type": "boolean", "description": "Whether"}, st.booleans()),
+    "count": ({"type": ["integer", "null"]}, st.none() | st.integers()),
+    "size": ({"$ref": "#/$defs/size"}, st.floats(allow_nan=False, allow_infinity=False)),
+    "some": ({"type": "array", "items": {}}, st.lists(VALUES, max_size=3)),
+    "more": ({"anyOf": [{"type": "object"}, {"type": "boolean"}]}, st.dictionaries(STRINGS, VALUES, max_size=2)),
+}
+TYPES = {
+    "type": "object",
+    "properties": {name: schema for name, (schema, _) in TYPED.items()},
+    "$defs": {"size": {"type": "number"}},
+}
+
+
+def xml_call(arguments: dict[str, Any], constant: Any = str) -> str:
+    """A call as Qwen3-Coder's template writes it, or with constants as JSON has them."""
+    values = {
+        name: value
+        if isinstance(value, str)
+        else constant(value)
+        if not isinstance(value, list | dict)
+        else written(value)
+        for name, value in arguments.items()
+    }
+    parameters = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    return f"<function=typed>\n{parameters}</function>"
+
+
+def written(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.fixed_dictionaries({}, optional={name: values for name, (_, values) in TYPED.items()}), max_size=3),
+    st.sampled_from([str, written]),
+    PROSE | st.just(""),
+)
+def test_calls_in_xml_are_those_that_the_template_writes(calls: list[Any], constant: Any, prose: str) -> None:
+    text = "\n".join([prose, *(tagged(xml_call(each, constant)) for each in calls)]).strip()
+    for pieces in ([text], list(text)):
+        assert read(pieces, {"typed": TYPES}) == (prose, [("typed", each) for each in calls])
+
+
+SPELT = {
+    "some": st.sampled_from([[], [1, {"é": ["</parameter>"]}]]),
+    "more": st.sampled_from([{}, {"a": "</tool_call>"}]),
+}
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.fixed_dictionaries({}, optional={name: SPELT.get(name, values) for name, (_, values) in TYPED.items()}))
+def test_a_grammar_of_calls_in_xml_allows_every_call(arguments: dict[str, Any]) -> None:
+    tool = Tool.model_validate({"type": "function", "function": {"name": "typed", "parameters": TYPES}})
+    grammar = call_grammar([tool], "qwen3_coder", several=False)
+    assert "call_0_0_value" in grammar
+    arguments = {name: arguments[name] for name in TYPED if name in arguments}  # in the schema's order
+    assert allows(grammar, tagged(xml_call(arguments, written)))
+    assert not allows(grammar, tagged(xml_call({"flag": 1})))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "^a$"},
+        {"type": ["string", "null"]},
+        {},
+        {"$ref": "#"},
+        {"enum": ["a\n</parameter>\n"]},
+        {"enum": ["a", 1]},
+        True,
+    ],
+)
+def test_a_call_whose_values_xml_could_not_tell_apart_is_json(schema: Any) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}}
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})
+    assert call_grammar([tool], "qwen3_coder", several=True) == call_grammar([tool], "hermes", several=True)
 
 
 @settings(max_examples=200, deadline=None)
@@ -209,7 +299,7 @@ TOOLS = [
 
 
 @pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("tool_format", ["hermes", "llama3", "mistral", "mistral_named"])
+@pytest.mark.parametrize("tool_format", ["hermes", "llama3", "mistral", "mistral_named", "qwen3_coder"])
 def test_what_the_grammar_of_calls_allows_is_read_as_calls(tool_format: str, several: bool) -> None:
     """The texts are random walks through the grammar, which end as soon as they may."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded.target_path())

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import secrets
 import string
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -16,6 +15,8 @@ from pydantic import AfterValidator, Field, field_validator
 from pydantic_core import from_json
 
 from dynatree.gateway.no_effect import Body
+from dynatree.gateway.xml_calls import BEGIN as XML_BEGIN
+from dynatree.gateway.xml_calls import call_rules, finite, objects
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of a message
@@ -27,6 +28,8 @@ _DATA = frozenset(("const", "enum", "default", "examples"))
 _NOT_SPACE = re.compile(r"\S")
 _OUTSIDE = re.compile(f'"|{CALL_BEGIN}|{CALL_END}')
 _IN_STRING = re.compile(r'["\n]|\\[\s\S]')  # JSON's strings have no line breaks
+_XML_END = re.compile(r"(?:\n</parameter>|<function=[^>\n]{1,128}>)\n</function>\s{0,8}(?=</?tool_call>)")
+_LONGEST_END = 200  # characters of `_XML_END`
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # Mistral's templates accept no other length
@@ -119,18 +122,26 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), After
 
 
 def call_grammar(tools: Sequence[Tool], tool_format: str, *, several: bool) -> str:
-    """Return the Lark grammar of one call, or of `several`, of some functions in the format of a chat template."""
+    """Return the Lark grammar of one call, or of `several`, of some functions in the format of a chat template.
+
+    In Qwen3-Coder's, a call whose values could not be told from their texts is JSON, as in that of Hermes.
+    """
     key = "parameters" if tool_format == "llama3" else "arguments"
     layout = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     rules = []
     for place, tool in enumerate(tools):
+        # the parameters stay a separate schema, because their references count from their own root
+        parameters = _closed({"type": "object", **(tool.function.parameters or {"properties": {}})})
+        # errors name the title
+        notes = {"x-guidance": layout, "title": f"parameters of the function {tool.function.name}"}
+        xml = tool_format == "qwen3_coder" and call_rules(f"call_{place}", tool.function.name, parameters, notes)
+        if xml:
+            rules += xml
+            continue
         opening, closing = f'{{"name": "{tool.function.name}", "{key}": ', "}"
         if tool_format == "mistral_named":
             opening, closing = tool.function.name, ""
-        # the parameters stay a separate schema, because their references count from their own root
-        parameters = _closed({"type": "object", **(tool.function.parameters or {"properties": {}})})
-        title = f"parameters of the function {tool.function.name}"  # errors name it
-        schema = json.dumps({"x-guidance": layout, **parameters, "title": title})
+        schema = json.dumps({**notes, **parameters, "title": notes["title"]})
         rules.append(f'call_{place}: {json.dumps(opening)} arguments_{place} "{closing}"')
         rules.append(f"arguments_{place}: %json {schema}")
     rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
@@ -197,11 +208,12 @@ class CallReader:
     the content nor the calls, and a text without calls is the content.
 
     Args:
-        names: The names of the functions.
+        functions: The schema of the parameters of each function, by name.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
+    def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
+        self._functions = functions
+        self._names = names = functions.keys()
         firsts = [*(f'"name":"{name}"' for name in names), '"arguments"', '"parameters"', '"type"', '"id"']
         self._starts = (*_MARKERS, *(begin + first for begin in ("{", "[{") for first in firsts))
         known = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
@@ -247,7 +259,7 @@ class CallReader:
             end = self._end(text, inside, final)
             if end is None:
                 break
-            found = self._calls_in(_objects(text[inside:end]))
+            found = self._calls_in(self._objects_in(text[inside:end].strip()))
             ended = text.startswith(CALL_END, end)
             behind = end + len(CALL_END) if ended else inside + len(text[inside:end].rstrip())
             content.append(self._beside_calls(text[done:begin].rstrip() if found else text[done:behind]))
@@ -266,7 +278,7 @@ class CallReader:
         """Return where the JSON at `inside` ends: at a tag that is not in a string; None if more text must tell."""
         first = _NOT_SPACE.search(text, inside)
         if first is not None and first[0] not in "{[":
-            return inside
+            return self._end_of_xml(text, inside, first.start(), final)
         place = max(self._place, inside)
         while match := (_IN_STRING if self._in_string else _OUTSIDE).search(text, place):
             if match[0] in (CALL_BEGIN, CALL_END):
@@ -277,6 +289,20 @@ class CallReader:
         unsure = text.endswith("\\") if self._in_string else len(CALL_END) - 1
         self._place = max(place, len(text) - unsure)
         return len(text) if final else None
+
+    def _end_of_xml(self, text: str, inside: int, begin: int, final: bool) -> int | None:
+        """Do `_end` for a call in XML; other text ends where it begins, at `inside`."""
+        if not XML_BEGIN.startswith(text[begin : begin + len(XML_BEGIN)]):
+            return inside
+        if match := _XML_END.search(text, max(self._place, inside)):
+            self._place = 0
+            return match.end()
+        self._place = max(inside, len(text) - _LONGEST_END)
+        return len(text) if final else None
+
+    def _objects_in(self, text: str) -> Iterator[Any]:
+        """Yield the values between two tags: the calls in XML, or JSON."""
+        return objects(text, self._functions) if text.startswith(XML_BEGIN) else _objects(text)
 
     def _beside_calls(self, text: str) -> str:
         """Return the next text of the content, without white space behind a call."""
@@ -334,16 +360,9 @@ def _objects(text: str) -> Iterator[Any]:
 def _decoded(text: str, place: int) -> tuple[Any, int]:
     """Return the JSON value at a place of a text, and where it ends; None, and the text's end, if there is none."""
     try:
-        return json.JSONDecoder(parse_float=_finite, parse_constant=_finite).raw_decode(text, place)
+        return json.JSONDecoder(parse_float=finite, parse_constant=finite).raw_decode(text, place)
     except (ValueError, RecursionError):
         return None, len(text)
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} cannot be written as JSON")
-    return value
 
 
 def _written(arguments: dict[str, Any]) -> str:

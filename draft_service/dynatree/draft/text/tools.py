@@ -14,6 +14,7 @@ from dynatree.common.errors import InvalidArgumentError
 _SIGNS = {
     "mistral_named": re.compile(r"""\[ARGS\]|\[TOOL_CALLS\]['"][\s+~}{-]*\w[\w.]*(\.name\b|\[['"]name['"]\])"""),
     "mistral": re.compile(r"\[TOOL_CALLS\]"),
+    "qwen3_coder": re.compile("<function="),
     "hermes": re.compile("<tool_call>"),
     "llama3": re.compile('"parameters"'),
 }
