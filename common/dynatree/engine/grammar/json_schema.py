@@ -97,7 +97,7 @@ def _narrow(schemas: Sequence[dict[str, Any]]) -> None:
         for schema in schemas:
             bound = schema.get(exclusive)
             bound = schema.get(inclusive) if bound is True else bound  # as draft 4 writes it
-            if type(bound) in (int, float) and bound in near:
+            if isinstance(bound, int | float) and not isinstance(bound, bool) and bound in near:
                 schema[exclusive] = bound + sign * max(_SLIVER, math.ulp(bound))
 
 
