@@ -10,7 +10,7 @@ from transformers.models.emu3 import Emu3TextConfig
 from transformers.models.llama import modeling_llama
 
 from dynatree.common.errors import StartupError
-from dynatree.engine.adapters.registry import adapt
+from dynatree.engine.adapters.registry import RECURRENT, adapt
 from dynatree.engine.examined import examined
 from dynatree.engine.forward import recurrent_batch
 from dynatree.engine.forward.attention import NAME
@@ -20,7 +20,7 @@ from dynatree.engine.offload.choice import kv_bytes_of
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.small_engine import small_engine
 from dynatree.engine.support import probe
-from dynatree.engine.support.families import record_kv_shape
+from dynatree.engine.support.families import record_kv_shape, recurs
 from dynatree.engine.support.small_model import SPAN, small_model, spans
 from tests.support.census import DTYPES
 from tests.support.door import saved, served
@@ -206,7 +206,12 @@ def test_tensor_parallel_ranks_refuse_what_they_do_not_compute(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "device", "reason"),
     [
-        ({"chooses_tokens": False}, "cpu", "a draft cannot go back behind a state"),
+        ({"chooses_tokens": False}, "cpu", "a draft cannot go back behind a state; expected another --draft-model"),
+        (
+            {"copy": ModelSettings("", weights="int4")},
+            "cpu",
+            "--draft-model self:int4 cannot go back .* expected another",
+        ),
         ({}, "cuda", "they are computed on a CPU only"),
         ({"fixed_rows": (8,)}, "cpu", "--fixed-rows does not compute them"),
         ({"tensor_parallel": 2}, "cpu", "--tensor-parallel does not compute them"),
@@ -215,9 +220,16 @@ def test_tensor_parallel_ranks_refuse_what_they_do_not_compute(tmp_path):
 )
 def test_options_that_recurrent_layers_do_not_have_are_refused_by_name(tmp_path, monkeypatch, settings, device, reason):
     monkeypatch.setattr("dynatree.engine.examined.chosen_device", lambda _: torch.device(device))
+    monkeypatch.setattr("dynatree.engine.examined.check_computation", None)  # they are refused before the probe
     tiny_config("lfm2").save_pretrained(tmp_path)
     with pytest.raises(StartupError, match=f"lfm2 has recurrent layers, and {reason}"):
         examined(ModelSettings(str(tmp_path), **settings))
+
+
+def test_every_recurrent_family_says_so_in_its_configuration():
+    assert [family for family in sorted(RECURRENT) if not recurs(tiny_config(family).get_text_config())] == []
+    attending = tiny_config("granitemoehybrid", layer_types=["full_attention"] * 4)
+    assert not recurs(attending), "Granite 4 micro"
 
 
 @pytest.mark.parametrize(

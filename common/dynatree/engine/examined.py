@@ -19,7 +19,7 @@ from dynatree.engine.quantized.loading import method_of
 from dynatree.engine.settings import ModelSettings, is_gguf
 from dynatree.engine.small_engine import small_engine
 from dynatree.engine.support.explained import explained, named
-from dynatree.engine.support.families import RECURRENT_LAYERS, WITHOUT_KEYS, check_config
+from dynatree.engine.support.families import WITHOUT_KEYS, check_config, recurs
 from dynatree.engine.support.generate_cache import check_cache
 from dynatree.engine.support.probe import check_computation
 
@@ -52,10 +52,16 @@ def examined(settings: ModelSettings, probes: bool = True) -> Examined:
         StartupError: The model is missing or cannot be served.
     """
     name = display_name(settings.model)
-    config = _config(settings, name)
+    return examined_config(settings, name, _config(settings, name), probes)
+
+
+def examined_config(settings: ModelSettings, name: str, config: PretrainedConfig, probes: bool = True) -> Examined:
+    """Examine a configuration, as `examined` does with that of the model in `settings`."""
     with named(name):
         config = text_config_of(config)
         check_config(config)
+        if recurs(config):
+            _check_recurrent(settings, config)
     with explained(name, config):
         context_length = _context_length(config, settings)
         check_rotary(config, context_length)
@@ -90,8 +96,6 @@ def _config(settings: ModelSettings, name: str) -> PretrainedConfig:
 
 def _check_options(settings: ModelSettings, config: PretrainedConfig, features: tuple[str, ...]) -> None:
     """Refuse features of a model that an option's forward passes do not compute."""
-    if RECURRENT_LAYERS in features:
-        _check_recurrent(settings, config)
     if settings.tensor_parallel > 1 and features:
         raise StartupError(f"its attention has {' and '.join(features)}, which --tensor-parallel does not compute")
 
@@ -100,8 +104,10 @@ def _check_recurrent(settings: ModelSettings, config: PretrainedConfig) -> None:
     """Refuse options with which recurrent layers are not computed."""
     # quantised layers round their rows to 8 bits, so a last bit could change the tokens of trees
     quantised = settings.weights != "auto" or method_of(config) is not None or is_gguf(settings.model)
+    other = "cannot go back behind a state; expected another --draft-model, whose layers all attend, or none"
     refused = (
-        ("a draft cannot go back behind a state", not settings.chooses_tokens),
+        (f"a draft {other}", not settings.chooses_tokens),
+        (f"--draft-model self:{settings.copy and settings.copy.weights} {other}", settings.copy is not None),
         ("they are computed on a CPU only; expected --device cpu", chosen_device(settings.device).type != "cpu"),
         ("--tensor-parallel does not compute them", settings.tensor_parallel > 1),
         ("--fixed-rows does not compute them", bool(settings.fixed_rows)),

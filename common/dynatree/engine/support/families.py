@@ -25,7 +25,6 @@ ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention
 # and values. A layer of the kind "hybrid" attends and recurs.
 ALONE = frozenset({"mlp", "moe"})
 WITHOUT_KEYS = ALONE | {"linear_attention", "conv"}
-RECURRENT_LAYERS = "recurrent layers"  # in `KVShape.features`
 RECORDED_TOKENS = 4
 
 
@@ -55,6 +54,11 @@ def check_config(config: PretrainedConfig) -> None:
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
         raise StartupError(f"{config.model_type} has {', '.join(others)} layers, which DynaTree does not compute")
+
+
+def recurs(config: PretrainedConfig) -> bool:
+    """Whether a model of a configuration, which `check_config` accepts, has recurrent layers."""
+    return bool(set(getattr(config, "layer_types", None) or ()) - ATTENDING - ALONE)
 
 
 class KVShapeRecorder:
@@ -96,7 +100,7 @@ class KVShapeRecorder:
         outputs, records = scan.compute(*tokens, scan.none, None, state)
         record_bytes = sum(each[0].nbytes for each in records)
         self._sizes[layer, scan.name] = RecurrentSize(scan.fold(state, records).nbytes, record_bytes)
-        self._features.add(RECURRENT_LAYERS)
+        self._features.add("recurrent layers")
         return outputs
 
     def request(self, layer: int, mask: Tensor | None, window: int | None) -> None:
