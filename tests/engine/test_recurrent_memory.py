@@ -4,6 +4,8 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.forward.recurrent_batch import RecurrentBatch
@@ -155,6 +157,35 @@ def test_a_prefix_is_reused_from_a_state_that_was_kept_and_not_before_it():
     assert session([*tokens[:150], 5], 0) == 150, "within what is kept at the prompt's end"
     assert session([*tokens[:100], 5], 0) == 0, "before it"
     assert len(cache._entries) == 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(17, 150), st.integers(0, 70)), min_size=2, max_size=4))
+@settings(max_examples=12, deadline=None)
+def test_a_prompt_is_found_again_whatever_longer_and_shorter_texts_are_cached(sessions):
+    kv_cache = kv_cache_of(10_000)
+    cache = PrefixCache(kv_cache)
+
+    def session(book, length, grown):
+        """A text begins with every shorter one of its book."""
+        kv, cached = cache.reserve(length + grown, [book] * length, "one")
+        run([Segment(kv, cached, [book] * (length - cached), range(cached, length))])
+        kv.checkpoint = kv.memory
+        for place in range(length, length + grown):
+            run([Segment(kv, place, [book], [0])])
+        cache.release(kv, [book] * (length + grown), "one")
+
+    for count, each in enumerate(sessions, 1):
+        session(*each)
+        for book, length, _ in sessions[:count]:
+            kv, cached = cache.reserve(length, [book] * length, "one")
+            kv_cache.release(kv)
+            assert cached == length - 1
+    entries = []
+    for _ in range(2):
+        for each in sessions:
+            session(*each)
+        entries.append(len(cache._entries))
+    assert entries[0] == entries[1], "sessions that are repeated take no further room"
 
 
 def test_numbers_that_are_not_finite_reach_no_other_token():
