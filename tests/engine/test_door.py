@@ -1,5 +1,6 @@
 """Tests that models with unsupported computations are refused, and that served models give the right tokens."""
 
+import logging
 from dataclasses import replace
 from functools import partial
 
@@ -230,6 +231,22 @@ def test_every_recurrent_family_says_so_in_its_configuration():
     assert [family for family in sorted(RECURRENT) if not recurs(tiny_config(family).get_text_config())] == []
     attending = tiny_config("granitemoehybrid", layer_types=["full_attention"] * 4)
     assert not recurs(attending), "Granite 4 micro"
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "qwen3_5_text"])
+def test_no_packages_are_advised_that_would_change_nothing(family, caplog, monkeypatch):
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    monkeypatch.setattr(logger, "filters", [])
+    logging.Logger.warning_once.cache_clear()  # transformers says each line once
+    model = tiny_model(tiny_config(family), 0)
+    model(torch.ones(1, 4, dtype=torch.long))
+    assert "install `causal_conv1d`" in caplog.text
+    caplog.clear()
+    logging.Logger.warning_once.cache_clear()
+    adapt(model)
+    model(torch.ones(1, 4, dtype=torch.long))
+    logger.warning("something else")
+    assert [record.getMessage() for record in caplog.records] == ["something else"]
 
 
 @pytest.mark.parametrize(

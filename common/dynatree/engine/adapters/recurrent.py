@@ -6,6 +6,8 @@ several sessions. Projections, gates and norms stay those of transformers.
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -28,12 +30,17 @@ class _StepLinear(nn.Linear):
     """A linear layer whose weight the mixer of Mamba-1 reads itself, so that no layout may take its place."""
 
 
+# What transformers advises where it computes a mixer itself; these packages compute on GPUs only.
+_ADVICE = re.compile(
+    r"is falling back to its reference .* because `(causal_conv1d|mamba_ssm|flash-linear-attention)` is not installed"
+)
 # The call of the mixer that runs now. It is a variable because Mamba-1's mixers pass no keyword arguments on.
 _CURRENT: ContextVar[LayerCall | None] = ContextVar("_CURRENT", default=None)
 
 
 def adapt(model: PreTrainedModel) -> None:
     """Let each recurrent mixer of a model compute trees of tokens; a mixer is known by its convolution."""
+    logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_no_advice)
     for module in model.modules():
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
             for child in module.children():
@@ -42,6 +49,10 @@ def adapt(model: PreTrainedModel) -> None:
             _replace_functions(sys.modules[type(module).__module__])
             module.register_forward_pre_hook(_enter, with_kwargs=True)
             module.register_forward_hook(_leave, always_call=True)
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return _ADVICE.search(record.getMessage()) is None
 
 
 def _enter(mixer: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
