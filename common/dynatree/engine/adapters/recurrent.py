@@ -12,15 +12,18 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from dynatree.engine.adapters import state_spaces
 from dynatree.engine.adapters.layer_call import LayerCall
+from dynatree.engine.adapters.rounded import rounded, softplus
 from dynatree.engine.recurrent import gated_delta, linear_attention, short_conv
 from dynatree.engine.recurrent.linear_attention import Records
 from dynatree.engine.recurrent.scan import Scan
@@ -73,6 +76,9 @@ def _replace_functions(modeling: Any) -> None:
         theirs = getattr(modeling, name, None)
         if theirs is not None and not hasattr(theirs, "dynatree"):
             setattr(modeling, name, _either(ours, theirs))
+    if getattr(modeling, "F", None) is functional:  # the gates of delta rules, of few heads in float32
+        softened = _either(lambda _, *args, **options: softplus(*args, **options), functional.softplus)
+        modeling.F = SimpleNamespace(**vars(functional) | {"softplus": softened})
 
 
 def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +99,7 @@ def _convolution(
     start = partial(rows.new_zeros, (weight.shape[1] - 1, len(weight)))
     scan = Scan("a convolution", partial(_convolve, weight, bias), _shift, start, (rows[:0],))
     output = call.scan(scan, (rows,)).T[None]
-    return output if activation is None else ACT2FN[activation](output)
+    return output if activation is None else rounded(ACT2FN[activation], output)
 
 
 def _convolve(

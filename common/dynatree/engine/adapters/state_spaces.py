@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import silu
 
 from dynatree.engine.adapters.layer_call import LayerCall
+from dynatree.engine.adapters.rounded import rounded, softplus
 from dynatree.engine.recurrent import linear_attention, selective_scan
 from dynatree.engine.recurrent.scan import Scan
 
@@ -61,7 +62,7 @@ def mamba(
     scan = Scan("a selective scan", compute, fold, partial(torch.zeros_like, a), (step[:0], v[:0], wide[:0]))
     output = call.scan(scan, (step, v, wide, c.double()))
     output = (output if D is None else output + x * D).T[None]
-    return output if z is None else output * silu(z)
+    return output if z is None else output * rounded(silu, z)
 
 
 def _step(dt: Tensor, bias: Tensor | None, softened: bool) -> Tensor:
