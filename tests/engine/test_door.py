@@ -1,8 +1,9 @@
 """Tests that models with unsupported computations are refused, and that served models give the right tokens."""
 
 import logging
+import sys
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from dynatree.engine.forward import recurrent_batch
 from dynatree.engine.forward.attention import NAME
 from dynatree.engine.kv.locality import Locality
 from dynatree.engine.loading import load_engine
+from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.offload.choice import kv_bytes_of
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.small_engine import small_engine
@@ -225,6 +227,29 @@ def test_options_that_recurrent_layers_do_not_have_are_refused_by_name(tmp_path,
     tiny_config("lfm2").save_pretrained(tmp_path)
     with pytest.raises(StartupError, match=f"lfm2 has recurrent layers, and {reason}"):
         examined(ModelSettings(str(tmp_path), **settings))
+
+
+@pytest.mark.parametrize(
+    ("family", "function", "option"),
+    [
+        ("qwen3_5_text", "torch_chunk_gated_delta_rule", "initial_state"),
+        ("lfm2", "causal_conv1d_fn", "seq_idx"),
+        ("mamba2", "mamba2_chunk_scan", "z"),
+        ("mamba", "mamba_selective_scan", "initial_state"),
+    ],
+)
+def test_an_option_of_a_mixer_that_is_not_computed_is_refused_by_name(monkeypatch, family, function, option):
+    model = skeleton(tiny_config(family), torch.float32)
+    modeling = sys.modules[type(model).__module__]
+    adapted = getattr(modeling, function)
+
+    @wraps(adapted)  # it is known as adapted by an attribute
+    def called(*args, **options):
+        return adapted(*args, **options | {option: torch.zeros(1)})
+
+    monkeypatch.setattr(modeling, function, called)
+    with pytest.raises(StartupError, match=f"its recurrent layers have {option}, which DynaTree does not compute"):
+        record_kv_shape(small_model(tiny_config(family), 256, seed=0), 256)
 
 
 def test_every_recurrent_family_says_so_in_its_configuration():

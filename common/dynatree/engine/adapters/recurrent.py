@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from dynatree.engine.adapters import state_spaces
-from dynatree.engine.adapters.layer_call import LayerCall
+from dynatree.engine.adapters.layer_call import LayerCall, check_options
 from dynatree.engine.adapters.rounded import rounded, softplus
 from dynatree.engine.recurrent import gated_delta, linear_attention, short_conv
 from dynatree.engine.recurrent.linear_attention import Records
@@ -92,9 +92,10 @@ def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..
 
 
 def _convolution(
-    call: LayerCall, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+    call: LayerCall, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
 ) -> Tensor:
     """Compute the convolution of each channel of `x`, `[1, channels, n]`."""
+    check_options(others)
     rows = x[0].T  # [n, channels]
     start = partial(rows.new_zeros, (weight.shape[1] - 1, len(weight)))
     scan = Scan("a convolution", partial(_convolve, weight, bias), _shift, start, (rows[:0],))
@@ -116,14 +117,22 @@ def _shift(state: Tensor, records: Records) -> Tensor:
 
 
 def _delta_rule(
-    call: LayerCall, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
+    call: LayerCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the gated delta rule: query and key `[1, n, G, dk]`, value `[1, n, H, dv]`, g and beta `[1, n, H]`.
 
     Kimi Linear's g has a decay per channel, `[1, n, H, dk]`.
     """
+    check_options(others)
     rows = [each[0].double() for each in (query, key, value, g, beta)]
-    if options.get("use_qk_l2norm_in_kernel"):
+    if use_qk_l2norm_in_kernel:
         rows[:2] = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in rows[:2])
     rows[0] = rows[0] * query.shape[-1] ** -0.5
     heads, size = value.shape[2:]
