@@ -19,11 +19,12 @@ from dynatree.engine.forward.attention import NAME
 from dynatree.engine.kv.locality import Locality
 from dynatree.engine.loading import load_engine
 from dynatree.engine.model.skeleton import skeleton
+from dynatree.engine.offload import choice
 from dynatree.engine.offload.choice import kv_bytes_of
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.small_engine import small_engine
 from dynatree.engine.support import probe
-from dynatree.engine.support.families import record_kv_shape, recurs
+from dynatree.engine.support.families import record_kv_shape, recurrent_size_of, recurs
 from dynatree.engine.support.small_model import SPAN, small_model, spans
 from tests.support.census import DTYPES
 from tests.support.door import saved, served
@@ -197,6 +198,21 @@ def test_the_bytes_of_a_token_follow_from_the_configuration(family):
     with torch.inference_mode():
         shape = record_kv_shape(model, 256)
     assert kv_bytes_of(config, torch.float32) == shape.slot_bytes(torch.float32)
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "lfm2", "mamba", "mamba2", "minimax", "qwen3_next"])
+def test_the_bytes_of_a_session_count_its_states_before_any_weights_are_loaded(family):
+    config = tiny_config(family)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
+    adapt(model)
+    with torch.inference_mode():
+        recorded = record_kv_shape(model, 256).recurrent
+    unfilled = skeleton(config, torch.float32)
+    assert recurrent_size_of(unfilled) == recorded
+    settings = ModelSettings("", speculative_slots=100, max_context=156)
+    keys = kv_bytes_of(config, torch.float32) * (256 if hasattr(config, "max_position_embeddings") else 100)
+    states = recorded.session_bytes(True) + recorded.pass_bytes(101)
+    assert choice._session_bytes(settings, config, unfilled) == keys + states
 
 
 def test_tensor_parallel_ranks_refuse_what_they_do_not_compute(tmp_path):

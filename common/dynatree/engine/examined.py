@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -34,11 +35,13 @@ class Examined:
         name: Name of the model, for messages.
         config: Its configuration; of a composite model, that of its language model.
         context_length: Tokens of the longest sequence that is served.
+        bounded: Whether the model itself bounds its context.
     """
 
     name: str
     config: PretrainedConfig
     context_length: int
+    bounded: bool = True
 
 
 def examined(settings: ModelSettings, probes: bool = True) -> Examined:
@@ -68,7 +71,7 @@ def examined_config(settings: ModelSettings, name: str, config: PretrainedConfig
         if probes:
             _check_options(settings, config, check_computation(config, context_length, small_engine))
         check_cache(config, context_length)
-    return Examined(name, config, context_length)
+    return Examined(name, config, context_length, isinstance(_longest(config), int))
 
 
 def display_name(model: str) -> str:
@@ -124,7 +127,7 @@ def _context_length(config: PretrainedConfig, settings: ModelSettings) -> int:
     Raises:
         StartupError: The configuration does not name the model's context length, or the target's is too short.
     """
-    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    length = _longest(config)
     if not isinstance(length, int):
         kinds = set(getattr(config, "layer_types", None) or ())
         if not kinds or kinds - WITHOUT_KEYS:
@@ -134,3 +137,7 @@ def _context_length(config: PretrainedConfig, settings: ModelSettings) -> int:
     if asked > length and settings.chooses_tokens:
         raise StartupError(f"--max-context is {asked}, expected at most its context of {length} tokens")
     return min(length, asked)
+
+
+def _longest(config: PretrainedConfig) -> Any:
+    return getattr(config.get_text_config(), "max_position_embeddings", None)

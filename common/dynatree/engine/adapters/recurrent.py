@@ -42,16 +42,20 @@ _CURRENT: ContextVar[LayerCall | None] = ContextVar("_CURRENT", default=None)
 
 
 def adapt(model: PreTrainedModel) -> None:
-    """Let each recurrent mixer of a model compute trees of tokens; a mixer is known by its convolution."""
+    """Let each recurrent mixer of a model compute trees of tokens."""
     logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_no_advice)
-    for module in model.modules():
-        if any(isinstance(child, nn.Conv1d) for child in module.children()):
-            for child in module.children():
-                if type(child) is nn.Linear and child is getattr(module, "dt_proj", None):
-                    child.__class__ = _StepLinear
-            _replace_functions(sys.modules[type(module).__module__])
-            module.register_forward_pre_hook(_enter, with_kwargs=True)
-            module.register_forward_hook(_leave, always_call=True)
+    for mixer in mixers(model):
+        step = getattr(mixer, "dt_proj", None)
+        if type(step) is nn.Linear:
+            step.__class__ = _StepLinear
+        _replace_functions(sys.modules[type(mixer).__module__])
+        mixer.register_forward_pre_hook(_enter, with_kwargs=True)
+        mixer.register_forward_hook(_leave, always_call=True)
+
+
+def mixers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the recurrent mixers of a model; each is known by its convolution."""
+    return [each for each in model.modules() if any(isinstance(child, nn.Conv1d) for child in each.children())]
 
 
 def _is_no_advice(record: logging.LogRecord) -> bool:

@@ -108,6 +108,11 @@ class PrefixCache:
             self._entries.remove(entry)
             self._kv_cache.release(entry.kv)
 
+    def note_prompt(self, kv: KVRange) -> None:
+        """Keep what recurrent layers hold of a prompt that has just been read, for sessions with the same prompt."""
+        if self._enabled:
+            kv.checkpoint = kv.memory
+
     def release(self, kv: KVRange, token_ids: Sequence[int], principal: str) -> None:
         """Release a range whose first slots hold these tokens; keep it as an entry unless an entry begins with them.
 
