@@ -59,7 +59,8 @@ def mamba(
     step = _step(dt, delta_bias, delta_softplus).double()
     v, wide = step * x.double(), b.double()
     a = a.double()
-    compute, fold = partial(selective_scan.selective_scan, a), partial(selective_scan.fold, a)
+    passed: selective_scan.Passed = {}
+    compute, fold = (partial(each, a, passed=passed) for each in (selective_scan.selective_scan, selective_scan.fold))
     scan = Scan("a selective scan", compute, fold, partial(torch.zeros_like, a), (step[:0], v[:0], wide[:0]))
     output = call.scan(scan, (step, v, wide, c.double()))
     output = (output if D is None else output + x * D).T[None]
