@@ -60,7 +60,8 @@ def mamba(
     v, wide = step * x.double(), b.double()
     a = a.double()
     passed: selective_scan.Passed = {}
-    compute, fold = (partial(each, a, passed=passed) for each in (selective_scan.selective_scan, selective_scan.fold))
+    compute = partial(selective_scan.selective_scan, a, passed=passed)
+    fold = partial(selective_scan.fold, a, passed=passed)
     scan = Scan("a selective scan", compute, fold, partial(torch.zeros_like, a), (step[:0], v[:0], wide[:0]))
     output = call.scan(scan, (step, v, wide, c.double()))
     output = (output if D is None else output + x * D).T[None]
