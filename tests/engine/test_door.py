@@ -235,6 +235,7 @@ def test_tensor_parallel_ranks_refuse_what_they_do_not_compute(tmp_path):
         ({"fixed_rows": (8,)}, "cpu", "--fixed-rows does not compute them"),
         ({"tensor_parallel": 2}, "cpu", "--tensor-parallel does not compute them"),
         ({"weights": "int8"}, "cpu", "with quantised weights a tree could change its tokens"),
+        ({"weights": "int4", "dtype": "bfloat16"}, "cpu", "with quantised weights a tree could change its tokens"),
     ],
 )
 def test_options_that_recurrent_layers_do_not_have_are_refused_by_name(tmp_path, monkeypatch, settings, device, reason):

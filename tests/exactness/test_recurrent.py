@@ -155,6 +155,24 @@ def test_a_tree_in_16_bits_has_the_bits_of_plain_decoding(tmp_path, family):
         assert torch.equal(logits_of_path(engine, tokens, prompt, random.Random(seed)), plain)
 
 
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="kernels for x86 only")
+@pytest.mark.parametrize("family", [STANDS_FOR_ALL, pytest.param("lfm2", marks=pytest.mark.long)])
+def test_a_tree_on_weights_of_8_bits_has_the_bits_of_plain_decoding(tmp_path, family):
+    engine = load_engine(
+        ModelSettings(str(saved_pair(family, tmp_path)[0]), dtype="bfloat16", weights="int8", sessions=2)
+    )
+    tokens = random.Random(0).choices(range(2, VOCAB_SIZE), k=100)
+    plain = logits_of_path(engine, tokens, 70, None)
+    assert torch.equal(logits_of_path(engine, tokens, 70, random.Random(0)), plain)
+
+
+@pytest.mark.long
+def test_every_policy_on_weights_of_8_bits_gives_the_tokens_of_plain_decoding(tmp_path):
+    result = compare(STANDS_FOR_ALL, tmp_path, policy_names(), prompts=4, new=30, int8=True)
+    assert not result["wrong"]
+    assert result["distinct"] > 20
+
+
 def few_heads(family, heads):
     """Changes of a tiny configuration, to few heads of sizes that fill vectors as real ones do."""
     delta = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_value_heads": heads}

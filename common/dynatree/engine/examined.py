@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from dynatree import embedded
@@ -16,6 +17,7 @@ from dynatree.engine.model.files import check_path
 from dynatree.engine.model.gguf_config import config_of
 from dynatree.engine.model.rotary import check_rotary
 from dynatree.engine.model.tokenizer import first_line
+from dynatree.engine.offload.choice import dtype_of
 from dynatree.engine.quantized.loading import method_of
 from dynatree.engine.settings import ModelSettings, is_gguf
 from dynatree.engine.small_engine import small_engine
@@ -105,8 +107,10 @@ def _check_options(settings: ModelSettings, config: PretrainedConfig, features: 
 
 def _check_recurrent(settings: ModelSettings, config: PretrainedConfig) -> None:
     """Refuse options with which recurrent layers are not computed."""
-    # quantised layers round their rows to 8 bits, so a last bit could change the tokens of trees
-    quantised = settings.weights != "auto" or method_of(config) is not None or is_gguf(settings.model)
+    # Quantised layers round their rows to 8 bits, so a last bit could change the tokens of trees. In bfloat16, rows
+    # keep their bits in trees; `tests.campaigns.recurrent_matrix --int8` compares tokens.
+    tried = settings.weights == "int8" and dtype_of(settings, config) == torch.bfloat16
+    quantised = not (tried or settings.weights == "auto") or method_of(config) is not None or is_gguf(settings.model)
     other = "cannot go back behind a state; expected another --draft-model, whose layers all attend, or none"
     refused = (
         (f"a draft {other}", not settings.chooses_tokens),
@@ -114,7 +118,11 @@ def _check_recurrent(settings: ModelSettings, config: PretrainedConfig) -> None:
         ("they are computed on a CPU only; expected --device cpu", chosen_device(settings.device).type != "cpu"),
         ("--tensor-parallel does not compute them", settings.tensor_parallel > 1),
         ("--fixed-rows does not compute them", bool(settings.fixed_rows)),
-        ("with quantised weights a tree could change its tokens; expected weights of 16 or 32 bits", quantised),
+        (
+            "with quantised weights a tree could change its tokens; expected weights of 16 or 32 bits, or "
+            "--weights int8 with --dtype bfloat16",
+            quantised,
+        ),
     )
     for reason, given in refused:
         if given:
