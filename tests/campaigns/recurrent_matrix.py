@@ -107,7 +107,7 @@ def compare(
     """
     target, draft = saved_pair(family, folder)
     every = list(requests(prompts))
-    weights = {"dtype": "bfloat16", "weights": "int8"} if int8 else {"dtype": "float32"}
+    dtype, weights = ("bfloat16", "int8") if int8 else ("float32", "auto")
     right: list[tuple[int, ...]] = []
     if not int8:
         plain = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, attn_implementation="eager")
@@ -115,7 +115,7 @@ def compare(
     result: dict[str, Any] = {"family": family, "completions": 0, "tokens": 0, "wrong": [], "distinct": 0}
     result["accepted"] = dict.fromkeys(policies, 0)
     with (
-        running_services(folder, target, draft, prefix_cache=False, **weights) as services,
+        running_services(folder, target, draft, dtype=dtype, weights=weights, prefix_cache=False) as services,
         Client(services.draft_address) as client,
     ):
         right = right or [
