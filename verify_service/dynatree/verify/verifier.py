@@ -173,7 +173,7 @@ class Verifier:
             _keep_log_probs(session, logits)
         session.read += part.prompt_tokens
         if part.prompt_tokens and not session.unread:
-            session.kv.checkpoint = session.kv.memory
+            self._cache.note_prompt(session.kv)
         if verdict is None:
             self.engine.kv_cache.forget(session.kv, session.read)
             return None
