@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import gc
-import json
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 from bits import event_seconds
-from keeping import NO_GPU, Bound, Measured, NotMeasuredError
+from keeping import NO_GPU, Bound, Measured
 from pair import MAX_TREE_NODES, Models
 
 from dynatree.engine.engine import Engine
@@ -28,7 +23,6 @@ if TYPE_CHECKING:
 CALLS = 20  # of which a time is the median
 COPIED = 2 << 30  # bytes
 CONTEXT = 1000  # tokens before the rows of a full forward
-FOLDER = Path(__file__).resolve().parent
 
 
 def pair(context: Context) -> Measured:
@@ -78,17 +72,6 @@ def rows(context: Context) -> Measured:
     if context.on_gpu:  # torch's operations on a CPU promise nothing
         bounds.append(Bound("targets whose bits depend on their company", int(not target.batch_invariant), most=0))
     return Measured(figures, says, bounds)
-
-
-def blocks(context: Context) -> Measured:
-    """Blocks of trees' masks by the order of rows, and the kernel's times: `blocks.py`."""
-    if not context.on_gpu:
-        raise NotMeasuredError(NO_GPU)
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "blocks.json"
-        command = [sys.executable, str(FOLDER / "blocks.py"), "--device", "cuda", "--output", str(output)]
-        subprocess.run(command, check=True)
-        return Measured(json.loads(output.read_text()))
 
 
 def _of_rows(count: int, context: Context) -> dict[str, Any]:

@@ -56,7 +56,6 @@ PARTS: dict[int, tuple[Step, ...]] = {
         Step("1-choices", "bits:choices", 20),
         Step("1-attention-times", "bits:attention_times", 30),
         Step("1-sanitizer", "sanitized:sanitizer", 120),
-        Step("1-blocks", "loaded:blocks", 60),
     ),
     2: (
         Step("2-pair", "loaded:pair", 10, models=True),
