@@ -1,6 +1,6 @@
 """Tree attention over rows: each row attends to whole blocks shared by its session, and then to its own path.
 
-On a GPU with Triton it runs Triton kernels, and otherwise torch operations.
+On a GPU it runs Triton kernels, and otherwise torch operations.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dynatree.engine.device import HAS_TRITON
 from dynatree.engine.forward.scores import Scores
+from dynatree.engine.kv.kv_cache import KVCache
 from dynatree.engine.kv.locality import GLOBAL, Locality
 
 BLOCK = 64  # keys summed at a time
@@ -40,6 +40,22 @@ class RowPlan:
     slots: Tensor
     rows: Tensor
     paths: Tensor
+
+
+class RowAttention:
+    """The attention of one forward pass over rows; implements `Attending`."""
+
+    def __init__(self, kv_cache: KVCache, plan: RowPlan, longest: int) -> None:
+        self._kv_cache = kv_cache
+        self._plan = plan
+        self._longest = longest
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Store the new keys and values, then attend; see `Attending.attend`."""
+        dtype = self._kv_cache.dtype
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        slots, locality = self._kv_cache.layer(layer), self._kv_cache.shape.locality(layer)
+        return tree_attention(query, key, value, slots, self._plan, self._longest, scores, locality)
 
 
 def tile_rows(heads: int, kv_heads: int) -> int:
@@ -107,7 +123,7 @@ def _tree_attention(
     chunk: int | None,
 ) -> Tensor:
     plan, scores, locality = RowPlan(tiles, slots, rows, paths), Scores(scale, cap, sinks), Locality(window, chunk)
-    if HAS_TRITON and query.is_cuda:
+    if query.is_cuda:
         return by_triton(query, key, value, layer, plan, longest, scores, locality)
     return by_torch(query, key, value, layer, plan, scores, locality)
 
@@ -155,53 +171,23 @@ def by_triton(
         "cap": (scores.cap or 0.0) * math.log2(math.e),
         "wide": query.dtype == torch.float32 or not query.is_cuda,
     }
-    stages = 1 if sizes["wide"] else 2  # pipelined blocks; two of float32 exceed a small GPU's shared memory
     in_log2 = scores.factor(dim) * math.log2(math.e)
+    parts = (part_max, part_sum, part_out)
+    of_query, of_key, of_value, of_cache = (each.stride()[:2] for each in (query, key, value, layer))
+    # Of pipelined blocks, two of float32 exceed a small GPU's shared memory. With fusion, one launch may fuse a product
+    # and a sum, and the other not.
+    options = {"num_warps": _WARPS, "num_stages": 1 if sizes["wide"] else 2, "enable_fp_fusion": False}
     kernels.shared_blocks[len(plan.tiles), kv_heads, split_count + 1](
-        query,
-        key,
-        value,
-        layer,
-        plan.tiles,
-        plan.rows,
-        plan.slots,
-        part_max,
-        part_sum,
-        part_out,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        layer.stride(0),
-        layer.stride(1),
-        in_log2,
+        *(query, key, value, layer, plan.tiles, plan.rows, plan.slots),
+        *(*parts, *of_query, *of_key, *of_value, *of_cache, in_log2),
         **sizes,
-        num_warps=_WARPS,
-        num_stages=stages,
-        enable_fp_fusion=False,  # otherwise one launch may fuse a product and a sum, and the other not
+        **options,
     )
     kernels.own_paths[rows, kv_heads](
-        query,
-        layer,
-        plan.rows,
-        plan.paths,
-        scores.sinks,
-        part_max,
-        part_sum,
-        part_out,
-        output,
-        query.stride(0),
-        query.stride(1),
-        layer.stride(0),
-        layer.stride(1),
-        plan.paths.stride(0),
-        in_log2,
+        *(query, layer, plan.rows, plan.paths, scores.sinks, *parts, output),
+        *(*of_query, *of_cache, plan.paths.stride(0), in_log2),
         **sizes,
-        num_warps=_WARPS,
-        num_stages=stages,
-        enable_fp_fusion=False,  # otherwise one launch may fuse a product and a sum, and the other not
+        **options,
     )
     return output
 
