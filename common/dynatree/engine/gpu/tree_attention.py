@@ -240,4 +240,4 @@ def by_torch(
     own_out = torch.einsum("kgrp,krpd->kgrd", products.softmax(-1).to(dtype).float(), values)
     share = torch.sigmoid(own_sum - log_sum)[..., None]  # share of the row's total weight that its own path has
     merged = torch.where(lengths[:, None] > 0, own_out * share + out * (1 - share), 0.0)  # padding has no path
-    return merged.reshape(heads, count, dim).transpose(0, 1).to(query.dtype)
+    return merged.reshape(heads, count, dim).transpose(0, 1).to(query.dtype).contiguous()
