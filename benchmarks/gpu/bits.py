@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from dynatree.engine.forward.segment import Segment
 from dynatree.engine.forward.tree_mask import ancestor_mask
 from dynatree.engine.gpu.decisions import choices_by_triton, chosen, ranking, ranks_by_triton
 from dynatree.engine.gpu.rows import RowBuffers, RowSizes
-from dynatree.engine.gpu.tree_attention import by_triton, tile_rows
+from dynatree.engine.gpu.tree_attention import by_torch, by_triton, tile_rows
 from dynatree.engine.kv.kv_range import KVRange
 from dynatree.engine.sampling.device_noise import by_triton as noise_by_triton
 from dynatree.engine.sampling.device_noise import seed_bits
@@ -35,6 +36,7 @@ ROWS = (32, 64, 128, 256)
 LINEAR = ((2560, 7680, True), (2560, 2560, True), (2560, 10240, True), (10240, 2560, True), (2560, 50304, False))
 TINY_LINEAR = ((64, 192, True), (64, 512, False))
 LONGEST = 2304  # slots of a session: its context, and a tree
+KERNELS = partial(by_triton, longest=LONGEST)
 NODES, TINY_NODES = 9, 5  # of the chain that is compared
 MOST_EPS = {torch.float32: 16.0}  # a GPU's 2 ** x alone is 2 units off; other types: 8
 
@@ -162,18 +164,23 @@ def _differing_tokens(shape: Heads, root: int, context: Context) -> int:
 
 
 def _attended(
-    numbers: Sequence[Tensor], layer: Tensor, sizes: RowSizes, segments: Sequence[Segment], scale: float
+    numbers: Sequence[Tensor],
+    layer: Tensor,
+    sizes: RowSizes,
+    segments: Sequence[Segment],
+    scale: float,
+    by: Callable[..., Tensor] = KERNELS,
 ) -> Tensor:
     """The attention of a forward of fixed rows; padding repeats the first row's numbers."""
     [pieces] = sizes.cut(segments)
     buffers = RowBuffers(sizes, layer.shape[2] - 1, layer.device)
     buffers.fill(segments, pieces)
     padded = [torch.cat([each, each[:, :1].expand(-1, sizes.rows - each.shape[1], -1)], 1) for each in numbers]
-    return by_triton(padded[0], padded[1], padded[2], layer, buffers.plan, LONGEST, Scores(scale))
+    return by(*padded, layer, buffers.plan, scores=Scores(scale))
 
 
 def attention_in_float64(context: Context) -> Measured:
-    """The largest difference of the kernels from float64, in units of the type's rounding, over ragged forwards."""
+    """The largest difference of the kernels from torch in float64, in units of the type's rounding."""
     found: list[dict[str, Any]] = []
     worst: dict[torch.dtype, float] = {}
     for shape in shapes(context):
@@ -195,8 +202,10 @@ def attention_in_float64(context: Context) -> Measured:
             layer[:, :, committed] = _random(size, shape.dtype, device, generator)
         sizes = RowSizes(32, tile_rows(shape.heads, shape.kv_heads), 4)
         scale = shape.dim**-0.5
+        wide = [each.double() for each in numbers]
+        expected = _attended(wide, layer.double(), sizes, segments, scale, by_torch)
         output = _attended(numbers, layer, sizes, segments, scale)
-        error = (output[:used].double() - _in_float64(numbers[0], layer, segments, scale)).abs().max().item()
+        error = (output[:used].double() - expected[:used]).abs().max().item()
         error = error if math.isfinite(error) else math.inf
         found.append({"shape": str(shape), "error": error, "in eps": error / torch.finfo(shape.dtype).eps})
         worst[shape.dtype] = max(worst.get(shape.dtype, 0.0), found[-1]["in eps"])
@@ -205,26 +214,6 @@ def attention_in_float64(context: Context) -> Measured:
         for dtype, eps in worst.items()
     ]
     return Measured({"shapes": found}, [f"{len(found)} shapes; slots that nobody may read hold NaN"], bounds)
-
-
-def _in_float64(query: Tensor, layer: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
-    """`[rows, heads, dim]` from the stored keys and values, by the definition."""
-    group = query.shape[0] // layer.shape[1]
-    outputs: list[Tensor] = []
-    for segment in segments:
-        for index in range(len(segment.token_ids)):
-            slots = [segment.kv.start + slot for slot in _visible(segment, index)]
-            keys, values = (each.double().repeat_interleave(group, 0) for each in layer[:, :, slots])
-            weights = torch.einsum("hd,hpd->hp", query[:, len(outputs)].double() * scale, keys).softmax(-1)
-            outputs.append(torch.einsum("hp,hpd->hd", weights, values))
-    return torch.stack(outputs)
-
-
-def _visible(segment: Segment, row: int) -> list[int]:
-    if segment.mask is None:
-        return list(range(segment.start + row + 1))
-    before = segment.stop - segment.mask.shape[1]
-    return [*range(before), *(before + slot for slot in segment.mask[row].nonzero()[:, 0].tolist())]
 
 
 def _query_key_value(shape: Heads, rows: int, generator: torch.Generator) -> list[Tensor]:

@@ -88,71 +88,70 @@ def complete_together(
     begun: Callable[[], object] = lambda: None,
 ) -> Together:
     """All at once, with one thread for each model; see `complete`."""
-
-    async def run() -> Together:
-        threads = ModelThread("verify-model"), ModelThread("draft-model")
-        rows: list[int] = []
-
-        def passed(pass_statistics: PassStatistics, seconds: float) -> None:
-            rows.append(pass_statistics.rows)
-
-        costs = PassCosts(pair.target.info.forward_costs)
-        scheduler = Scheduler(partial(threads[0].run, pair.verifier.run), costs, TARGET_MEASURED_ROWS, passed)
-        decoder = _Decoder(pair, threads, scheduler, SharedGrowth(pair.drafter, threads[1]), begun)
-        began = time.perf_counter()
-        try:
-            each = (decoder.complete(prompt, new_tokens, method, sampling) for prompt in prompts)
-            return Together(tuple(await asyncio.gather(*each)), time.perf_counter() - began, rows)
-        finally:
-            for thread in threads:
-                thread.shutdown()
-
-    return asyncio.run(run())
+    return asyncio.run(_complete_together(pair, prompts, new_tokens, method, sampling, begun))
 
 
-@dataclass(frozen=True)
-class _Decoder:
-    pair: Pair
-    threads: tuple[ModelThread, ModelThread]
-    scheduler: Scheduler
-    growth: SharedGrowth
-    begun: Callable[[], object]
+async def _complete_together(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    new_tokens: int,
+    method: Method,
+    sampling: Sampling,
+    begun: Callable[[], object],
+) -> Together:
+    rows: list[int] = []
 
-    async def complete(self, prompt: Prompt, new_tokens: int, method: Method, sampling: Sampling) -> Completion:
-        pair, drafter = self.pair, self.pair.drafter
+    def passed(pass_statistics: PassStatistics, seconds: float) -> None:
+        rows.append(pass_statistics.rows)
+
+    verifier, drafter, target = pair.verifier, pair.drafter, pair.target
+    verifying, drafting = ModelThread("verify-model"), ModelThread("draft-model")
+    costs = PassCosts(target.info.forward_costs)
+    scheduler = Scheduler(partial(verifying.run, verifier.run), costs, TARGET_MEASURED_ROWS, passed)
+    growth_of_all = SharedGrowth(drafter, drafting)
+
+    async def completion(prompt: Prompt) -> Completion:
         limit = len(prompt) + new_tokens
-        policy = create_policy(method.policy, method.settings, pair.target.costs)
+        policy = create_policy(method.policy, method.settings, target.costs)
         request = SessionRequest(prompt, limit, frozenset(), Decoding(sampling))
         recorder = StatisticsRecorder(time.perf_counter())
-        opening = partial(drafter.open, prompt, sampling, pair.target.vocab_size, limit)
+        opening = partial(drafter.open, prompt, sampling, target.vocab_size, limit)
         async with (
-            self.threads[1].held(opening, drafter.close) as drafting,
-            self.threads[0].held(partial(pair.verifier.open, request), pair.verifier.close) as verifying,
+            drafting.held(opening, drafter.close) as draft,
+            verifying.held(partial(verifier.open, request), verifier.close) as session,
         ):
 
             def grow(tokens: tuple[int, ...], last: Round | None) -> Growing[Growth]:
                 started = time.perf_counter()
-                drafter.commit(drafting, tokens)
+                drafter.commit(draft, tokens)
                 if last is not None:
                     policy.observe(last)
                 commit_seconds = time.perf_counter() - started
-                growth = yield from drafter.growing(drafting, policy, verifying.remaining - 1, MAX_TREE_NODES)
+                growth = yield from drafter.growing(draft, policy, session.remaining - 1, MAX_TREE_NODES)
                 return replace(growth, commit_seconds=commit_seconds)
 
-            commit = await self.scheduler.prefill(verifying)
+            commit = await scheduler.prefill(session)
             recorder.count(len(commit.token_ids))
-            await self.growth.run(partial(drafter.prefilling, drafting, policy))
-            self.begun()
+            await growth_of_all.run(partial(drafter.prefilling, draft, policy))
+            begun()
             last: Round | None = None
             while commit.finish_reason is None:
-                growth = await self.growth.run(partial(grow, commit.token_ids, last))
+                growth = await growth_of_all.run(partial(grow, commit.token_ids, last))
                 sent = time.perf_counter()
-                commit = await self.scheduler.verify(verifying, growth.tree)
+                commit = await scheduler.verify(session, growth.tree)
                 exchange = time.perf_counter() - sent
                 commit = replace(commit, timings=replace(commit.timings, total=exchange))
                 last = Round(growth, commit, exchange)
                 recorder.round(last, len(commit.token_ids))
                 recorder.count(len(commit.token_ids))
-            self.scheduler.forget(verifying)
+            scheduler.forget(session)
             policy.end()
-            return Completion(tuple(verifying.committed[len(prompt) :]), recorder.result(sampling.seed))
+            return Completion(tuple(session.committed[len(prompt) :]), recorder.result(sampling.seed))
+
+    began = time.perf_counter()
+    try:
+        completions = await asyncio.gather(*map(completion, prompts))
+        return Together(tuple(completions), time.perf_counter() - began, rows)
+    finally:
+        for thread in (verifying, drafting):
+            thread.shutdown()
