@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 
 from dynatree.common.sampling import NOT_CHOSEN
@@ -31,6 +31,7 @@ from dynatree.engine.sampling.device_noise import by_triton, seed_bits
 from dynatree.engine.sampling.gumbel import NoiseStream
 from dynatree.verify.accept import accept
 from tests.support.kernel_builds import needs_triton
+from tests.support.launches import Launches
 from tests.support.trees import random_trees
 
 needs_triton()
@@ -182,19 +183,6 @@ def test_fewer_tokens_than_places_are_followed_by_tokens_of_no_chance() -> None:
         assert ((ids[row] >= 0) & (ids[row] < VOCABULARY)).all()
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts torch's operations that launch kernels on a GPU: all but allocations and views."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count the operation, then run it."""
-        self.count += not (func.is_view or func.overloadpacket.__name__ in ("empty", "new_empty"))
-        return func(*args, **(kwargs or {}))
-
-
 def launches(function: Callable[[], object]) -> int:
     """Count the launches of a function on a GPU."""
     kernels = []
@@ -205,7 +193,7 @@ def launches(function: Callable[[], object]) -> int:
         with _disable_current_modes():  # the interpreter copies arguments
             return run(kernel, *arguments, **options)
 
-    with pytest.MonkeyPatch.context() as patch, Operations() as operations:
+    with pytest.MonkeyPatch.context() as patch, Launches() as operations:
         patch.setattr(InterpretedFunction, "run", counted)
         function()
     count: int = operations.count

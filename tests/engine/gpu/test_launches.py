@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from dynatree.engine.forward.attention import NAME
@@ -18,24 +17,7 @@ from dynatree.engine.gpu.levels import LEVELS, RowLevelRunner
 from dynatree.engine.gpu.row_runner import RowForward
 from dynatree.engine.gpu.rows import RowSizes
 from dynatree.engine.kv.kv_cache import KVCache, KVShape
-
-# of our operations, as test_choosing_kernels.py counts some of them
-OURS = {"tree_attention": 2, "decide": 5, "rank": 2, "add_and_norm": 1, "rotate": 1, "activate": 1}
-ALLOCATIONS = ("empty", "new_empty", "empty_like", "_unsafe_view")
-
-
-class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the launches that operations are on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count the operation, then run it."""
-        name = func.overloadpacket.__name__
-        self.count += OURS.get(name, 0 if func.is_view or name in ALLOCATIONS else 1)
-        return func(*args, **(kwargs or {}))
+from tests.support.launches import Launches
 
 
 def launches(function: Any) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dynatree.common.sampling import NOT_CHOSEN
 from dynatree.engine.gpu.rows import RowBuffers
+from dynatree.engine.gpu.tree_attention import padded
 from dynatree.engine.kv.kv_cache import KVCache
 from dynatree.engine.sampling.device_noise import fill_noise
 from dynatree.engine.sampling.gumbel import NoiseStream
@@ -176,10 +177,10 @@ def choices_by_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, posit
             *(vocab_size, logits.stride(0), _STREAM, parts),
             noisy=noisy,
             size=_PART,
-            padded_parts=_padded(parts),
+            padded_parts=padded(parts),
             enable_fp_fusion=False,
         )
-    kernels.choices_of_rows[rows,](best, places, choices, parts, none=NOT_CHOSEN, padded_parts=_padded(parts))
+    kernels.choices_of_rows[rows,](best, places, choices, parts, none=NOT_CHOSEN, padded_parts=padded(parts))
     return choices
 
 
@@ -192,7 +193,7 @@ def moves_by_triton(token_ids: Tensor, parents: Tensor, slots: Tensor, homes: Te
 
     rows = len(token_ids)
     moves = torch.empty(1 + 2 * rows, dtype=torch.int32, device=token_ids.device)
-    block = min(_padded(rows), _ROWS)
+    block = min(padded(rows), _ROWS)
     kernels.accepted_moves[1,](token_ids, parents, choices, slots, homes, moves, rows, block=block)
     return moves
 
@@ -203,7 +204,7 @@ def move_by_triton(data: Tensor, moves: Tensor) -> None:
 
     *heads, _, dim = data.shape
     kernels.move_slots[torch.Size(heads).numel(),](
-        data, moves, data.stride(2), dim=dim, padded_dim=_padded(dim), num_warps=1
+        data, moves, data.stride(2), dim=dim, padded_dim=padded(dim), num_warps=1
     )
 
 
@@ -228,10 +229,6 @@ def ranks_by_triton(
     ids = torch.empty(rows, breadth, dtype=torch.int32, device=logits.device)
     chances = torch.empty(rows, breadth, dtype=torch.float32, device=logits.device)
     kernels.merged_ranks[rows,](
-        part_ids, values, bases, sums, ids, chances, parts, breadth=breadth, padded_parts=_padded(parts)
+        part_ids, values, bases, sums, ids, chances, parts, breadth=breadth, padded_parts=padded(parts)
     )
     return ids, chances
-
-
-def _padded(size: int) -> int:
-    return 1 << (size - 1).bit_length()

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from dynatree.engine.forward.attention import Attending
 from dynatree.engine.forward.flat_forward import FlatForward
 from dynatree.engine.forward.scores import Scores
+from dynatree.engine.gpu.tree_attention import padded
 from dynatree.engine.kv.kv_cache import KVShape
 
 # transformers' names of activation functions, by their `kind` in the kernel
@@ -174,7 +175,7 @@ def _add_and_norm_op(
         norms=len(scales),
         centered=centered,
         shifted=shifted,
-        columns_block=_padded(width),
+        columns_block=padded(width),
         num_warps=_WARPS,
         enable_fp_fusion=False,
     )
@@ -194,7 +195,7 @@ def _rotate_op(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, posit
     kernels.rotate[(query.shape[1], query.shape[0] + key.shape[0])](
         *(query, key, cosines, sines, positions, *query.stride()[:2], *key.stride()[:2], query.shape[0]),
         half=half,
-        padded_half=_padded(half),
+        padded_half=padded(half),
         num_warps=_SMALL_WARPS,
         enable_fp_fusion=False,
     )
@@ -219,7 +220,3 @@ def _activate_op(gate: Tensor, other: Tensor | None, kind: int) -> Tensor:
 @_activate_op.register_fake
 def _(gate: Tensor, *_: object) -> Tensor:
     return torch.empty_like(gate)
-
-
-def _padded(size: int) -> int:
-    return 1 << (size - 1).bit_length()

@@ -63,10 +63,11 @@ class RowAttention:
 
 def tile_rows(heads: int, kv_heads: int) -> int:
     """Return the rows of a tile; their query heads that share a key head fill the smallest matrix product."""
-    return max(LEAST_TILE // _padded(heads // kv_heads), 1)
+    return max(LEAST_TILE // padded(heads // kv_heads), 1)
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
+    """Return the least power of two that is at least `size`, as Triton's blocks need it."""
     return 1 << (size - 1).bit_length()
 
 
@@ -136,7 +137,7 @@ def by_triton(
     query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
     heads, rows, dim = query.shape
     kv_heads = key.shape[0]
-    group = _padded(heads // kv_heads)
+    group = padded(heads // kv_heads)
     split_count, split_blocks = splits(longest)
     part = torch.empty(rows, heads, split_count, dim + 2, dtype=torch.float32, device=query.device).view(-1)
     per_split = rows * heads * split_count
@@ -147,7 +148,7 @@ def by_triton(
         "group": heads // kv_heads,
         "padded_group": group,
         "dim": dim,
-        "padded_dim": max(_padded(dim), LEAST_TILE),
+        "padded_dim": max(padded(dim), LEAST_TILE),
         "tile": max(LEAST_TILE, group),
         "block": BLOCK,
         "splits": split_count,
