@@ -76,10 +76,11 @@ def complete(
     begun: Callable[[], object] = lambda: None,
 ) -> Completion:
     """One completion by itself; end-of-sequence tokens are ignored, and `begun` is called when the prompt was read."""
-    return complete_together(pair, [prompt], new_tokens, method, sampling, begun).completions[0]
+    done = asyncio.run(complete_together(pair, [prompt], new_tokens, method, sampling, begun))
+    return done.completions[0]
 
 
-def complete_together(
+async def complete_together(
     pair: Pair,
     prompts: Sequence[Prompt],
     new_tokens: int,
@@ -88,17 +89,6 @@ def complete_together(
     begun: Callable[[], object] = lambda: None,
 ) -> Together:
     """All at once, with one thread for each model; see `complete`."""
-    return asyncio.run(_complete_together(pair, prompts, new_tokens, method, sampling, begun))
-
-
-async def _complete_together(
-    pair: Pair,
-    prompts: Sequence[Prompt],
-    new_tokens: int,
-    method: Method,
-    sampling: Sampling,
-    begun: Callable[[], object],
-) -> Together:
     rows: list[int] = []
 
     def passed(pass_statistics: PassStatistics, seconds: float) -> None:

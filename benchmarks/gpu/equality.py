@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -74,10 +75,10 @@ def together(context: Context) -> Measured:
     given = [prompt for _, prompt in prompts(context.sizes.equality_prompts)]
     places = [number % len(given) for number in range(count)]
     figures: dict[str, Any] = {"sessions": count}
-    says = []
+    pair, says = context.models.pair, []
     for name, method in (("plain", PLAIN), ("default", DEFAULT)):
         several = [given[place] for place in places]
-        done = complete_together(context.models.pair, several, context.sizes.equality_tokens, method)
+        done = asyncio.run(complete_together(pair, several, context.sizes.equality_tokens, method))
         differing = sum(map(unlike, (each.token_ids for each in done.completions), (known[place] for place in places)))
         figures[name] = {"tokens a second": done.rate, "rows of passes": done.rows, "differing tokens": differing}
         mean = sum(done.rows) / len(done.rows)
